@@ -1,0 +1,80 @@
+"""The mask of attention as a band.
+
+Query row `i` sees the keys `lo(i) <= j < hi(i)`, aligned to the bottom right:
+
+    lo(i) = max(0,  i + Sk - Sq - left)          left  = None: no lower bound
+    hi(i) = min(Sk, i + Sk - Sq + right + 1)     right = None: no upper bound but Sk
+
+Causal attention is `right = 0`, a sliding window bounds both sides, and the ragged tail of the last key block is the
+`min(Sk, ...)`. Both bounds grow with `i`, so the key blocks that a tile of rows must visit, and those among them that
+need no masking, are four divisions. Every function runs on Python ints and on traced DSL integers alike: the kernels
+and the CPU tests share this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# A Python int on the host, a traced Int32 inside a kernel.
+Index = Any
+
+
+def _min(a: Index, b: Index) -> Index:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    import cutlass
+
+    return cutlass.min(a, b)
+
+
+def _max(a: Index, b: Index) -> Index:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    import cutlass
+
+    return cutlass.max(a, b)
+
+
+def ceil_div(a: Index, b: int) -> Index:
+    return (a + b - 1) // b
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """Key blocks of one tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` of them without a mask."""
+
+    begin: Index
+    full_begin: Index
+    full_end: Index
+    end: Index
+
+
+@dataclass(frozen=True)
+class Band:
+    left: Index | None = None
+    right: Index | None = None
+
+    @staticmethod
+    def of(causal: bool, window: tuple[int | None, int | None]) -> Band:
+        """The band of `attn(causal=..., window=...)`: causal lowers the right bound to 0, whatever the window says."""
+        left, right = window
+        return Band(left, 0 if causal else right)
+
+    def lo(self, i: Index, sq: Index, sk: Index) -> Index:
+        """First visible key of row `i` (may lie beyond the last key: the row is then empty)."""
+        return 0 if self.left is None else _max(0, i + sk - sq - self.left)
+
+    def hi(self, i: Index, sq: Index, sk: Index) -> Index:
+        """One past the last visible key of row `i` (never negative)."""
+        return sk if self.right is None else _max(0, _min(sk, i + sk - sq + self.right + 1))
+
+    def blocks(self, m_block: Index, tile_m: int, tile_n: int, sq: Index, sk: Index) -> BlockRange:
+        """Which key blocks of `tile_n` keys the rows of tile `m_block` see, and which of them whole."""
+        first = m_block * tile_m
+        last = _min(first + tile_m, sq) - 1
+        begin = self.lo(first, sq, sk) // tile_n
+        end = _max(begin, ceil_div(self.hi(last, sq, sk), tile_n))
+        full_begin = _min(ceil_div(self.lo(last, sq, sk), tile_n), end)
+        full_end = _max(full_begin, _min(self.hi(first, sq, sk) // tile_n, end))
+        return BlockRange(begin, full_begin, full_end, end)

@@ -1,0 +1,75 @@
+"""cp.async copies of row tiles from global to shared memory, zero-filling what lies outside the tensor."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+VECTOR_BYTES = 16
+
+
+def row_copy(atom: cute.CopyAtom, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+    """Threads cover `row_elements` of a row with 16-byte vectors, then the next rows."""
+    vector = VECTOR_BYTES * 8 // dtype.width
+    per_row = row_elements // vector
+    threads = cute.make_layout((num_threads // per_row, per_row), stride=(per_row, 1))
+    return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
+
+
+def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+    """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not within one."""
+    op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
+    return row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype)
+
+
+def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+    """Shared -> registers -> global in 16-byte vectors."""
+    op = cute.nvgpu.CopyUniversalOp()
+    return row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype)
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """This thread's share of the tiles of one (rows, head_dim) matrix.
+
+    `head_dim` is static; the tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past the matrix are
+    zero-filled only where `check_rows` asks for it: all tiles but the last one are whole.
+    """
+
+    copy: cute.TiledCopy
+    thread: Int32
+    tile_rows: cutlass.Constexpr
+    tile_d: cutlass.Constexpr
+    head_dim: cutlass.Constexpr
+
+    @cute.jit
+    def load(self, gX: cute.Tensor, sX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
+        """Start the copy of the tile gX (tile_rows, tile_d) into sX; `rows_left` rows of it exist."""
+        thr_copy = self.copy.get_slice(self.thread)
+        tXgX = thr_copy.partition_S(gX)
+        tXsX = thr_copy.partition_D(sX)
+        if cutlass.const_expr(check_rows or self.head_dim != self.tile_d):
+            pred = self.predicates(thr_copy, tXsX, rows_left, check_rows)
+            cute.copy(self.copy, tXgX, tXsX, pred=pred)
+        else:
+            cute.copy(self.copy, tXgX, tXsX)
+
+    @cute.jit
+    def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
+        """(vector, rows, columns) -> is this vector inside the matrix. One value serves all rows unless they are checked."""
+        tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
+        rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
+        stride = (0, cols, 1) if check_rows else (0, 0, 1)
+        pred = cute.make_rmem_tensor(
+            cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean
+        )
+        for m in cutlass.range_constexpr(rows if check_rows else 1):
+            for k in cutlass.range_constexpr(cols):
+                row, col = tXcX[(0, 0), m, k]
+                inside = col < self.head_dim
+                if cutlass.const_expr(check_rows):
+                    inside = inside and row < rows_left
+                pred[0, m, k] = inside
+        return pred

@@ -1,0 +1,95 @@
+"""Online softmax over blocks of scores (Milakov & Gimelshein; FlashAttention, algorithm 1).
+
+Per row: m, the running maximum of the raw scores, and l, the sum of exp(scale * (s - m)). A new block raises m to m',
+scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the scale folded
+in: one FMA and one MUFU per score. l is summed per thread and reduced over the four threads of a row only at the end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Four neighbouring threads hold the columns of one row of an accumulator, on mma.sync and wgmma alike.
+THREADS_PER_ROW = 4
+
+# log2 of how far a row's reference maximum may lag behind its true one. Up to 2^8 the sums and products stay far from the
+# limits of fp32 and fp16, and the final division removes the factor exactly; beyond it, m, l and O are rescaled.
+RESCALE_THRESHOLD = 8.0
+
+
+def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
+    """Combine a value over the threads that share a row. (The DSL's own max reduction adds NaN handling: 3 instructions.)"""
+    offset = THREADS_PER_ROW // 2
+    while offset:
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+        offset //= 2
+    return value
+
+
+@dataclass(frozen=True)
+class Softmax:
+    row_max: cute.Tensor  # (rows of this thread,) fp32, raw scores
+    row_sum: cute.Tensor  # (rows of this thread,) fp32, this thread's columns only
+    scale_log2: Float32  # scale * log2(e)
+
+    @staticmethod
+    def start(acc_O_mn: cute.Tensor, scale_log2: Float32) -> "Softmax":
+        rows = cute.size(acc_O_mn, mode=[0])
+        row_max = cute.make_rmem_tensor(rows, Float32)
+        row_sum = cute.make_rmem_tensor(rows, Float32)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        return Softmax(row_max, row_sum, scale_log2)
+
+    @cute.jit
+    def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, maybe_empty: cutlass.Constexpr):
+        """Turn a block of scores into probabilities in place; rescale the output accumulator if a maximum grew.
+
+        `maybe_empty`: some row may not have seen a key yet, so that its maximum is still -inf.
+        """
+        rows = cute.size(self.row_max)
+        block_max = cute.make_rmem_tensor(rows, Float32)
+        grew = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(rows):
+            m_block = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            block_max[r] = _row_reduce(m_block, cute.arch.fmax)
+            grew = grew | ((block_max[r] - self.row_max[r]) * self.scale_log2 > RESCALE_THRESHOLD)
+        if cute.arch.vote_any_sync(grew):
+            self.rescale(block_max, acc_O_mn)
+
+        for r in cutlass.range_constexpr(rows):
+            m_scaled = self.row_max[r] * self.scale_log2
+            if cutlass.const_expr(maybe_empty):
+                m_scaled = Float32(0.0) if self.row_max[r] == -Float32.inf else m_scaled
+            # P = exp(scale * (S - m))
+            probs = cute.math.exp2(acc_S_mn[r, None].load() * self.scale_log2 - m_scaled, fastmath=True)
+            self.row_sum[r] = probs.reduce(cute.ReductionOp.ADD, self.row_sum[r], 0)
+            acc_S_mn[r, None].store(probs)
+
+    @cute.jit
+    def rescale(self, block_max: cute.Tensor, acc_O_mn: cute.Tensor):
+        """m' = max(m, block_max); l and O are scaled by alpha = exp(scale * (m - m'))."""
+        for r in cutlass.range_constexpr(cute.size(self.row_max)):
+            m_old = self.row_max[r]
+            m_new = cute.arch.fmax(m_old, block_max[r])
+            # A row without keys so far has nothing to scale; -inf - -inf would be NaN.
+            alpha = Float32(0.0) if m_old == -Float32.inf else cute.math.exp2((m_old - m_new) * self.scale_log2, fastmath=True)
+            self.row_max[r] = m_new
+            self.row_sum[r] = self.row_sum[r] * alpha
+            acc_O_mn[r, None].store(acc_O_mn[r, None].load() * alpha)
+
+    @cute.jit
+    def finish(self, acc_O_mn: cute.Tensor, lse: cute.Tensor):
+        """Normalise the output and write the natural-log LSE of each row; a row without keys gives 0 and -inf."""
+        for r in cutlass.range_constexpr(cute.size(self.row_max)):
+            total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
+            is_empty = total == 0.0
+            inverse = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
+            acc_O_mn[r, None].store(acc_O_mn[r, None].load() * inverse)
+            log_sum = cute.math.log2(total, fastmath=True)
+            lse[r] = -Float32.inf if is_empty else (self.row_max[r] * self.scale_log2 + log_sum) * LN_2

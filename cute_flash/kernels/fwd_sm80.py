@@ -1,0 +1,339 @@
+"""Forward attention with mma.sync, ldmatrix and cp.async: Ampere, Ada, and any later GPU.
+
+For each tile of query rows, over blocks j of keys from the last visible one to the first (FlashAttention-2):
+
+    S  = Q Kj^T                          fp32 accumulators, tile_m x tile_n
+    S  = -inf outside the band           only in blocks that the band cuts
+    m' = max(m, rowmax S);  P = exp(scale (S - m'))
+    l  = l exp(scale (m - m')) + rowsum P
+    O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
+    out = O / l,  LSE = scale m + log l
+
+| warps      | rows                                                                    |
+|------------|-------------------------------------------------------------------------|
+| all, alike | tile_m / num_warps each (16 or 32); every warp reads all of K and V     |
+
+| shared memory | elements                  | life                                         |
+|---------------|---------------------------|----------------------------------------------|
+| sQ            | tile_m x tile_d           | whole tile; O passes through it at the end   |
+| sK, sV        | stages x tile_n x tile_d  | one block each                               |
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from cute_flash.band import Band, BlockRange
+from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy
+from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.mask import Mask
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.softmax import LOG2_E, Softmax
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.problem import Static
+from cute_flash.tiles import FwdTile
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+SMEM_ALIGN = 1024
+
+
+@dataclass(frozen=True)
+class Params:
+    """Everything the kernel reads, in one argument. Tensors are (B, H, S, D); strides are run-time, D is static."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor  # (B, H, Sq)
+    scale_log2: Float32
+    band: Band
+    order: TileOrder
+    copy_in: cute.TiledCopy
+    copy_out: cute.TiledCopy
+    tiled_mma: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One MMA operand in shared memory: where ldmatrix reads it, and the fragment it fills."""
+
+    copy: cute.TiledCopy
+    tXsX: cute.Tensor  # (vector, tiles, k) or (vector, tiles, k, stage)
+    tXrX: cute.Tensor  # fragment
+    view: cute.Tensor  # the fragment as the copy sees it
+
+    def load(self, k: int, stage=None) -> None:
+        source = self.tXsX[None, None, k] if stage is None else self.tXsX[None, None, k, stage]
+        cute.copy(self.copy, source, self.view[None, None, k])
+
+    def load_tile(self, n: int, stage) -> None:
+        cute.copy(self.copy, self.tXsX[None, n, None, stage], self.view[None, n, None])
+
+
+@dataclass(frozen=True)
+class Main:
+    """What one block of the main loop works on."""
+
+    loader: RowTiles
+    gK: cute.Tensor  # (tile_n, tile_d, n_block)
+    gV: cute.Tensor
+    sK: cute.Tensor  # (tile_n, tile_d, stage)
+    sV: cute.Tensor
+    q: Operand
+    k: Operand
+    v: Operand
+    tiled_mma: cute.TiledMma
+    acc_O: cute.Tensor
+    softmax: Softmax
+    mask: Mask
+    blocks: BlockRange
+
+
+class FwdSm80:
+    def __init__(self, static: Static, tile: FwdTile):
+        self.static = static
+        self.tile = tile
+        self.dtype = DTYPES[static.dtype]
+
+    @property
+    def name(self) -> str:
+        """The symbol a profiler shows. It also steers ptxas: names with "cutlass" in them are compiled differently."""
+        t, s = self.tile, self.static
+        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
+        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        section: Int32,
+        stream: CUstream,
+    ):
+        tile = self.tile
+        row_elements = self._smem(tile.tile_m).atom_cols
+        batch, heads, seqlen_q, _ = mQ.shape
+        num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        params = Params(
+            mQ,
+            mK,
+            mV,
+            mO,
+            mLSE,
+            scale * LOG2_E,
+            Band(
+                window_left if self.static.has_left else None,
+                window_right if self.static.has_right else None,
+            ),
+            TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            async_row_copy(tile.num_threads, row_elements, self.dtype),
+            plain_row_copy(tile.num_threads, row_elements, self.dtype),
+            self._tiled_mma(),
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(params).launch(
+            grid=(num_m_blocks * heads * batch, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            stream=stream,
+            **self._occupancy(),
+        )
+
+    def _occupancy(self) -> dict[str, int]:
+        """Registers are cut to let `min_blocks` share an SM. The carve-out is stated: else it is asked of a driver."""
+        if not self.tile.min_blocks:
+            return {}
+        return {"min_blocks_per_mp": self.tile.min_blocks, "preferred_smem_carveout": 100}
+
+    def _smem(self, rows: int) -> SmemTile:
+        return SmemTile(rows, self.tile.head_dim)
+
+    def _tiled_mma(self) -> cute.TiledMma:
+        """Warps stacked along the rows; two n8 tiles at a time, so that one ldmatrix.x4 feeds both."""
+        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
+        warps = self.tile.num_warps
+        return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(warps * 16, 16, 16))
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        tile = self.tile
+        thread, _, _ = cute.arch.thread_idx()
+        m_block, head, batch = p.order.decode(cute.arch.block_idx()[0])
+        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
+        rows_left = seqlen_q - m_block * tile.tile_m
+
+        gQ = cute.local_tile(p.mQ[batch, head, None, None], (tile.tile_m, tile.head_dim), (m_block, 0))
+        # (tile_n, tile_d, n_block)
+        gK = cute.local_tile(p.mK[batch, head_kv, None, None], (tile.tile_n, tile.head_dim), (None, 0))
+        gV = cute.local_tile(p.mV[batch, head_kv, None, None], (tile.tile_n, tile.head_dim), (None, 0))
+        sQ, sK, sV = self._allocate()
+
+        thr_mma = p.tiled_mma.get_slice(thread)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
+        acc_O.fill(0.0)
+        tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
+        load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
+        main = Main(
+            RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
+            gK, gV, sK, sV,
+            *self._operands(p.tiled_mma, thread, sQ, sK, sV),
+            p.tiled_mma, acc_O, softmax,
+            Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
+            p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
+        )  # fmt: skip
+
+        load_q.load(gQ, sQ, rows_left, True)
+        self.main_loop(main)
+
+        gO = cute.local_tile(p.mO[batch, head, None, None], (tile.tile_m, tile.head_dim), (m_block, 0))
+        gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
+        lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
+        softmax.finish(as_mn(acc_O), lse)
+        store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
+        epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
+        epilogue.store_lse(lse, gLSE, tScS)
+        epilogue.store(acc_O, sQ, gO)
+
+    def _allocate(self):
+        """sQ (tile_m, tile_d); sK, sV (tile_n, tile_d, stage)."""
+        tile, smem = self.tile, SmemAllocator()
+        q_tile, kv_tile = self._smem(tile.tile_m), self._smem(tile.tile_n)
+
+        def allocate(layout):
+            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
+            return smem.allocate_tensor(
+                self.dtype, to_cute(layout.layout), byte_alignment=SMEM_ALIGN, swizzle=byte_swizzle(q_tile)
+            )
+
+        sQ = allocate(q_tile.layout)
+        sK = allocate(kv_tile.staged(tile.stages))
+        sV = allocate(kv_tile.staged(tile.stages))
+        return sQ, sK, sV
+
+    def _operands(self, tiled_mma, thread, sQ, sK, sV):
+        """Q, K and V^T as MMA operands. V is read through ldmatrix.trans: rows are keys, the operand wants columns."""
+        thr_mma = tiled_mma.get_slice(thread)
+        plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), self.dtype)
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+
+        def operand(copy, sX, fragment):
+            thr_copy = copy.get_slice(thread)
+            return Operand(copy, thr_copy.partition_S(sX), fragment, thr_copy.retile(fragment))
+
+        first_K, first_V = sK[None, None, 0], sVt[None, None, 0]
+        return (
+            operand(cute.make_tiled_copy_A(plain, tiled_mma), sQ, thr_mma.make_fragment_A(thr_mma.partition_A(sQ))),
+            operand(cute.make_tiled_copy_B(plain, tiled_mma), sK, thr_mma.make_fragment_B(thr_mma.partition_B(first_K))),
+            operand(cute.make_tiled_copy_B(trans, tiled_mma), sVt, thr_mma.make_fragment_B(thr_mma.partition_B(first_V))),
+        )
+
+    @cute.jit
+    def main_loop(self, main: Main):
+        """Blocks from the last to the first: those cut by the right bound or the tail, whole ones, those cut on the left."""
+        blocks = main.blocks
+        if blocks.begin < blocks.end:
+            self.load_block(main, blocks.end - 1, main.mask.seqlen_k, True)
+        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.tile.q_in_regs):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            for k in cutlass.range_constexpr(cute.size(main.q.tXrX, mode=[2])):
+                main.q.load(k)
+        for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
+            self.one_block(main, blocks.end - 1 - i, True)
+        for i in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
+            self.one_block(main, blocks.full_end - 1 - i, False)
+        if cutlass.const_expr(self.static.has_left):
+            for i in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
+                self.one_block(main, blocks.full_begin - 1 - i, True)
+
+    def stage_of(self, n_block):
+        return n_block % 2 if self.tile.stages == 2 else 0
+
+    @cute.jit
+    def load_block(self, main: Main, n_block: Int32, seqlen_k: Int32, is_last: cutlass.Constexpr):
+        """Start the copies of key block `n_block`: K, and V too where it has a buffer of its own to wait in."""
+        rows_left = seqlen_k - n_block * self.tile.tile_n
+        stage = self.stage_of(n_block)
+        main.loader.load(main.gK[None, None, n_block], main.sK[None, None, stage], rows_left, is_last)
+        if cutlass.const_expr(self.tile.stages == 2):
+            main.loader.load(main.gV[None, None, n_block], main.sV[None, None, stage], rows_left, is_last)
+
+    @cute.jit
+    def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr):
+        tile = self.tile
+        stage = self.stage_of(n_block)
+        acc_S = cute.make_rmem_tensor(
+            main.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
+        )
+        acc_S.fill(0.0)
+
+        # K(n) (two stages: V(n) too) has landed, and every warp is done with the buffers of the block before.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(tile.stages == 1):
+            rows_left = main.mask.seqlen_k - n_block * tile.tile_n
+            main.loader.load(main.gV[None, None, n_block], main.sV[None, None, 0], rows_left, masked)
+            cute.arch.cp_async_commit_group()
+
+        # S = Q K^T
+        self.gemm(main.tiled_mma, acc_S, main.q, main.k, stage)
+
+        if cutlass.const_expr(tile.stages == 1):
+            # V(n) has landed, and every warp is done with K(n).
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+        if n_block > main.blocks.begin:
+            self.load_block(main, n_block - 1, main.mask.seqlen_k, False)
+        cute.arch.cp_async_commit_group()
+
+        if cutlass.const_expr(masked):
+            main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
+        main.softmax.step(as_mn(acc_S), as_mn(main.acc_O), masked)
+        rP = cute.make_fragment_like(acc_S, self.dtype)
+        rP.store(acc_S.load().to(self.dtype))
+
+        # O += P V
+        self.gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)
+
+    @cute.jit
+    def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, stage: Int32):
+        """acc += A B with both operands from shared memory, the next k-step's fragments loading during this one's MMAs."""
+        for k in cutlass.range_constexpr(cute.size(b.tXrX, mode=[2])):
+            if cutlass.const_expr(not self.tile.q_in_regs):
+                a.load(k)
+            b.load(k, stage)
+            cute.gemm(tiled_mma, acc, a.tXrX[None, None, k], b.tXrX[None, None, k], acc)
+
+    @cute.jit
+    def gemm_rs(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
+        """acc += A B with A in registers, one n-tile of B at a time.
+
+        All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate offsets, where
+        the k-outer order would compute a swizzled address for every ldmatrix.
+        """
+        group = 2
+        # One ldmatrix.x4 fills the operands of two n8 tiles.
+        acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
+        b_groups = cute.logical_divide(b.tXrX, (None, 2 * group, None))
+        for n in cutlass.range_constexpr(cute.size(b.view, mode=[1]) // group):
+            for i in cutlass.range_constexpr(group):
+                b.load_tile(n * group + i, stage)
+            acc_n = acc_groups[None, None, (None, n)]
+            for k in cutlass.range_constexpr(cute.size(b.tXrX, mode=[2])):
+                cute.gemm(tiled_mma, acc_n, rA[None, None, k], b_groups[None, (None, n), k], acc_n)

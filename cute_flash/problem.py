@@ -1,0 +1,97 @@
+"""What is asked for: a frozen description of one attention call, and the errors that refuse it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from cute_flash.band import Band
+
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
+GPU_DTYPES = ("float16", "bfloat16")
+CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class UnsupportedError(ValueError):
+    """A well-formed request that no kernel serves; the message names the argument, its value and what would work."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer of `supports()`: true or false, with the reason."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Static:
+    """The part of a problem that is compiled into a kernel. Everything else is a run-time argument."""
+
+    dtype: str
+    head_dim: int
+    has_left: bool
+    has_right: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, dtype and mask of one call. (B, H, Sq, D) queries on (B, Hkv, Sk, D) keys and values."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    band: Band = field(default_factory=Band)
+
+    @property
+    def static(self) -> Static:
+        return Static(self.dtype, self.head_dim, self.band.left is not None, self.band.right is not None)
+
+    @property
+    def is_empty(self) -> bool:
+        """No output row, or no key that could be seen: nothing to launch."""
+        return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+
+    def check(self, device: str = "cuda") -> None:
+        """Raise `ValueError` for a contradiction, `UnsupportedError` for what no kernel on `device` serves."""
+        for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative")
+        check_heads(self.heads, self.heads_kv)
+        check_window((self.band.left, self.band.right))
+        dtypes = GPU_DTYPES if device == "cuda" else CPU_DTYPES
+        if self.dtype not in dtypes:
+            raise UnsupportedError(f"dtype {self.dtype} on {device}: use one of {', '.join(dtypes)}")
+        if device == "cuda":
+            check_head_dim(self.head_dim)
+
+
+def check_heads(heads: int, heads_kv: int) -> None:
+    if heads_kv == 0 and heads == 0:
+        return
+    if heads_kv == 0 or heads % heads_kv:
+        raise ValueError(f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second")
+
+
+def check_window(window: tuple[int | None, int | None]) -> None:
+    for side, value in zip(("left", "right"), window, strict=True):
+        if value is not None and value < 0:
+            raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
+
+
+def check_head_dim(head_dim: int) -> None:
+    if MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0:
+        return
+    nearest = min(max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM), MAX_HEAD_DIM)
+    remedy = "pad q, k, v with zeros to it" if nearest >= head_dim else "split the heads"
+    raise UnsupportedError(
+        f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; "
+        f"the nearest is {nearest} ({remedy}, and pass scale= explicitly)"
+    )

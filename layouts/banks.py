@@ -1,0 +1,229 @@
+"""Bank conflicts of warp-wide shared-memory accesses, counted from the addresses.
+
+Shared memory has 32 banks of 4 bytes; the word at byte address `a` lies in bank `a / 4 mod 32`. An access of
+a warp is served in phases of 128 bytes: 32 threads of 4 bytes, 16 of 8, or 8 of 16 (each 8x8 matrix of an
+ldmatrix is such a phase: 8 rows of 16 bytes). In a phase every bank serves one word per wavefront: threads
+that touch the same word share it, n words in one bank take n wavefronts. Loads and stores count alike.
+
+The operand patterns are those of `mma.m16n8k16` on 2-byte elements; stmatrix has the addresses of ldmatrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from layouts.algebra import AnyLayout
+from layouts.smem import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
+
+NUM_BANKS = 32
+BANK_BYTES = 4
+WARP = 32
+
+# Side of the block that one ldmatrix.x4 reads, and of its four matrices.
+_BLOCK = 16
+_MATRIX = 8
+
+Coord = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Threads served together, `width` bytes each: `lanes` holds (thread, byte address)."""
+
+    width: int
+    lanes: tuple[tuple[int, int], ...]
+
+    @property
+    def banks(self) -> dict[int, list[tuple[int, int]]]:
+        """bank -> [(thread, address of the word it wants there)], in the order of the banks."""
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for thread, address in self.lanes:
+            for word in range(address, address + self.width, BANK_BYTES):
+                wanted.setdefault(word // BANK_BYTES % NUM_BANKS, []).append((thread, word))
+        return dict(sorted(wanted.items()))
+
+    @property
+    def wavefronts(self) -> int:
+        """The most distinct words that any one bank has to deliver."""
+        return max(len({word for _, word in wanted}) for wanted in self.banks.values())
+
+
+@dataclass(frozen=True)
+class Access:
+    """One warp instruction, or many: its phases in order."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def wavefronts(self) -> int:
+        return sum(phase.wavefronts for phase in self.phases)
+
+    @property
+    def ideal(self) -> int:
+        """A phase wants at most 128 bytes, which 32 banks can deliver at once."""
+        return len(self.phases)
+
+    @property
+    def conflicts(self) -> int:
+        return self.wavefronts - self.ideal
+
+
+def _join(accesses: Sequence[Access]) -> Access:
+    return Access(tuple(phase for access in accesses for phase in access.phases))
+
+
+@dataclass(frozen=True)
+class Vector:
+    """What a lane touches: `width` bytes of `element_bytes` elements, side by side in the mode `along`."""
+
+    width: int
+    element_bytes: int = 2
+    along: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width not in (4, 8, 16):
+            raise ValueError(f"width={self.width}: a lane touches 4, 8 or 16 bytes")
+        if self.element_bytes < 1 or self.width % self.element_bytes:
+            raise ValueError(f"element_bytes={self.element_bytes}: must divide width={self.width}")
+        if self.along not in (0, 1):
+            raise ValueError(f"along={self.along}: the modes of a tile are 0 and 1")
+
+    def address(self, layout: AnyLayout, coord: Coord) -> int:
+        """The byte address of the vector from `coord` on; ValueError if it is not in one aligned piece."""
+        i, j = coord
+        length = self.width // self.element_bytes
+        coords = [(i + step, j) if self.along == 0 else (i, j + step) for step in range(length)]
+        if min(coord) < 0 or any(at >= extent for at, extent in zip(coords[-1], layout.extents, strict=True)):
+            raise ValueError(f"{self.width} bytes from {coord} leave the layout {layout}")
+        indices = [layout(at) for at in coords]
+        if indices[0] % length or indices != list(range(indices[0], indices[0] + length)):
+            raise ValueError(
+                f"layout {layout} does not hold {self.width} aligned contiguous bytes at {coord}"
+            )
+        return indices[0] * self.element_bytes
+
+
+_CHUNK = Vector(CHUNK_BYTES)
+_PAIR = Vector(BANK_BYTES)
+
+
+def warp_access(
+    layout: AnyLayout, coords: Sequence[Coord | None], vector: Vector = _CHUNK, first_thread: int = 0
+) -> Access:
+    """One instruction of a warp: lane i touches the vector at `coords[i]`; None is an idle lane."""
+    if len(coords) != WARP:
+        raise ValueError(
+            f"{len(coords)} coordinates: give one for each of the {WARP} lanes, None for an idle one"
+        )
+    lanes_per_phase = WAVEFRONT_BYTES // vector.width
+    phases = []
+    for begin in range(0, WARP, lanes_per_phase):
+        group = enumerate(coords[begin : begin + lanes_per_phase], first_thread + begin)
+        lanes = tuple((thread, vector.address(layout, coord)) for thread, coord in group if coord is not None)
+        if lanes:
+            phases.append(Phase(vector.width, lanes))
+    return Access(tuple(phases))
+
+
+def ldmatrix_a(layout: AnyLayout, row0: int, col0: int) -> Access:
+    """ldmatrix.x4 of Q: 16 rows x 16 columns, the matrices down the rows first (a0 a1 / a2 a3)."""
+    coords = [(row0 + lane % _BLOCK, col0 + lane // _BLOCK * _MATRIX) for lane in range(WARP)]
+    return warp_access(layout, coords)
+
+
+def ldmatrix_b(layout: AnyLayout, row0: int, col0: int) -> Access:
+    """ldmatrix.x4 of K: 16 keys x 16 columns, the matrices along the columns first (b0 b1 of two n-tiles)."""
+    coords = [
+        (row0 + lane // _BLOCK * _MATRIX + lane % _MATRIX, col0 + lane // _MATRIX % 2 * _MATRIX)
+        for lane in range(WARP)
+    ]
+    return warp_access(layout, coords)
+
+
+def ldmatrix_v(transposed: AnyLayout, d0: int, key0: int) -> Access:
+    """ldmatrix.x4.trans of V seen as (d, keys), `SmemTile.transposed`: 16 columns of 16 keys.
+
+    A lane still hands over the address of 16 contiguous bytes, 8 columns of one key; they are transposed on
+    their way to the registers.
+    """
+    coords = [(d0 + lane // _BLOCK * _MATRIX, key0 + lane % _BLOCK) for lane in range(WARP)]
+    return warp_access(transposed, coords, Vector(CHUNK_BYTES, along=0))
+
+
+def _check_mma_tile(tile: SmemTile) -> None:
+    if tile.element_bytes != 2:
+        raise ValueError(
+            f"element_bytes={tile.element_bytes}: the mma.m16n8k16 accesses are of 2-byte elements"
+        )
+    if tile.rows % _BLOCK:
+        raise ValueError(f"rows={tile.rows}: the mma.m16n8k16 accesses need a multiple of {_BLOCK}")
+
+
+def _every_block(tile: SmemTile, layout: AnyLayout, load: Callable[[AnyLayout, int, int], Access]) -> Access:
+    _check_mma_tile(tile)
+    rows, cols = layout.extents
+    return _join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in range(0, cols, _BLOCK)])
+
+
+def _copy_by_rows(tile: SmemTile, num_threads: int) -> Access:
+    """Every 16-byte chunk of the tile once: neighbouring threads cover `atom_cols`, then the next row."""
+    if num_threads < WARP or num_threads % WARP:
+        raise ValueError(f"num_threads={num_threads}: must be a positive multiple of {WARP}")
+    threads_per_row = tile.atom_cols // tile.chunk_cols
+    rows_per_pass = num_threads // threads_per_row
+    vector = Vector(CHUNK_BYTES, tile.element_bytes)
+    accesses = []
+    for col0 in range(0, tile.cols, tile.atom_cols):
+        for row0 in range(0, tile.rows, rows_per_pass):
+            for first in range(0, num_threads, WARP):
+                spots = [divmod(thread, threads_per_row) for thread in range(first, first + WARP)]
+                coords = [
+                    (row0 + row, col0 + chunk * tile.chunk_cols) if row0 + row < tile.rows else None
+                    for row, chunk in spots
+                ]
+                accesses.append(warp_access(tile.layout, coords, vector, first))
+    return _join(accesses)
+
+
+def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
+    """The shared-memory side of filling the whole tile with 16-byte cp.async."""
+    return _copy_by_rows(tile, num_threads)
+
+
+def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
+    """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
+    return _copy_by_rows(tile, num_threads)
+
+
+def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
+    """The epilogue's 4-byte stores of m16n8 accumulators, rounded to 2-byte pairs, over the whole tile.
+
+    Lane t holds columns 2 (t mod 4) and 2 (t mod 4) + 1 of rows t / 4 and t / 4 + 8; each warp has 16 rows.
+    """
+    _check_mma_tile(tile)
+    if num_warps < 1 or tile.rows % (_BLOCK * num_warps):
+        raise ValueError(f"num_warps={num_warps}: {_BLOCK} rows per warp must divide rows={tile.rows}")
+    accesses = []
+    for block in range(tile.rows // _BLOCK):
+        for col0 in range(0, tile.cols, _MATRIX):
+            for row0 in (block * _BLOCK, block * _BLOCK + _MATRIX):
+                coords = [(row0 + lane // 4, col0 + lane % 4 * 2) for lane in range(WARP)]
+                accesses.append(warp_access(tile.layout, coords, _PAIR, block % num_warps * WARP))
+    return _join(accesses)
+
+
+# What the kernels do with a tile, each over the whole of it.
+ACCESSES: dict[str, Callable[[SmemTile], Access]] = {
+    "ldmatrix_a": lambda tile: _every_block(tile, tile.layout, ldmatrix_a),
+    "ldmatrix_b": lambda tile: _every_block(tile, tile.layout, ldmatrix_b),
+    "ldmatrix_v": lambda tile: _every_block(tile, tile.transposed, ldmatrix_v),
+    "cp_async_write": cp_async_write,
+    "store_fragment": store_fragment,
+    "load_rows": load_rows,
+}
+
+
+def tile_report(tile: SmemTile) -> dict[str, Access]:
+    """Each kind of access over the whole tile."""
+    return {name: access(tile) for name, access in ACCESSES.items()}

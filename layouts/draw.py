@@ -1,0 +1,148 @@
+"""Pictures of a shared-memory tile: the banks of each 16 bytes, and what one phase of an access touches.
+
+A cell is a chunk of 16 bytes, its number the group of four banks that hold it (group g = banks 4g to 4g + 3).
+A phase of eight chunks is free of conflicts when it touches every group once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from layouts.banks import BANK_BYTES, NUM_BANKS, Phase, tile_report
+from layouts.smem import CHUNK_BYTES, VARIANTS, SmemTile
+
+NUM_GROUPS = NUM_BANKS * BANK_BYTES // CHUNK_BYTES
+
+# Rows after which the groups of every variant repeat.
+_PERIOD = 8
+
+# One light colour for each group of banks: the ANSI 256-colour code and the same colour for SVG.
+_COLOURS = (
+    (224, "#ffd7d7"),
+    (222, "#ffd787"),
+    (229, "#ffffaf"),
+    (157, "#afffaf"),
+    (159, "#afffff"),
+    (153, "#afd7ff"),
+    (183, "#d7afff"),
+    (250, "#bcbcbc"),
+)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A chunk of the picture; `threads` are those of the marked phase that touch it."""
+
+    row: int
+    col: int
+    group: int
+    threads: tuple[int, ...]
+
+
+def _cells(tile: SmemTile, phase: Phase | None, num_rows: int) -> list[list[_Cell]]:
+    # Emptied on the way: what is left after a row lies further down, and the picture must reach it.
+    threads_at: dict[int, list[int]] = {}
+    for thread, address in phase.lanes if phase else ():
+        threads_at.setdefault(address // CHUNK_BYTES, []).append(thread)
+    grid = []
+    for row in range(tile.rows):
+        if row >= num_rows and not threads_at:
+            break
+        cells = []
+        for col in range(0, tile.cols, tile.chunk_cols):
+            chunk = tile.layout(row, col) * tile.element_bytes // CHUNK_BYTES
+            cells.append(_Cell(row, col, chunk % NUM_GROUPS, tuple(threads_at.pop(chunk, ()))))
+        grid.append(cells)
+    return grid
+
+
+def _title(tile: SmemTile) -> str:
+    return f"{tile.variant} {tile.rows} x {tile.cols}, {tile.element_bytes}-byte elements: {tile.layout}"
+
+
+def _wavefronts(phase: Phase) -> str:
+    return f"{phase.wavefronts} wavefront{'s' if phase.wavefronts > 1 else ''}"
+
+
+def text_picture(
+    tile: SmemTile, phase: Phase | None = None, num_rows: int = 16, has_colour: bool = False
+) -> str:
+    """The first `num_rows` rows, or as many as `phase` needs; `[g]` marks the chunks that it touches."""
+    grid = _cells(tile, phase, num_rows)
+    lines = [_title(tile), "cell = 16 bytes, number = group of 4 banks"]
+    if phase:
+        threads = [thread for thread, _ in phase.lanes]
+        lines[-1] += f", [ ] = threads {min(threads)} to {max(threads)} together: {_wavefronts(phase)}"
+    lines.append("     col" + "".join(f"{cell.col:4d}" for cell in grid[0]))
+    for cells in grid:
+        line = f"row {cells[0].row:4d}  "
+        for cell in cells:
+            text = f"[{cell.group}]" if cell.threads else f" {cell.group} "
+            line += f"\x1b[48;5;{_COLOURS[cell.group][0]};30m{text}\x1b[0m " if has_colour else f"{text} "
+        lines.append(line.rstrip())
+    if len(grid) < tile.rows:
+        lines.append(f"rows {len(grid)} to {tile.rows - 1} repeat the numbers of rows 0 to {_PERIOD - 1}")
+    return "\n".join(lines) + "\n"
+
+
+def _thread_label(threads: tuple[int, ...]) -> str:
+    first, last = threads[0], threads[-1]
+    return f"t{first}" if first == last else f"t{first}-{last}"
+
+
+def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) -> str:
+    """The same as SVG: cells coloured by group, the chunks of `phase` framed and labelled with threads."""
+    cell_width, cell_height, left, top = 44, 24, 64, 64
+    grid = _cells(tile, phase, num_rows)
+    # A title is about 7 units a character and must fit, however few columns there are.
+    width = max(left + cell_width * len(grid[0]) + 16, 32 + 7 * len(_title(tile)))
+    height = top + cell_height * len(grid) + 16
+    caption = "cell = 16 bytes, number = group of 4 banks"
+    if phase:
+        caption += f", framed = one phase: {_wavefronts(phase)}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        f'width="{width}" height="{height}" font-family="monospace" font-size="11" role="img">',
+        f"<title>{escape(_title(tile))}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="16" y="20">{escape(_title(tile))}</text>',
+        f'<text x="16" y="38">{caption}</text>',
+    ]
+    for index, cell in enumerate(grid[0]):
+        lines.append(
+            f'<text x="{left + cell_width * index + 4}" y="{top - 6}" fill="#606060">{cell.col}</text>'
+        )
+    framed = []
+    for cells in grid:
+        y = top + cell_height * cells[0].row
+        lines.append(f'<text x="16" y="{y + 16}" fill="#606060">row {cells[0].row}</text>')
+        for index, cell in enumerate(cells):
+            x = left + cell_width * index
+            box = f'<rect x="{x}" y="{y}" width="{cell_width}" height="{cell_height}"'
+            lines.append(f'{box} fill="{_COLOURS[cell.group][1]}" stroke="#ffffff"/>')
+            lines.append(f'<text x="{x + 5}" y="{y + 16}" font-weight="bold">{cell.group}</text>')
+            if cell.threads:
+                # Drawn last, else the neighbours would cover half of the frame.
+                framed.append(f'{box} fill="none" stroke="#000000" stroke-width="2"/>')
+                label = _thread_label(cell.threads)
+                right = x + cell_width - 3
+                framed.append(
+                    f'<text x="{right}" y="{y + 16}" font-size="8" text-anchor="end">{label}</text>'
+                )
+    return "\n".join([*lines, *framed, "</svg>"]) + "\n"
+
+
+def conflict_table(rows: int, cols: int) -> str:
+    """Wavefronts of every access over a whole tile of 2-byte elements, and their excess over the ideal."""
+    tiles = [SmemTile(rows, cols, variant=variant) for variant in VARIANTS]
+    reports = [tile_report(tile) for tile in tiles]
+    lines = [
+        f"{rows} x {cols}, 2-byte elements: wavefronts (conflicts)",
+        f"{'access':<16}{'ideal':>8}" + "".join(f"{variant:>16}" for variant in VARIANTS),
+    ]
+    for name, access in reports[0].items():
+        counts = [f"{report[name].wavefronts} ({report[name].conflicts})" for report in reports]
+        lines.append(f"{name:<16}{access.ideal:>8}" + "".join(f"{count:>16}" for count in counts))
+    lines.append(f"{'bytes':<16}{rows * cols * 2:>8}" + "".join(f"{tile.bytes:>16}" for tile in tiles))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,131 @@
+"""The shared-memory tiles of the kernels: one description for kernels, bank counter and pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+from layouts.algebra import AnyLayout, ComposedLayout, Layout, tile_to_shape
+from layouts.swizzle import Swizzle
+
+# The widest shared-memory access of one thread, and the unit that a swizzle moves.
+CHUNK_BYTES = 16
+# 32 banks of 4 bytes: what one wavefront can deliver.
+WAVEFRONT_BYTES = 128
+
+VARIANTS = ("swizzled", "padded", "plain")
+
+_ATOM_ROWS = 8
+# The source bits of the swizzle start where the 8 chunks of a wavefront end, whatever the width of the atom.
+_SWIZZLE_SHIFT = 3
+
+
+@dataclass(frozen=True)
+class SmemTile:
+    """A tile of `rows` x `cols` elements in shared memory, rows contiguous.
+
+    `swizzled`  atoms of 8 rows x 128 bytes (64 bytes where 128 do not divide a row), whose 16-byte chunks are
+                permuted by the row; the atoms stand below each other first. These are also the 128-byte and
+                64-byte swizzles of TMA and wgmma. No padding, no conflicts.
+    `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and nothing
+                that TMA or wgmma can read.
+    `plain`     row-major. The baseline that shows what the others are for.
+
+    All variants take the same sizes, so that one can replace another.
+    """
+
+    rows: int
+    cols: int
+    element_bytes: int = 2
+    variant: str = "swizzled"
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(VARIANTS)}")
+        if self.element_bytes not in (1, 2, 4):
+            raise ValueError(f"element_bytes={self.element_bytes}: choose 1, 2 or 4")
+        if self.rows < 1 or self.rows % _ATOM_ROWS:
+            raise ValueError(f"rows={self.rows}: must be a positive multiple of {_ATOM_ROWS}")
+        half = WAVEFRONT_BYTES // 2 // self.element_bytes
+        if self.cols < 1 or self.cols % half:
+            raise ValueError(
+                f"cols={self.cols}: must be a positive multiple of {half} ({WAVEFRONT_BYTES // 2} bytes of "
+                f"{self.element_bytes}-byte elements)"
+            )
+
+    @property
+    def atom_cols(self) -> int:
+        """Columns that neighbouring threads copy: 128 bytes, or 64 where 128 do not divide a row."""
+        wide = WAVEFRONT_BYTES // self.element_bytes
+        return wide if self.cols % wide == 0 else wide // 2
+
+    @property
+    def chunk_cols(self) -> int:
+        """Elements in 16 bytes."""
+        return CHUNK_BYTES // self.element_bytes
+
+    @property
+    def swizzle(self) -> Swizzle | None:
+        if self.variant != "swizzled":
+            return None
+        chunks = self.atom_cols // self.chunk_cols
+        return Swizzle(chunks.bit_length() - 1, self.chunk_cols.bit_length() - 1, _SWIZZLE_SHIFT)
+
+    @cached_property
+    def atom(self) -> AnyLayout:
+        """The smallest layout that repeats; of the variants without a swizzle, the whole tile."""
+        if self.swizzle:
+            return ComposedLayout(self.swizzle, 0, Layout((_ATOM_ROWS, self.atom_cols), (self.atom_cols, 1)))
+        padding = self.chunk_cols if self.variant == "padded" else 0
+        return Layout((self.rows, self.cols), (self.cols + padding, 1))
+
+    @cached_property
+    def layout(self) -> AnyLayout:
+        """(row, col) -> element index."""
+        return tile_to_shape(self.atom, (self.rows, self.cols)) if self.swizzle else self.atom
+
+    @cached_property
+    def transposed(self) -> AnyLayout:
+        """(col, row) -> element index in the same memory: V as the (d, keys) that ldmatrix.trans reads."""
+        return self.layout.select(1, 0)
+
+    def staged(self, stages: int) -> AnyLayout:
+        """(row, col, stage) -> element index: `stages` tiles one after the other, for a pipeline."""
+        if stages < 1:
+            raise ValueError(f"stages={stages}: must be 1 or more")
+        return tile_to_shape(self.atom, (self.rows, self.cols, stages))
+
+    @property
+    def cosize(self) -> int:
+        """Elements to reserve."""
+        return self.layout.cosize
+
+    @property
+    def bytes(self) -> int:
+        return self.cosize * self.element_bytes
+
+    def cute(self) -> Any:
+        """`layout` as a CuTe layout. Call it inside a `@cute.jit` or `@cute.kernel` function."""
+        return to_cute(self.layout)
+
+
+def to_cute(layout: AnyLayout) -> Any:
+    """The CuTe layout with this shape, stride and swizzle, for a `@cute.jit` or `@cute.kernel` function."""
+    # Imported late, by name: the rest of this package, and its type check, must not need the DSL.
+    cute: Any = import_module("cutlass.cute")
+    if isinstance(layout, ComposedLayout):
+        swizzle = layout.swizzle
+        outer = cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift)
+        return cute.make_composed_layout(outer, layout.offset, to_cute(layout.layout))
+    return cute.make_layout(layout.shape, stride=layout.stride)
+
+
+def byte_swizzle(tile: SmemTile) -> Any:
+    """The tile's swizzle as a CuTe swizzle of byte addresses: what a swizzled pointer applies."""
+    swizzle = tile.swizzle
+    if swizzle is None:
+        raise ValueError(f"variant={tile.variant!r} has no swizzle: use 'swizzled'")
+    cute: Any = import_module("cutlass.cute")
+    return cute.make_swizzle(swizzle.bits, swizzle.base + tile.element_bytes.bit_length() - 1, swizzle.shift)

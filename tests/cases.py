@@ -1,0 +1,154 @@
+"""Shapes, inputs and the error rule that all tests of attention share, with and without a GPU.
+
+The rule, per dtype: the distance of a result from the fp64 oracle may be twice that of the same maths in
+plain PyTorch in that dtype, plus a floor for outputs that plain PyTorch happens to hit exactly. It holds for
+the maximum and for the mean: the maximum of a causal output sits in the first rows, which average few values
+and are large, and alone would not notice that all later, smaller rows are wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cute_flash import reference
+from cute_flash.band import Band
+from cute_flash.problem import Problem
+
+FULL, CAUSAL = Band(), Band(None, 0)
+
+# Relative to the oracle: half a unit in the last place of fp16 and bf16, which even a perfect kernel shows;
+# what is promised for fp32; rounding noise of sums for fp64.
+RELATIVE_FLOOR = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 1e-5, torch.float64: 1e-12}
+# The LSE is a sum of positive terms in fp32 whatever the inputs: scores of unit-variance inputs carry errors
+# of about 1e-6. One average key lost among 4096 moves the LSE by 2.4e-4 and must be seen.
+LSE_ATOL = {torch.float32: 5e-5, torch.float64: 1e-11}
+LSE_RTOL = {torch.float32: 1e-5, torch.float64: 1e-11}
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    band: Band = field(default_factory=Band)
+
+    @property
+    def id(self) -> str:
+        sides = {"l": self.band.left, "r": self.band.right}
+        bounds = "".join(f"{side}{value}" for side, value in sides.items() if value is not None)
+        mask = "causal" if self.band == CAUSAL else bounds or "full"
+        heads = f"b{self.batch}h{self.heads}kv{self.heads_kv}"
+        return f"{heads}-{self.seqlen_q}x{self.seqlen_k}-d{self.head_dim}-{mask}"
+
+    def problem(self, dtype: torch.dtype) -> Problem:
+        shape = (self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim)
+        return Problem(*shape, dtype=str(dtype).removeprefix("torch."), band=self.band)
+
+
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of standard normal values: the same on every device, and up to rounding in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int, seqlen: int) -> Tensor:
+        shape = (case.batch, heads, seqlen, case.head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    q = normal(case.heads, case.seqlen_q)
+    return q, normal(case.heads_kv, case.seqlen_k), normal(case.heads_kv, case.seqlen_k)
+
+
+def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision: Tensor) -> None:
+    """The error rule for an output or a gradient, whose dtype chooses the floor."""
+    assert value.shape == oracle.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(oracle.shape)}"
+    if value.numel() == 0:
+        return
+    # Said first and by itself: a comparison with NaN is not something to rely on.
+    assert torch.isfinite(value).all(), f"{name}: {int((~value.isfinite()).sum())} entries are not finite"
+    reference = oracle.double()
+    floor = RELATIVE_FLOOR[value.dtype]
+    error, yardstick = (value.double() - reference).abs(), (low_precision.double() - reference).abs()
+    for measure in (torch.max, torch.mean):
+        found = float(measure(error))
+        allowed = 2 * float(measure(yardstick)) + floor * float(measure(reference.abs()))
+        assert found <= allowed, f"{name}: {measure.__name__} error {found:.3e}, allowed {allowed:.3e}"
+
+
+def assert_lse_close(lse: Tensor, oracle_lse: Tensor) -> None:
+    assert lse.shape == oracle_lse.shape, f"lse: shape {tuple(lse.shape)}, expected {tuple(oracle_lse.shape)}"
+    empty = oracle_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty), "lse: -inf exactly where a row sees no key"
+    found, expected = lse[~empty].double(), oracle_lse[~empty].double()
+    assert torch.isfinite(found).all(), "lse: not finite"
+    allowed = LSE_ATOL[lse.dtype] + LSE_RTOL[lse.dtype] * expected.abs()
+    excess = ((found - expected).abs() - allowed).max() if found.numel() else torch.tensor(-1.0)
+    assert excess <= 0, f"lse: beyond its tolerance by {float(excess):.3e}"
+
+
+def assert_close(
+    out: Tensor, lse: Tensor, oracle_out: Tensor, oracle_lse: Tensor, low_precision_out: Tensor
+) -> None:
+    """The result of one forward pass against `reference.dense` and `reference.dense_low_precision`."""
+    assert_lse_close(lse, oracle_lse)
+    assert_error_within("out", out, oracle_out, low_precision_out)
+    assert torch.all(out[oracle_lse == -torch.inf] == 0), "out: rows that see no key must be exactly 0"
+
+
+def assert_is_attention(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, band: Band) -> None:
+    """`assert_close` with the oracle and the yardstick computed here, at the default scale."""
+    low_precision_out, _ = reference.dense_low_precision(q, k, v, band)
+    assert_close(out, lse, *reference.dense(q, k, v, band), low_precision_out)
+
+
+def _unique(cases: list[Case]) -> list[Case]:
+    return list({case.id: case for case in cases}.values())
+
+
+def _small() -> list[Case]:
+    lengths = [(1, 1), (1, 129), (17, 17), (17, 127), (127, 127), (127, 129), (129, 17), (129, 1)]
+    bands = [FULL, CAUSAL, Band(5, None), Band(None, 3), Band(20, 9), Band(0, 0), Band(13, 0)]
+    # Every length with a full, a causal and one window; every band on a short and on a long side.
+    cases = [Case(1, 2, 2, sq, sk, 16, band) for sq, sk in lengths for band in (FULL, CAUSAL, Band(20, 9))]
+    cases += [Case(2, 2, 1, sq, sk, 8, band) for sq, sk in ((17, 41), (41, 17), (33, 33)) for band in bands]
+    heads = [(2, 2), (4, 2), (4, 1), (6, 3)]
+    cases += [Case(2, h, kv, 29, 37, 24, band) for h, kv in heads for band in (CAUSAL, Band(4, 2))]
+    empty = [Case(1, 2, 2, 5, 0, 8), Case(1, 2, 1, 0, 7, 8), Case(0, 2, 2, 4, 4, 8), Case(1, 0, 0, 4, 4, 8)]
+    return _unique(cases + empty + [Case(1, 2, 2, 5, 0, 8, Band(1, 1)), Case(2, 2, 1, 0, 0, 8, CAUSAL)])
+
+
+def _gpu() -> list[Case]:
+    head_dims = (8, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
+    window = Band(100, 37)
+    # Every head dim, on lengths that are no multiple of a tile, with each kind of main loop.
+    cases = [Case(2, 2, 2, 257, 391, d, band) for d in head_dims for band in (FULL, CAUSAL, window)]
+    cases += [Case(1, 2, 1, 1000, 1000, d, CAUSAL) for d in head_dims]
+    # Every length around the edges of a tile, for the two head dims that matter most.
+    lengths = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (255, 257)]
+    lengths += [(513, 1025), (1025, 513), (1, 1000), (1000, 1)]
+    for sq, sk in lengths:
+        cases += [Case(1, 2, 2, sq, sk, d, band) for d in (64, 128) for band in (FULL, CAUSAL)]
+    # Every kind of window, with more keys than queries, fewer, and as many.
+    bands = [Band(0, 0), Band(64, None), Band(None, 64), Band(64, 0), Band(1, 200), Band(5000, 5000)]
+    shapes = [(1, 2, 2, 300, 555, 64), (1, 2, 2, 555, 300, 128), (1, 2, 1, 384, 384, 64)]
+    cases += [Case(*shape, band) for shape in shapes for band in bands]
+    # Heads that share keys, and grids that are wide, deep or long.
+    for heads, heads_kv in ((4, 2), (8, 1), (6, 3)):
+        cases += [Case(2, heads, heads_kv, 200, 331, 128, band) for band in (FULL, CAUSAL)]
+    cases += [Case(2, 8, 2, 130, 700, 64, window), Case(17, 5, 5, 65, 65, 64, CAUSAL)]
+    cases += [Case(1, 33, 11, 64, 192, 96), Case(1, 1, 1, 4097, 4097, 64, CAUSAL)]
+    cases += [Case(1, 2, 1, 2048, 2048, 128), Case(1, 1, 1, 3, 8193, 128)]
+    # Nothing to compute, or almost nothing: 996 of these 999 rows see no key.
+    cases += [Case(1, 2, 2, 5, 0, 64), Case(1, 2, 1, 0, 7, 64), Case(0, 2, 2, 4, 4, 64)]
+    cases += [Case(1, 2, 2, 999, 3, 64, CAUSAL)]
+    return _unique(cases)
+
+
+SMALL = _small()
+GPU = _gpu()

@@ -1,0 +1,133 @@
+"""The arithmetic of the roofline against brute force, the loop orders' byte counters and worked examples."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_flash import reference, roofline
+from cute_flash.arch import ARCHS, SM_80, SM_90
+from cute_flash.band import Band
+from cute_flash.problem import Problem
+from tests.cases import Case, make_inputs
+
+# B, H, Hkv, Sq, Sk, D
+LARGE = Problem(2, 16, 4, 4096, 4096, 128, "bfloat16")
+
+
+def test_visible_pairs_are_exact() -> None:
+    sides = (None, 0, 1, 3, 20)
+    for sq, sk, left, right in itertools.product(range(9), range(9), sides, sides):
+        distances = [j - (i + sk - sq) for i in range(sq) for j in range(sk)]
+        expected = sum((left is None or -x <= left) and (right is None or x <= right) for x in distances)
+        problem = Problem(1, 1, 1, sq, sk, 8, band=Band(left, right))
+        assert roofline.visible_pairs(problem) == expected, problem
+
+
+def test_flops_of_worked_examples() -> None:
+    every_pair = 4 * 2 * 16 * 4096 * 4096 * 128
+    assert roofline.flops(LARGE) == roofline.flops_nominal(LARGE) == every_pair
+    causal = replace(LARGE, band=Band(None, 0))
+    # The diagonal belongs to the triangle: a little more than half.
+    assert roofline.flops(causal) == 4 * 2 * 16 * 128 * (4096 * 4097 // 2)
+    assert roofline.flops_nominal(causal) == every_pair // 2
+    window = replace(LARGE, band=Band(0, 0))
+    assert roofline.flops(window) == 4 * 2 * 16 * 128 * 4096
+    assert roofline.exp_count(causal) == 2 * 16 * (4096 * 4097 // 2)
+
+
+def test_least_and_unfused_bytes() -> None:
+    tensors = 2 * (2 * 16 * 4096 * 128 + 2 * 4 * 4096 * 128) * 2
+    lse = 2 * 16 * 4096 * 4
+    assert roofline.hbm_bytes(LARGE) == tensors + lse
+    assert roofline.standard_bytes(LARGE) == tensors + 4 * 2 * 16 * 4096 * 4096 * 2
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(20, 3), Band(0, None)])
+@pytest.mark.parametrize(("sq", "sk"), [(48, 80), (80, 48), (64, 64)])
+def test_fa_bytes_are_what_the_loop_moves(band: Band, sq: int, sk: int) -> None:
+    case = Case(2, 4, 2, sq, sk, 8, band)
+    q, k, v = make_inputs(case, torch.float16)
+    # Blocks of one key, so that the loop reads exactly the keys that a tile sees.
+    _, _, traffic = reference.tiled_q_outer(q, k, v, band, None, 16, 1)
+    # The loop does not read Q tiles that see no key.
+    unread = sum(band.hi(row + 15, sq, sk) == 0 for row in range(0, sq, 16)) * 2 * 4 * 16 * 8 * 2
+    found = roofline.fa_bytes(case.problem(torch.float16), tile_m=16)
+    assert found == traffic.read_bytes + traffic.written_bytes + unread
+
+
+def test_max_rescales_bounds_what_the_loop_does() -> None:
+    band, sq, sk = Band(100, 0), 96, 160
+    # Ever growing scores rescale each row at each block that it visits after its first.
+    q = torch.ones(1, 1, sq, 1, dtype=torch.float64)
+    k = torch.arange(sk, dtype=torch.float64).view(1, 1, sk, 1)
+    _, _, traffic = reference.tiled_q_outer(q, k, k, band, 1.0, 1, 16)
+    per_row = [(i + 64) // 16 - max(0, i + 64 - 100) // 16 for i in range(sq)]
+    assert traffic.rescales == sum(per_row)
+    assert roofline.max_rescales(Problem(1, 1, 1, sq, sk, 8, band=band), 1, 16) == max(per_row) == 7
+    assert roofline.max_rescales(Problem(1, 1, 1, 0, 0, 8), 64, 64) == 0
+
+
+def test_sram_formula() -> None:
+    # 64 x 64 tiles of 64 halves: four of 8 KB, S of 8 KB, m and l of 256 B each.
+    assert roofline.sram_bytes(64, 64, 64, 2) == 5 * 8192 + 512
+    # 128 x 64 tiles of d = 128: Q and O 32 KB each, K, V and S 16 KB each, m and l 512 B each.
+    assert roofline.sram_bytes(128, 64, 128, 2) == (2 * 32 + 3 * 16 + 1) * 1024
+
+
+def test_ridge_points() -> None:
+    assert roofline.roofline(LARGE, SM_80).ridge == pytest.approx(156, abs=0.5)
+    assert roofline.roofline(LARGE, SM_90).ridge == pytest.approx(295, abs=0.5)
+
+
+def test_long_sequences_are_bound_by_the_tensor_cores() -> None:
+    found = roofline.roofline(LARGE, SM_80, tile_n=64)
+    assert found.bound == "tensor"
+    assert found.seconds == found.tensor_seconds == pytest.approx(roofline.flops(LARGE) / 312e12)
+    assert found.attainable_tflops == pytest.approx(312.0)
+    assert found.intensity == pytest.approx(roofline.flops(LARGE) / roofline.hbm_bytes(LARGE))
+    assert found.max_rescales is None
+
+
+def test_small_head_dims_on_hopper_are_bound_by_exponentials() -> None:
+    # 4 d FLOPs a pair at 989 TFLOP/s against one exp2 a pair at 16 x 132 x 1.83 G/s: equal at d = 64.
+    found = roofline.roofline(replace(LARGE, head_dim=32), SM_90)
+    assert found.bound == "exp2"
+    assert found.exp2_seconds == pytest.approx(roofline.exp_count(LARGE) / (16 * 132 * 1.83e9))
+    assert found.exp2_seconds / found.tensor_seconds == pytest.approx(2.0, rel=0.01)
+    assert found.attainable_tflops == pytest.approx(989 / 2.0, rel=0.01)
+
+
+def test_decoding_is_bound_by_memory() -> None:
+    decode = Problem(8, 32, 8, 1, 8192, 128)
+    found = roofline.roofline(decode, SM_90)
+    assert found.bound == "memory"
+    assert found.seconds == pytest.approx(roofline.hbm_bytes(decode) / 3.35e12)
+    assert found.intensity < found.ridge
+
+
+def test_tile_adds_traffic_and_rescales() -> None:
+    found = roofline.roofline(LARGE, SM_80, tile_m=128, tile_n=64)
+    assert found.bytes == roofline.fa_bytes(LARGE, 128)
+    # Q and O once, K and V of each of the 16 heads 32 times.
+    assert found.bytes == 2 * 16 * 4096 * 128 * 2 * (2 + 2 * 32) + 2 * 16 * 4096 * 4
+    assert found.max_rescales == 4096 // 64 - 1
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+def test_lines_show_the_numbers(arch) -> None:  # type: ignore[no-untyped-def]
+    found = roofline.roofline(LARGE, arch, tile_m=128, tile_n=64)
+    text = "\n".join(found.lines())
+    for shown in (found.bound, arch.gpu, f"{found.ridge:.0f}", "274.878 GFLOP", "at most 63 per row"):
+        assert shown in text
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4, 8, 8, 16), (1, 4, 4, 0, 8, 16), (1, 4, 4, 8, 0, 16)])
+def test_empty_problems_cost_no_work(shape: tuple[int, int, int, int, int, int]) -> None:
+    found = roofline.roofline(Problem(*shape, band=Band(3, 0)), SM_80, tile_m=64, tile_n=64)
+    assert (found.flops, found.exps, found.max_rescales) == (0, 0, 0)
+    assert found.attainable_tflops == 0.0
+    assert len(found.lines()) == 8

@@ -1,0 +1,249 @@
+"""The numbers are derived here a second time: addresses from formulas, wavefronts by serving the banks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layouts import (
+    ACCESSES,
+    VARIANTS,
+    Layout,
+    Phase,
+    SmemTile,
+    Vector,
+    cp_async_write,
+    ldmatrix_a,
+    ldmatrix_b,
+    ldmatrix_v,
+    load_rows,
+    store_fragment,
+    tile_report,
+    warp_access,
+)
+
+deterministic = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def serve(addresses: list[int], width: int) -> int:
+    """Wavefronts by simulation: as long as words are wanted, every bank serves one of those it holds."""
+    waiting = {word for address in addresses for word in range(address // 4, (address + width) // 4)}
+    wavefronts = 0
+    while waiting:
+        waiting -= set({word % 32: word for word in sorted(waiting)}.values())
+        wavefronts += 1
+    return wavefronts
+
+
+def chunk_address(variant: str, rows: int, cols: int, row: int, chunk: int) -> int:
+    """The byte address of a 16-byte chunk in a tile of 2-byte elements, from the definition in words."""
+    if variant == "plain":
+        return row * cols * 2 + chunk * 16
+    if variant == "padded":
+        return row * (cols * 2 + 16) + chunk * 16
+    if cols % 64 == 0:
+        return chunk // 8 * rows * 128 + row * 128 + (chunk % 8 ^ row % 8) * 16
+    return chunk // 4 * rows * 64 + row * 64 + (chunk % 4 ^ row // 2 % 4) * 16
+
+
+def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
+    def at(row: int, chunk: int) -> int:
+        return chunk_address(variant, rows, cols, row, chunk)
+
+    # A matrix is 8 rows of one chunk; the order of the four in an x4 does not change what is served together.
+    chunks = range(cols // 8)
+    matrices = sum(serve([at(row + i, c) for i in range(8)], 16) for row in range(0, rows, 8) for c in chunks)
+    # Eight threads copy one row of 128 bytes, or two rows of 64.
+    if cols % 64 == 0:
+        groups = [[(row, c + i) for i in range(8)] for row in range(rows) for c in range(0, cols // 8, 8)]
+    else:
+        pairs = [(row, c) for row in range(0, rows, 2) for c in range(0, cols // 8, 4)]
+        groups = [[(row + i, c + j) for i in range(2) for j in range(4)] for row, c in pairs]
+    copies = sum(serve([at(*spot) for spot in group], 16) for group in groups)
+    # A register of an accumulator: 8 rows of four 4-byte pairs.
+    stores = sum(
+        serve([at(row + i, c) + 4 * j for i in range(8) for j in range(4)], 4)
+        for row in range(0, rows, 8)
+        for c in chunks
+    )
+    return {
+        "ldmatrix_a": matrices,
+        "ldmatrix_b": matrices,
+        "ldmatrix_v": matrices,
+        "cp_async_write": copies,
+        "store_fragment": stores,
+        "load_rows": copies,
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (32, 96), (32, 32), (16, 160), (48, 192)])
+def test_report_agrees_with_brute_force(rows: int, cols: int, variant: str) -> None:
+    report = tile_report(SmemTile(rows, cols, variant=variant))
+    assert {name: access.wavefronts for name, access in report.items()} == brute_force(variant, rows, cols)
+
+
+# (rows, cols, variant): wavefronts of ldmatrix and of the fragment stores, then of the copies by rows.
+NUMBERS = {
+    (64, 64, "swizzled"): (64, 64),
+    (64, 64, "padded"): (64, 64),
+    (64, 64, "plain"): (8 * 64, 64),
+    (128, 128, "swizzled"): (256, 256),
+    (128, 128, "padded"): (256, 256),
+    (128, 128, "plain"): (8 * 256, 256),
+    (64, 96, "swizzled"): (96, 96),
+    # A row is 13 chunks: the end of the second 64 bytes meets the start of the first in one group of banks.
+    (64, 96, "padded"): (96, 2 * 96),
+    # A row is 12 chunks: eight rows start in two groups of banks.
+    (64, 96, "plain"): (4 * 96, 96),
+    (64, 32, "swizzled"): (32, 32),
+    (64, 32, "padded"): (32, 2 * 32),
+    (64, 32, "plain"): (4 * 32, 32),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), NUMBERS.items(), ids=str)
+def test_the_numbers(case: tuple[int, int, str], expected: tuple[int, int]) -> None:
+    rows, cols, variant = case
+    by_matrix, by_row = expected
+    report = tile_report(SmemTile(rows, cols, variant=variant))
+    assert list(report) == list(ACCESSES)
+    for name, access in report.items():
+        # Each access moves the tile once, 128 bytes at best per wavefront.
+        assert access.ideal == rows * cols * 2 // 128
+        assert access.wavefronts == (by_row if name in ("cp_async_write", "load_rows") else by_matrix), name
+        assert access.conflicts == access.wavefronts - access.ideal
+
+
+@deterministic
+@given(st.sampled_from([4, 8, 16]), st.lists(st.integers(0, 255), min_size=1, max_size=32))
+def test_a_phase_takes_as_many_wavefronts_as_serving_it(width: int, places: list[int]) -> None:
+    lanes = tuple((thread, place * width) for thread, place in enumerate(places[: 128 // width]))
+    assert Phase(width, lanes).wavefronts == serve([address for _, address in lanes], width)
+
+
+@pytest.mark.parametrize(
+    ("stride_words", "expected"),
+    # The same word is shared; an odd stride visits every bank; a power of two leaves 32 / stride banks.
+    [(0, 1), (1, 1), (2, 2), (3, 1), (4, 4), (8, 8), (16, 16), (32, 32), (33, 1)],
+)
+def test_strided_words(stride_words: int, expected: int) -> None:
+    layout = Layout((32, 1), (stride_words, 1))
+    access = warp_access(layout, [(lane, 0) for lane in range(32)], Vector(4, element_bytes=4))
+    assert (access.wavefronts, access.ideal, access.conflicts) == (expected, 1, expected - 1)
+
+
+@pytest.mark.parametrize(("width", "num_phases"), [(4, 1), (8, 2), (16, 4)])
+def test_phases_by_width(width: int, num_phases: int) -> None:
+    row = Layout((1, 512), (0, 1))
+    coords = [(0, lane * width // 2) for lane in range(32)]
+    access = warp_access(row, coords, Vector(width), first_thread=64)
+    assert (access.wavefronts, access.ideal) == (num_phases, num_phases)
+    assert [thread for phase in access.phases for thread, _ in phase.lanes] == list(range(64, 96))
+
+
+def test_idle_lanes_take_no_wavefronts() -> None:
+    tile = SmemTile(64, 64, variant="plain")
+    coords = [(lane, 0) if lane in (0, 3, 9) else None for lane in range(32)]
+    access = warp_access(tile.layout, coords)
+    assert [phase.lanes for phase in access.phases] == [((0, 0), (3, 3 * 128)), ((9, 9 * 128),)]
+    assert access.wavefronts == 3
+
+
+def test_detail_of_a_conflict() -> None:
+    plain, swizzled = (
+        ldmatrix_a(SmemTile(64, 64, variant=v).layout, 0, 8).phases[0] for v in ("plain", "swizzled")
+    )
+    # Chunk 1 of every row: banks 4 to 7, eight words in each.
+    assert plain.banks == {4 + w: [(t, 128 * t + 16 + 4 * w) for t in range(8)] for w in range(4)}
+    # Row t holds its chunk 1 in group 1 XOR t: a word in every bank.
+    assert swizzled.banks == {
+        4 * (1 ^ t) + w: [(t, 128 * t + 16 * (1 ^ t) + 4 * w)]
+        for t in sorted(range(8), key=lambda t: 1 ^ t)
+        for w in range(4)
+    }
+
+
+def test_order_of_the_matrices() -> None:
+    """In (row, chunk) of a plain 32 x 32: a0 to a3 go down first, two pairs b0 b1 along the columns first."""
+    tile = SmemTile(32, 32, variant="plain")
+
+    def spots(access) -> list[tuple[int, int]]:
+        return [(phase.lanes[0][1] // 64, phase.lanes[0][1] % 64 // 16) for phase in access.phases]
+
+    assert spots(ldmatrix_a(tile.layout, 16, 16)) == [(16, 2), (24, 2), (16, 3), (24, 3)]
+    assert spots(ldmatrix_b(tile.layout, 16, 16)) == [(16, 2), (16, 3), (24, 2), (24, 3)]
+    assert spots(ldmatrix_v(tile.transposed, 16, 16)) == [(16, 2), (24, 2), (16, 3), (24, 3)]
+
+
+def test_v_is_addressed_by_key() -> None:
+    tile = SmemTile(64, 128)
+    lanes = [lane for phase in ldmatrix_v(tile.transposed, 32, 48).phases for lane in phase.lanes]
+    assert lanes == [(t, 2 * tile.layout(48 + t % 16, 32 + t // 16 * 8)) for t in range(32)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ACCESSES)
+def test_each_access_touches_the_tile_once(name: str, variant: str) -> None:
+    tile = SmemTile(48, 96, variant=variant)
+    touched = [
+        address + byte
+        for phase in ACCESSES[name](tile).phases
+        for _, address in phase.lanes
+        for byte in range(0, phase.width, 2)
+    ]
+    elements = [2 * tile.layout(row, col) for row in range(48) for col in range(96)]
+    assert sorted(touched) == sorted(elements)
+
+
+@pytest.mark.parametrize("num_threads", [32, 128, 384])
+def test_copies_use_their_threads(num_threads: int) -> None:
+    # 384 threads cover 48 rows: a second pass has only 16 rows left, and the other threads are idle.
+    for access in (cp_async_write(SmemTile(64, 64), num_threads), load_rows(SmemTile(64, 64), num_threads)):
+        assert {thread for phase in access.phases for thread, _ in phase.lanes} == set(range(num_threads))
+        assert (access.wavefronts, access.conflicts) == (64, 0)
+
+
+@pytest.mark.parametrize("element_bytes", [1, 4])
+def test_copies_of_other_elements(element_bytes: int) -> None:
+    for variant in VARIANTS:
+        tile = SmemTile(64, 128 // element_bytes, element_bytes, variant)
+        assert (cp_async_write(tile).wavefronts, cp_async_write(tile).conflicts) == (64, 0)
+
+
+def test_fragments_belong_to_their_warps() -> None:
+    tile = SmemTile(64, 64, variant="plain")
+    for phase in store_fragment(tile, num_warps=4).phases:
+        assert {thread // 32 for thread, _ in phase.lanes} == {
+            address // 128 // 16 for _, address in phase.lanes
+        }
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ldmatrix_a(SmemTile(64, 64).layout, 56, 0), r"16 bytes from \(64, 0\) leave the layout"),
+        (lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 60), r"leave the layout"),
+        (lambda: ldmatrix_b(SmemTile(64, 64).layout, -8, 0), r"leave the layout"),
+        (
+            lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 4),
+            r"does not hold 16 aligned contiguous bytes at \(0, 4\)",
+        ),
+        # The ends of a chunk in place, its middle not.
+        (lambda: ldmatrix_a(Layout((16, (2, 2, 8)), (32, (2, 1, 4))), 0, 0), "does not hold 16 aligned"),
+        # Without the transposed view, columns of keys would be read.
+        (lambda: ldmatrix_v(SmemTile(64, 64).layout, 0, 0), "does not hold 16 aligned"),
+        (lambda: warp_access(SmemTile(64, 64).layout, [(0, 0)] * 31), "31 coordinates"),
+        (lambda: Vector(12), "width=12: a lane touches 4, 8 or 16 bytes"),
+        (lambda: Vector(4, 8), "element_bytes=8: must divide width=4"),
+        (lambda: Vector(4, along=2), "along=2"),
+        (lambda: cp_async_write(SmemTile(64, 64), 100), "num_threads=100: must be a positive multiple of 32"),
+        (lambda: store_fragment(SmemTile(64, 64), 3), "num_warps=3: 16 rows per warp must divide rows=64"),
+        (lambda: store_fragment(SmemTile(64, 64, 4)), "element_bytes=4"),
+        (lambda: tile_report(SmemTile(8, 64)), "rows=8: the mma.m16n8k16 accesses need a multiple of 16"),
+    ],
+)
+def test_rejects(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

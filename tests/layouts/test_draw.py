@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import layouts
+from layouts import ACCESSES, VARIANTS, SmemTile, conflict_table, svg_picture, text_picture
+from layouts.__main__ import main
+
+README = Path(layouts.__file__).with_name("README.md")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def first_phase(tile: SmemTile, access: str = "ldmatrix_a"):
+    return ACCESSES[access](tile).phases[0]
+
+
+def test_text_picture_of_a_swizzle() -> None:
+    tile = SmemTile(16, 64)
+    assert (
+        text_picture(tile, first_phase(tile), num_rows=4)
+        == """\
+swizzled 16 x 64, 2-byte elements: S<3,3,3> o 0 o ((8,2),(64,1)):((64,512),(1,0))
+cell = 16 bytes, number = group of 4 banks, [ ] = threads 0 to 7 together: 1 wavefront
+     col   0   8  16  24  32  40  48  56
+row    0  [0]  1   2   3   4   5   6   7
+row    1  [1]  0   3   2   5   4   7   6
+row    2  [2]  3   0   1   6   7   4   5
+row    3  [3]  2   1   0   7   6   5   4
+row    4  [4]  5   6   7   0   1   2   3
+row    5  [5]  4   7   6   1   0   3   2
+row    6  [6]  7   4   5   2   3   0   1
+row    7  [7]  6   5   4   3   2   1   0
+rows 8 to 15 repeat the numbers of rows 0 to 7
+"""
+    )
+
+
+def test_text_picture_of_a_padded_tile() -> None:
+    picture = text_picture(SmemTile(16, 32, variant="padded"), num_rows=3)
+    assert picture.splitlines()[2:] == [
+        "     col   0   8  16  24",
+        "row    0   0   1   2   3",
+        "row    1   5   6   7   0",
+        "row    2   2   3   4   5",
+        "rows 3 to 15 repeat the numbers of rows 0 to 7",
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cols", [64, 96])
+def test_the_numbers_do_repeat(cols: int, variant: str) -> None:
+    lines = text_picture(SmemTile(64, cols, variant=variant), num_rows=64).splitlines()[3:]
+    rows = [line.removeprefix(f"row {number:4d}") for number, line in enumerate(lines)]
+    assert len(rows) == 64
+    assert rows == rows[:8] * 8
+
+
+def test_picture_reaches_its_phase() -> None:
+    tile = SmemTile(64, 64)
+    last = ACCESSES["ldmatrix_a"](tile).phases[-1]
+    assert text_picture(tile, last, num_rows=8).count("[") == 1 + 8
+    assert len(re.findall('fill="none"', svg_picture(tile, last, num_rows=8))) == 8
+
+
+def test_colours_change_nothing_else() -> None:
+    tile = SmemTile(64, 64)
+    coloured = text_picture(tile, first_phase(tile), has_colour=True)
+    assert coloured.count("\x1b[48;5;") == 16 * 8
+    stripped = re.sub("\x1b\\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in stripped.splitlines()] == text_picture(
+        tile, first_phase(tile)
+    ).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("variant", "access", "labels"),
+    [
+        ("swizzled", "ldmatrix_a", {f"t{i}" for i in range(8)}),
+        ("plain", "store_fragment", {f"t{i}-{i + 3}" for i in range(0, 32, 4)}),
+    ],
+)
+def test_svg_picture(variant: str, access: str, labels: set[str]) -> None:
+    tile = SmemTile(64, 64, variant=variant)
+    phase = first_phase(tile, access)
+    root = ElementTree.fromstring(svg_picture(tile, phase))
+    rects = root.findall(f"{SVG}rect")
+    framed = [rect for rect in rects if rect.get("fill") == "none"]
+    assert len(rects) == 1 + 16 * 8 + 8
+    # Eight cells in eight colours are free of conflicts, eight in one colour meet in four banks.
+    colour_at = {(r.get("x"), r.get("y")): r.get("fill") for r in rects if r.get("fill") != "none"}
+    assert len({colour_at[r.get("x"), r.get("y")] for r in framed}) == 8 // phase.wavefronts
+    assert {text.text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("t")} == labels
+    assert all(float(r.get("x", 0)) + float(r.get("width", 0)) <= float(root.get("width", 0)) for r in rects)
+
+
+def test_svg_without_an_access() -> None:
+    assert len(ElementTree.fromstring(svg_picture(SmemTile(8, 64))).findall(f"{SVG}rect")) == 1 + 8 * 8
+
+
+def test_conflict_table() -> None:
+    lines = conflict_table(64, 96).splitlines()
+    assert lines[1].split() == ["access", "ideal", *VARIANTS]
+    assert lines[2].split() == ["ldmatrix_a", "96", "96", "(0)", "96", "(0)", "384", "(288)"]
+    assert lines[5].split() == ["cp_async_write", "96", "96", "(0)", "192", "(96)", "96", "(0)"]
+    assert lines[-1].split() == ["bytes", "12288", "12288", "13296", "12288"]
+
+
+def test_main_prints_and_writes(capsys, tmp_path) -> None:
+    target = tmp_path / "tile.svg"
+    assert main(["--rows", "16", "--variant", "plain", "--svg", str(target), "--color", "always"]) == 0
+    out = capsys.readouterr().out
+    tile = SmemTile(16, 64, variant="plain")
+    assert text_picture(tile, first_phase(tile), has_colour=True) in out
+    assert conflict_table(16, 64) in out
+    assert target.read_text() == svg_picture(tile, first_phase(tile))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "12"], "rows=12"),
+        (["--rows", "8"], "rows=8"),
+        (["--cols", "40"], "cols=40"),
+        (["--phase", "64"], "--phase 64: ldmatrix_a has the phases 0 to 63"),
+        (["--draw-rows", "0"], "--draw-rows 0"),
+        (["--svg", "no/such/folder/tile.svg"], "no/such/folder"),
+    ],
+)
+def test_main_reports_errors(arguments: list[str], message: str, capsys) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_readme_shows_what_the_commands_print(capsys, monkeypatch, tmp_path) -> None:
+    text = README.read_text()
+    monkeypatch.chdir(tmp_path)
+    shown = re.findall(r"```bash\n(.*?)\n```\n+```text\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == text.count("```bash") >= 3
+    for command, output in shown:
+        python, dash_m, module, *arguments = shlex.split(command)
+        assert (python, dash_m, module) == ("python", "-m", "layouts")
+        assert main(arguments) == 0
+        assert capsys.readouterr().out == output
+
+
+def test_readme_example_prints_what_its_comments_say(capsys, tmp_path) -> None:
+    example = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[-1]
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    runpy.run_path(str(script))
+    printed = capsys.readouterr().out.splitlines()
+    comments = re.findall(r"print\(.*# (.*)", example)
+    assert len(printed) == 2
+    assert all(comment.startswith(line) for line, comment in zip(printed, comments, strict=True))

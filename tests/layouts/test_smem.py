@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from cutlass import BFloat16, cute
+from cutlass.cute.nvgpu import warpgroup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layouts import VARIANTS, ComposedLayout, Layout, SmemTile, Swizzle, byte_swizzle, to_cute
+
+deterministic = settings(derandomize=True, deadline=None, max_examples=40)
+
+tiles = st.builds(
+    lambda blocks, halves, element_bytes, variant: SmemTile(
+        8 * blocks, 64 // element_bytes * halves, element_bytes, variant
+    ),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(VARIANTS),
+)
+
+
+def indices(tile: SmemTile) -> list[int]:
+    return [tile.layout(row, col) for row in range(tile.rows) for col in range(tile.cols)]
+
+
+@deterministic
+@given(tiles)
+def test_every_element_has_its_own_place(tile: SmemTile) -> None:
+    places = sorted(indices(tile))
+    assert len(set(places)) == tile.rows * tile.cols
+    assert places[-1] == tile.cosize - 1
+    if tile.variant != "padded":
+        assert places == list(range(tile.rows * tile.cols))
+
+
+@deterministic
+@given(tiles)
+def test_sixteen_bytes_stay_together(tile: SmemTile) -> None:
+    for row in range(tile.rows):
+        for col in range(0, tile.cols, tile.chunk_cols):
+            first = tile.layout(row, col)
+            assert first * tile.element_bytes % 16 == 0
+            assert [tile.layout(row, col + i) - first for i in range(tile.chunk_cols)] == list(
+                range(tile.chunk_cols)
+            )
+
+
+@deterministic
+@given(tiles)
+def test_transposed_is_the_same_memory(tile: SmemTile) -> None:
+    assert tile.transposed.extents == (tile.cols, tile.rows)
+    assert all(
+        tile.transposed(c, r) == tile.layout(r, c) for r in range(0, tile.rows, 3) for c in range(tile.cols)
+    )
+
+
+@deterministic
+@given(tiles, st.integers(1, 4))
+def test_stages_follow_each_other(tile: SmemTile, stages: int) -> None:
+    staged = tile.staged(stages)
+    assert staged.cosize == stages * tile.cosize
+    for stage in range(stages):
+        assert staged(5, 13, stage) == tile.layout(5, 13) + stage * tile.cosize
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (16, 192)])
+def test_swizzle_of_128_byte_rows(rows: int, cols: int) -> None:
+    """Written out: blocks of 64 columns one after the other, in each chunk c of row r at chunk c XOR r."""
+    tile = SmemTile(rows, cols)
+    for row in range(rows):
+        for col in range(cols):
+            block, within = divmod(col, 64)
+            chunk, element = divmod(within, 8)
+            assert tile.layout(row, col) == block * rows * 64 + row * 64 + (chunk ^ row % 8) * 8 + element
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 32), (64, 96), (24, 160)])
+def test_swizzle_of_64_byte_rows(rows: int, cols: int) -> None:
+    """Two rows share the 128 bytes of the banks, so the chunk is XORed with the number of the pair."""
+    tile = SmemTile(rows, cols)
+    for row in range(rows):
+        for col in range(cols):
+            block, within = divmod(col, 32)
+            chunk, element = divmod(within, 8)
+            assert (
+                tile.layout(row, col) == block * rows * 32 + row * 32 + (chunk ^ row // 2 % 4) * 8 + element
+            )
+
+
+@pytest.mark.parametrize(
+    ("tile", "swizzle", "atom_shape"),
+    [
+        (SmemTile(64, 64), Swizzle(3, 3, 3), (8, 64)),
+        (SmemTile(64, 96), Swizzle(2, 3, 3), (8, 32)),
+        (SmemTile(64, 32, 4), Swizzle(3, 2, 3), (8, 32)),
+        (SmemTile(64, 16, 4), Swizzle(2, 2, 3), (8, 16)),
+        (SmemTile(64, 128, 1), Swizzle(3, 4, 3), (8, 128)),
+        (SmemTile(64, 64, 1), Swizzle(2, 4, 3), (8, 64)),
+    ],
+)
+def test_atoms(tile: SmemTile, swizzle: Swizzle, atom_shape: tuple[int, int]) -> None:
+    assert tile.atom == ComposedLayout(swizzle, 0, Layout(atom_shape, (atom_shape[1], 1)))
+
+
+@pytest.mark.parametrize(
+    ("tile", "cosize", "num_bytes"),
+    [
+        (SmemTile(64, 64), 4096, 8192),
+        (SmemTile(64, 64, variant="plain"), 4096, 8192),
+        # 63 rows of 64 + 8 elements, and a last one that needs no padding.
+        (SmemTile(64, 64, variant="padded"), 63 * 72 + 64, 9200),
+        (SmemTile(64, 32, 4, "padded"), 63 * 36 + 32, 9200),
+        (SmemTile(64, 128, 1, "padded"), 63 * 144 + 128, 9200),
+    ],
+)
+def test_sizes(tile: SmemTile, cosize: int, num_bytes: int) -> None:
+    assert (tile.cosize, tile.bytes) == (cosize, num_bytes)
+
+
+def test_a_swizzle_reserves_its_last_block_whole() -> None:
+    # Two rows, the second of which is moved 8 to 15 past its start: 64 + 9 elements would be too few.
+    ragged = ComposedLayout(Swizzle(3, 3, 3), 0, Layout((2, 9), (64, 1)))
+    assert max(ragged(r, c) for r in range(2) for c in range(9)) == 79 < ragged.cosize == 128
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("rows", "cols", "element_bytes"),
+    [(64, 64, 2), (32, 128, 2), (64, 96, 2), (8, 32, 2), (64, 64, 4), (64, 64, 1)],
+)
+def test_cute_agrees_index_by_index(
+    cute_indices, rows: int, cols: int, element_bytes: int, variant: str
+) -> None:
+    tile = SmemTile(rows, cols, element_bytes, variant)
+    theirs, printed = cute_indices(tile.cute, rows * cols)
+    # An integer coordinate runs down the rows first.
+    assert theirs == [tile.layout(row, col) for col in range(cols) for row in range(rows)]
+    assert printed == str(tile.layout)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "bits", "atom_cols"), [(64, 64, 3, 64), (32, 128, 3, 64), (32, 96, 2, 32)]
+)
+def test_is_what_cute_tiles_itself(cute_indices, rows: int, cols: int, bits: int, atom_cols: int) -> None:
+    def build():
+        inner = cute.make_layout((8, atom_cols), stride=(atom_cols, 1))
+        atom = cute.make_composed_layout(cute.make_swizzle(bits, 3, 3), 0, inner)
+        return cute.tile_to_shape(atom, (rows, cols), (0, 1))
+
+    layout = SmemTile(rows, cols).layout
+    theirs, printed = cute_indices(build, rows * cols)
+    assert theirs == [layout(i) for i in range(rows * cols)]
+    assert printed == str(layout)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda tile: tile.transposed, lambda tile: tile.staged(2)], ids=["transposed", "staged"]
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
+    layout = view(SmemTile(32, 96, variant=variant))
+    theirs, printed = cute_indices(lambda: to_cute(layout), layout.size)
+    assert theirs == [layout(i) for i in range(layout.size)]
+    assert printed == str(layout)
+
+
+@pytest.mark.parametrize(
+    ("cols", "kind"),
+    [(64, warpgroup.SmemLayoutAtomKind.K_SW128), (32, warpgroup.SmemLayoutAtomKind.K_SW64)],
+    ids=["128 bytes", "64 bytes"],
+)
+def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, kind) -> None:
+    """CuTe's atoms for wgmma hold the same elements; it spells their swizzle for byte addresses, S<b,4,3>."""
+    atom = SmemTile(8, cols).atom
+    assert isinstance(atom, ComposedLayout)
+    in_bytes = Swizzle(atom.swizzle.bits, 4, 3)
+    _, printed = cute_indices(lambda: warpgroup.make_smem_layout_atom(kind, BFloat16), 1)
+    assert printed == f"{in_bytes} o 0 o {atom.layout}"
+    assert all(in_bytes(2 * i) == 2 * atom.swizzle(i) for i in range(1024))
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
+@pytest.mark.parametrize("row_bytes", [128, 192])
+def test_byte_swizzle_moves_the_same_bytes(cute_indices, row_bytes: int, element_bytes: int) -> None:
+    """The plain layout behind a pointer that swizzles byte addresses reaches the same places."""
+    tile = SmemTile(16, row_bytes // element_bytes, element_bytes)
+    layout = tile.layout
+    assert isinstance(layout, ComposedLayout)
+    moved, _ = cute_indices(
+        lambda: cute.make_composed_layout(byte_swizzle(tile), 0, cute.make_layout(tile.bytes)), tile.bytes
+    )
+    for row in range(tile.rows):
+        for col in range(tile.cols):
+            assert moved[layout.layout(row, col) * element_bytes] == layout(row, col) * element_bytes
+
+
+@pytest.mark.parametrize("variant", ["padded", "plain"])
+def test_byte_swizzle_needs_a_swizzle(variant: str) -> None:
+    with pytest.raises(ValueError, match=f"variant='{variant}' has no swizzle"):
+        byte_swizzle(SmemTile(64, 64, variant=variant))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((64, 64, 2, "twisted"), "variant='twisted': choose one of swizzled, padded, plain"),
+        ((64, 64, 3), "element_bytes=3: choose 1, 2 or 4"),
+        ((12, 64), "rows=12: must be a positive multiple of 8"),
+        ((0, 64), "rows=0"),
+        ((64, 48), r"cols=48: must be a positive multiple of 32 \(64 bytes of 2-byte elements\)"),
+        ((64, 24, 4), "cols=24: must be a positive multiple of 16"),
+        ((64, -64), "cols=-64"),
+    ],
+)
+def test_rejects(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SmemTile(*arguments)
+
+
+def test_rejects_no_stages() -> None:
+    with pytest.raises(ValueError, match="stages=0"):
+        SmemTile(64, 64).staged(0)
+
+
+def test_importing_needs_nothing() -> None:
+    code = "import sys, layouts.__main__; print(sorted({'cutlass', 'numpy', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
