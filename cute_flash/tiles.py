@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
 from cute_flash.problem import UnsupportedError
@@ -23,7 +23,7 @@ class FwdTile:
     stages: int  # K/V buffers; 1 overlaps K's copy with P V and V's with Q K^T, 2 prefetch a whole block ahead
     q_in_regs: bool = False  # keep Q's fragments in registers instead of re-reading shared memory for every block
     min_blocks: int = 0  # blocks per SM the compiler must leave registers for; 0: its own choice
-    measured: str = ""  # evidence: GPU, dtype, shape, TFLOP/s
+    measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
         rows = WARP_ROWS * self.num_warps

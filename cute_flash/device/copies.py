@@ -30,6 +30,22 @@ def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy
     return row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype)
 
 
+def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
+    """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets within.
+
+    The host has checked that a tile spans less than 2^31 elements; offsets in 64 bits would cost a multiplication and two
+    registers for every row that a thread copies.
+    """
+    row_stride = gX.stride[0]
+    first = gX.iterator + cutlass.Int64(first_row) * row_stride
+    return cute.make_tensor(first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride), 1)))
+
+
+def _narrow(stride: cutlass.Int64) -> Int32:
+    """Row strides are multiples of the vector: said again, because the conversion to 32 bits forgets it."""
+    return cute.assume(Int32(stride), divby=8)
+
+
 @dataclass(frozen=True)
 class RowTiles:
     """This thread's share of the tiles of one (rows, head_dim) matrix.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-
 @dataclass(frozen=True)
 class TileOrder:
     num_m_blocks: Int32
@@ -32,4 +31,6 @@ class TileOrder:
         if cutlass.const_expr(self.longest_first):
             m_block = self.num_m_blocks - 1 - m_block
         batch = head // self.heads
-        return m_block, head - batch * self.heads, batch
+        # Division loses sight of it: the whole block has one tile, so that addresses may live in uniform registers.
+        uniform = cute.arch.make_warp_uniform
+        return uniform(m_block), uniform(head - batch * self.heads), uniform(batch)

@@ -56,8 +56,7 @@ class Softmax:
         block_max = cute.make_rmem_tensor(rows, Float32)
         grew = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(rows):
-            m_block = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            block_max[r] = _row_reduce(m_block, cute.arch.fmax)
+            block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             grew = grew | ((block_max[r] - self.row_max[r]) * self.scale_log2 > RESCALE_THRESHOLD)
         if cute.arch.vote_any_sync(grew):
             self.rescale(block_max, acc_O_mn)
@@ -76,7 +75,7 @@ class Softmax:
         """m' = max(m, block_max); l and O are scaled by alpha = exp(scale * (m - m'))."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             m_old = self.row_max[r]
-            m_new = cute.arch.fmax(m_old, block_max[r])
+            m_new = cute.arch.fmax(m_old, _row_reduce(block_max[r], cute.arch.fmax))
             # A row without keys so far has nothing to scale; -inf - -inf would be NaN.
             alpha = Float32(0.0) if m_old == -Float32.inf else cute.math.exp2((m_old - m_new) * self.scale_log2, fastmath=True)
             self.row_max[r] = m_new

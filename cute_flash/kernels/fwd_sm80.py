@@ -26,10 +26,11 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
-from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy
+from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.mask import Mask
 from cute_flash.device.scheduler import TileOrder
@@ -82,7 +83,7 @@ class Main:
     """What one block of the main loop works on."""
 
     loader: RowTiles
-    gK: cute.Tensor  # (tile_n, tile_d, n_block)
+    gK: cute.Tensor  # (Sk, head_dim) of this head
     gV: cute.Tensor
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
@@ -108,6 +109,29 @@ class FwdSm80:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+
+    def fake_arguments(self) -> tuple:
+        """What the kernel is compiled for: dynamic sizes and strides, static head dim, 16-byte aligned rows."""
+        batch, heads, heads_kv, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+
+        def tensor(num_heads, seqlen):
+            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+            shape = (batch, num_heads, seqlen, self.static.head_dim)
+            return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
+
+        mLSE = make_fake_compact_tensor(Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4)
+        return (
+            tensor(heads, seqlen_q),
+            tensor(heads_kv, seqlen_k),
+            tensor(heads_kv, seqlen_k),
+            tensor(heads, seqlen_q),
+            mLSE,
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
 
     @cute.jit
     def __call__(
@@ -175,10 +199,9 @@ class FwdSm80:
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         rows_left = seqlen_q - m_block * tile.tile_m
 
-        gQ = cute.local_tile(p.mQ[batch, head, None, None], (tile.tile_m, tile.head_dim), (m_block, 0))
-        # (tile_n, tile_d, n_block)
-        gK = cute.local_tile(p.mK[batch, head_kv, None, None], (tile.tile_n, tile.head_dim), (None, 0))
-        gV = cute.local_tile(p.mV[batch, head_kv, None, None], (tile.tile_n, tile.head_dim), (None, 0))
+        gQ = row_tile(p.mQ[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
+        gK = p.mK[batch, head_kv, None, None]
+        gV = p.mV[batch, head_kv, None, None]
         sQ, sK, sV = self._allocate()
 
         thr_mma = p.tiled_mma.get_slice(thread)
@@ -199,7 +222,7 @@ class FwdSm80:
         load_q.load(gQ, sQ, rows_left, True)
         self.main_loop(main)
 
-        gO = cute.local_tile(p.mO[batch, head, None, None], (tile.tile_m, tile.head_dim), (m_block, 0))
+        gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
         gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
         softmax.finish(as_mn(acc_O), lse)
@@ -247,7 +270,7 @@ class FwdSm80:
         """Blocks from the last to the first: those cut by the right bound or the tail, whole ones, those cut on the left."""
         blocks = main.blocks
         if blocks.begin < blocks.end:
-            self.load_block(main, blocks.end - 1, main.mask.seqlen_k, True)
+            self.load_block(main, blocks.end - 1, True)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(self.tile.q_in_regs):
             cute.arch.cp_async_wait_group(0)
@@ -266,13 +289,17 @@ class FwdSm80:
         return n_block % 2 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def load_block(self, main: Main, n_block: Int32, seqlen_k: Int32, is_last: cutlass.Constexpr):
+    def load_block(self, main: Main, n_block: Int32, is_last: cutlass.Constexpr):
         """Start the copies of key block `n_block`: K, and V too where it has a buffer of its own to wait in."""
-        rows_left = seqlen_k - n_block * self.tile.tile_n
-        stage = self.stage_of(n_block)
-        main.loader.load(main.gK[None, None, n_block], main.sK[None, None, stage], rows_left, is_last)
+        self.load_tile(main, main.gK, main.sK, n_block, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
-            main.loader.load(main.gV[None, None, n_block], main.sV[None, None, stage], rows_left, is_last)
+            self.load_tile(main, main.gV, main.sV, n_block, is_last)
+
+    @cute.jit
+    def load_tile(self, main: Main, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, is_last: cutlass.Constexpr):
+        first = n_block * self.tile.tile_n
+        tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
+        main.loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
 
     @cute.jit
     def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr):
@@ -287,8 +314,7 @@ class FwdSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 1):
-            rows_left = main.mask.seqlen_k - n_block * tile.tile_n
-            main.loader.load(main.gV[None, None, n_block], main.sV[None, None, 0], rows_left, masked)
+            self.load_tile(main, main.gV, main.sV, n_block, masked)
             cute.arch.cp_async_commit_group()
 
         # S = Q K^T
@@ -299,7 +325,7 @@ class FwdSm80:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
         if n_block > main.blocks.begin:
-            self.load_block(main, n_block - 1, main.mask.seqlen_k, False)
+            self.load_block(main, n_block - 1, False)
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(masked):

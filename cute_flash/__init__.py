@@ -1,0 +1,9 @@
+"""Exact attention for NVIDIA Ampere and Hopper GPUs, in Python: `cute_flash.attn(q, k, v)`."""
+
+from cute_flash.api import attn, supports
+from cute_flash.plan import use_kernels
+from cute_flash.problem import Support, UnsupportedError
+from cute_flash.version import __version__
+
+
+__all__ = ["Support", "UnsupportedError", "attn", "supports", "use_kernels", "__version__"]

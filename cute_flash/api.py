@@ -1,0 +1,127 @@
+"""The call that users make."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_flash import ops
+from cute_flash.arch import detect
+from cute_flash.band import Band
+from cute_flash.plan import plan
+from cute_flash.problem import Support, check_window
+
+LAYOUTS = ("bhsd", "bshd")
+
+
+def attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention: softmax(scale · q kᵀ, masked) v.
+
+    Args:
+        q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
+        k, v: (B, Hkv, Sk, D) likewise. H must be a multiple of Hkv: each K/V head serves H / Hkv query heads.
+        causal: query i sees keys up to its own position (the same as `window=(…, 0)`).
+        window: (left, right), how many keys before and after its own position a query sees; None is unbounded.
+        scale: of the scores before the softmax; 1 / sqrt(D) by default.
+        return_lse: return (out, lse), lse being the logarithm of the sum of the exponentials of each row.
+        layout: order of the dimensions of 4-D tensors, "bhsd" (as in torch SDPA) or "bshd" (as in flash-attn).
+
+    Mask: positions are aligned at the end (bottom right): query i sees the keys j with
+    ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its
+    gradients are zero.
+
+    Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the CPU, by a
+    slower reference path. Any strides are read in place if the last dimension is contiguous and rows start at multiples
+    of 16 bytes; other tensors are copied first. The output has the dimensions and the stride order of q.
+
+    Returns:
+        out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) for 4-D
+        tensors in either layout, (B, Sq) and (Sq,) for the smaller ones.
+
+    Raises:
+        ValueError: arguments that contradict each other. UnsupportedError: what no kernel serves. Both before any launch.
+    """
+    left, right = _band(causal, window)
+    if scale is None:
+        scale = _default_scale(q)
+    if layout == "bhsd" and q.dim() == 4:
+        out, lse = _fwd(q, k, v, scale, left, right)
+        return (out, lse) if return_lse else out
+    out, lse = _fwd(*_to_bhsd(q, k, v, layout), scale, left, right)
+    if q.dim() == 4:
+        out = out.transpose(1, 2)
+    else:
+        heads = (slice(None), 0) if q.dim() == 3 else (0, 0)
+        out, lse = out[heads], lse[heads]
+    return (out, lse) if return_lse else out
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+) -> Support:
+    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason. Launches and compiles nothing."""
+    try:
+        left, right = _band(causal, window)
+        ops.check_scale(_default_scale(q) if scale is None else scale)
+        problem = ops.problem_of(*_to_bhsd(q, k, v, layout), (left, right))
+        problem.check(q.device.type)
+        if q.device.type == "cuda":
+            plan(problem, detect(q.device.index))
+    except ValueError as error:
+        return Support(False, str(error))
+    return Support(True)
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
+        return ops.fwd(q, k, v, scale, left, right)
+    # Nothing to differentiate: step over the operator's autograd layer, which costs more than its kernel's own dispatch.
+    with torch._C._AutoDispatchBelowAutograd():
+        return ops.fwd(q, k, v, scale, left, right)
+
+
+def _band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """The two bounds, checked. Causal lowers the right one to 0."""
+    if window == (None, None):
+        return None, 0 if causal else None
+    check_window(window)
+    band = Band.of(causal, window)
+    return band.left, band.right
+
+
+def _default_scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+
+
+def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Views in the order (B, H, S, D)."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
+    if not 2 <= q.dim() <= 4 or q.dim() != k.dim() or q.dim() != v.dim():
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{shapes}: all three must be 4-D ({layout}), 3-D (B, S, D) or 2-D (S, D)")
+    if q.dim() == 4:
+        return (q, k, v) if layout == "bhsd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    if q.dim() == 3:
+        return q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    return q[None, None], k[None, None], v[None, None]

@@ -1,0 +1,113 @@
+"""The folder of compiled kernels: locked across processes, written atomically, trusted only if nobody else can write to it.
+
+An entry is code that will be run. It is used only if the folder and the file belong to this user, no one else may write
+to them, and the content matches the checksum that was stored with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+class CacheWarning(UserWarning):
+    """An entry or a folder of the kernel cache was ignored."""
+
+
+@dataclass(frozen=True)
+class DiskCache:
+    folder: Path
+    is_persistent: bool = True
+
+    @staticmethod
+    def default() -> DiskCache:
+        """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder; a private temporary one where that cannot be used."""
+        return _usable(os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder()))
+
+    def find(self, name: str, suffix: str) -> Path | None:
+        """The entry's path if it is there, ours and whole."""
+        path = self.folder / (name + suffix)
+        try:
+            if not _is_private(path, path.lstat()):
+                return None
+            expected = path.with_name(path.name + ".sha256").read_text()
+            return path if hashlib.sha256(path.read_bytes()).hexdigest() == expected else None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def store(self, name: str, content: bytes, suffix: str) -> Path:
+        """Write an entry; a reader sees all of it or none."""
+        path = self.folder / (name + suffix)
+        self._replace(path, content)
+        self._replace(path.with_name(path.name + ".sha256"), hashlib.sha256(content).hexdigest().encode())
+        return path
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new_")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o600)
+        os.replace(temporary, path)
+
+    @contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """One process at a time builds an entry; the others wait and then find it."""
+        with open(self.folder / f"{name}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def entries(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if path.suffix in (".so", ".o"))
+
+    def clear(self) -> int:
+        """Delete all entries; returns how many there were."""
+        entries = self.entries()
+        for path in entries:
+            path.with_name(path.name + ".sha256").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        return len(entries)
+
+
+def _user_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "cute_flash"
+
+
+@lru_cache(maxsize=None)
+def _usable(folder: str) -> DiskCache:
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        if _is_private(path, path.stat()):
+            return DiskCache(path)
+    except OSError as error:
+        warnings.warn(f"kernel cache {folder} cannot be used ({error}); compiling for this process only", CacheWarning)
+    return DiskCache(Path(tempfile.mkdtemp(prefix="cute_flash_")), is_persistent=False)
+
+
+def _is_private(path: Path, status: os.stat_result) -> bool:
+    """Ours, a plain file or folder, and writable by nobody else; else a warning says what to do."""
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a symbolic link"
+    elif status.st_uid != os.getuid():
+        problem = f"belongs to user {status.st_uid}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"is writable by others (mode {stat.S_IMODE(status.st_mode):o}; chmod go-w it)"
+    else:
+        return True
+    warnings.warn(f"kernel cache: {path} {problem}; ignored", CacheWarning, stacklevel=3)
+    return False

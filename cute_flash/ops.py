@@ -1,0 +1,220 @@
+"""The torch operators: `cute_flash::fwd` and `cute_flash::bwd`, with CPU, CUDA and fake kernels and autograd.
+
+Both take (B, H, S, D) tensors of any strides, the softmax scale, and the two bounds of the band (None: unbounded):
+
+    fwd(q, k, v, scale, window_left, window_right) -> (out, lse)
+    bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right) -> (dq, dk, dv)
+
+`out` has q's strides (dense, in q's order); `lse` is fp32 (fp64 for fp64 inputs), natural log, (B, H, Sq).
+They are defined through `torch.library.Library`: `custom_op` would cost more host time than a whole call may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import arch, ranges, reference
+from cute_flash import plan as planning
+from cute_flash.band import Band
+from cute_flash.problem import Problem, UnsupportedError, check_window
+
+LIBRARY = torch.library.Library("cute_flash", "DEF")
+LIBRARY.define(
+    "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float scale, SymInt? window_left, SymInt? window_right) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+# cp.async and 16-byte stores: rows must start at multiples of 8 elements, and a tile must span less than 2^31 elements.
+ROW_ALIGN_ELEMENTS = 8
+ROW_ALIGN_BYTES = 16
+MAX_ROW_STRIDE = (1 << 31) // 512
+# Wider windows than any sequence are the same to the mask, and stay clear of 32-bit overflow.
+MAX_WINDOW = planning.MAX_SEQLEN
+# Known call signatures; a program that never repeats a shape must not grow without bound.
+MAX_LAUNCHES = 4096
+# Smallest |scale| the kernels see: at 0 a masked score would be 0 * -inf. Scores times 1e-30 are 0 to the softmax.
+MIN_SCALE = 1e-30
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Problem:
+    """Describe a call, refusing shapes, dtypes and devices that contradict each other."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected (B, H, S, D)")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype} and q is {q.dtype}: they must agree")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} and q is on {q.device}: they must agree")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: they must agree")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree"
+        )
+    batch, heads, seqlen_q, head_dim = q.shape
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Problem(batch, heads, k.shape[1], seqlen_q, k.shape[2], head_dim, dtype, Band(*window))
+
+
+def check_scale(scale: float) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not finite")
+
+
+def _lse_like(q: Tensor) -> Tensor:
+    return torch.empty(q.shape[:3], dtype=reference.accumulator_dtype(q.dtype), device=q.device)
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+    problem_of(q, k, v, (left, right)).check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+    return torch.empty_like(q), _lse_like(q)
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+    problem = problem_of(q, k, v, (left, right))
+    problem.check("cpu")
+    check_scale(scale)
+    out, lse = reference.forward(q, k, v, problem.band, scale)
+    return torch.empty_like(q).copy_(out), lse
+
+
+Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int], None]
+_launches: dict[tuple, Launch] = {}
+
+
+def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    # Everything that decides the launch but the addresses and the values of the window: a hit needs no further check.
+    signature = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device,
+        k.device, v.device, left is None, right is None, planning.requested_family(),
+    )  # fmt: skip
+    launch = _launches.get(signature)
+    if launch is None:
+        launch = _prepare(q, k, v, (left, right))
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[signature] = launch
+    window_left = 0 if left is None else min(left, MAX_WINDOW)
+    window_right = 0 if right is None else min(right, MAX_WINDOW)
+    if not (MIN_SCALE <= scale < math.inf) or window_left < 0 or window_right < 0:
+        check_scale(scale)
+        check_window((left, right))
+        # The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum.
+        q, scale = (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
+    launch(q, k, v, out, lse, scale, window_left, window_right)
+    return out, lse
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Launch:
+    """Check, plan and compile for one call signature."""
+    problem = problem_of(q, k, v, window)
+    problem.check("cuda")
+    if problem.is_empty:
+        return _launch_empty
+    with ranges.marked("plan"):
+        plan = planning.plan(problem, arch.detect(q.device.index))
+    from cute_flash.compile import compiled
+
+    function, section, device = compiled(plan), plan.section, q.device.index
+    repairs = [not _is_launchable(tensor) for tensor in (q, k, v)]
+
+    def launch(q, k, v, out, lse, scale, window_left, window_right):
+        if torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return launch(q, k, v, out, lse, scale, window_left, window_right)
+        if any(repairs) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
+            q, k, v = (_launchable(tensor) for tensor in (q, k, v))
+        target = out if _is_launchable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+        function(q, k, v, target, lse, scale, window_left, window_right, section)
+        if target is not out:
+            out.copy_(target)
+
+    if ranges.LAUNCH_RANGES:
+
+        def marked_launch(*args):
+            with ranges.marked("launch"):
+                launch(*args)
+
+        return marked_launch
+    return launch
+
+
+def _launch_empty(q, k, v, out, lse, scale, window_left, window_right) -> None:
+    """No keys, or no rows: rows without keys give 0 and -inf."""
+    out.zero_()
+    lse.fill_(-math.inf)
+
+
+def _is_launchable(tensor: Tensor) -> bool:
+    """Rows contiguous, every stride a multiple of 16 bytes, no row stride that 32-bit tile offsets cannot span."""
+    batch, head, row, element = tensor.stride()
+    return element == 1 and not (batch | head | row) % ROW_ALIGN_ELEMENTS and 0 <= row < MAX_ROW_STRIDE
+
+
+def _launchable(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a contiguous copy of what the kernels cannot read in place."""
+    if _is_launchable(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
+    grads = reference.backward(dout, q, k, v, out, lse, Band(left, right), scale, dlse)
+    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
+
+
+def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
+    raise UnsupportedError(
+        "the gradient of attn on CUDA tensors: there is no backward kernel yet; move q, k, v to the CPU, "
+        "or call attn under torch.no_grad()"
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, ctx.scale, ctx.left, ctx.right = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return None, None, None, None, None, None
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = torch.ops.cute_flash.bwd(dout, dlse, q, k, v, out, lse, ctx.scale, ctx.left, ctx.right)
+    return *grads, None, None, None
+
+
+for _name, _kernels in {
+    "fwd": {"CPU": _fwd_cpu, "CUDA": _fwd_cuda},
+    "bwd": {"CPU": _bwd_cpu, "CUDA": _bwd_cuda},
+}.items():
+    for _key, _function in _kernels.items():
+        LIBRARY.impl(_name, _function, _key)
+torch.library.register_fake("cute_flash::fwd", _fwd_fake, lib=LIBRARY)
+torch.library.register_fake("cute_flash::bwd", _bwd_fake, lib=LIBRARY)
+torch.library.register_autograd("cute_flash::fwd", _autograd, setup_context=_setup_context, lib=LIBRARY)
+
+fwd = torch.ops.cute_flash.fwd.default
+bwd = torch.ops.cute_flash.bwd.default

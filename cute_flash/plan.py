@@ -1,0 +1,120 @@
+"""From a problem to a plan: which kernel, with which tile, in which order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from cute_flash.arch import ArchSpec
+from cute_flash.band import ceil_div
+from cute_flash.problem import Problem, Static, UnsupportedError
+from cute_flash.tiles import ELEMENT_BYTES, FwdTile, fwd_tile
+
+# Kernel families in the order of preference, and the least architecture each needs.
+FAMILIES = {"sm80": (8, 0)}
+# Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in flight.
+L2_SHARE = 0.4
+MAX_SEQLEN = 1 << 30
+MAX_BLOCKS = (1 << 31) - 1
+
+_requested: ContextVar[str | None] = ContextVar("cute_flash_kernels", default=None)
+
+
+@contextmanager
+def use_kernels(family: str) -> Iterator[None]:
+    """Choose the kernel family by hand, for study and tests: `with use_kernels("sm80"): attn(q, k, v)`.
+
+    The environment variable `CUTE_FLASH_KERNELS` does the same for a whole process.
+    """
+    _check_family(family)
+    token = _requested.set(family)
+    try:
+        yield
+    finally:
+        _requested.reset(token)
+
+
+def requested_family() -> str | None:
+    """The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; None: the best one for the GPU."""
+    return _requested.get() or os.environ.get("CUTE_FLASH_KERNELS") or None
+
+
+def _check_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise UnsupportedError(f"kernel family {family!r}: there is {', '.join(FAMILIES)}")
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """All that determines the machine code, but the version of the code itself."""
+
+    kernel: str
+    static: Static
+    tile: FwdTile
+    target: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    arch: ArchSpec
+    family: str
+    tile: FwdTile
+    section: int  # query heads whose K and V share L2, run side by side
+
+    @property
+    def key(self) -> CompileKey:
+        return CompileKey(f"fwd_{self.family}", self.problem.static, self.tile, self.arch.name)
+
+    @property
+    def num_blocks(self) -> int:
+        """Thread blocks of the launch."""
+        p = self.problem
+        return ceil_div(p.seqlen_q, self.tile.tile_m) * p.heads * p.batch
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Thread blocks that shared memory and threads let live on one SM, registers aside."""
+        by_smem = self.arch.smem_per_sm // (self.tile.smem_bytes + 1024)
+        return min(by_smem, self.arch.max_threads_per_sm // self.tile.num_threads)
+
+    def lines(self) -> list[str]:
+        p, left, right = self.problem, self.problem.band.left, self.problem.band.right
+        mask = "full" if left is None and right is None else f"window left={left} right={right}"
+        return [
+            f"problem   B={p.batch} H={p.heads} Hkv={p.heads_kv} Sq={p.seqlen_q} Sk={p.seqlen_k} D={p.head_dim} "
+            f"{p.dtype}, {mask}",
+            f"GPU       {self.arch.gpu} ({self.arch.name}), {self.arch.num_sms} SMs",
+            f"kernel    {self.key.kernel}",
+            f"tile      {self.tile}",
+            f"shared    {self.tile.smem_bytes / 1024:.0f} KB of {self.arch.smem_per_block / 1024:.0f} KB a block, "
+            f"up to {self.blocks_per_sm} block(s) an SM by shared memory",
+            f"grid      {self.num_blocks} blocks, sections of {self.section} head(s)",
+        ]
+
+
+def plan(problem: Problem, arch: ArchSpec) -> Plan:
+    """The plan for a problem on an architecture; raises `UnsupportedError` if there is none."""
+    problem.check("cuda")
+    family = requested_family() or next(name for name, least in FAMILIES.items() if arch.capability >= least)
+    _check_family(family)
+    if arch.capability < FAMILIES[family]:
+        raise UnsupportedError(f"kernel family {family!r} needs more than {arch.name}")
+    for name in ("seqlen_q", "seqlen_k"):
+        if getattr(problem, name) > MAX_SEQLEN:
+            raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
+    chosen = Plan(problem, arch, family, fwd_tile(arch, problem.head_dim), _section(problem, arch))
+    if chosen.num_blocks > MAX_BLOCKS:
+        raise UnsupportedError(f"{chosen.num_blocks} thread blocks: at most {MAX_BLOCKS}; split the batch")
+    return chosen
+
+
+def _section(problem: Problem, arch: ArchSpec) -> int:
+    """Query heads per section: as many as have K and V that fit a share of L2, whole groups of a K/V head."""
+    kv_bytes = max(1, 2 * problem.seqlen_k * problem.head_dim * ELEMENT_BYTES)
+    group = problem.heads // max(1, problem.heads_kv)
+    heads = max(1, int(arch.l2_bytes * L2_SHARE) // kv_bytes) * max(1, group)
+    return max(1, min(heads, problem.heads * problem.batch))

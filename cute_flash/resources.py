@@ -1,0 +1,105 @@
+"""What a kernel costs, read from its machine code without a GPU: registers, spills, shared memory, instruction counts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from cute_flash import compile as compiling
+from cute_flash.plan import Plan
+
+_SPILLS = re.compile(r"(\d+)\s+bytes\s+stack\s+frame,\s+(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s+loads")
+_REGISTERS = re.compile(r"Used\s+(\d+)\s+registers")
+_SERIALISED = re.compile(r"\((C75\d\d)\)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+
+
+@dataclass(frozen=True)
+class Resources:
+    symbol: str
+    target: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    smem_bytes: int
+    cubin_bytes: int
+    serialised_wgmma: tuple[str, ...]  # ptxas notes that wgmma was serialised
+    sass: Counter[str] = field(default_factory=Counter)  # instructions by name; empty without a disassembler
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_store_bytes + self.spill_load_bytes
+
+    @property
+    def num_mma(self) -> int:
+        return self.sass["HMMA"] + self.sass["HGMMA"]
+
+    def lines(self) -> list[str]:
+        names = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "MUFU", "FFMA", "FMUL", "SHFL", "BAR")
+        mix = ", ".join(f"{name} {self.sass[name]}" for name in names if self.sass[name])
+        return [
+            f"symbol    {self.symbol} ({self.target}), {self.cubin_bytes / 1024:.0f} KB of code",
+            f"registers {self.registers} a thread, {self.spill_bytes} bytes spilled",
+            f"shared    {self.smem_bytes / 1024:.0f} KB",
+            f"SASS      {mix or 'no disassembler found: pip install nvidia-cuda-nvdisasm'}",
+        ]
+
+
+def resources(plan: Plan) -> Resources:
+    """Compile a plan's kernel for its target and read what it uses. Takes seconds; nothing is cached."""
+    remarks = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
+        with contextlib.redirect_stderr(remarks):
+            function = compiling.cute_compile(
+                plan.key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}"
+            )
+        cubin, ptx = function.__cubin__, function.__ptx__
+    log = _COLOUR.sub("", remarks.getvalue())
+    spills, registers = _SPILLS.search(log), _REGISTERS.search(log)
+    symbol = re.search(r"\.entry (\S+?)\(", ptx)
+    if spills is None or registers is None or symbol is None:
+        raise RuntimeError(f"ptxas printed no resource usage for {plan.key}:\n{log}")
+    return Resources(
+        symbol=symbol[1],
+        target=plan.key.target,
+        registers=int(registers[1]),
+        stack_bytes=int(spills[1]),
+        spill_store_bytes=int(spills[2]),
+        spill_load_bytes=int(spills[3]),
+        smem_bytes=plan.tile.smem_bytes,
+        cubin_bytes=len(cubin),
+        serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
+        sass=Counter(_INSTRUCTION.findall(disassemble(cubin))),
+    )
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin; empty without `nvdisasm` (from the wheel nvidia-cuda-nvdisasm, or on the path)."""
+    tool = nvdisasm()
+    if tool is None:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+@lru_cache(maxsize=1)
+def nvdisasm() -> str | None:
+    try:
+        files = importlib.metadata.distribution("nvidia-cuda-nvdisasm").files or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = (str(Path(str(file.locate()))) for file in files if file.name == "nvdisasm")
+    return next(found, None) or shutil.which("nvdisasm")

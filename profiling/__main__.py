@@ -1,0 +1,164 @@
+"""`python -m profiling`: the speed and accuracy of cute_flash beside its peers, and what a call costs the host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from profiling import compare, host, machine, report
+from profiling.bench import Settings, Tools, run_bench
+from profiling.providers import DEFAULT_NAMES, KERNELS, Provider, select, split_available
+from profiling.record import Run, load, save, write_json
+from profiling.suites import DTYPES, FLOPS_FACTOR, MASKS, SUITES, Shape
+from profiling.terminal import progress, show
+from profiling.timing import EventTimer, GraphTimer
+
+# 0: all well. 1: measured, and found wanting. 2: could not be measured.
+OK, FOUND_WANTING, NOT_MEASURED = 0, 1, 2
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in _names(text))
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
+    return value
+
+
+def _add_common(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    parser.add_argument(
+        "--providers",
+        type=_names,
+        default=tuple(names),
+        metavar="A,B",
+        help="default: " + ",".join(names) + "; also cute_flash-sm80, cute_flash-sm90",
+    )
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m profiling", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="speed and accuracy, interleaved with the peers")
+    _add_common(bench, DEFAULT_NAMES)
+    bench.add_argument("--suite", choices=SUITES, default="quick")
+    bench.add_argument("--direction", choices=FLOPS_FACTOR, default="fwd")
+    bench.add_argument("--dtype", choices=DTYPES, default="bf16")
+    bench.add_argument("--head-dims", type=_integers, metavar="64,128", help="instead of the suite's")
+    bench.add_argument("--masks", type=_names, metavar=",".join(MASKS), help="instead of the suite's")
+    bench.add_argument("--lengths", type=_integers, metavar="512,8192", help="instead of the suite's")
+    bench.add_argument("--rounds", type=_at_least_one, default=5, help="default: %(default)s")
+    bench.add_argument("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
+    bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
+    bench.add_argument("--outliers", action="store_true", help="check accuracy on outliers too")
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--reference", default="sdpa-flash", help="peer of ours/ref (default: %(default)s)")
+    bench.add_argument("--base", type=Path, metavar="FILE", help="earlier JSON: exit 1 on a regression")
+    bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
+    host_command = commands.add_parser("host", help="host time per call, import and first call")
+    _add_common(host_command, host.NAMES)
+    return parser
+
+
+def _available(args: argparse.Namespace) -> tuple[list[Provider], dict[str, str]]:
+    available, absent = split_available(select(args.providers, args.kernels))
+    for name, reason in absent.items():
+        print(f"{name} is not available: {reason}", file=sys.stderr)
+    return available, absent
+
+
+def _print_lines(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))
+
+
+def _show_run(run: Run) -> None:
+    tables = [*report.cell_tables(run), report.summary_table(run), report.accuracy_table(run)]
+    show([table for table in tables if table is not None])
+    print(f"{report.LEGEND}\n")
+    _print_lines("Notes", report.notes(run))
+    _print_lines("Failures", report.failures(run))
+
+
+def _compare(run: Run, base: Run, threshold: float) -> bool:
+    """Show the changes; true when one is a regression, or when nothing could be compared."""
+    changes = compare.changes(run, base)
+    if not changes:
+        print(f"The base shares no cell with this run that has a ratio to {run.reference}.")
+        return True
+    show([report.change_table(changes, threshold)])
+    return bool(compare.regressions(changes, threshold))
+
+
+def _shapes(args: argparse.Namespace) -> list[Shape]:
+    return SUITES[args.suite].narrowed(args.lengths, args.head_dims, args.masks).shapes()
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    return Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if hasattr(args, f.name)})
+
+
+def _bench(args: argparse.Namespace) -> int:
+    shapes, base = _shapes(args), load(args.base) if args.base else None
+    select([args.reference])
+    available, absent = _available(args)
+    if not available:
+        return NOT_MEASURED
+    keep: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
+    with progress(len(shapes)) as step:
+        tools = Tools(
+            timer=GraphTimer() if args.graph else EventTimer(),
+            device=torch.device("cuda"),
+            facts=machine.facts,
+            card_state=machine.card_state,
+            progress=step,
+            save=keep,
+        )
+        run = run_bench(shapes, available, absent, _settings(args), tools)
+    _show_run(run)
+    is_worse = base is not None and _compare(run, base, args.threshold)
+    return FOUND_WANTING if is_worse or report.failures(run) else OK
+
+
+def _host(args: argparse.Namespace) -> int:
+    available, absent = _available(args)
+    if not available:
+        return NOT_MEASURED
+    data: dict[str, Any] = host.run_host(available, absent, EventTimer(), torch.device("cuda"))
+    data["machine"] = machine.facts()
+    if args.out:
+        write_json(data, args.out)
+    show(host.host_tables(data))
+    errors = {**data["errors"], **({"start": data["start"]["error"]} if "error" in data["start"] else {})}
+    _print_lines("Failures", [f"{name}: {error}" for name, error in errors.items()])
+    return FOUND_WANTING if errors else OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return {"bench": _bench, "host": _host}[args.command](args)
+    except (ValueError, OSError) as error:
+        # A wrong argument or file, said before anything is measured.
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return NOT_MEASURED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

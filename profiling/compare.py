@@ -1,0 +1,45 @@
+"""Two runs against each other, by the ratio of ours to the reference peer in the same run.
+
+Absolute speeds move with the card and the day; the ratio to a peer timed in the same rounds does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profiling.record import Cell, Run
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: float
+    after: float | None  # None: measured before, failed now
+
+    @property
+    def relative(self) -> float:
+        return -1.0 if self.after is None else self.after / self.before - 1.0
+
+    def is_regression(self, threshold: float) -> bool:
+        return self.relative < -threshold
+
+
+def changes(run: Run, base: Run) -> list[Change]:
+    """The cells that both runs hold, where the base has a ratio to the reference of `run`."""
+    if not run.ours or not base.ours:
+        return []
+    earlier: dict[str, Cell] = {cell.key: cell for cell in base.cells}
+    found = []
+    for cell in run.cells:
+        if cell.key not in earlier:
+            continue
+        before = earlier[cell.key].ratio(base.ours[0], run.reference)
+        # Without the peer there is nothing to compare with; without ours there is: it fails now.
+        is_comparable = cell.tflops(run.reference) or not cell.tflops(run.ours[0])
+        if before is not None and is_comparable:
+            found.append(Change(cell.key, before, cell.ratio(run.ours[0], run.reference)))
+    return found
+
+
+def regressions(found: list[Change], threshold: float) -> list[Change]:
+    return [change for change in found if change.is_regression(threshold)]

@@ -1,0 +1,198 @@
+"""Who is measured: cute_flash and its peers, all behind the same three questions.
+
+    available()            why it cannot run here, or None
+    context()              what must surround its calls (a backend switch): entered outside the timed part
+    prepare(q, k, v, ...)  a call without arguments that returns the output
+
+Inputs are (B, H, S, D) and contiguous. A peer that wants (B, S, H, D) gets its own contiguous copy, made here and never
+timed, so each runs on the memory layout it was written for. A new peer is one class and one line in `registry`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Call = Callable[[], Tensor]
+
+KERNELS = ("auto", "sm80", "sm90")
+NO_GPU = "no CUDA device"
+
+
+class Provider(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_ours(self) -> bool: ...
+
+    @property
+    def is_bshd(self) -> bool:
+        """Whether its output is (B, S, H, D)."""
+        ...
+
+    def available(self) -> str | None: ...
+
+    def context(self) -> AbstractContextManager[Any]: ...
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call: ...
+
+
+def _missing(load: Callable[[], object]) -> str | None:
+    """Why `load` fails here. A peer's import can fail in any way, and none of them may end the run."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    try:
+        load()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _bshd(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+@dataclass(frozen=True)
+class CuteFlash:
+    name: str = "cute_flash"
+    kernels: str = "auto"
+    is_ours: ClassVar[bool] = True
+    is_bshd: ClassVar[bool] = False
+
+    def available(self) -> str | None:
+        return _missing(lambda: importlib.import_module("cute_flash").attn)
+
+    def context(self) -> AbstractContextManager[Any]:
+        if self.kernels == "auto":
+            return nullcontext()
+        return importlib.import_module("cute_flash").use_kernels(self.kernels)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        attn = importlib.import_module("cute_flash").attn
+        return lambda: attn(q, k, v, causal=causal)
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """One backend of `torch.nn.functional.scaled_dot_product_attention`, called as users call it."""
+
+    name: str
+    backend: SDPBackend
+    is_ours: ClassVar[bool] = False
+    is_bshd: ClassVar[bool] = False
+
+    def available(self) -> str | None:
+        return None if torch.cuda.is_available() else NO_GPU
+
+    def context(self) -> AbstractContextManager[Any]:
+        return sdpa_kernel(self.backend)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        is_grouped = q.shape[1] != k.shape[1]
+        return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=is_grouped)
+
+
+@cache
+def _fa3_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    """FlashAttention-3's op, from the folder FA3_DIR (`_C.so`) or from its Python package."""
+    folder = os.environ.get("FA3_DIR")
+    if folder and not (Path(folder) / "_C.so").exists():
+        raise FileNotFoundError(f"FA3_DIR={folder} holds no _C.so")
+    if folder:
+        # The op links the runtime of the CUDA it was built with, which need not be torch's.
+        runtime = Path(folder) / "libcudart.so.12"
+        if runtime.exists():
+            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(str(Path(folder) / "_C.so"))
+    else:
+        importlib.import_module("flash_attn_interface")
+    op = torch.ops.flash_attn_3.fwd
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return op(q, k, v, softmax_scale=q.shape[-1] ** -0.5, is_causal=causal, num_splits=1)[0]
+
+    return forward
+
+
+def _fa4_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    func = importlib.import_module("flash_attn.cute").flash_attn_func
+    return lambda q, k, v, causal: func(q, k, v, causal=causal)[0]
+
+
+def _fa2_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    func = importlib.import_module("flash_attn").flash_attn_func
+    return lambda q, k, v, causal: func(q, k, v, causal=causal)
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """A member of the flash-attn family: (B, S, H, D) in and out."""
+
+    name: str
+    load: Callable[[], Callable[[Tensor, Tensor, Tensor, bool], Tensor]]
+    is_ours: ClassVar[bool] = False
+    is_bshd: ClassVar[bool] = True
+
+    def available(self) -> str | None:
+        return _missing(self.load)
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        forward = self.load()
+        Q, K, V = _bshd((q, k, v))
+        return lambda: forward(Q, K, V, causal)
+
+
+def registry(kernels: str = "auto") -> dict[str, Provider]:
+    """All providers by name, ours first. `kernels` is the family that `cute_flash` runs."""
+    providers: list[Provider] = [
+        CuteFlash(kernels=kernels),
+        # By name only: one family beside the other in the same run.
+        CuteFlash("cute_flash-sm80", "sm80"),
+        CuteFlash("cute_flash-sm90", "sm90"),
+        Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
+        Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
+        Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        FlashAttention("fa3", _fa3_forward),
+        FlashAttention("fa4", _fa4_forward),
+        FlashAttention("flash_attn", _fa2_forward),
+    ]
+    return {provider.name: provider for provider in providers}
+
+
+DEFAULT_NAMES = tuple(name for name in registry() if not name.startswith("cute_flash-"))
+
+
+def select(names: Sequence[str], kernels: str = "auto") -> list[Provider]:
+    known = registry(kernels)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"provider {name!r}: choose from {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def split_available(providers: Sequence[Provider]) -> tuple[list[Provider], dict[str, str]]:
+    """Those that can run here, and why each of the others cannot."""
+    reasons = {provider.name: provider.available() for provider in providers}
+    absent = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [provider for provider in providers if provider.name not in absent], absent
+
+
+def as_bhsd(provider: Provider, out: Tensor) -> Tensor:
+    """The output of any provider as a (B, H, S, D) view."""
+    return out.transpose(1, 2) if provider.is_bshd else out

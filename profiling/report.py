@@ -1,0 +1,177 @@
+"""A run as tables: one per head dim and mask, then each peer as a whole, then everything that went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from profiling.compare import Change
+from profiling.record import Cell, Result, Run
+from profiling.terminal import Table
+
+# A cell whose rounds differ by more than this is marked: its last digits mean little.
+NOISY_SPREAD = 0.05
+LEGEND = (
+    "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
+    "ours/ref, ours/best: speed over the reference and the best right peer; err/ref: error over the reference's"
+)
+NOTHING = "-"
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(value: float | None) -> str:
+    return _number(value, 2)
+
+
+def _speed(result: Result | None) -> str:
+    if result is None:
+        return NOTHING
+    if result.tflops is None:
+        return "x"
+    noisy = "~" if (result.spread or 0.0) > NOISY_SPREAD else ""
+    return f"{result.tflops:.0f}{noisy}{'!' if result.is_wrong else ''}"
+
+
+def _group(cell: Cell) -> tuple[str, str, int, str]:
+    return cell.direction, cell.dtype, cell.shape.head_dim, cell.shape.mask
+
+
+def _best_ratio(run: Run, cell: Cell, ours: str) -> float | None:
+    best = run.best_peer(cell)
+    return None if best is None else cell.ratio(ours, best)
+
+
+def cell_tables(run: Run) -> list[Table]:
+    tables = []
+    for (direction, dtype, head_dim, mask), cells in groupby(run.cells, key=_group):
+        columns = ["S", *run.providers]
+        if run.ours:
+            columns += ["ours/ref", "ours/best", "best", "err/ref"]
+        rows = []
+        for cell in cells:
+            row = [str(cell.shape.seqlen), *(_speed(cell.results.get(name)) for name in run.providers)]
+            if run.ours:
+                ours = run.ours[0]
+                row += [_ratio(cell.ratio(ours, run.reference)), _ratio(_best_ratio(run, cell, ours))]
+                row += [run.best_peer(cell) or NOTHING, _ratio(cell.error_ratio(ours, run.reference))]
+            rows.append(tuple(row))
+        tables.append(Table(f"{direction} {dtype}, D={head_dim}, {mask}", tuple(columns), tuple(rows)))
+    return tables
+
+
+def _lowest(ratios: Iterable[tuple[float, Cell]]) -> str:
+    lowest = min(ratios, key=lambda pair: pair[0], default=None)
+    return NOTHING if lowest is None else f"{lowest[0]:.2f} ({lowest[1].shape.id})"
+
+
+def _versus(ratios: Sequence[tuple[float | None, Cell]]) -> list[str]:
+    known = [(ratio, cell) for ratio, cell in ratios if ratio is not None]
+    mean = geometric_mean([ratio for ratio, _ in known])
+    wins = sum(ratio >= 1.0 for ratio, _ in known)
+    return [_ratio(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
+
+
+def summary_table(run: Run) -> Table:
+    """Every provider over all cells; how ours stands to each, and to the best peer of each cell."""
+    ceiling = run.ceiling.tflops if run.ceiling else None
+    columns = ["provider", "geomean TFLOP/s", "best TFLOP/s", "best % of matmul"]
+    if run.ours:
+        columns += ["ours/it geomean", "ours at least as fast", "lowest ours/it"]
+    rows = []
+    for name in run.providers:
+        speeds = [speed for cell in run.cells if (speed := cell.tflops(name))]
+        best = max(speeds, default=None)
+        percent = 100 * best / ceiling if best and ceiling else None
+        row = [name, _number(geometric_mean(speeds), 0), _number(best, 0), _number(percent, 0)]
+        if run.ours:
+            row += _versus([(cell.ratio(run.ours[0], name), cell) for cell in run.cells])
+        rows.append(tuple(row))
+    if run.ours:
+        ratios = [(_best_ratio(run, cell, run.ours[0]), cell) for cell in run.cells]
+        rows.append(("best peer of each cell", NOTHING, NOTHING, NOTHING, *_versus(ratios)))
+    matmul = f"{run.ceiling.name}: {_number(ceiling, 0)} TFLOP/s" if run.ceiling else "matmul not measured"
+    return Table(f"All cells ({matmul})", tuple(columns), tuple(rows))
+
+
+def accuracy_table(run: Run) -> Table | None:
+    """Largest relative error of each provider over the cells, per distribution, with the yardstick's."""
+    distributions = sorted({name for cell in run.cells for name in cell.yardstick})
+    if not distributions:
+        return None
+    columns = ["provider"]
+    for distribution in distributions:
+        columns += [f"{distribution}: worst error", "worst err/ref"]
+    rows = []
+    for name in run.providers:
+        row = [name]
+        for distribution in distributions:
+            found = [c.results[name].accuracy.get(distribution) for c in run.cells if name in c.results]
+            errors = [a.relative for a in found if a is not None and a.relative is not None]
+            ratios = [cell.error_ratio(name, run.reference, distribution) for cell in run.cells]
+            worst = max((ratio for ratio in ratios if ratio is not None), default=None)
+            row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
+        rows.append(tuple(row))
+    last = ["unfused PyTorch"]
+    for distribution in distributions:
+        errors = [c.yardstick[distribution].relative or 0.0 for c in run.cells if distribution in c.yardstick]
+        last += [f"{max(errors):.2e}", NOTHING]
+    return Table("Relative error against fp64", tuple(columns), (*rows, tuple(last)))
+
+
+def failures(run: Run) -> list[str]:
+    """What makes a run fail: ours missing, failed, wrong or racing in a cell, or a run that did not end."""
+    lines = _absences(run, is_ours=True)
+    lines += [run.stopped] if run.stopped else []
+    for cell in run.cells:
+        lines += [f"{cell.key}: no oracle: {cell.oracle_error}"] if cell.oracle_error else []
+        lines += [line for name in run.ours for line in _complaints(cell, name)]
+    return lines
+
+
+def notes(run: Run) -> list[str]:
+    """What a reader must know, though it is not ours: absent peers, peers that failed or were wrong."""
+    lines = _absences(run, is_ours=False)
+    return lines + [line for cell in run.cells for name in run.peers for line in _complaints(cell, name)]
+
+
+def _absences(run: Run, is_ours: bool) -> list[str]:
+    absent = {n: why for n, why in run.unavailable.items() if n.startswith("cute_flash") == is_ours}
+    return [f"{name} is not available: {why}" for name, why in absent.items()]
+
+
+def _complaints(cell: Cell, name: str) -> list[str]:
+    result = cell.results[name]
+    lines = [f"failed: {result.error}"] if result.error else []
+    for distribution, accuracy in result.accuracy.items():
+        if accuracy.is_wrong:
+            lines.append(
+                f"wrong on {distribution} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
+                f"{accuracy.non_finite} entries not finite, distance from the reference {accuracy.distance}"
+            )
+    if result.is_repeatable is False:
+        lines.append("gives other bits on the same inputs")
+    return [f"{cell.key}: {name} {line}" for line in lines]
+
+
+def change_table(changes: Sequence[Change], threshold: float) -> Table:
+    rows = [
+        (
+            change.key,
+            _ratio(change.before),
+            _ratio(change.after),
+            f"{100 * change.relative:+.1f} %" if change.after is not None else "failed now",
+            "regression" if change.is_regression(threshold) else "",
+        )
+        for change in changes
+    ]
+    return Table("ours/ref against the base", ("cell", "base", "now", "change", ""), tuple(rows))

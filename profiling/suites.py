@@ -1,0 +1,98 @@
+"""What is measured: shapes of attention, grouped into suites.
+
+The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all, hidden
+size 2048, as many key heads as query heads. So every cell of a column reads and writes the same bytes, and a row of
+the table differs from the next only in how the same tokens are cut into sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from cute_flash import roofline
+from cute_flash.band import Band
+from cute_flash.problem import Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MASKS = ("full", "causal")
+# The directions that can be measured, with their FLOPs relative to the forward pass as the papers count them.
+FLOPS_FACTOR = {"fwd": 1.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
+    def id(self) -> str:
+        heads = f"h{self.heads}" if self.heads == self.heads_kv else f"h{self.heads}kv{self.heads_kv}"
+        return f"d{self.head_dim}-{self.mask}-s{self.seqlen}-b{self.batch}{heads}"
+
+    def problem(self, dtype: str) -> Problem:
+        name = str(DTYPES[dtype]).removeprefix("torch.")
+        lengths = (self.seqlen, self.seqlen)
+        band = Band.of(self.causal, (None, None))
+        return Problem(self.batch, self.heads, self.heads_kv, *lengths, self.head_dim, dtype=name, band=band)
+
+    def flops(self, direction: str = "fwd") -> float:
+        """By the papers' convention: all pairs, half of them when causal."""
+        return roofline.flops_nominal(self.problem("bf16")) * FLOPS_FACTOR[direction]
+
+
+@dataclass(frozen=True)
+class Suite:
+    tokens: int
+    hidden: int
+    lengths: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    masks: tuple[str, ...] = MASKS
+
+    def narrowed(
+        self,
+        lengths: Iterable[int] | None = None,
+        head_dims: Iterable[int] | None = None,
+        masks: Iterable[str] | None = None,
+    ) -> Suite:
+        """The same setting at other lengths, head dims or masks; None keeps the suite's own."""
+        return replace(
+            self,
+            lengths=self.lengths if lengths is None else tuple(lengths),
+            head_dims=self.head_dims if head_dims is None else tuple(head_dims),
+            masks=self.masks if masks is None else tuple(masks),
+        )
+
+    def shapes(self) -> list[Shape]:
+        """All cells, in the order of the report: head dim, mask, length."""
+        return [
+            self._shape(head_dim, mask, seqlen)
+            for head_dim in self.head_dims
+            for mask in self.masks
+            for seqlen in self.lengths
+        ]
+
+    def _shape(self, head_dim: int, mask: str, seqlen: int) -> Shape:
+        if mask not in MASKS:
+            raise ValueError(f"mask {mask!r}: choose from {', '.join(MASKS)}")
+        if head_dim < 1 or seqlen < 1:
+            raise ValueError(f"head dim {head_dim}, length {seqlen}: both must be 1 or more")
+        # Whole heads and sequences: where the division leaves a rest, the cell is a little smaller.
+        heads, batch = max(1, self.hidden // head_dim), max(1, self.tokens // seqlen)
+        return Shape(batch, heads, heads, seqlen, head_dim, mask == "causal")
+
+
+SUITES = {
+    "paper": Suite(16384, 2048, (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256)),
+    "quick": Suite(16384, 2048, (1024, 8192), (64, 128)),
+}

@@ -1,0 +1,191 @@
+"""How time is measured: interleaved rounds, so that clocks, power and temperature treat all contenders alike.
+
+Every round times every contender once, each round beginning with the next one. A turn is one untimed call, which
+keeps the GPU busy while the host enqueues what follows, then as many back-to-back calls as fill the budget, between
+two events. Per contender: the median over rounds, and the spread (max - min) / median.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# Enough to see the time of one call before choosing how many to make.
+ESTIMATE_CALLS = 3
+MIN_CALLS, MAX_CALLS = 2, 1000
+# A graph of many calls hides the gaps between replays; more would only cost memory and capture time.
+CALLS_PER_GRAPH = 32
+
+
+class DeviceLost(RuntimeError):
+    """The CUDA context no longer answers: nothing more can be measured in this process."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    message: str
+
+
+@dataclass(frozen=True)
+class Contender:
+    call: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`run` issues `calls` calls."""
+
+    run: Callable[[], None]
+    calls: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Milliseconds of one call, one value per round."""
+
+    calls: int
+    round_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.round_ms)
+
+    @property
+    def spread(self) -> float:
+        return (max(self.round_ms) - min(self.round_ms)) / self.median_ms
+
+
+@dataclass(frozen=True)
+class Measured:
+    samples: dict[str, Samples]
+    errors: dict[str, str]
+
+
+class Timer(Protocol):
+    def batch(self, call: Callable[[], Any], calls: int) -> Batch: ...
+
+    def milliseconds(self, run: Callable[[], None]) -> float: ...
+
+    def synchronize(self) -> None: ...
+
+
+def repeat(call: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+class EventTimer:
+    """CUDA events around calls made by the host: what a user's loop sees."""
+
+    def batch(self, call: Callable[[], Any], calls: int) -> Batch:
+        return Batch(lambda: repeat(call, calls), calls)
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class GraphTimer(EventTimer):
+    """CUDA events around replays of a captured graph: no host time between the calls."""
+
+    def batch(self, call: Callable[[], Any], calls: int) -> Batch:
+        # Libraries allocate and choose kernels at the first call on a stream, which a capture does not allow.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph, captured = torch.cuda.CUDAGraph(), min(calls, CALLS_PER_GRAPH)
+        with torch.cuda.graph(graph):
+            repeat(call, captured)
+        replays = max(1, round(calls / captured))
+        return Batch(lambda: repeat(graph.replay, replays), captured * replays)
+
+
+def describe(error: BaseException) -> str:
+    """One line for a table and a file."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
+    """The result of a step that may fail, or its failure; `DeviceLost` if the GPU does not survive it."""
+    try:
+        return action()
+    except DeviceLost:
+        raise
+    except Exception as error:  # noqa: BLE001
+        failure = Failure(describe(error))
+        try:
+            timer.synchronize()
+        except Exception as fatal:
+            raise DeviceLost(failure.message) from fatal
+        return failure
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The order of one round: each name comes first equally often."""
+    if not names:
+        return []
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def calls_for(budget_ms: float, call_ms: float) -> int:
+    if call_ms <= 0:
+        return MAX_CALLS
+    return min(max(round(budget_ms / call_ms), MIN_CALLS), MAX_CALLS)
+
+
+def _warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
+    """The calls that compile, load and choose; then the batch that each round will time."""
+    with contender.context():
+        contender.call()
+        timer.synchronize()
+        few = timer.batch(contender.call, ESTIMATE_CALLS)
+        call_ms = timer.milliseconds(few.run) / few.calls
+        return timer.batch(contender.call, calls_for(budget_ms, call_ms))
+
+
+def _one_turn(contender: Contender, batch: Batch, timer: Timer) -> float:
+    with contender.context():
+        contender.call()
+        return timer.milliseconds(batch.run) / batch.calls
+
+
+def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budget_ms: float) -> Measured:
+    """Time all contenders against each other. One that fails is left out from there on, its error kept."""
+    batches: dict[str, Batch] = {}
+    errors: dict[str, str] = {}
+    for name, contender in contenders.items():
+        batch = attempt(partial(_warm_up, contender, timer, budget_ms), timer)
+        if isinstance(batch, Failure):
+            errors[name] = batch.message
+        else:
+            batches[name] = batch
+    times: dict[str, list[float]] = {name: [] for name in batches}
+    for turn in range(rounds):
+        for name in rotated(list(times), turn):
+            call_ms = attempt(partial(_one_turn, contenders[name], batches[name], timer), timer)
+            if isinstance(call_ms, Failure):
+                errors[name] = call_ms.message
+                del times[name]
+            else:
+                times[name].append(call_ms)
+    return Measured({n: Samples(batches[n].calls, tuple(ms)) for n, ms in times.items()}, errors)

@@ -1,0 +1,109 @@
+"""A clock that only moves when a provider says so, and providers whose speed and mistakes are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import reference
+from cute_flash.band import Band
+from profiling.accuracy import Accuracy, Errors
+from profiling.bench import Settings, Tools
+from profiling.record import Ceiling, Cell, Result, Run
+from profiling.suites import Shape
+from profiling.timing import Batch, repeat
+
+
+@dataclass
+class FakeTimer:
+    now_ms: float = 0.0
+    is_lost: bool = False
+    turns: list[float] = field(default_factory=list)
+
+    def batch(self, call: Callable[[], Any], calls: int) -> Batch:
+        return Batch(lambda: repeat(call, calls), calls)
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        start = self.now_ms
+        run()
+        self.turns.append(self.now_ms - start)
+        return self.turns[-1]
+
+    def synchronize(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@dataclass(frozen=True)
+class FakeProvider:
+    """Exact attention in the input's dtype that takes `call_ms`, then spoilt by `spoil`."""
+
+    name: str
+    timer: FakeTimer
+    call_ms: float = 1.0
+    is_ours: bool = False
+    is_bshd: bool = False
+    spoil: Callable[[Tensor], Any] = lambda out: None
+    reason: str | None = None
+
+    def available(self) -> str | None:
+        return self.reason
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+        exact, _ = reference.forward(q, k, v, Band.of(causal, (None, None)))
+
+        def call() -> Tensor:
+            self.timer.now_ms += self.call_ms
+            out = exact.clone()
+            self.spoil(out)
+            return out.transpose(1, 2).contiguous() if self.is_bshd else out
+
+        return call
+
+
+SMALL = Shape(batch=2, heads=3, heads_kv=3, seqlen=300, head_dim=16, causal=True)
+SETTINGS = Settings(rounds=3, ms=5.0, ceiling_size=16)
+
+
+def tools(timer: FakeTimer, **overrides: Any) -> Tools:
+    defaults: dict[str, Any] = {"facts": lambda: {"gpu": "fake", "l2_bytes": 1 << 40}, "card_state": dict}
+    return Tools(timer=timer, device=torch.device("cpu"), **{**defaults, **overrides})
+
+
+def result(tflops: float | None, error: float = 2e-3, is_wrong: bool = False, **fields: Any) -> Result:
+    if tflops is None:
+        return Result(error="RuntimeError: no kernel")
+    accuracy = {"normal": Accuracy(error, 1e-2, 0, 3e-3, is_wrong)}
+    times = {"tflops": tflops, "ms": 1.0, "spread": 0.01, "calls": 7, "round_ms": (0.99, 1.0, 1.0)}
+    return Result(**{**times, "accuracy": accuracy, "is_repeatable": True, **fields})
+
+
+def cell(seqlen: int = 512, **results: Result) -> Cell:
+    shape = Shape(16384 // seqlen, 16, 16, seqlen, 128, False)
+    names = {name.replace("_", "-") if name.startswith("sdpa") else name: r for name, r in results.items()}
+    yardstick = {"normal": Errors(2.4e-3, 1.5e-2)}
+    return Cell("fwd", "bf16", shape, shape.flops(), 1 << 28, True, names, yardstick, after={"sm_mhz": 1980.0})
+
+
+def run(*cells: Cell, **fields: Any) -> Run:
+    """A run of cells made by `cell`, in which `cute_flash` is ours."""
+    names = tuple(cells[0].results)
+    defaults: dict[str, Any] = {
+        "settings": {"reference": "sdpa-flash"},
+        "machine": {"gpu": "fake"},
+        "method": {},
+        "ours": tuple(name for name in names if name.startswith("cute_flash")),
+        "providers": names,
+        "unavailable": {},
+        "ceiling": Ceiling("matmul bf16 8192^3", 800.0, (1.4,)),
+        "is_complete": True,
+    }
+    return Run(cells=cells, **{**defaults, **fields})

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from profiling.suites import SUITES, Shape
+
+
+def test_paper_is_the_papers_setting():
+    shapes = SUITES["paper"].shapes()
+    assert len(shapes) == len({shape.id for shape in shapes}) == 36
+    assert {shape.batch * shape.seqlen for shape in shapes} == {16384}
+    assert {shape.heads * shape.head_dim for shape in shapes} == {2048}
+    assert all(shape.heads == shape.heads_kv for shape in shapes)
+    assert Counter(shape.head_dim for shape in shapes) == {64: 12, 128: 12, 256: 12}
+    assert Counter(shape.causal for shape in shapes) == {False: 18, True: 18}
+    assert sorted({shape.seqlen for shape in shapes}) == [512, 1024, 2048, 4096, 8192, 16384]
+
+
+def test_quick_is_part_of_paper():
+    quick = set(SUITES["quick"].shapes())
+    assert 0 < len(quick) < 12
+    assert quick < set(SUITES["paper"].shapes())
+
+
+def test_flops_are_the_papers():
+    full, causal = (Shape(2, 16, 16, 8192, 128, causal) for causal in (False, True))
+    assert full.flops() == 4 * 2 * 16 * 8192**2 * 128
+    assert causal.flops() == full.flops() / 2
+
+
+def test_narrowed_keeps_tokens_and_hidden_size():
+    (shape,) = SUITES["paper"].narrowed(lengths=[256], head_dims=[32], masks=["causal"]).shapes()
+    assert shape == Shape(64, 64, 64, 256, 32, True)
+
+
+def test_sizes_that_do_not_divide_are_rounded_down_to_whole_sequences_and_heads():
+    shapes = SUITES["quick"].narrowed(lengths=[1000, 100_000], head_dims=[96], masks=["full"]).shapes()
+    assert [(shape.batch, shape.heads) for shape in shapes] == [(16, 21), (1, 21)]
+
+
+@pytest.mark.parametrize("narrow", [{"masks": ["diagonal"]}, {"lengths": [0]}, {"head_dims": [-8]}])
+def test_nonsense_is_refused(narrow):
+    with pytest.raises(ValueError, match="diagonal|0|-8"):
+        SUITES["quick"].narrowed(**narrow).shapes()

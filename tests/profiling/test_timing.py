@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from profiling.timing import (
+    MAX_CALLS,
+    MIN_CALLS,
+    Contender,
+    DeviceLost,
+    Failure,
+    Samples,
+    attempt,
+    calls_for,
+    measure,
+    rotated,
+)
+from tests.profiling.fakes import FakeTimer
+
+
+class Recorder:
+    """Contenders on one fake clock, which note who called and whether inside their context."""
+
+    def __init__(self) -> None:
+        self.timer = FakeTimer()
+        self.calls: list[str] = []
+        self.inside: list[str] = []
+
+    def contender(self, name: str, *costs: float) -> Contender:
+        """Each call takes the next of `costs`, the last one for ever; an infinite cost is a failure."""
+        left = list(costs)
+
+        @contextmanager
+        def context():
+            self.inside.append(name)
+            yield
+            self.inside.remove(name)
+
+        def call() -> None:
+            assert self.inside == [name]
+            self.calls.append(name)
+            cost = left.pop(0) if len(left) > 1 else left[0]
+            if cost == float("inf"):
+                raise RuntimeError("no kernel for this shape")
+            self.timer.now_ms += cost
+
+        return Contender(call, context)
+
+
+def turns_of(calls: list[str]) -> list[str]:
+    """Consecutive calls of one contender as one turn."""
+    return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
+
+
+def test_every_round_times_every_contender_once_and_begins_with_the_next():
+    recorder = Recorder()
+    contenders = {name: recorder.contender(name, 1.0) for name in "abc"}
+    measured = measure(contenders, recorder.timer, rounds=4, budget_ms=10)
+    # Warm-up first; where one round ends with the contender that begins the next, the turns are joined.
+    orders = ["abc", "abc", "bca", "cab", "abc"]
+    assert turns_of(recorder.calls) == turns_of(list("".join(orders)))
+    assert all(len(samples.round_ms) == 4 for samples in measured.samples.values())
+    assert recorder.inside == []
+
+
+def test_rotation_gives_each_the_first_place_equally_often():
+    orders = [rotated(["a", "b", "c"], turn) for turn in range(6)]
+    assert [order[0] for order in orders] == list("abcabc")
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert rotated([], 5) == []
+
+
+def test_calls_fill_the_budget_and_one_before_is_untimed():
+    recorder = Recorder()
+    measured = measure({"a": recorder.contender("a", 2.0)}, recorder.timer, rounds=2, budget_ms=25)
+    assert measured.samples["a"] == Samples(calls=12, round_ms=(2.0, 2.0))
+    # First call, estimate of three, and per round one untimed call and the batch.
+    assert len(recorder.calls) == 1 + 3 + 2 * (1 + 12)
+    assert recorder.timer.turns == [6.0, 24.0, 24.0]
+
+
+def test_the_first_slow_call_is_not_in_the_result():
+    recorder = Recorder()
+    measured = measure({"a": recorder.contender("a", 5000.0, 1.0)}, recorder.timer, rounds=3, budget_ms=5)
+    assert measured.samples["a"].round_ms == (1.0, 1.0, 1.0)
+
+
+def test_median_ignores_one_disturbed_round_and_the_spread_shows_it():
+    samples = Samples(calls=5, round_ms=(1.0, 9.0, 1.1, 0.9, 1.0))
+    assert samples.median_ms == 1.0
+    assert samples.spread == pytest.approx(8.1)
+
+
+def test_number_of_calls_is_bounded():
+    assert calls_for(25, 1e9) == MIN_CALLS
+    assert calls_for(25, 1e-9) == calls_for(25, 0.0) == MAX_CALLS
+    assert calls_for(25, 0.5) == 50
+
+
+@pytest.mark.parametrize("when", [0, 1, 4, 7], ids=["first call", "estimate", "first round", "second round"])
+def test_a_failing_contender_leaves_and_the_others_go_on(when):
+    recorder = Recorder()
+    bad = recorder.contender("bad", *[2.5] * when, float("inf"))
+    contenders = {"a": recorder.contender("a", 1.0), "bad": bad, "b": recorder.contender("b", 1.0)}
+    measured = measure(contenders, recorder.timer, rounds=3, budget_ms=5)
+    assert set(measured.samples) == {"a", "b"}
+    assert all(len(samples.round_ms) == 3 for samples in measured.samples.values())
+    assert measured.errors == {"bad": "RuntimeError: no kernel for this shape"}
+
+
+def test_a_failure_that_the_gpu_does_not_survive_ends_the_measurement():
+    recorder = Recorder()
+    recorder.timer.is_lost = True
+    with pytest.raises(DeviceLost, match="no kernel for this shape"):
+        measure({"bad": recorder.contender("bad", float("inf"))}, recorder.timer, rounds=3, budget_ms=5)
+
+
+def test_an_error_becomes_one_line():
+    def fail() -> None:
+        raise ValueError("first\n   second " + "x" * 1000)
+
+    failure = attempt(fail, FakeTimer())
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("ValueError: first second x")
+    assert len(failure.message) < 400
