@@ -34,8 +34,10 @@ class Recorder:
         @contextmanager
         def context():
             self.inside.append(name)
-            yield
-            self.inside.remove(name)
+            try:
+                yield
+            finally:
+                self.inside.remove(name)
 
         def call() -> None:
             assert self.inside == [name]

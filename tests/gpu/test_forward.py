@@ -1,0 +1,162 @@
+"""The forward kernels on a GPU against the fp64 oracle."""
+
+import math
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash import reference
+from cute_flash.band import Band
+from tests import cases
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16)
+CAUSAL = Band(None, 0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """In deterministic mode torch fills fresh memory with NaN: an element that the kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def attend(q, k, v, band, **options):
+    return cute_flash.attn(q, k, v, window=(band.left, band.right), return_lse=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
+@pytest.mark.parametrize("case", cases.GPU, ids=lambda case: case.id)
+def test_against_the_oracle(case, dtype):
+    q, k, v = cases.make_inputs(case, dtype, "cuda")
+    out, lse = attend(q, k, v, case.band)
+    cases.assert_is_attention(out, lse, q, k, v, case.band)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
+@pytest.mark.parametrize("growth", (1.0, 30.0, -30.0))
+def test_scores_that_grow_along_the_keys(dtype, growth):
+    """Rising, falling and wildly rising maxima: every path of the rescaling, and rows far below the largest."""
+    case = cases.Case(1, 2, 2, 300, 1500, 128, CAUSAL)
+    q, k, v = cases.make_inputs(case, dtype, "cuda")
+    k = (k * torch.linspace(1, 1 + abs(growth), 1500, device="cuda", dtype=dtype)[:, None]).to(dtype)
+    k = k.flip(2).contiguous() if growth < 0 else k
+    out, lse = attend(q, k, v, CAUSAL)
+    cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
+
+
+def test_outliers():
+    case = cases.Case(2, 4, 4, 512, 512, 64, CAUSAL)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(x):
+        hit = torch.rand(x.shape, device="cuda", generator=generator) < 1e-3
+        return (x + hit * 10 * torch.randn(x.shape, device="cuda", generator=generator)).to(torch.bfloat16)
+
+    q, k, v = (draw(x.float()) for x in cases.make_inputs(case, torch.bfloat16, "cuda"))
+    out, lse = attend(q, k, v, CAUSAL)
+    cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
+
+
+@pytest.mark.parametrize("scale", (-0.3, 0.0, 1e-3, 2.5))
+def test_any_finite_scale(scale):
+    case = cases.Case(1, 2, 1, 130, 200, 64, CAUSAL)
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
+    out, lse = attend(q, k, v, CAUSAL, scale=scale)
+    oracle, oracle_lse = reference.dense(q, k, v, CAUSAL, scale)
+    low, _ = reference.dense_low_precision(q, k, v, CAUSAL, scale)
+    cases.assert_close(out, lse, oracle, oracle_lse, low)
+
+
+def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """The same values behind other strides."""
+    batch, heads, seqlen, dim = x.shape
+    if kind == "bshd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "packed":
+        packed = torch.randn(batch, seqlen, 3, heads, dim, device="cuda").to(x.dtype)
+        packed[:, :, 1] = x.transpose(1, 2)
+        return packed[:, :, 1].transpose(1, 2)
+    if kind == "odd rows":
+        room = torch.randn(batch, heads, seqlen, dim + 3, device="cuda").to(x.dtype)
+        room[..., :dim] = x
+        return room[..., :dim]
+    if kind == "odd start":
+        room = torch.randn(x.numel() + 1, device="cuda").to(x.dtype)
+        room[1:] = x.flatten()
+        return room[1:].view(x.shape)
+    assert kind == "last dim strided"
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("kind", ("bshd", "packed", "odd rows", "odd start", "last dim strided"))
+def test_strides(kind):
+    case = cases.Case(2, 4, 2, 150, 260, 128, CAUSAL)
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
+    expected, expected_lse = attend(q, k, v, CAUSAL)
+    moved = [strided(kind, x) for x in (q, k, v)]
+    assert all(torch.equal(a, b) for a, b in zip(moved, (q, k, v), strict=True))
+    out, lse = attend(*moved, CAUSAL)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert out.stride() == torch.empty_like(moved[0]).stride()
+
+
+def test_expanded_keys_and_values():
+    case = cases.Case(1, 4, 4, 100, 300, 64, CAUSAL)
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
+    k, v = (x[:, :1].expand(3, 4, -1, -1) for x in (k, v))
+    q = q.expand(3, -1, -1, -1)
+    out, lse = attend(q, k, v, CAUSAL)
+    cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
+
+
+def test_layouts_and_smaller_ranks():
+    case = cases.Case(2, 4, 2, 150, 260, 128, CAUSAL)
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
+    expected = cute_flash.attn(q, k, v, causal=True)
+    bshd = cute_flash.attn(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, layout="bshd")
+    assert torch.equal(bshd.transpose(1, 2), expected)
+    assert torch.equal(cute_flash.attn(q[:, 0], k[:, 0], v[:, 0], causal=True), expected[:, 0])
+    assert torch.equal(cute_flash.attn(q[1, 3], k[1, 1], v[1, 1], causal=True), expected[1, 3])
+
+
+def test_addresses_beyond_32_bits():
+    """Rows of one head that lie 2^31 elements apart in a (B, S, H, D) tensor of 4.6 GB."""
+    seqlen, heads, dim = 70_000, 256, 128
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free memory")
+    torch.use_deterministic_algorithms(False)  # no NaN fill of gigabytes
+    room = torch.empty(1, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16)
+    far = room[:, :, 254:].transpose(1, 2)
+    assert far.stride(2) * (seqlen - 1) >= 2**31
+    far.copy_(torch.randn(far.shape, device="cuda", dtype=torch.bfloat16))
+    near = far.contiguous()
+    q_far, q_near = far[:, :, -200:], near[:, :, -200:]
+    out, lse = attend(q_far, far, far, CAUSAL)
+    expected, expected_lse = attend(q_near, near, near, CAUSAL)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    cases.assert_is_attention(out, lse, q_near, near, near, CAUSAL)
+    whole, _ = attend(far, far[:, :, :200], far[:, :, :200], Band())
+    part, _ = attend(near[:, :, -64:], near[:, :, :200], near[:, :, :200], Band())
+    assert torch.equal(whole[:, :, -64:], part)
+
+
+def test_same_input_same_bits():
+    case = cases.Case(2, 8, 2, 1000, 1000, 128, CAUSAL)
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
+    first, first_lse = attend(q, k, v, CAUSAL)
+    for _ in range(50):
+        out, lse = attend(q, k, v, CAUSAL)
+        assert torch.equal(out, first) and torch.equal(lse, first_lse)
+
+
+def test_empty():
+    q, k, v = (torch.randn(2, 3, 5, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse = attend(q, k[:, :, :0], v[:, :, :0], Band())
+    assert (out == 0).all() and (lse == -math.inf).all()
+    assert cute_flash.attn(q[:0], k[:0], v[:0]).shape == (0, 3, 5, 64)
+    assert cute_flash.attn(q[:, :, :0], k, v).shape == (2, 3, 0, 64)

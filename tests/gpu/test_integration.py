@@ -1,0 +1,114 @@
+"""The op inside torch on a GPU: streams, graphs, memory, compile, errors."""
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash.band import Band
+from tests import cases
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = Band(None, 0)
+CASE = cases.Case(2, 8, 2, 700, 900, 128, CAUSAL)
+
+
+@pytest.fixture
+def qkv():
+    return cases.make_inputs(CASE, torch.bfloat16, "cuda")
+
+
+def test_cuda_graph(qkv):
+    q, k, v = qkv
+    cute_flash.attn(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
+    for seed in range(3):
+        for static, fresh in zip((q, k, v), cases.make_inputs(CASE, torch.bfloat16, "cuda", seed=seed + 1), strict=True):
+            static.copy_(fresh)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
+
+
+def test_side_stream(qkv):
+    """The kernel runs on the current stream: it sees what was written there before it, and nothing waits for it elsewhere."""
+    q, k, v = qkv
+    expected = cute_flash.attn(q, k, v, causal=True)
+    late = torch.zeros_like(q)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(q)
+        out = cute_flash.attn(late, k, v, causal=True)
+        done = stream.record_event()
+    # The default stream is idle while the side stream still sleeps: a launch on the wrong stream would have read zeros.
+    torch.cuda.default_stream().synchronize()
+    assert not done.query()
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_warm_call_does_not_synchronise(qkv):
+    q, k, v = qkv
+    cute_flash.attn(q, k, v, causal=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cute_flash.attn(q, k, v, causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_warm_call_allocates_its_outputs_only(qkv):
+    q, k, v = qkv
+    cute_flash.attn(q, k, v, causal=True)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    cute_flash.attn(q, k, v, causal=True)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_device(qkv):
+    moved = [x.to("cuda:1") for x in qkv]
+    assert torch.equal(cute_flash.attn(*moved, causal=True).cpu(), cute_flash.attn(*qkv, causal=True).cpu())
+
+
+def test_torch_compile(qkv):
+    attend = torch.compile(
+        lambda q, k, v: cute_flash.attn(q * 1, k, v, causal=True) + 1, fullgraph=True, dynamic=True
+    )
+    for seqlen in (700, 333, 64):
+        q, k, v = (x[:, :, :seqlen] for x in qkv)
+        torch.testing.assert_close(attend(q, k, v), cute_flash.attn(q, k, v, causal=True) + 1, rtol=0, atol=0)
+
+
+def test_opcheck(qkv):
+    torch.library.opcheck(torch.ops.cute_flash.fwd.default, (*qkv, 0.1, None, 0))
+
+
+def test_backward_is_refused(qkv):
+    q = qkv[0].requires_grad_()
+    out = cute_flash.attn(q, *qkv[1:])
+    with pytest.raises(cute_flash.UnsupportedError, match="backward"):
+        out.sum().backward()
+
+
+def test_kernel_family_by_hand(qkv):
+    expected = cute_flash.attn(*qkv, causal=True)
+    with cute_flash.use_kernels("sm80"):
+        assert torch.isfinite(cute_flash.attn(*qkv, causal=True)).all()
+    assert torch.isfinite(expected).all()
+
+
+def test_supports_says_what_attn_does(qkv):
+    q, k, v = qkv
+    assert cute_flash.supports(q, k, v, causal=True)
+    for bad in ([x.float() for x in qkv], [x[..., :12] for x in qkv], [q[:, :3], k, v]):
+        answer = cute_flash.supports(*bad)
+        assert not answer
+        with pytest.raises(ValueError) as error:
+            cute_flash.attn(*bad)
+        assert str(error.value) == answer.reason

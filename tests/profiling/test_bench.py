@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from profiling import report
+from profiling.bench import run_bench
+from profiling.record import Run
+from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, tools
+
+
+def bench(timer, providers, shapes=(SMALL,), settings=SETTINGS, unavailable=None, **overrides) -> Run:
+    return run_bench(shapes, providers, unavailable or {}, settings, tools(timer, **overrides))
+
+
+def test_speeds_ratios_and_errors_of_a_good_run():
+    timer = FakeTimer()
+    ours = FakeProvider("cute_flash", timer, call_ms=0.5, is_ours=True)
+    peers = [FakeProvider("sdpa-flash", timer, 1.0), FakeProvider("fa3", timer, 0.4, is_bshd=True)]
+    run = bench(timer, [ours, *peers], settings=replace(SETTINGS, outliers=True))
+    (cell,) = run.cells
+    assert cell.results["cute_flash"].tflops == pytest.approx(SMALL.flops() / 0.5e-3 / 1e12)
+    assert cell.results["cute_flash"].round_ms == pytest.approx((0.5,) * 3)
+    assert cell.ratio("cute_flash", "sdpa-flash") == pytest.approx(2.0)
+    assert run.best_peer(cell) == "fa3"
+    for result in cell.results.values():
+        assert result.error is None and not result.is_wrong and result.is_repeatable
+        assert set(result.accuracy) == {"normal", "outliers"}
+    # All three compute the same bits.
+    assert cell.error_ratio("cute_flash", "fa3") == 1.0
+    assert cell.results["fa3"].accuracy["normal"].distance == 0.0
+    assert run.is_complete and report.failures(run) == [] and report.notes(run) == []
+
+
+def test_a_provider_that_fails_in_one_cell_is_recorded_there_and_runs_in_the_next():
+    timer = FakeTimer()
+
+    def refuse_causal(out):
+        if out.shape[1] == SMALL.heads:
+            raise NotImplementedError("causal is not here yet")
+
+    shapes = [SMALL, replace(SMALL, heads=2, heads_kv=2)]
+    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=refuse_causal)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)], shapes)
+    first, second = run.cells
+    assert first.results["cute_flash"].error == "NotImplementedError: causal is not here yet"
+    assert first.results["cute_flash"].tflops is None and first.tflops("sdpa-flash")
+    assert second.tflops("cute_flash") and second.results["cute_flash"].error is None
+    (failure,) = report.failures(run)
+    assert first.key in failure and "causal is not here yet" in failure
+
+
+def test_a_wrong_provider_is_flagged_and_never_the_best_peer():
+    timer = FakeTimer()
+
+    def double(out):
+        out *= 2
+
+    fast_and_wrong = FakeProvider("fa3", timer, 0.1, spoil=double)
+    ours = FakeProvider("cute_flash", timer, is_ours=True)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer, 2.0), fast_and_wrong])
+    (cell,) = run.cells
+    assert cell.results["fa3"].is_wrong and not cell.results["cute_flash"].is_wrong
+    assert run.best_peer(cell) == "sdpa-flash"
+    # A peer's mistake is told, but is not a failure of ours.
+    assert report.failures(run) == [] and "fa3 wrong" in report.notes(run)[0]
+
+
+def test_ours_wrong_makes_the_run_fail():
+    timer = FakeTimer()
+
+    def forget_the_last_rows(out):
+        out[:, :, -5:] = 0
+
+    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=forget_the_last_rows)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    assert "cute_flash wrong on normal inputs" in report.failures(run)[0]
+
+
+def test_a_race_is_seen():
+    timer, calls = FakeTimer(), []
+
+    def differ(out):
+        calls.append(1)
+        # Far below any tolerance.
+        out[0, 0, 0, 0] += 0.01 * (len(calls) > 2)
+
+    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil=differ)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    assert not run.cells[0].results["cute_flash"].is_wrong
+    assert "other bits on the same inputs" in report.failures(run)[0]
+
+
+def test_an_output_of_another_shape_is_an_error():
+    timer = FakeTimer()
+    # It says that its output is (B, H, S, D), which is not true.
+    liar = FakeProvider("cute_flash", timer, is_ours=True, is_bshd=True)
+    run = bench(timer, [type("Liar", (), {**_members(liar), "is_bshd": False})()])
+    assert "output of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in report.failures(run)[0]
+
+
+def _members(provider: FakeProvider):
+    names = ("name", "is_ours", "available", "context", "prepare")
+    return {n: staticmethod(v) if callable(v := getattr(provider, n)) else v for n in names}
+
+
+def test_inputs_that_do_not_fit_are_the_result_of_all(monkeypatch):
+    timer, real = FakeTimer(), torch.randn
+
+    def randn(size, **options):
+        if len(size) == 4 and size[2] == 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(size, **options)
+
+    monkeypatch.setattr(torch, "randn", randn)
+    run = bench(timer, [FakeProvider("sdpa-flash", timer)], [replace(SMALL, seqlen=1000), SMALL])
+    assert run.cells[0].results["sdpa-flash"].error == "OutOfMemoryError: CUDA out of memory"
+    assert run.cells[1].tflops("sdpa-flash")
+
+
+def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
+    timer, saved = FakeTimer(), []
+
+    def break_the_card(out):
+        if out.shape[1] != SMALL.heads:
+            timer.is_lost = True
+            raise RuntimeError("illegal memory access")
+
+    bad = FakeProvider("cute_flash", timer, is_ours=True, spoil=break_the_card)
+    shapes = [SMALL, replace(SMALL, heads=2, heads_kv=2), SMALL]
+    run = bench(timer, [bad, FakeProvider("sdpa-flash", timer)], shapes, save=saved.append)
+    assert len(run.cells) == 1 and run.cells[0].tflops("cute_flash")
+    assert not run.is_complete and shapes[1].id in (run.stopped or "") and run.stopped in report.failures(run)
+    assert saved[-1] == run
+
+
+def test_every_cell_is_saved_with_the_card_before_and_after():
+    timer, saved, lines, states = FakeTimer(), [], [], iter(range(10))
+    run = bench(
+        timer,
+        [FakeProvider("sdpa-flash", timer)],
+        [SMALL, SMALL],
+        save=saved.append,
+        progress=lines.append,
+        card_state=lambda: {"sample": next(states)},
+    )
+    assert [len(state.cells) for state in saved] == [1, 2, 2]
+    assert [state.is_complete for state in saved] == [False, False, True]
+    assert [(cell.before["sample"], cell.after["sample"]) for cell in run.cells] == [(0, 1), (1, 2)]
+    assert len(lines) == 2 and "sdpa-flash" in lines[0]
+
+
+def test_the_l2_state_is_told_and_the_ceiling_is_timed_at_both_ends():
+    timer = FakeTimer()
+    run = bench(timer, [FakeProvider("a", timer)], facts=lambda: {"l2_bytes": 1000})
+    # Q, K, V and O in bf16, and the LSE in fp32.
+    rows = SMALL.batch * SMALL.heads * SMALL.seqlen
+    assert run.cells[0].working_set_bytes == rows * (4 * SMALL.head_dim * 2 + 4)
+    assert run.cells[0].exceeds_l2 is True
+    assert run.ceiling is not None and len(run.ceiling.round_ms) == 2 * SETTINGS.rounds
+    assert bench(timer, [FakeProvider("a", timer)], facts=dict).cells[0].exceeds_l2 is None

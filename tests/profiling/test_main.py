@@ -1,0 +1,101 @@
+"""The command line as a whole, with fake providers on the CPU in place of the registry."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from profiling import __main__ as cli
+from profiling import machine, record
+from tests.profiling.fakes import FakeProvider, FakeTimer
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`bench(ours_ms=..., args)`: exit status of a bench in which the peer takes 1 ms."""
+    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
+    monkeypatch.setattr(machine, "card_state", dict)
+    monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
+
+    def run(*args: str, ours_ms: float = 0.5, spoil=lambda out: None) -> int:
+        timer = FakeTimer()
+        providers = [
+            FakeProvider("cute_flash", timer, ours_ms, is_ours=True, spoil=spoil),
+            FakeProvider("sdpa-flash", timer),
+            FakeProvider("fa3", timer, reason="no folder"),
+        ]
+        monkeypatch.setattr(cli, "select", lambda names, kernels="auto": providers)
+        monkeypatch.setattr(cli, "EventTimer", lambda: timer)
+        small = ("--head-dims", "2048", "--lengths", "16", "--masks", "causal", "--ms", "2", "--rounds", "2")
+        return cli.main(("bench", *small, *args))
+
+    monkeypatch.setattr(cli.Settings, "ceiling_size", 16)
+    monkeypatch.setattr(cli, "_settings", lambda args, real=cli._settings: _small_ceiling(real(args)))
+    return run
+
+
+def _small_ceiling(settings):
+    from dataclasses import replace
+
+    return replace(settings, ceiling_size=16)
+
+
+def test_bench_prints_the_tables_and_writes_the_file(bench, tmp_path, capsys):
+    out = tmp_path / "run.json"
+    assert bench("--out", str(out)) == cli.OK
+    printed = capsys.readouterr()
+    assert "fwd bf16, D=2048, causal" in printed.out and "| 16 " in printed.out and "2.00" in printed.out
+    assert "fa3 is not available: no folder" in printed.out and "[1/1]" in printed.err
+    data = json.loads(out.read_text())
+    assert data["is_complete"] and data["unavailable"] == {"fa3": "no folder"}
+    assert data["settings"]["rounds"] == 2 and data["cells"][0]["shape"]["batch"] == 1024
+
+
+def test_base_decides_the_exit_status(bench, tmp_path, capsys):
+    base = tmp_path / "base.json"
+    assert bench("--out", str(base)) == cli.OK
+    assert bench("--base", str(base), ours_ms=0.4) == cli.OK
+    assert bench("--base", str(base), ours_ms=0.51) == cli.OK
+    capsys.readouterr()
+    assert bench("--base", str(base), ours_ms=0.6) == cli.FOUND_WANTING
+    assert "regression" in capsys.readouterr().out
+    assert bench("--base", str(base), "--threshold", "0.5", ours_ms=0.6) == cli.OK
+
+
+def test_a_base_that_shares_no_cell_does_not_pass(bench, tmp_path):
+    base = tmp_path / "base.json"
+    bench("--out", str(base))
+    other = record.load(base)
+    record.save(type(other)(**{**vars(other), "cells": ()}), base)
+    assert bench("--base", str(base)) == cli.FOUND_WANTING
+
+
+def test_a_wrong_output_of_ours_decides_the_exit_status(bench, capsys):
+    def spoil(out):
+        out.zero_()
+
+    assert bench(spoil=spoil) == cli.FOUND_WANTING
+    assert "cute_flash wrong" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+@pytest.mark.parametrize("command", ["bench", "host"])
+def test_without_a_gpu_it_says_so(command, capsys):
+    assert cli.main((command,)) == cli.NOT_MEASURED
+    assert "cute_flash is not available: no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--providers", "fa5"),
+        ("--masks", "diagonal"),
+        ("--base", "no-such-file.json"),
+        ("--reference", "fa5"),
+    ],
+)
+def test_wrong_arguments_are_named(args, capsys):
+    assert cli.main(("bench", *args)) == cli.NOT_MEASURED
+    assert args[1] in capsys.readouterr().err

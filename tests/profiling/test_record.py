@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from profiling import compare, record
+from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, cell, result, run, tools
+
+
+def test_a_real_run_survives_the_file(tmp_path):
+    from profiling.bench import run_bench
+
+    timer = FakeTimer()
+
+    def fill_with_nan(out):
+        out.fill_(float("nan"))
+
+    def fail(out):
+        raise RuntimeError("no")
+
+    providers = [
+        FakeProvider("cute_flash", timer, is_ours=True),
+        FakeProvider("sdpa-flash", timer, spoil=fill_with_nan),
+        FakeProvider("fa3", timer, spoil=fail),
+    ]
+    measured = run_bench([SMALL], providers, {"fa4": "no module"}, SETTINGS, tools(timer))
+    path = tmp_path / "results" / "run.json"
+    record.save(measured, path)
+    assert record.load(path) == measured
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_keys_are_stable_and_sorted_and_nothing_is_left_out(tmp_path):
+    full, failed = tmp_path / "full.json", tmp_path / "failed.json"
+    record.save(run(cell(cute_flash=result(500.0), sdpa_flash=result(250.0))), full)
+    record.save(run(cell(cute_flash=result(None), sdpa_flash=result(250.0))), failed)
+    shapes = []
+    for path in (full, failed):
+        data = json.loads(path.read_text())
+        assert list(data) == sorted(data)
+        assert data["cells"][0]["key"] == "fwd-bf16-d128-full-s512-b32h16"
+        shapes.append(
+            (sorted(data), sorted(data["cells"][0]), sorted(data["cells"][0]["results"]["cute_flash"]))
+        )
+    assert shapes[0] == shapes[1]
+
+
+def test_a_file_of_another_schema_is_refused(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**record.to_dict(run(cell(sdpa_flash=result(1.0)))), "schema": 0}))
+    with pytest.raises(ValueError, match="schema 0"):
+        record.load(path)
+
+
+def changed(before: float | None, after: float | None, peer_after: float = 250.0):
+    """Regressions at 5 % between two runs in which ours made these TFLOP/s and the peer 250, then `peer_after`."""
+    base = run(cell(cute_flash=result(before), sdpa_flash=result(250.0)))
+    now = run(cell(cute_flash=result(after), sdpa_flash=result(peer_after)))
+    found = compare.changes(now, base)
+    return found, compare.regressions(found, 0.05)
+
+
+def test_a_regression_is_found_and_an_improvement_is_none():
+    for after, is_regression in [(500.0, False), (480.0, False), (470.0, True), (600.0, False)]:
+        found, bad = changed(500.0, after)
+        assert len(found) == 1 and bool(bad) == is_regression, after
+    assert changed(500.0, 470.0)[1][0].relative == pytest.approx(-0.06)
+
+
+def test_the_ratio_counts_not_the_day():
+    assert changed(500.0, 400.0, peer_after=200.0)[1] == []
+    assert changed(500.0, 500.0, peer_after=300.0)[1] != []
+
+
+def test_a_cell_that_fails_now_is_a_regression_and_one_that_failed_before_is_none():
+    found, bad = changed(500.0, None)
+    assert found == bad and bad[0].after is None
+    assert changed(None, 500.0) == ([], [])
+
+
+def test_only_common_cells_with_the_peer_are_compared():
+    base = run(cell(512, cute_flash=result(500.0), sdpa_flash=result(250.0)))
+    other_length = run(cell(1024, cute_flash=result(1.0), sdpa_flash=result(250.0)))
+    assert compare.changes(other_length, base) == []
+    without_peer = run(cell(512, cute_flash=result(1.0), sdpa_flash=result(None)))
+    assert compare.changes(without_peer, base) == []
+
+
+def test_another_reference_is_looked_up_in_the_base():
+    base = run(cell(cute_flash=result(500.0), sdpa_flash=result(250.0), fa3=result(1000.0)))
+    now = run(
+        cell(cute_flash=result(500.0), sdpa_flash=result(125.0), fa3=result(1000.0)),
+        settings={"reference": "fa3"},
+    )
+    (change,) = compare.changes(now, base)
+    assert (change.before, change.after) == (0.5, 0.5)

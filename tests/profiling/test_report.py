@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from profiling import compare, report
+from profiling.terminal import Table, markdown, progress, show
+from tests.profiling.fakes import cell, result, run
+
+
+def rows_of(table: Table) -> dict[str, dict[str, str]]:
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+RUN = run(
+    cell(512, cute_flash=result(400.0, 2.1e-3), sdpa_flash=result(200.0), fa3=result(500.0)),
+    cell(
+        1024, cute_flash=result(900.0), sdpa_flash=result(225.0, spread=0.2), fa3=result(600.0, is_wrong=True)
+    ),
+    cell(2048, cute_flash=result(None), sdpa_flash=result(230.0), fa3=result(650.0)),
+)
+
+
+def test_cells_show_speed_ratios_error_and_marks():
+    (table,) = report.cell_tables(RUN)
+    assert table.title == "fwd bf16, D=128, full"
+    rows = rows_of(table)
+    assert rows["512"] == {
+        "S": "512",
+        "cute_flash": "400",
+        "sdpa-flash": "200",
+        "fa3": "500",
+        "ours/ref": "2.00",
+        "ours/best": "0.80",
+        "best": "fa3",
+        "err/ref": "1.05",
+    }
+    assert (rows["1024"]["sdpa-flash"], rows["1024"]["fa3"]) == ("225~", "600!")
+    assert (rows["1024"]["best"], rows["1024"]["ours/best"]) == ("sdpa-flash", "4.00")
+    assert (rows["2048"]["cute_flash"], rows["2048"]["ours/ref"]) == ("x", "-")
+
+
+def test_summary_has_geometric_means_the_lowest_cell_and_the_share_of_the_ceiling():
+    table = report.summary_table(RUN)
+    assert "matmul bf16 8192^3: 800 TFLOP/s" in table.title
+    rows = rows_of(table)
+    assert rows["cute_flash"]["geomean TFLOP/s"] == "600"
+    assert rows["fa3"]["best % of matmul"] == "81"
+    # Ratios 2 and 4; 0.8 and 1.5; against the best right peer 0.8 and 4.
+    assert rows["sdpa-flash"]["ours/it geomean"] == "2.83"
+    assert rows["fa3"]["ours at least as fast"] == "1/2"
+    assert rows["fa3"]["lowest ours/it"] == "0.80 (d128-full-s512-b32h16)"
+    assert rows["best peer of each cell"]["ours/it geomean"] == "1.79"
+
+
+def test_accuracy_shows_the_worst_cell_and_the_yardstick():
+    table = report.accuracy_table(RUN)
+    assert table is not None
+    rows = rows_of(table)
+    assert rows["cute_flash"]["normal: worst error"] == "2.10e-03"
+    assert rows["cute_flash"]["worst err/ref"] == "1.05"
+    assert rows["unfused PyTorch"]["normal: worst error"] == "2.40e-03"
+
+
+def test_peers_alone_make_a_report_without_ratios():
+    alone = run(cell(sdpa_flash=result(200.0), fa3=result(500.0)))
+    assert report.cell_tables(alone)[0].columns == ("S", "sdpa-flash", "fa3")
+    assert "ours/it geomean" not in report.summary_table(alone).columns
+
+
+def test_geometric_mean():
+    assert report.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert report.geometric_mean([]) is None
+
+
+def test_absence_of_ours_is_a_failure_of_a_peer_a_note():
+    absent = run(cell(sdpa_flash=result(1.0)), unavailable={"cute_flash": "broken", "fa3": "no folder"})
+    assert report.failures(absent) == ["cute_flash is not available: broken"]
+    assert report.notes(absent) == ["fa3 is not available: no folder"]
+
+
+def test_changes_name_the_regression():
+    found = [compare.Change("a", 1.0, 0.9), compare.Change("b", 1.0, 1.2), compare.Change("c", 1.0, None)]
+    rows = rows_of(report.change_table(found, 0.05))
+    assert (rows["a"]["change"], rows["a"][""]) == ("-10.0 %", "regression")
+    assert (rows["b"]["change"], rows["b"][""]) == ("+20.0 %", "")
+    assert (rows["c"]["change"], rows["c"][""]) == ("failed now", "regression")
+
+
+TABLE = Table("Title", ("S", "speed"), (("512", "7"), ("16384", "1234")))
+
+
+def test_plain_tables_are_aligned_markdown():
+    assert markdown(TABLE).splitlines() == [
+        "Title",
+        "",
+        "| S     | speed |",
+        "|-------|------:|",
+        "| 512   |     7 |",
+        "| 16384 |  1234 |",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_rich_and_without_rich_plain_text(monkeypatch):
+    pretty, plain = Terminal(), Terminal()
+    show([TABLE], pretty)
+    with progress(2, pretty) as step:
+        step("one")
+    assert "┃ S " in pretty.getvalue() and "1234" in pretty.getvalue() and "one" in pretty.getvalue()
+    monkeypatch.setitem(sys.modules, "rich", None)
+    show([TABLE], plain)
+    with progress(2, plain) as step:
+        step("one")
+        step("two")
+    assert plain.getvalue() == markdown(TABLE) + "\n[1/2] one\n[2/2] two\n"
