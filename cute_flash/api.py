@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_flash import ops
 from cute_flash.arch import detect
 from cute_flash.band import Band
 from cute_flash.plan import plan
-from cute_flash.problem import Support, check_window
+from cute_flash.problem import Support, UnsupportedError, check_window
 
 LAYOUTS = ("bhsd", "bshd")
 
@@ -95,9 +96,17 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right:
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         return ops.fwd(q, k, v, scale, left, right)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
     # Nothing to differentiate: step over the operator's autograd layer, which costs more than its kernel's own dispatch.
     with torch._C._AutoDispatchBelowAutograd():
         return ops.fwd(q, k, v, scale, left, right)
+
+
+def _refuse_tangents(*inputs: Tensor) -> None:
+    """Torch drops forward-mode tangents at an operator without a rule for them: silently, a derivative of 0."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 def _band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:

@@ -31,8 +31,10 @@ from cute_flash.plan import CompileKey, Plan
 from cute_flash.ranges import marked
 
 KERNELS = {"fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80")}
-# Files whose text decides the generated code.
-SOURCES = ("kernels/*.py", "device/*.py", "band.py", "tiles.py", "problem.py", "../layouts/*.py")
+# Files whose text decides the generated code (this one by the compiler's options).
+SOURCES = (
+    "kernels/*.py", "device/*.py", "band.py", "tiles.py", "problem.py", "compile.py", "../layouts/*.py",
+)  # fmt: skip
 SYMBOL = "launch"
 
 _lock = threading.Lock()  # the DSL is a process-wide singleton

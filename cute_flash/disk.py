@@ -6,9 +6,11 @@ to them, and the content matches the checksum that was stored with it.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 import warnings
@@ -31,7 +33,11 @@ class DiskCache:
     @staticmethod
     def default() -> DiskCache:
         """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder; a private temporary one where that cannot be used."""
-        return _usable(os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder()))
+        name = os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder())
+        if not _usable(name).folder.is_dir():
+            # Someone cleaned up while this process ran.
+            _usable.cache_clear()
+        return _usable(name)
 
     def find(self, name: str, suffix: str) -> Path | None:
         """The entry's path if it is there, ours and whole."""
@@ -96,7 +102,9 @@ def _usable(folder: str) -> DiskCache:
             return DiskCache(path)
     except OSError as error:
         warnings.warn(f"kernel cache {folder} cannot be used ({error}); compiling for this process only", CacheWarning)
-    return DiskCache(Path(tempfile.mkdtemp(prefix="cute_flash_")), is_persistent=False)
+    private = tempfile.mkdtemp(prefix="cute_flash_")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return DiskCache(Path(private), is_persistent=False)
 
 
 def _is_private(path: Path, status: os.stat_result) -> bool:

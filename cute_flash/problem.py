@@ -81,7 +81,11 @@ def check_heads(heads: int, heads_kv: int) -> None:
 
 
 def check_window(window: tuple[int | None, int | None]) -> None:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
     for side, value in zip(("left", "right"), window, strict=True):
+        if isinstance(value, float):
+            raise ValueError(f"window {side}={value}: use a whole number of keys, or None for an unbounded side")
         if value is not None and value < 0:
             raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
 

@@ -21,7 +21,7 @@ class FwdTile:
     tile_n: int
     num_warps: int
     stages: int  # K/V buffers; 1 overlaps K's copy with P V and V's with Q K^T, 2 prefetch a whole block ahead
-    q_in_regs: bool = False  # keep Q's fragments in registers instead of re-reading shared memory for every block
+    q_steps: int = 0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
     min_blocks: int = 0  # blocks per SM the compiler must leave registers for; 0: its own choice
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
@@ -37,6 +37,8 @@ class FwdTile:
             raise ValueError(f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, the rows one copy covers")
         if self.stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1 or 2")
+        if not 0 <= self.q_steps <= self.head_dim // 16:
+            raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
 
     @property
     def num_threads(self) -> int:
@@ -58,28 +60,50 @@ class FwdTile:
         """fp32 registers a thread needs for O and S; with Q's fragments if they stay."""
         rows = self.tile_m // self.num_warps
         registers = rows * (self.head_dim + self.tile_n) // 32
-        return registers + (rows * self.head_dim // 64 if self.q_in_regs else 0)
+        return registers + rows * self.q_steps // 4
 
     def fits(self, arch: ArchSpec) -> bool:
         return self.smem_bytes <= arch.smem_per_block
 
     def __str__(self) -> str:
-        regs = ", Q in registers" if self.q_in_regs else ""
+        regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {self.stages} K/V stage(s){regs}"
 
 
-# Placeholder rows until the sweep on the GPU has chosen them.
-_SM80_FWD = (
-    FwdTile(64, 128, 64, 4, 2, q_in_regs=True),
-    FwdTile(96, 128, 64, 4, 1),
-    FwdTile(128, 128, 64, 4, 1),
-    FwdTile(192, 128, 64, 8, 1),
-    FwdTile(256, 128, 64, 8, 1),
+_H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
+_BY_RULE = "not measured on this part: chosen by the rules above the table"
+
+# Rows are tried in order; the first one that is wide enough and fits is taken. Rules for parts that are not at hand: two
+# blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit in registers (the fewer rows, the
+# more shared memory is read per MMA), no spills.
+_SM_80 = (
+    FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
+    FwdTile(128, 128, 48, 4, 2, measured=_BY_RULE),
+    FwdTile(192, 64, 64, 4, 1, q_steps=12, measured=_BY_RULE),
+    FwdTile(256, 128, 64, 8, 1, measured=_BY_RULE),
 )
+# 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
+_SM_86 = (
+    FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 1, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 1, measured=_BY_RULE),
+    FwdTile(192, 64, 32, 4, 1, q_steps=12, measured=_BY_RULE),
+    FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
+)
+_SM_90 = (
+    FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
+    FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
+    FwdTile(128, 128, 48, 4, 2, measured=_H200 + "310/376/398; 221/322/408 TFLOP/s"),
+    FwdTile(192, 64, 64, 4, 1, q_steps=12, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
+    FwdTile(256, 64, 64, 4, 1, q_steps=8, measured=_H200 + "274/322/344; 213/282/339 TFLOP/s"),
+)
+SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
 
 def fwd_tile(arch: ArchSpec, head_dim: int) -> FwdTile:
-    for tile in _SM80_FWD:
+    """The tile of the mma.sync forward for a head dim on an architecture."""
+    for tile in SM80_FWD[arch.name]:
         if tile.head_dim >= head_dim and tile.fits(arch):
             return tile
-    raise UnsupportedError(f"head_dim={head_dim}: no tile fits {arch.name}")
+    raise UnsupportedError(f"head_dim={head_dim}: no tile for {arch.name}")

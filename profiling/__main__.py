@@ -1,4 +1,4 @@
-"""`python -m profiling`: the speed and accuracy of cute_flash beside its peers, and what a call costs the host."""
+"""`python -m profiling`: speed and accuracy of cute_flash beside its peers, and the host time of a call."""
 
 from __future__ import annotations
 
@@ -139,8 +139,9 @@ def _host(args: argparse.Namespace) -> int:
     available, absent = _available(args)
     if not available:
         return NOT_MEASURED
-    data: dict[str, Any] = host.run_host(available, absent, EventTimer(), torch.device("cuda"))
-    data["machine"] = machine.facts()
+    start = partial(host.start_times, "cuda", args.kernels)
+    data: dict[str, Any] = host.run_host(available, absent, EventTimer(), torch.device("cuda"), start)
+    data.update(machine=machine.facts(), kernels=args.kernels)
     if args.out:
         write_json(data, args.out)
     show(host.host_tables(data))

@@ -1,7 +1,7 @@
 """The benchmark itself: every provider on every shape, checked, then timed, then written down.
 
-Nothing that one provider does in one cell ends the run: its error becomes the result of that cell. Only a lost CUDA
-context does, and then what was measured so far is kept.
+Nothing that one provider does in one cell ends the run: its error becomes the result of that cell. Only a
+lost CUDA context does, and then what was measured so far is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from profiling.suites import DTYPES, Shape
 from profiling.timing import Contender, DeviceLost, Failure, Timer, attempt, measure
 
 METHOD = {
-    "rounds": "every round times every provider once, in one process; each round begins with the next provider",
+    "rounds": "in one process, every round times every provider once and begins with the next provider",
     "turn": "one untimed call, then back-to-back calls for about settings.ms milliseconds between two events",
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
     "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
     "flops": "4 B H S^2 D, halved when causal",
     "inputs": "standard normal, (B, H, S, D) contiguous; peers that take (B, S, H, D) get contiguous copies",
-    "accuracy": "against fp64 on one batch, two heads, up to 1024 rows; yardstick: unfused PyTorch in this dtype",
+    "accuracy": "against fp64 on one batch, two heads, up to 1024 rows; yardstick: unfused PyTorch",
 }
 
 
@@ -102,10 +102,8 @@ def _check(
         else:
             found.contenders[provider.name], found.outputs[provider.name] = done
     if isinstance(found.oracle, Oracle):
-        peer = found.outputs.get(settings.reference)
-        peer_errors = None if peer is None else found.oracle.errors(peer)
-        judge = partial(found.oracle.judge, peer=peer, peer_errors=peer_errors)
-        found.accuracy = {name: judge(out) for name, out in found.outputs.items()}
+        peer, judge = found.outputs.get(settings.reference), found.oracle.judge
+        found.accuracy = {name: judge(out, peer) for name, out in found.outputs.items()}
     return found
 
 
@@ -197,7 +195,7 @@ def run_bench(
     settings: Settings,
     tools: Tools,
 ) -> Run:
-    """All cells, saved after each. The card is looked at between cells: the state after one is that before the next."""
+    """All cells, saved after each. The state of the card after one cell is that before the next."""
     run = Run(
         settings=asdict(settings),
         machine=tools.facts(),

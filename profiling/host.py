@@ -1,8 +1,8 @@
 """What a call costs the host, and what the first call costs.
 
-Host time: a loop of warm calls that never waits for the GPU, on a shape so small that the GPU keeps up, with a
-synchronisation between loops so that the launch queue never fills. Start time: fresh processes, which import
-cute_flash after torch and finish one kernel, first with an empty compile cache, then with the cache that left.
+Host time: a loop of warm calls that never waits for the GPU, on a shape so small that the GPU keeps up, with
+a synchronisation between loops so that the launch queue never fills. Start time: fresh processes import
+cute_flash after torch and finish one kernel, with an empty compile cache and then with what this left there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HostTime:
 def host_times(
     contenders: Mapping[str, Contender], timer: Timer, clock: Callable[[], float], calls: int, repeats: int
 ) -> tuple[dict[str, HostTime], dict[str, str]]:
-    """Microseconds of host time per call and contender, in rotating order, and the errors of those that failed."""
+    """Microseconds of host time per call, in rotating order, and the errors of the contenders that failed."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     errors: dict[str, str] = {}
 
@@ -119,7 +119,7 @@ def prepare_all(
 
 
 def python_profile(contender: Contender, timer: Timer, calls: int = CALLS) -> list[dict[str, Any]]:
-    """Where the Python time of a warm call goes. The profiler slows every frame: read shares, not microseconds."""
+    """Where the Python time of a warm call goes. The profiler slows every frame: read shares, not times."""
     profile = cProfile.Profile()
     with contender.context():
         contender.call()
@@ -135,10 +135,12 @@ def python_profile(contender: Contender, timer: Timer, calls: int = CALLS) -> li
     ]
 
 
-def start_once(cache: Path, device: str, search_path: Path = ROOT) -> dict[str, float]:
+def start_once(cache: Path, device: str, kernels: str, search_path: Path) -> dict[str, float]:
     """One fresh process: milliseconds of the import, the first and the second call."""
     paths = [str(search_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUTE_FLASH_CACHE_DIR": str(cache)}
+    if kernels != "auto":
+        environment["CUTE_FLASH_KERNELS"] = kernels
     done = subprocess.run(
         (sys.executable, "-c", START, device),
         capture_output=True,
@@ -154,12 +156,12 @@ def start_once(cache: Path, device: str, search_path: Path = ROOT) -> dict[str, 
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def start_times(device: str, search_path: Path = ROOT) -> dict[str, Any]:
+def start_times(device: str, kernels: str = "auto", search_path: Path = ROOT) -> dict[str, Any]:
     """`cold`: an empty cache; `warm`: the median of fresh processes that find the cache it left."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            cold = start_once(Path(folder), device, search_path)
-            warm = [start_once(Path(folder), device, search_path) for _ in range(WARM_STARTS)]
+            start = partial(start_once, Path(folder), device, kernels, search_path)
+            cold, warm = start(), [start() for _ in range(WARM_STARTS)]
         except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
             return {"error": describe(error)}
     return {"cold": cold, "warm": {step: statistics.median(run[step] for run in warm) for step in cold}}
@@ -171,7 +173,7 @@ def run_host(
     unavailable: dict[str, str],
     timer: Timer,
     device: torch.device,
-    start: Callable[[str], dict[str, Any]] = start_times,
+    start: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
     contenders, errors = prepare_all(providers, timer, device)
     found, failed = host_times(contenders, timer, time.perf_counter, CALLS, REPEATS)
@@ -185,7 +187,7 @@ def run_host(
         "errors": {**errors, **failed},
         "unavailable": unavailable,
         "profile": [] if isinstance(profile, Failure) else profile,
-        "start": start(device.type) if has_ours else {"error": "cute_flash is not available"},
+        "start": start() if has_ours else {"error": "cute_flash is not available"},
     }
 
 

@@ -1,6 +1,6 @@
 """Where and with what a measurement was made, and the state of the card before and after each cell.
 
-Everything here may be missing (no driver, no git, no DSL): a fact that cannot be read is None, never an error.
+Everything may be missing (no driver, no git, no DSL): a fact that cannot be read is None, never an error.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # Folders whose source decides what the kernels are.
 MEASURED_SOURCE = ("cute_flash", "layouts")
+# Environment variables that change which kernels run.
+CHOICES = ("CUTE_FLASH_ARCH", "CUTE_FLASH_KERNELS")
 
 STATE_FIELDS = {
     "clocks.sm": "sm_mhz",
@@ -86,7 +89,7 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
     status = run(("git", "status", "--porcelain"))
     driver = run(("nvidia-smi", *_selector(), "--query-gpu=driver_version", "--format=csv,noheader"))
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **_gpu_facts(),
         "driver": driver.splitlines()[0] if driver else None,
         "cpu": platform.machine(),
@@ -100,15 +103,17 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
         "git_commit": run(("git", "rev-parse", "HEAD")) or None,
         "git_dirty": None if status is None else bool(status),
         "source_digest": source_digest(),
+        "environment": {name: os.environ[name] for name in CHOICES if name in os.environ},
     }
 
 
 def _selector() -> tuple[str, ...]:
-    """The card that torch uses: its index among the visible ones is not nvidia-smi's."""
-    if not torch.cuda.is_available():
+    """The card that torch uses, where there are several: its index is not nvidia-smi's."""
+    is_only_one = torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
+    if is_only_one or not torch.cuda.is_available():
         return ()
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    return () if uuid is None else ("-i", f"GPU-{uuid}")
+    return () if uuid is None else ("-i", f"GPU-{str(uuid).removeprefix('GPU-')}")
 
 
 def decode_reasons(mask: str) -> list[str]:
@@ -125,7 +130,7 @@ def _number(text: str) -> float | None:
 
 
 def card_state(run: Runner = run_command) -> dict[str, Any]:
-    """Clocks, power, temperature and what holds the clocks back, now; empty where nvidia-smi does not answer."""
+    """Clocks, power, temperature and what holds the clocks back; empty where nvidia-smi does not answer."""
     for reason_field in REASON_FIELDS:
         query = ",".join((*STATE_FIELDS, reason_field))
         answer = run(("nvidia-smi", *_selector(), f"--query-gpu={query}", "--format=csv,noheader,nounits"))

@@ -4,8 +4,8 @@
     context()              what must surround its calls (a backend switch): entered outside the timed part
     prepare(q, k, v, ...)  a call without arguments that returns the output
 
-Inputs are (B, H, S, D) and contiguous. A peer that wants (B, S, H, D) gets its own contiguous copy, made here and never
-timed, so each runs on the memory layout it was written for. A new peer is one class and one line in `registry`.
+Inputs are (B, H, S, D) and contiguous. A peer that wants (B, S, H, D) gets its own contiguous copy, made here
+and never timed, so each runs on the memory layout it was written for. A new peer is one line in `registry`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _missing(load: Callable[[], object]) -> str | None:
         return NO_GPU
     try:
         load()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -1,7 +1,7 @@
 """What a benchmark run leaves behind: one JSON file with everything that was measured, per round.
 
-Keys are stable and sorted, every field is always there, and a value that does not exist is null: files of different
-days can be compared by text and by program.
+Keys are stable and sorted, every field is always there, and a value that does not exist is null: files of
+different days can be compared by text and by program.
 """
 
 from __future__ import annotations

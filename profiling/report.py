@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from profiling.accuracy import Accuracy
 from profiling.compare import Change
 from profiling.record import Cell, Result, Run
 from profiling.terminal import Table
@@ -14,7 +15,8 @@ from profiling.terminal import Table
 NOISY_SPREAD = 0.05
 LEGEND = (
     "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
-    "ours/ref, ours/best: speed over the reference and the best right peer; err/ref: error over the reference's"
+    "ours/ref, ours/best: our speed over that of the reference and of the best right peer; "
+    "err/ref: our error over that of the reference"
 )
 NOTHING = "-"
 
@@ -130,18 +132,14 @@ def accuracy_table(run: Run) -> Table | None:
 
 def failures(run: Run) -> list[str]:
     """What makes a run fail: ours missing, failed, wrong or racing in a cell, or a run that did not end."""
-    lines = _absences(run, is_ours=True)
-    lines += [run.stopped] if run.stopped else []
-    for cell in run.cells:
-        lines += [f"{cell.key}: no oracle: {cell.oracle_error}"] if cell.oracle_error else []
-        lines += [line for name in run.ours for line in _complaints(cell, name)]
-    return lines
+    oracles = [(cell.key, f"no oracle: {cell.oracle_error}") for cell in run.cells if cell.oracle_error]
+    stopped = [run.stopped] if run.stopped else []
+    return _absences(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))
 
 
 def notes(run: Run) -> list[str]:
     """What a reader must know, though it is not ours: absent peers, peers that failed or were wrong."""
-    lines = _absences(run, is_ours=False)
-    return lines + [line for cell in run.cells for name in run.peers for line in _complaints(cell, name)]
+    return _absences(run, False) + _merged(_complaints(run, run.peers))
 
 
 def _absences(run: Run, is_ours: bool) -> list[str]:
@@ -149,18 +147,33 @@ def _absences(run: Run, is_ours: bool) -> list[str]:
     return [f"{name} is not available: {why}" for name, why in absent.items()]
 
 
-def _complaints(cell: Cell, name: str) -> list[str]:
-    result = cell.results[name]
-    lines = [f"failed: {result.error}"] if result.error else []
-    for distribution, accuracy in result.accuracy.items():
-        if accuracy.is_wrong:
-            lines.append(
-                f"wrong on {distribution} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
-                f"{accuracy.non_finite} entries not finite, distance from the reference {accuracy.distance}"
-            )
-    if result.is_repeatable is False:
-        lines.append("gives other bits on the same inputs")
-    return [f"{cell.key}: {name} {line}" for line in lines]
+def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
+    """(cell, what is wrong with one provider there)."""
+    found = []
+    for cell in run.cells:
+        for name in names:
+            result = cell.results[name]
+            lines = [f"failed: {result.error}"] if result.error else []
+            lines += [_wrong(d, accuracy) for d, accuracy in result.accuracy.items() if accuracy.is_wrong]
+            lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
+            found += [(cell.key, f"{name} {line}") for line in lines]
+    return found
+
+
+def _wrong(distribution: str, accuracy: Accuracy) -> str:
+    return (
+        f"wrong on {distribution} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
+        f"{accuracy.non_finite} entries not finite, distance from the reference {accuracy.distance}"
+    )
+
+
+def _merged(complaints: Sequence[tuple[str, str]]) -> list[str]:
+    """One line for the same complaint about many cells."""
+    cells: dict[str, list[str]] = {}
+    for key, line in complaints:
+        cells.setdefault(line, []).append(key)
+    more = {line: f" and {len(keys) - 1} more" if len(keys) > 1 else "" for line, keys in cells.items()}
+    return [f"{keys[0]}{more[line]}: {line}" for line, keys in cells.items()]
 
 
 def change_table(changes: Sequence[Change], threshold: float) -> Table:

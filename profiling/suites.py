@@ -1,8 +1,8 @@
 """What is measured: shapes of attention, grouped into suites.
 
-The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all, hidden
-size 2048, as many key heads as query heads. So every cell of a column reads and writes the same bytes, and a row of
-the table differs from the next only in how the same tokens are cut into sequences.
+The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all,
+hidden size 2048, as many key heads as query heads. So all cells read and write the same bytes, and differ in
+how the same tokens are cut into sequences and heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables and progress on a terminal: with rich where it is installed and someone is watching, else plain text.
+"""Tables and progress: with rich where it is installed and the output is a terminal, else plain text.
 
 The plain table is Markdown, so that what a log shows can be pasted into a document.
 """

@@ -1,8 +1,8 @@
 """How time is measured: interleaved rounds, so that clocks, power and temperature treat all contenders alike.
 
-Every round times every contender once, each round beginning with the next one. A turn is one untimed call, which
-keeps the GPU busy while the host enqueues what follows, then as many back-to-back calls as fill the budget, between
-two events. Per contender: the median over rounds, and the spread (max - min) / median.
+Every round times every contender once, each round beginning with the next one. A turn is one untimed call,
+which keeps the GPU busy while the host enqueues what follows, then as many back-to-back calls as fill the
+budget, between two events. Per contender: the median over rounds, and the spread (max - min) / median.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
         return action()
     except DeviceLost:
         raise
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         failure = Failure(describe(error))
         try:
             timer.synchronize()

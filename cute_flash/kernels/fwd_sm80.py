@@ -32,6 +32,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E, Softmax
@@ -59,23 +60,6 @@ class Params:
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One MMA operand in shared memory: where ldmatrix reads it, and the fragment it fills."""
-
-    copy: cute.TiledCopy
-    tXsX: cute.Tensor  # (vector, tiles, k) or (vector, tiles, k, stage)
-    tXrX: cute.Tensor  # fragment
-    view: cute.Tensor  # the fragment as the copy sees it
-
-    def load(self, k: int, stage=None) -> None:
-        source = self.tXsX[None, None, k] if stage is None else self.tXsX[None, None, k, stage]
-        cute.copy(self.copy, source, self.view[None, None, k])
-
-    def load_tile(self, n: int, stage) -> None:
-        cute.copy(self.copy, self.tXsX[None, n, None, stage], self.view[None, n, None])
 
 
 @dataclass(frozen=True)
@@ -219,8 +203,10 @@ class FwdSm80:
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
         )  # fmt: skip
 
-        load_q.load(gQ, sQ, rows_left, True)
-        self.main_loop(main)
+        # A tile that sees no key loads nothing: a late copy of Q would land on the output that passes through sQ.
+        if main.blocks.begin < main.blocks.end:
+            load_q.load(gQ, sQ[None, None, 0], rows_left, True)
+            self.main_loop(main)
 
         gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
         gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
@@ -229,10 +215,10 @@ class FwdSm80:
         store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
         epilogue.store_lse(lse, gLSE, tScS)
-        epilogue.store(acc_O, sQ, gO)
+        epilogue.store(acc_O, sQ[None, None, 0], gO)
 
     def _allocate(self):
-        """sQ (tile_m, tile_d); sK, sV (tile_n, tile_d, stage)."""
+        """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
         tile, smem = self.tile, SmemAllocator()
         q_tile, kv_tile = self._smem(tile.tile_m), self._smem(tile.tile_n)
 
@@ -242,7 +228,7 @@ class FwdSm80:
                 self.dtype, to_cute(layout.layout), byte_alignment=SMEM_ALIGN, swizzle=byte_swizzle(q_tile)
             )
 
-        sQ = allocate(q_tile.layout)
+        sQ = allocate(q_tile.staged(1))
         sK = allocate(kv_tile.staged(tile.stages))
         sV = allocate(kv_tile.staged(tile.stages))
         return sQ, sK, sV
@@ -254,29 +240,27 @@ class FwdSm80:
         trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), self.dtype)
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
 
-        def operand(copy, sX, fragment):
-            thr_copy = copy.get_slice(thread)
-            return Operand(copy, thr_copy.partition_S(sX), fragment, thr_copy.retile(fragment))
-
-        first_K, first_V = sK[None, None, 0], sVt[None, None, 0]
+        q_tile, kv_tile = self._smem(self.tile.tile_m), self._smem(self.tile.tile_n)
+        rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
+        rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
+        rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
         return (
-            operand(cute.make_tiled_copy_A(plain, tiled_mma), sQ, thr_mma.make_fragment_A(thr_mma.partition_A(sQ))),
-            operand(cute.make_tiled_copy_B(plain, tiled_mma), sK, thr_mma.make_fragment_B(thr_mma.partition_B(first_K))),
-            operand(cute.make_tiled_copy_B(trans, tiled_mma), sVt, thr_mma.make_fragment_B(thr_mma.partition_B(first_V))),
+            operand(cute.make_tiled_copy_A(plain, tiled_mma), thread, sQ, q_tile, 16 * self.tile.num_warps, rQ),
+            operand(cute.make_tiled_copy_B(plain, tiled_mma), thread, sK, kv_tile, 16, rK),
+            operand(cute.make_tiled_copy_B(trans, tiled_mma), thread, sVt, kv_tile, 16, rV, is_transposed=True),
         )
 
     @cute.jit
     def main_loop(self, main: Main):
         """Blocks from the last to the first: those cut by the right bound or the tail, whole ones, those cut on the left."""
         blocks = main.blocks
-        if blocks.begin < blocks.end:
-            self.load_block(main, blocks.end - 1, True)
+        self.load_block(main, blocks.end - 1, True)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(self.tile.q_in_regs):
+        if cutlass.const_expr(self.tile.q_steps > 0):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            for k in cutlass.range_constexpr(cute.size(main.q.tXrX, mode=[2])):
-                main.q.load(k)
+            for k in cutlass.range_constexpr(self.tile.q_steps):
+                main.q.load(k, 0)
         for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
             self.one_block(main, blocks.end - 1 - i, True)
         for i in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
@@ -340,11 +324,11 @@ class FwdSm80:
     @cute.jit
     def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, stage: Int32):
         """acc += A B with both operands from shared memory, the next k-step's fragments loading during this one's MMAs."""
-        for k in cutlass.range_constexpr(cute.size(b.tXrX, mode=[2])):
-            if cutlass.const_expr(not self.tile.q_in_regs):
-                a.load(k)
+        for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
+            if cutlass.const_expr(k >= self.tile.q_steps):
+                a.load(k, 0)
             b.load(k, stage)
-            cute.gemm(tiled_mma, acc, a.tXrX[None, None, k], b.tXrX[None, None, k], acc)
+            cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
 
     @cute.jit
     def gemm_rs(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
@@ -356,10 +340,10 @@ class FwdSm80:
         group = 2
         # One ldmatrix.x4 fills the operands of two n8 tiles.
         acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
-        b_groups = cute.logical_divide(b.tXrX, (None, 2 * group, None))
+        b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
         for n in cutlass.range_constexpr(cute.size(b.view, mode=[1]) // group):
             for i in cutlass.range_constexpr(group):
-                b.load_tile(n * group + i, stage)
+                b.load(n * group + i, stage)
             acc_n = acc_groups[None, None, (None, n)]
-            for k in cutlass.range_constexpr(cute.size(b.tXrX, mode=[2])):
+            for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
                 cute.gemm(tiled_mma, acc_n, rA[None, None, k], b_groups[None, (None, n), k], acc_n)

@@ -10,6 +10,8 @@ from profiling.bench import run_bench
 from profiling.record import Run
 from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, tools
 
+pytestmark = pytest.mark.usefixtures("few_calls")
+
 
 def bench(timer, providers, shapes=(SMALL,), settings=SETTINGS, unavailable=None, **overrides) -> Run:
     return run_bench(shapes, providers, unavailable or {}, settings, tools(timer, **overrides))
@@ -121,7 +123,7 @@ def test_inputs_that_do_not_fit_are_the_result_of_all(monkeypatch):
 
 
 def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
-    timer, saved = FakeTimer(), []
+    timer, saved = FakeTimer(), list[Run]()
 
     def break_the_card(out):
         if out.shape[1] != SMALL.heads:
@@ -137,7 +139,7 @@ def test_a_lost_device_stops_the_run_and_keeps_what_was_measured():
 
 
 def test_every_cell_is_saved_with_the_card_before_and_after():
-    timer, saved, lines, states = FakeTimer(), [], [], iter(range(10))
+    timer, saved, lines, states = FakeTimer(), list[Run](), list[str](), iter(range(10))
     run = bench(
         timer,
         [FakeProvider("sdpa-flash", timer)],

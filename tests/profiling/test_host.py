@@ -23,6 +23,17 @@ def attn(q, k, v):
 """
 
 
+# Instead of the real one, which takes seconds to import.
+TORCH = """
+bfloat16 = None
+class Tensor:
+    def to(self, dtype):
+        return self
+def randn(*size, device):
+    return Tensor()
+"""
+
+
 def test_host_time_is_the_median_of_warm_repeats_without_the_synchronisation():
     timer, order = FakeTimer(), []
 
@@ -63,6 +74,7 @@ def test_one_that_fails_leaves():
 
 
 def test_cold_and_warm_start_of_fresh_processes(tmp_path):
+    (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "cute_flash.py").write_text(STUB)
     found = host.start_times("cpu", search_path=tmp_path)
     assert set(found) == {"cold", "warm"}, found
@@ -70,7 +82,16 @@ def test_cold_and_warm_start_of_fresh_processes(tmp_path):
     assert found["cold"]["second_call_ms"] < 300 and found["warm"]["import_ms"] < 300
 
 
+def test_the_kernel_family_reaches_the_fresh_process(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "cute_flash.py").write_text("import os\nraise ImportError(os.environ['CUTE_FLASH_KERNELS'])")
+    assert host.start_times("cpu", "sm80", tmp_path)["error"].endswith("ImportError: sm80")
+    assert host.start_times("cpu", "auto", tmp_path)["error"].endswith("KeyError: 'CUTE_FLASH_KERNELS'")
+
+
 def test_a_start_that_fails_tells_why(tmp_path):
+    (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "cute_flash.py").write_text("raise ImportError('no driver')")
     assert host.start_times("cpu", search_path=tmp_path) == {"error": "RuntimeError: ImportError: no driver"}
 
@@ -86,7 +107,7 @@ def test_a_whole_run_is_json_and_tables(monkeypatch):
         {"fa4": "no module"},
         timer,
         torch.device("cpu"),
-        start=lambda device: {"cold": steps, "warm": {**steps, "first_call_ms": 30.0}},
+        start=lambda: {"cold": steps, "warm": {**steps, "first_call_ms": 30.0}},
     )
     assert json.loads(json.dumps(data))["unavailable"] == {"fa4": "no module"}
     times, starts, profile = host.host_tables(data)

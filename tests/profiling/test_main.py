@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from profiling import __main__ as cli
 from profiling import machine, record
+from profiling.suites import Suite
 from tests.profiling.fakes import FakeProvider, FakeTimer
+
+pytestmark = pytest.mark.usefixtures("few_calls")
 
 
 @pytest.fixture
-def bench(monkeypatch, tmp_path):
+def bench(monkeypatch):
     """`bench(ours_ms=..., args)`: exit status of a bench in which the peer takes 1 ms."""
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
     monkeypatch.setattr(machine, "card_state", dict)
@@ -28,29 +32,22 @@ def bench(monkeypatch, tmp_path):
         ]
         monkeypatch.setattr(cli, "select", lambda names, kernels="auto": providers)
         monkeypatch.setattr(cli, "EventTimer", lambda: timer)
-        small = ("--head-dims", "2048", "--lengths", "16", "--masks", "causal", "--ms", "2", "--rounds", "2")
-        return cli.main(("bench", *small, *args))
+        return cli.main(("bench", "--lengths", "16", "--ms", "2", "--rounds", "2", *args))
 
-    monkeypatch.setattr(cli.Settings, "ceiling_size", 16)
-    monkeypatch.setattr(cli, "_settings", lambda args, real=cli._settings: _small_ceiling(real(args)))
+    monkeypatch.setitem(cli.SUITES, "quick", Suite(64, 32, (16, 32), (8,), ("causal",)))
+    monkeypatch.setattr(cli, "_settings", lambda a, real=cli._settings: replace(real(a), ceiling_size=16))
     return run
-
-
-def _small_ceiling(settings):
-    from dataclasses import replace
-
-    return replace(settings, ceiling_size=16)
 
 
 def test_bench_prints_the_tables_and_writes_the_file(bench, tmp_path, capsys):
     out = tmp_path / "run.json"
     assert bench("--out", str(out)) == cli.OK
     printed = capsys.readouterr()
-    assert "fwd bf16, D=2048, causal" in printed.out and "| 16 " in printed.out and "2.00" in printed.out
+    assert "fwd bf16, D=8, causal" in printed.out and "| 16 " in printed.out and "2.00" in printed.out
     assert "fa3 is not available: no folder" in printed.out and "[1/1]" in printed.err
     data = json.loads(out.read_text())
     assert data["is_complete"] and data["unavailable"] == {"fa3": "no folder"}
-    assert data["settings"]["rounds"] == 2 and data["cells"][0]["shape"]["batch"] == 1024
+    assert data["settings"]["rounds"] == 2 and data["cells"][0]["shape"]["batch"] == 4
 
 
 def test_base_decides_the_exit_status(bench, tmp_path, capsys):
@@ -67,8 +64,7 @@ def test_base_decides_the_exit_status(bench, tmp_path, capsys):
 def test_a_base_that_shares_no_cell_does_not_pass(bench, tmp_path):
     base = tmp_path / "base.json"
     bench("--out", str(base))
-    other = record.load(base)
-    record.save(type(other)(**{**vars(other), "cells": ()}), base)
+    record.save(replace(record.load(base), cells=()), base)
     assert bench("--base", str(base)) == cli.FOUND_WANTING
 
 

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cute_flash import reference
@@ -32,9 +34,10 @@ def pretend_gpu(monkeypatch):
     providers._fa3_forward.cache_clear()
 
 
-def inputs(heads_kv: int = 4):
+def inputs(heads_kv: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn((2, heads, 33, 16), generator=generator) for heads in (4, heads_kv, heads_kv)]
+    q, k, v = (torch.randn((2, heads, 33, 16), generator=generator) for heads in (4, heads_kv, heads_kv))
+    return q, k, v
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
@@ -126,7 +129,7 @@ def test_kernels_are_chosen_around_the_calls_not_in_them(monkeypatch):
 
     def use_kernels(family):
         chosen.append(family)
-        return SimpleNamespace(__enter__=None)
+        return nullcontext()
 
     stub = SimpleNamespace(attn=lambda q, k, v, causal: ("attn", causal), use_kernels=use_kernels)
     monkeypatch.setattr(importlib, "import_module", lambda name: {"cute_flash": stub}[name])

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from profiling import compare, record
+from profiling.bench import run_bench
 from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, cell, result, run, tools
+
+pytestmark = pytest.mark.usefixtures("few_calls")
 
 
 def test_a_real_run_survives_the_file(tmp_path):
-    from profiling.bench import run_bench
-
     timer = FakeTimer()
 
     def fill_with_nan(out):
@@ -54,7 +55,7 @@ def test_a_file_of_another_schema_is_refused(tmp_path):
 
 
 def changed(before: float | None, after: float | None, peer_after: float = 250.0):
-    """Regressions at 5 % between two runs in which ours made these TFLOP/s and the peer 250, then `peer_after`."""
+    """Changes, and regressions at 5 %, when ours made these TFLOP/s and the peer 250, then `peer_after`."""
     base = run(cell(cute_flash=result(before), sdpa_flash=result(250.0)))
     now = run(cell(cute_flash=result(after), sdpa_flash=result(peer_after)))
     found = compare.changes(now, base)

@@ -81,6 +81,14 @@ def test_absence_of_ours_is_a_failure_of_a_peer_a_note():
     assert report.notes(absent) == ["fa3 is not available: no folder"]
 
 
+def test_the_same_error_in_many_cells_is_one_line():
+    many = run(*(cell(s, cute_flash=result(1.0), sdpa_flash=result(None)) for s in (512, 1024, 2048)))
+    assert report.failures(many) == []
+    assert report.notes(many) == [
+        f"{many.cells[0].key} and 2 more: sdpa-flash failed: RuntimeError: no kernel"
+    ]
+
+
 def test_changes_name_the_regression():
     found = [compare.Change("a", 1.0, 0.9), compare.Change("b", 1.0, 1.2), compare.Change("c", 1.0, None)]
     rows = rows_of(report.change_table(found, 0.05))
@@ -108,12 +116,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_rich_and_without_rich_plain_text(monkeypatch):
-    pretty, plain = Terminal(), Terminal()
+def test_a_terminal_gets_rich():
+    pytest.importorskip("rich")
+    pretty = Terminal()
     show([TABLE], pretty)
     with progress(2, pretty) as step:
         step("one")
-    assert "┃ S " in pretty.getvalue() and "1234" in pretty.getvalue() and "one" in pretty.getvalue()
+    assert all(text in pretty.getvalue() for text in ("┏━", "1234", "one", "1/2"))
+
+
+def test_without_rich_it_gets_plain_text(monkeypatch):
+    plain = Terminal()
     monkeypatch.setitem(sys.modules, "rich", None)
     show([TABLE], plain)
     with progress(2, plain) as step:

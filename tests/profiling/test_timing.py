@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from profiling.timing import (
+    CALLS_PER_GRAPH,
     MAX_CALLS,
     MIN_CALLS,
     Contender,
     DeviceLost,
+    EventTimer,
     Failure,
+    GraphTimer,
     Samples,
     attempt,
     calls_for,
@@ -23,7 +28,7 @@ class Recorder:
     """Contenders on one fake clock, which note who called and whether inside their context."""
 
     def __init__(self) -> None:
-        self.timer = FakeTimer()
+        self.timer = FakeTimer(event_ms=0.0)
         self.calls: list[str] = []
         self.inside: list[str] = []
 
@@ -126,3 +131,77 @@ def test_an_error_becomes_one_line():
     assert isinstance(failure, Failure)
     assert failure.message.startswith("ValueError: first second x")
     assert len(failure.message) < 400
+
+
+class FakeCuda:
+    """Stands for `torch.cuda`: events read the clock of `calls`, and a graph replays what was captured."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.log: list[str] = []
+        self.captured: list[float] | None = None
+
+    def call(self) -> None:
+        if self.captured is not None:
+            self.captured.append(0.25)
+        else:
+            self.now_ms += 0.25
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+
+        def record() -> None:
+            event.at = self.now_ms
+            self.log.append("record")
+
+        event.record, event.synchronize = record, lambda: self.log.append("wait")
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+    def Stream(self) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    current_stream = Stream
+
+    def stream(self, stream: SimpleNamespace) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        graph = SimpleNamespace(costs=[])
+
+        def replay() -> None:
+            self.log.append("replay")
+            self.now_ms += sum(graph.costs)
+
+        graph.replay = replay
+        return graph
+
+    @contextmanager
+    def graph(self, graph: SimpleNamespace):
+        self.captured = graph.costs
+        yield
+        self.captured = None
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    return fake
+
+
+def test_events_stand_around_the_calls_and_are_waited_for(cuda):
+    timer = EventTimer()
+    batch = timer.batch(cuda.call, 8)
+    assert timer.milliseconds(batch.run) / batch.calls == 0.25
+    assert cuda.log == ["record", "record", "wait"]
+
+
+@pytest.mark.parametrize(("calls", "replays"), [(1, 1), (CALLS_PER_GRAPH, 1), (100, 3), (1000, 31)])
+def test_a_graph_replays_as_many_calls_as_it_says(cuda, calls, replays):
+    timer = GraphTimer()
+    batch = timer.batch(cuda.call, calls)
+    assert batch.calls == min(calls, CALLS_PER_GRAPH) * replays
+    assert timer.milliseconds(batch.run) / batch.calls == 0.25
+    assert cuda.log == ["record", *["replay"] * replays, "record", "wait"]

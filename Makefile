@@ -1,0 +1,34 @@
+# Everything runs in .venv, made on first use; a change of pyproject.toml or constraints.txt installs again.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
+JOBS ?= 2
+
+.PHONY: demo test lint gpu-test bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/cute-flash demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# In one process: tests that time, or fill the GPU, must not share it.
+gpu-test: $(INSTALLED)
+	$(BIN)/python -m pytest tests/gpu
+
+bench: $(INSTALLED)
+	$(BIN)/python -m profiling bench --suite quick
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench,cu13]'
+	touch $@

@@ -1,0 +1,308 @@
+"""`cute-flash`: try the kernels, find out what is wrong with an installation, and see what a shape costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cute_flash.version import __version__
+
+if TYPE_CHECKING:
+    from cute_flash.arch import ArchSpec
+    from cute_flash.band import Band
+    from cute_flash.plan import Plan
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+# Presence of a bound is compiled in, its value is not: 0 stands for any.
+MASKS: dict[str, tuple[int | None, int | None]] = {
+    "full": (None, None),
+    "causal": (None, 0),
+    "window": (0, 0),
+    "left": (0, None),
+}
+# Any length: it is no part of a compiled kernel.
+LENGTH = 1024
+
+
+class Refused(Exception):
+    """Arguments that no kernel serves, or that contradict each other."""
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Around checks and planning only: a ValueError from later work is a bug and keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 fine, 1 a bad answer (a wrong result, a spill, something broken), 2 a wrong argument."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["layouts"]:
+        # It has a parser of its own, and argparse cannot pass on options it does not know.
+        from layouts.__main__ import main as layouts_main
+
+        return layouts_main(argv[1:])
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except Refused as error:
+        print(f"cute-flash: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cute-flash: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    """B,H,S,D; B,S,D and S,D mean one head, as for `attn`."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 2 <= len(numbers) <= 4 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape: write B,H,S,D (or B,S,D, or S,D), all positive, such as 2,16,4096,128"
+        )
+    *batch_and_heads, length, head_dim = numbers
+    batch, heads = [*batch_and_heads, 1, 1][:2]
+    return batch, heads, length, head_dim
+
+
+def _side(text: str) -> int | None:
+    """One side of a window."""
+    if text.lower() in ("none", "inf"):
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no side of a window: write a number of keys, or none")
+    return int(text)
+
+
+def _list_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        for item in text.split(","):
+            if item not in choices:
+                raise argparse.ArgumentTypeError(f"{item!r}: write some of {','.join(choices)}")
+        return text.split(",")
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _add_mask(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
+    parser.add_argument(
+        "--window",
+        nargs=2,
+        type=_side,
+        default=(None, None),
+        metavar=("LEFT", "RIGHT"),
+        help="keys before and after its own position that a query sees; none: all of them",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cute-flash", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"cute-flash {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    add("demo", _demo, "run attention here, check it against torch, and show what the kernels cost")
+
+    sub = add("doctor", _doctor, "what is installed, what is wrong, and how to put it right")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = add("explain", _explain, "plan, FLOPs, bytes and roofline position of a shape on a GPU")
+    sub.add_argument("shapes", nargs="+", type=_shape, metavar="B,H,S,D", help="such as 2,16,4096,128")
+    sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: as many as H)")
+    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="keys (default: as many as S)")
+    _add_mask(sub)
+    sub.add_argument("--gpu", help="A100, A10, L40S, H100, H200 or sm_xx (default: the GPU here, else A100)")
+    sub.add_argument("--json", action="store_true", help="print a JSON list, one entry a shape")
+
+    sub = add("inspect", _inspect, "registers, spills and instructions of a kernel, compiled without a GPU")
+    sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="default: %(default)s")
+    _add_mask(sub)
+    sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here, else sm_80")
+    sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly")
+    sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
+
+    sub = add("precompile", _precompile, "compile kernels into the cache, without a GPU")
+    sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here")
+    sub.add_argument("--head-dims", type=_positives, default="64,128", help="default: %(default)s")
+    sub.add_argument("--dtypes", type=_list_of(DTYPES), default="bf16,fp16", help="default: %(default)s")
+    sub.add_argument(
+        "--masks",
+        type=_list_of(MASKS),
+        default="full,causal,window",
+        help=f"of {', '.join(MASKS)} (default: %(default)s); window: both sides, left: that side alone",
+    )
+
+    sub = add("cache", _cache, "where compiled kernels are kept, and how many")
+    sub.add_argument("--clear", action="store_true", help="delete them")
+
+    commands.add_parser("layouts", help="draw a shared-memory layout and count its bank conflicts")
+    return parser
+
+
+def _arch(name: str | None) -> ArchSpec | None:
+    """The one named, else that of CUTE_FLASH_ARCH, else that of the first GPU here, else none."""
+    from cute_flash import arch
+    from cute_flash.explain import gpu_named
+
+    if name is not None:
+        return gpu_named(name)
+    return arch.override() or (arch.detect(0) if arch.has_gpu() else None)
+
+
+def _static_plan(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> Plan:
+    """A plan whose kernel serves every problem of this head dim, dtype and kind of mask."""
+    from cute_flash.plan import plan
+    from cute_flash.problem import Problem
+
+    return plan(Problem(1, 1, 1, LENGTH, LENGTH, head_dim, dtype, band), arch)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from cute_flash.demo import demo
+
+    return demo()
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from cute_flash import doctor
+
+    checks = doctor.examine()
+    print(json.dumps(doctor.as_dict(checks), indent=2) if args.json else "\n".join(doctor.lines(checks)))
+    return 0 if doctor.is_sound(checks) else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from cute_flash.arch import SM_80
+    from cute_flash.band import Band
+    from cute_flash.explain import Explanation
+    from cute_flash.problem import Problem
+
+    found = []
+    with _refusing():
+        arch, band = _arch(args.gpu) or SM_80, Band.of(args.causal, args.window)
+        for batch, heads, length, head_dim in args.shapes:
+            heads_kv, length_k = args.kv_heads or heads, args.seqlen_k or length
+            problem = Problem(batch, heads, heads_kv, length, length_k, head_dim, DTYPES[args.dtype], band)
+            found.append(Explanation.of(problem, arch))
+    if args.json:
+        print(json.dumps([one.as_dict() for one in found], indent=2))
+    else:
+        print("\n\n".join("\n".join(one.lines()) for one in found))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from cute_flash.arch import SM_80
+    from cute_flash.band import Band
+    from cute_flash.explain import aligned
+    from cute_flash.resources import nvdisasm, resources
+    from cute_flash.ticker import ticking
+
+    if args.sass and nvdisasm() is None:
+        raise Refused("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
+    with _refusing():
+        band = Band.of(args.causal, args.window)
+        plan = _static_plan(_arch(args.arch) or SM_80, args.head_dim, DTYPES[args.dtype], band)
+    with ticking(f"compiling {plan.key.kernel} for {plan.arch.name}"):
+        found = resources(plan)
+    lines = [f"kernel {plan.key.kernel}", f"tile {plan.tile}", *found.lines()]
+    if found.serialised_wgmma:
+        lines.append(f"wgmma serialised by ptxas: {', '.join(found.serialised_wgmma)}")
+    print("\n".join(aligned(lines)))
+    if args.sass or args.ptx:
+        _write_code(plan, args.sass, args.ptx)
+    return 1 if found.spill_bytes or found.serialised_wgmma else 0
+
+
+def _write_code(plan: Plan, sass_file: Path | None, ptx_file: Path | None) -> None:
+    import tempfile
+
+    from cute_flash import compile as compiling
+    from cute_flash.resources import disassemble
+    from cute_flash.ticker import ticking
+
+    with (
+        ticking("compiling again, to keep the code"),
+        tempfile.TemporaryDirectory(prefix="cute_flash_") as folder,
+        compiling.exclusive(),
+    ):
+        function: Any = compiling.cute_compile(plan.key, f"--keep-ptx --keep-cubin --dump-dir={folder}")
+        cubin, ptx = function.__cubin__, function.__ptx__
+    if sass_file:
+        sass_file.write_text(disassemble(cubin))
+    if ptx_file:
+        ptx_file.write_text(ptx)
+    for path in filter(None, (sass_file, ptx_file)):
+        print(f"wrote {path}")
+
+
+def _precompile(args: argparse.Namespace) -> int:
+    import itertools
+
+    from cute_flash.band import Band
+    from cute_flash.compile import precompile
+    from cute_flash.disk import DiskCache
+    from cute_flash.ticker import ticking
+
+    wanted = list(itertools.product(args.head_dims, args.dtypes, args.masks))
+    with _refusing():
+        arch = _arch(args.arch)
+        if arch is None:
+            raise Refused("no GPU here: name the one to compile for, such as --arch sm_80")
+        # All plans first: an unsupported head dim is refused before any time is spent.
+        plans = [_static_plan(arch, dim, DTYPES[dtype], Band(*MASKS[mask])) for dim, dtype, mask in wanted]
+    cache = DiskCache.default()
+    if not cache.is_persistent:
+        print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
+        return 1
+    compiled = 0
+    for i, (plan, (dim, dtype, mask)) in enumerate(zip(plans, wanted), 1):
+        with ticking(f"[{i}/{len(plans)}] {plan.key.kernel} {arch.name} D={dim} {dtype} {mask}"):
+            compiled += precompile(plan)
+    print(f"{cache.folder}: {compiled} kernel(s) compiled, {len(plans) - compiled} already there")
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from cute_flash.disk import DiskCache
+
+    cache = DiskCache.default()
+    entries = cache.entries()
+    size = sum(path.stat().st_size for path in entries)
+    if args.clear:
+        cache.clear()
+    print(f"{cache.folder}: {len(entries)} kernel(s), {size / 1e6:.1f} MB{' deleted' if args.clear else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What every test starts from: no CUTE_FLASH_* variable of the caller, and a kernel cache of its own.
+
+The cache is one folder for the whole session, shared by the workers of pytest-xdist: a kernel that two tests need is
+compiled once. `--kernel-cache=DIR` keeps it between sessions.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PREFIX = "CUTE_FLASH_"
+_folder = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernel-cache", metavar="DIR", help="keep the kernels that tests compile in DIR")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # A worker of xdist: its environment is the one that the controller has prepared here.
+        return
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]
+    kept = config.getoption("--kernel-cache")
+    if kept is None:
+        config.stash[_folder] = tempfile.mkdtemp(prefix="cute_flash_tests_")
+    os.environ["CUTE_FLASH_CACHE_DIR"] = str(Path(kept).absolute()) if kept else config.stash[_folder]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _folder in config.stash:
+        shutil.rmtree(config.stash[_folder], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped, visibly, where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache for one test, and no kernel in memory from the tests before."""
+    from cute_flash import compile as compiling
+
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("CUTE_FLASH_CACHE_DIR", str(folder))
+    monkeypatch.setattr(compiling, "_functions", {})
+    monkeypatch.setattr(compiling, "_info", compiling.CacheInfo())
+    return folder

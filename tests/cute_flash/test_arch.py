@@ -1,0 +1,158 @@
+"""Architectures: names, the override, and what `detect` reads from the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_flash import arch
+from cute_flash.arch import ARCHS, KIB
+from cute_flash.problem import UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sm_80", "sm_80"), ("sm80", "sm_80"), ("80", "sm_80"), ("SM_80", "sm_80"), ("86", "sm_86"), ("sm_89", "sm_89"),
+        ("sm_90", "sm_90"), ("sm_90a", "sm_90"), ("sm90a", "sm_90"), ("90a", "sm_90"),
+    ],
+)  # fmt: skip
+def test_by_name(name: str, expected: str) -> None:
+    assert arch.by_name(name) is ARCHS[expected]
+
+
+@pytest.mark.parametrize("name", ["sm_75", "sm_100a", "hopper", "", "a", "sm_"])
+def test_by_name_of_another_gpu_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^architecture '{name}': known are sm_80, sm_86, sm_89, sm_90"):
+        arch.by_name(name)
+
+
+def test_names_are_keys_and_capabilities() -> None:
+    assert {name: spec.capability for name, spec in ARCHS.items()} == {
+        "sm_80": (8, 0),
+        "sm_86": (8, 6),
+        "sm_89": (8, 9),
+        "sm_90": (9, 0),
+    }
+    assert all(spec.name == name for name, spec in ARCHS.items())
+
+
+def test_shared_memory_is_what_the_programming_guide_says() -> None:
+    # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+    assert {name: spec.smem_per_block // KIB for name, spec in ARCHS.items()} == {
+        "sm_80": 163,
+        "sm_86": 99,
+        "sm_89": 99,
+        "sm_90": 227,
+    }
+    for spec in ARCHS.values():
+        # The system keeps 1 KB of every block's share.
+        assert spec.smem_per_sm == spec.smem_per_block + KIB
+        assert spec.registers_per_sm == 65536
+
+
+def test_ridge_points() -> None:
+    assert ARCHS["sm_80"].ridge == pytest.approx(156, abs=0.5)
+    assert ARCHS["sm_90"].ridge == pytest.approx(295, abs=0.5)
+
+
+def test_only_hopper_has_tma_and_wgmma() -> None:
+    assert [name for name, spec in ARCHS.items() if spec.has_tma] == ["sm_90"]
+    assert [name for name, spec in ARCHS.items() if spec.has_wgmma] == ["sm_90"]
+
+
+def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arch.override() is None
+    monkeypatch.setenv("CUTE_FLASH_ARCH", "sm_90a")
+    assert arch.override() is ARCHS["sm_90"]
+    monkeypatch.setenv("CUTE_FLASH_ARCH", "")
+    assert arch.override() is None
+    monkeypatch.setenv("CUTE_FLASH_ARCH", "sm_70")
+    with pytest.raises(UnsupportedError, match="architecture 'sm_70'"):
+        arch.override()
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """`gpu(name, (major, minor), sms, l2)`: what the driver says about every device."""
+
+    def install(name: str, capability: tuple[int, int], sms: int, l2: int | None = None) -> None:
+        properties = SimpleNamespace(
+            name=name, major=capability[0], minor=capability[1], multi_processor_count=sms
+        )
+        if l2 is not None:
+            properties.L2_cache_size = l2
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        arch.detect.cache_clear()
+
+    yield install
+    # What was detected here must not outlive the driver that said it.
+    arch.detect.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "hbm_tbps"),
+    [
+        ("NVIDIA H200", (9, 0), 4.8),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 3.35),
+        ("NVIDIA H100 PCIe", (9, 0), 2.0),
+        ("NVIDIA GH200 480GB", (9, 0), 4.0),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 2.0),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), 1.555),
+        ("NVIDIA A100-PCIE-40GB", (8, 0), 1.555),
+        ("NVIDIA A10", (8, 6), 0.6),
+        ("NVIDIA L40S", (8, 9), 0.864),
+    ],
+)
+def test_detect_knows_the_bandwidth_of_parts_that_differ_only_in_it(
+    gpu: Install, name: str, capability: tuple[int, int], hbm_tbps: float
+) -> None:
+    gpu(name, capability, 100, 123 << 20)
+    found = arch.detect(0)
+    assert found.hbm_tbps == hbm_tbps
+    assert found.capability == capability
+
+
+def test_detect_takes_sms_and_l2_from_the_driver_and_the_rest_from_the_table(gpu: Install) -> None:
+    gpu("NVIDIA H200", (9, 0), 131, 60 << 20)
+    found = arch.detect(0)
+    assert (found.name, found.gpu, found.num_sms, found.l2_bytes) == ("sm_90", "NVIDIA H200", 131, 60 << 20)
+    assert found.smem_per_block == ARCHS["sm_90"].smem_per_block
+    assert found.tensor_tflops == ARCHS["sm_90"].tensor_tflops
+
+
+def test_detect_without_an_l2_size_keeps_that_of_the_table(gpu: Install) -> None:
+    gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108)
+    assert arch.detect(0).l2_bytes == ARCHS["sm_80"].l2_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("NVIDIA B200", (10, 0)), ("Tesla V100", (7, 0)), ("NVIDIA Thor", (11, 0))]
+)
+def test_detect_refuses_an_unknown_gpu_and_says_what_to_do(
+    gpu: Install, name: str, capability: tuple[int, int]
+) -> None:
+    gpu(name, capability, 100)
+    known = "sm_80, sm_86, sm_89, sm_90"
+    with pytest.raises(UnsupportedError, match=rf"GPU 3 \({name}\) is sm_\d+: kernels exist for {known}") as error:
+        arch.detect(3)
+    assert "move the tensors to the CPU" in str(error.value)
+
+
+def test_detect_asks_the_driver_once(gpu: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu("NVIDIA H200", (9, 0), 132)
+    first = arch.detect(0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert arch.detect(0) is first
+
+
+def test_has_gpu_is_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=answer: answer)
+        assert arch.has_gpu() is answer
