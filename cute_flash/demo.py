@@ -98,8 +98,8 @@ def _resource_line(chosen: Plan) -> str:
         found = resources(chosen)
     mma = f"{found.num_mma} MMAs" if found.sass else "MMAs not counted (no nvdisasm)"
     return (
-        f"compiled    D={head_dim}: {found.registers} registers a thread, {found.spill_bytes} bytes spilled, {mma}, "
-        f"{found.smem_bytes / 1024:.0f} KB shared; tile {chosen.tile}"
+        f"compiled    D={head_dim}: {found.registers} registers a thread, {found.spill_bytes} bytes spilled, "
+        f"{mma}, {found.smem_bytes / 1024:.0f} KB shared; tile {chosen.tile}"
     )
 
 
@@ -115,7 +115,7 @@ def _inputs(problem: Problem, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Torch's attention; in fp32 on the CPU, where 16 bits can take a minute and attn widens its inputs too."""
+    """Torch's attention; in fp32 on the CPU, where 16 bits can take a minute and attn widens them too."""
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     wide = (x.to(dtype) for x in (q, k, v))
     return scaled_dot_product_attention(*wide, is_causal=causal, enable_gqa=True).to(q.dtype)
@@ -168,10 +168,11 @@ class Comparison:
 
     def lines(self) -> list[str]:
         verdict = "right: within" if self.is_right else "WRONG: not within"
+        limit = f"{MAX_TIMES_YARDSTICK:.0f} x {self.yardstick}"
         return [
             f"max error   attn {self.attn}, torch SDPA {self.sdpa}, against exact attention in fp64",
             f"difference  {self.apart} between attn and torch SDPA",
-            f"check       {verdict} {MAX_TIMES_YARDSTICK:.0f} x {self.yardstick}, the error of unfused attention",
+            f"check       {verdict} {limit}, the error of unfused attention in this precision",
         ]
 
 

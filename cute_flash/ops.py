@@ -130,18 +130,22 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     from cute_flash.compile import compiled
 
     function, section, device = compiled(plan), plan.section, q.device.index
-    repairs = [not _is_launchable(tensor) for tensor in (q, k, v)]
+    must_copy = not all(map(_is_launchable, (q, k, v)))
+    # A dense output in q's order has launchable strides unless D comes late in that order.
+    must_copy_out = not _is_launchable(torch.empty_like(q, device="meta"))
 
     def launch(q, k, v, out, lse, scale, window_left, window_right):
         if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return launch(q, k, v, out, lse, scale, window_left, window_right)
-        if any(repairs) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
+        if must_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
             q, k, v = (_launchable(tensor) for tensor in (q, k, v))
-        target = out if _is_launchable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        function(q, k, v, target, lse, scale, window_left, window_right, section)
-        if target is not out:
-            out.copy_(target)
+        if must_copy_out:
+            dense = torch.empty_like(out, memory_format=torch.contiguous_format)
+            function(q, k, v, dense, lse, scale, window_left, window_right, section)
+            out.copy_(dense)
+        else:
+            function(q, k, v, out, lse, scale, window_left, window_right, section)
 
     if ranges.LAUNCH_RANGES:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -85,21 +86,17 @@ def test_every_head_dim_finds_a_row_that_fits(arch: ArchSpec, family: str, band:
         assert tile.smem_bytes <= arch.smem_per_block, f"head_dim={head_dim} on {arch.name}"
 
 
-def test_less_shared_memory_takes_a_smaller_row_or_refuses() -> None:
-    problem = Problem(1, 1, 1, 100, 100, 64)
-    whole = ARCHS["sm_80"]
-    with use_kernels("sm80"):
-        usual = plan(problem, whole).tile
-        small = dataclasses.replace(whole, smem_per_block=usual.smem_bytes - 1)
-        try:
-            tile = plan(problem, small).tile
-        except UnsupportedError as error:
-            assert "head_dim=64" in str(error)
-            assert "sm_80" in str(error)
-        else:
-            assert tile.smem_bytes < usual.smem_bytes
-        with pytest.raises(UnsupportedError, match="head_dim=64: no tile fits sm_80"):
-            plan(problem, dataclasses.replace(whole, smem_per_block=1024))
+def test_no_row_is_taken_that_does_not_fit() -> None:
+    found = {}
+    for kib in range(1, 164):
+        small = dataclasses.replace(ARCHS["sm_80"], smem_per_block=kib << 10)
+        with contextlib.suppress(UnsupportedError), use_kernels("sm80"):
+            found[kib] = plan(Problem(1, 1, 1, 100, 100, 64), small).tile.smem_bytes
+    assert all(smem_bytes <= kib << 10 for kib, smem_bytes in found.items())
+    # From some size on there always is one.
+    assert list(found) == list(range(min(found), 164))
+    with use_kernels("sm80"), pytest.raises(UnsupportedError, match="head_dim=64: no tile fits sm_80"):
+        plan(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS["sm_80"], smem_per_block=1024))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,346 @@
+"""`attn` and `supports` on the CPU: values, layouts, masks, empty inputs, and errors before any work."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import cute_flash
+from cute_flash import UnsupportedError, attn, ops, supports
+
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
+}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def qkv(
+    batch: int = 2, heads: int = 4, heads_kv: int = 4, sq: int = 7, sk: int = 7, d: int = 8, dtype=torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((batch, heads, sq, d), (batch, heads_kv, sk, d), (batch, heads_kv, sk, d))
+    return tuple(normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))  # type: ignore[return-value]
+
+
+def visible(sq: int, sk: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """(Sq, Sk): the documented inequality, pair by pair."""
+    mask = torch.zeros(sq, sk, dtype=torch.bool)
+    for i, j in itertools.product(range(sq), range(sk)):
+        own = i + sk - sq
+        after_start = left is None or own - left <= j
+        before_end = right is None or j <= own + right
+        mask[i, j] = after_start and before_end and not (causal and j > own)
+    return mask
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """By definition, with a dense mask; rows that see nothing give 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    scores = scale * q @ k.repeat_interleave(group, 1).mT
+    weights = scores.exp() * mask
+    total = weights.sum(-1, keepdim=True)
+    out = weights @ v.repeat_interleave(group, 1) / total.clamp_min(torch.finfo(q.dtype).tiny)
+    return out, total.log().squeeze(-1)
+
+
+# Values and layouts
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_is_sdpa_in_every_layout(dtype: torch.dtype, causal: bool, scale: float | None) -> None:
+    q, k, v = qkv(dtype=dtype, sq=33, sk=33)
+    expected = sdpa(q, k, v, is_causal=causal, scale=scale)
+    options: dict[str, Any] = {"causal": causal, "scale": scale}
+
+    def check(found: Tensor, part: Tensor) -> None:
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, part, **CLOSE[dtype])
+
+    check(attn(q, k, v, **options), expected)
+    bshd = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    check(attn(*bshd, layout="bshd", **options), expected.transpose(1, 2))
+    check(attn(q[:, 1], k[:, 1], v[:, 1], **options), expected[:, 1])
+    check(attn(q[1, 2], k[1, 2], v[1, 2], **options), expected[1, 2])
+    # The layout names the order of four dimensions: of fewer there is one order.
+    check(attn(q[:, 1], k[:, 1], v[:, 1], layout="bshd", **options), expected[:, 1])
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 4), (4, 2), (6, 3), (5, 1)])
+def test_grouped_heads_are_sdpa_with_enable_gqa(heads: int, heads_kv: int) -> None:
+    q, k, v = qkv(heads=heads, heads_kv=heads_kv, sq=9, sk=13)
+    torch.testing.assert_close(attn(q, k, v), sdpa(q, k, v, enable_gqa=True), **CLOSE[q.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_its_dtype_and_an_fp32_lse(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype=dtype, sq=20, sk=30)
+    out, lse = attn(q, k, v, return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    expected = sdpa(q.double(), k.double(), v.double())
+    # One rounding of values below 4.
+    assert (out.double() - expected).abs().max() <= 4 * torch.finfo(dtype).eps / 2
+
+
+def test_lse_follows_the_dimensions() -> None:
+    q, k, v = qkv(sq=5, sk=6)
+    _, lse = attn(q, k, v, return_lse=True)
+    assert lse.dtype == torch.float64
+    torch.testing.assert_close(lse, (q @ k.mT / math.sqrt(8)).logsumexp(-1), **CLOSE[q.dtype])
+    bshd = [x.transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(attn(*bshd, layout="bshd", return_lse=True)[1], lse)
+    one_head = attn(q[:, 1], k[:, 1], v[:, 1], return_lse=True)[1]
+    torch.testing.assert_close(one_head, lse[:, 1], **CLOSE[q.dtype])
+    torch.testing.assert_close(attn(q[0, 1], k[0, 1], v[0, 1], return_lse=True)[1], lse[0, 1], **CLOSE[q.dtype])
+
+
+def test_return_types() -> None:
+    q, k, v = qkv()
+    for layout in ("bhsd", "bshd"):
+        assert isinstance(attn(q, k, v, layout=layout), Tensor)
+        pair = attn(q, k, v, layout=layout, return_lse=True)
+        assert isinstance(pair, tuple)
+        assert len(pair) == 2
+    assert isinstance(supports(q, k, v), cute_flash.Support)
+
+
+STRIDED = {
+    "contiguous": lambda: normal(2, 4, 7, 8),
+    "transposed heads": lambda: normal(2, 7, 4, 8).transpose(1, 2),
+    "sliced from packed qkv": lambda: normal(2, 7, 3, 4, 8).permute(2, 0, 3, 1, 4)[1],
+    "every second row": lambda: normal(2, 4, 14, 8)[:, :, ::2],
+    "columns of a wider row": lambda: normal(2, 4, 7, 24)[..., 3:11],
+    "last dim not contiguous": lambda: normal(2, 4, 8, 7).mT,
+    "sequence outermost": lambda: normal(7, 2, 4, 8).permute(1, 2, 0, 3),
+    "expanded heads": lambda: normal(2, 1, 7, 8).expand(2, 4, 7, 8),
+    "expanded batch": lambda: normal(1, 4, 7, 8).expand(2, 4, 7, 8),
+    "expanded rows": lambda: normal(2, 4, 1, 8).expand(2, 4, 7, 8),
+    "odd storage offset": lambda: normal(2 * 4 * 7 * 8 + 3)[3:].view(2, 4, 7, 8),
+}
+
+
+@pytest.mark.parametrize("q_name", STRIDED)
+@pytest.mark.parametrize("k_name", ["contiguous", "last dim not contiguous", "expanded heads", "sliced from packed qkv"])
+def test_any_strides(q_name: str, k_name: str) -> None:
+    q, k, v = STRIDED[q_name](), STRIDED[k_name]() + 0.25, STRIDED[k_name]() - 0.5
+    before = [x.clone() for x in (q, k, v)]
+    out, lse = attn(q, k, v, causal=True, return_lse=True)
+    expected, expected_lse = attn(*before, causal=True, return_lse=True)
+    # The same sums in the same order: bit for bit.
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    # What torch gives a new tensor like q: dense, in q's order of strides.
+    assert out.stride() == torch.empty_like(q).stride()
+    assert lse.is_contiguous()
+    for x, old in zip((q, k, v), before, strict=True):
+        assert torch.equal(x, old)
+
+
+def test_output_layout_follows_q_in_bshd() -> None:
+    packed = normal(2, 7, 3, 4, 8)
+    q, k, v = packed.unbind(2)
+    out = attn(q, k, v, layout="bshd")
+    assert out.shape == (2, 7, 4, 8)
+    assert out.is_contiguous()
+    assert torch.equal(out, attn(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2))
+    bhsd_in_bshd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert attn(*bhsd_in_bshd, layout="bshd").stride() == bhsd_in_bshd[0].stride()
+
+
+# Masks
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("left", [None, 0, 2, 100])
+@pytest.mark.parametrize("right", [None, 0, 3, 100])
+def test_mask_is_the_documented_inequality(
+    sq: int, sk: int, causal: bool, left: int | None, right: int | None
+) -> None:
+    q, k, v = qkv(heads=2, heads_kv=1, sq=sq, sk=sk)
+    out, lse = attn(q, k, v, causal=causal, window=(left, right), return_lse=True)
+    mask = visible(sq, sk, causal, left, right)
+    expected, expected_lse = masked_attention(q, k, v, mask, 8**-0.5)
+    torch.testing.assert_close(out, expected, **CLOSE[q.dtype])
+    torch.testing.assert_close(lse, expected_lse, **CLOSE[q.dtype])
+    empty = ~mask.any(-1)
+    assert torch.all(out[:, :, empty] == 0)
+    assert torch.all(lse[:, :, empty] == -torch.inf)
+    assert torch.isfinite(lse[:, :, ~empty]).all()
+
+
+def test_a_window_may_be_a_list_and_wider_than_any_tensor() -> None:
+    q, k, v = qkv(sq=5, sk=9)
+    assert torch.equal(attn(q, k, v, window=[1, 2]), attn(q, k, v, window=(1, 2)))
+    assert torch.equal(attn(q, k, v, window=((1 << 62), (1 << 62))), attn(q, k, v))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape"),
+    [
+        ((0, 2, 3, 8), (0, 2, 5, 8)),
+        ((2, 0, 3, 8), (2, 0, 5, 8)),
+        ((2, 2, 0, 8), (2, 2, 5, 8)),
+        ((2, 2, 3, 8), (2, 2, 0, 8)),
+        ((2, 2, 0, 8), (2, 2, 0, 8)),
+        ((2, 4, 3, 8), (2, 2, 0, 8)),
+    ],
+)
+def test_empty(q_shape: tuple[int, ...], k_shape: tuple[int, ...], return_lse: bool) -> None:
+    q, k, v = (normal(*shape).requires_grad_() for shape in (q_shape, k_shape, k_shape))
+    out, lse = attn(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, torch.zeros(q_shape, dtype=torch.float64))
+    assert torch.equal(lse, torch.full(q_shape[:3], -torch.inf, dtype=torch.float64))
+    (lse if return_lse else out).sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("scale", [-0.7, -1.0, 0.0, 0, 1e-40, 3])
+def test_any_finite_scale(scale: float) -> None:
+    q, k, v = qkv(sq=5, sk=9)
+    out, lse = attn(q, k, v, scale=scale, causal=True, return_lse=True)
+    expected, expected_lse = masked_attention(q, k, v, visible(5, 9, True, None, None), scale)
+    torch.testing.assert_close(out, expected, **CLOSE[q.dtype])
+    torch.testing.assert_close(lse, expected_lse, **CLOSE[q.dtype])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = qkv(dtype=torch.float32, sq=5, sk=9)
+    out, lse = attn(q * 1e4, k * 1e4, v, return_lse=True)
+    expected = sdpa(q.double() * 1e4, k.double() * 1e4, v.double())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(lse).all()
+
+
+# Errors, and `supports` that foretells them
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call by its shapes; `error` is None where it works."""
+
+    name: str
+    q: tuple[int, ...] = (2, 4, 7, 8)
+    k: tuple[int, ...] = (2, 2, 9, 8)
+    v: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
+    devices: tuple[str, ...] = ("cpu",) * 3
+    options: dict[str, Any] = field(default_factory=dict)
+    error: type[Exception] | None = None
+    message: str = ""
+
+    def tensors(self) -> list[Tensor]:
+        shapes = (self.q, self.k, self.k if self.v is None else self.v)
+        made = zip(shapes, self.dtypes, self.devices, strict=True)
+        return [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in made]
+
+
+f16, f32, f64, i32 = torch.float16, torch.float32, torch.float64, torch.int32
+GOOD = [
+    Call("gqa"),
+    Call("mha", k=(2, 4, 9, 8)),
+    Call("mqa", k=(2, 1, 9, 8)),
+    Call("fp16", dtypes=(f16,) * 3),
+    Call("fp64", dtypes=(f64,) * 3),
+    Call("bshd", q=(2, 7, 4, 8), k=(2, 9, 2, 8), options={"layout": "bshd"}),
+    Call("3-D", q=(2, 7, 8), k=(2, 9, 8)),
+    Call("2-D", q=(7, 8), k=(9, 8)),
+    Call("odd head dim", q=(2, 4, 7, 5), k=(2, 2, 9, 5)),
+    Call("wide head dim", q=(1, 1, 3, 300), k=(1, 1, 3, 300)),
+    Call("head dim 0", q=(1, 1, 3, 0), k=(1, 1, 3, 0)),
+    Call("no batch", q=(0, 4, 7, 8), k=(0, 2, 9, 8)),
+    Call("no keys", k=(2, 2, 0, 8)),
+    Call("no heads", q=(2, 0, 7, 8), k=(2, 0, 9, 8)),
+    Call("causal", options={"causal": True}),
+    Call("window", options={"window": (3, 4)}),
+    Call("half window", options={"window": (None, 4), "causal": True}),
+    Call("list", options={"window": [3, None]}),
+    Call("scale 0", options={"scale": 0.0}),
+    Call("scale negative", options={"scale": -2.5}),
+    Call("lse", options={"return_lse": True}),
+    Call("meta", devices=("meta",) * 3),
+]
+BAD = [
+    Call("int", dtypes=(i32,) * 3, error=UnsupportedError, message="dtype int32 on cpu: use one of float16"),
+    Call("bool", dtypes=(torch.bool,) * 3, error=UnsupportedError, message="dtype bool on cpu"),
+    Call("complex", dtypes=(torch.complex64,) * 3, error=UnsupportedError, message="dtype complex64 on cpu"),
+    Call("k dtype", dtypes=(f32, f16, f32), error=ValueError, message="k is torch.float16 and q is torch.float32"),
+    Call("v dtype", dtypes=(f32, f32, f64), error=ValueError, message="v is torch.float64 and q is torch.float32"),
+    Call("k device", devices=("cpu", "meta", "meta"), error=ValueError, message="k is on meta and q is on cpu"),
+    Call("v device", devices=("cpu", "cpu", "meta"), error=ValueError, message="v is on meta and q is on cpu"),
+    Call("batch", k=(3, 2, 9, 8), error=ValueError, message=r"q has shape \(2, 4, 7, 8\) and k has \(3, 2, 9, 8\)"),
+    Call("head dim", k=(2, 2, 9, 16), error=ValueError, message="batch and head dim must agree"),
+    Call("v length", v=(2, 2, 8, 8), error=ValueError, message=r"k has shape \(2, 2, 9, 8\) and v has \(2, 2, 8, 8\)"),
+    Call("heads", k=(2, 3, 9, 8), error=ValueError, message="q has 4 heads and k, v have 3: .* multiple"),
+    Call("more kv heads", k=(2, 8, 9, 8), error=ValueError, message="q has 4 heads and k, v have 8"),
+    Call("no kv heads", k=(2, 0, 9, 8), error=ValueError, message="q has 4 heads and k, v have 0"),
+    Call("layout", options={"layout": "sbhd"}, error=ValueError, message="layout='sbhd': use one of bhsd, bshd"),
+    Call("layout in 2-D", q=(7, 8), k=(9, 8), options={"layout": ""}, error=ValueError, message="layout=''"),
+    Call("4-D with 3-D", k=(2, 9, 8), error=ValueError, message=r"k (has shape )?\(2, 9, 8\)"),
+    Call("3-D with 4-D", q=(2, 7, 8), error=ValueError, message=r"q \(2, 7, 8\), k \(2, 2, 9, 8\)"),
+    Call("1-D", q=(8,), k=(8,), error=ValueError, message=r"q \(8,\).* must be 4-D .*, 3-D .* or 2-D"),
+    Call("0-D", q=(), k=(), error=ValueError, message="must be 4-D"),
+    Call("5-D", q=(1, 2, 4, 7, 8), k=(1, 2, 4, 7, 8), error=ValueError, message="must be 4-D"),
+    Call("left", options={"window": (-1, 2)}, error=ValueError, message="window left=-1 is negative"),
+    Call("right", options={"window": (None, -9)}, error=ValueError, message="window right=-9 is negative"),
+    Call("float", options={"window": (1.5, 2)}, error=ValueError, message="window left=1.5: use a whole number"),
+    Call("triple", options={"window": (1, 2, 3)}, error=ValueError, message=r"window=\(1, 2, 3\): give \(left, right\)"),
+    Call("number", options={"window": 64}, error=ValueError, message=r"window=64: give \(left, right\)"),
+    Call("nan", options={"scale": math.nan}, error=ValueError, message="scale=nan is not finite"),
+    Call("inf", options={"scale": -math.inf}, error=ValueError, message="scale=-inf is not finite"),
+]
+
+
+@pytest.mark.parametrize("call", GOOD, ids=lambda call: call.name)
+def test_supported_calls_work(call: Call) -> None:
+    tensors = call.tensors()
+    answer = supports(*tensors, **call.options)
+    assert answer.ok
+    assert answer.reason == ""
+    out = attn(*tensors, **{**call.options, "return_lse": False})
+    assert out.shape == tensors[0].shape
+    assert (out.dtype, out.device) == (tensors[0].dtype, tensors[0].device)
+
+
+@pytest.mark.parametrize("call", BAD, ids=lambda call: call.name)
+def test_unsupported_calls_fail_before_any_work(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.reference, "forward", lambda *_: pytest.fail("computed"))
+    tensors = call.tensors()
+    assert call.error is not None
+    with pytest.raises(call.error, match=call.message) as error:
+        attn(*tensors, **call.options)
+    assert type(error.value) is call.error
+    answer = supports(*tensors, **call.options)
+    assert not answer
+    # In four dimensions `attn` may find the odd rank later, in other words.
+    if call.name != "4-D with 3-D":
+        assert answer.reason == str(error.value)
+
+
+def test_forward_mode_is_refused_and_not_silently_zero() -> None:
+    q, k, v = qkv()
+    for position in range(3):
+        with pytest.raises(UnsupportedError, match="forward-mode differentiation of attn: use reverse mode"):
+            torch.func.jvp(
+                lambda x, position=position: attn(*(q, k, v)[:position], x, *(q, k, v)[position + 1 :]),
+                ((q, k, v)[position],),
+                (torch.ones_like(q),),
+            )
+    with torch.autograd.forward_ad.dual_level():
+        # Nothing dual here: as always.
+        torch.testing.assert_close(attn(q, k, v), sdpa(q, k, v), **CLOSE[q.dtype])

@@ -1,0 +1,32 @@
+"""A few small launches for compute-sanitizer, which slows a kernel a thousandfold.
+
+    compute-sanitizer --tool memcheck  python -m tests.gpu.small_case
+    compute-sanitizer --tool racecheck python -m tests.gpu.small_case
+"""
+
+import torch
+
+import cute_flash
+from cute_flash.band import Band
+from tests import cases
+
+SMALL = (
+    cases.Case(1, 2, 1, 150, 200, 64, Band(None, 0)),
+    cases.Case(1, 1, 1, 77, 130, 96, Band()),
+    cases.Case(1, 2, 2, 129, 129, 128, Band(40, 0)),
+    cases.Case(1, 1, 1, 70, 90, 192, Band(None, 0)),
+    cases.Case(1, 1, 1, 70, 90, 256, Band(20, 10)),
+    cases.Case(1, 1, 1, 300, 60, 72, Band(None, 0)),
+)
+
+
+def main() -> None:
+    for case in SMALL:
+        q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
+        out, lse = cute_flash.attn(q, k, v, window=(case.band.left, case.band.right), return_lse=True)
+        cases.assert_is_attention(out, lse, q, k, v, case.band)
+        print(case.id, "ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
