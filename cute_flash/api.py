@@ -119,7 +119,8 @@ def _band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | No
 
 
 def _default_scale(q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    head_dim = q.size(-1) if q.dim() else 0
+    return head_dim**-0.5 if head_dim else 1.0
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:

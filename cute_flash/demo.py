@@ -117,8 +117,8 @@ def _inputs(problem: Problem, device: str) -> tuple[Tensor, Tensor, Tensor]:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Torch's attention; in fp32 on the CPU, where 16 bits can take a minute and attn widens them too."""
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
-    wide = (x.to(dtype) for x in (q, k, v))
-    return scaled_dot_product_attention(*wide, is_causal=causal, enable_gqa=True).to(q.dtype)
+    Q, K, V = (x.to(dtype) for x in (q, k, v))
+    return scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=True).to(q.dtype)
 
 
 @dataclass(frozen=True)

@@ -91,16 +91,16 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, ri
     return torch.empty_like(q).copy_(out), lse
 
 
-Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int], None]
+# What one call signature needs: (q, k, v, scale, window_left, window_right) -> (out, lse).
+Launch = Callable[[Tensor, Tensor, Tensor, float, int, int], tuple[Tensor, Tensor]]
 _launches: dict[tuple, Launch] = {}
 
 
 def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     # Everything that decides the launch but the addresses and the values of the window: a hit needs no further check.
     signature = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device,
-        k.device, v.device, left is None, right is None, planning.requested_family(),
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
+        k.get_device(), v.get_device(), left is None, right is None, planning.chosen_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:
@@ -115,8 +115,7 @@ def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, r
         check_window((left, right))
         # The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum.
         q, scale = (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
-    launch(q, k, v, out, lse, scale, window_left, window_right)
-    return out, lse
+    return launch(q, k, v, scale, window_left, window_right)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Launch:
@@ -129,38 +128,42 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
         plan = planning.plan(problem, arch.detect(q.device.index))
     from cute_flash.compile import compiled
 
-    function, section, device = compiled(plan), plan.section, q.device.index
+    function, section, device = compiled(plan), plan.section, q.device
     must_copy = not all(map(_is_launchable, (q, k, v)))
     # A dense output in q's order has launchable strides unless D comes late in that order.
     must_copy_out = not _is_launchable(torch.empty_like(q, device="meta"))
+    # Plain tuples: slicing a torch.Size costs as much as the allocation.
+    lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
+    lse_stride = (problem.heads * problem.seqlen_q, problem.seqlen_q, 1)
 
-    def launch(q, k, v, out, lse, scale, window_left, window_right):
-        if torch.cuda.current_device() != device:
-            with torch.cuda.device(device):
-                return launch(q, k, v, out, lse, scale, window_left, window_right)
+    def launch(q, k, v, scale, window_left, window_right):
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device.index):
+                return launch(q, k, v, scale, window_left, window_right)
+        out = torch.empty_like(q)
+        lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=device)
         if must_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
             q, k, v = (_launchable(tensor) for tensor in (q, k, v))
+        target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
+        function(q, k, v, target, lse, scale, window_left, window_right, section)
         if must_copy_out:
-            dense = torch.empty_like(out, memory_format=torch.contiguous_format)
-            function(q, k, v, dense, lse, scale, window_left, window_right, section)
-            out.copy_(dense)
-        else:
-            function(q, k, v, out, lse, scale, window_left, window_right, section)
+            out.copy_(target)
+        return out, lse
 
     if ranges.LAUNCH_RANGES:
 
         def marked_launch(*args):
             with ranges.marked("launch"):
-                launch(*args)
+                return launch(*args)
 
         return marked_launch
     return launch
 
 
-def _launch_empty(q, k, v, out, lse, scale, window_left, window_right) -> None:
+def _launch_empty(q, k, v, scale, window_left, window_right):
     """No keys, or no rows: rows without keys give 0 and -inf."""
-    out.zero_()
-    lse.fill_(-math.inf)
+    out, lse = torch.empty_like(q), _lse_like(q)
+    return out.zero_(), lse.fill_(-math.inf)
 
 
 def _is_launchable(tensor: Tensor) -> bool:

@@ -37,9 +37,13 @@ def use_kernels(family: str) -> Iterator[None]:
         _requested.reset(token)
 
 
+# The family that `use_kernels` chose in this context, or None.
+chosen_family = _requested.get
+
+
 def requested_family() -> str | None:
     """The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; None: the best one for the GPU."""
-    return _requested.get() or os.environ.get("CUTE_FLASH_KERNELS") or None
+    return chosen_family() or os.environ.get("CUTE_FLASH_KERNELS") or None
 
 
 def _check_family(family: str) -> None:

@@ -1,7 +1,7 @@
 """What every test starts from: no CUTE_FLASH_* variable of the caller, and a kernel cache of its own.
 
-The cache is one folder for the whole session, shared by the workers of pytest-xdist: a kernel that two tests need is
-compiled once. `--kernel-cache=DIR` keeps it between sessions.
+The cache is one folder for the whole session, shared by the workers of pytest-xdist: a kernel that two tests
+need is compiled once. `--kernel-cache=DIR` keeps it between sessions.
 """
 
 from __future__ import annotations

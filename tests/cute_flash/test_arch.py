@@ -12,12 +12,14 @@ from cute_flash import arch
 from cute_flash.arch import ARCHS, KIB
 from cute_flash.problem import UnsupportedError
 
+KNOWN = "sm_80, sm_86, sm_89, sm_90"
+
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("sm_80", "sm_80"), ("sm80", "sm_80"), ("80", "sm_80"), ("SM_80", "sm_80"), ("86", "sm_86"), ("sm_89", "sm_89"),
-        ("sm_90", "sm_90"), ("sm_90a", "sm_90"), ("sm90a", "sm_90"), ("90a", "sm_90"),
+        ("sm_80", "sm_80"), ("sm80", "sm_80"), ("80", "sm_80"), ("SM_80", "sm_80"), ("86", "sm_86"),
+        ("sm_89", "sm_89"), ("sm_90", "sm_90"), ("sm_90a", "sm_90"), ("sm90a", "sm_90"), ("90a", "sm_90"),
     ],
 )  # fmt: skip
 def test_by_name(name: str, expected: str) -> None:
@@ -26,7 +28,7 @@ def test_by_name(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["sm_75", "sm_100a", "hopper", "", "a", "sm_"])
 def test_by_name_of_another_gpu_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^architecture '{name}': known are sm_80, sm_86, sm_89, sm_90"):
+    with pytest.raises(UnsupportedError, match=f"^architecture '{name}': known are {KNOWN}"):
         arch.by_name(name)
 
 
@@ -139,8 +141,7 @@ def test_detect_refuses_an_unknown_gpu_and_says_what_to_do(
     gpu: Install, name: str, capability: tuple[int, int]
 ) -> None:
     gpu(name, capability, 100)
-    known = "sm_80, sm_86, sm_89, sm_90"
-    with pytest.raises(UnsupportedError, match=rf"GPU 3 \({name}\) is sm_\d+: kernels exist for {known}") as error:
+    with pytest.raises(UnsupportedError, match=rf"GPU 3 \({name}\) is sm_\d+: .* for {KNOWN}") as error:
         arch.detect(3)
     assert "move the tensors to the CPU" in str(error.value)
 

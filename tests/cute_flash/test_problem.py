@@ -29,9 +29,14 @@ def changed(**fields: object) -> Problem:
 
 @pytest.mark.parametrize(
     ("band", "has_left", "has_right"),
-    [(Band(), False, False), (Band(None, 0), False, True), (Band(0, None), True, False), (Band(7, 3), True, True)],
+    [
+        (Band(), False, False),
+        (Band(None, 0), False, True),
+        (Band(0, None), True, False),
+        (Band(7, 3), True, True),
+    ],
 )
-def test_static_has_dtype_head_dim_and_the_presence_of_bounds(band: Band, has_left: bool, has_right: bool) -> None:
+def test_static_is_dtype_head_dim_and_presence_of_bounds(band: Band, has_left: bool, has_right: bool) -> None:
     problem = Problem(3, 8, 4, 5, 6, 96, "float16", band)
     assert problem.static == Static("float16", 96, has_left, has_right)
 
@@ -65,12 +70,12 @@ def test_the_cpu_takes_any_head_dim_and_four_dtypes(dtype: str, head_dim: int) -
 @pytest.mark.parametrize(
     ("head_dim", "nearest", "remedy"),
     [
-        (0, 8, "pad"), (1, 8, "pad"), (7, 8, "pad"), (9, 16, "pad"), (63, 64, "pad"), (65, 72, "pad"), (100, 104, "pad"),
-        (255, 256, "pad"), (257, 256, "split"), (264, 256, "split"), (512, 256, "split"),
+        (0, 8, "pad"), (1, 8, "pad"), (7, 8, "pad"), (9, 16, "pad"), (63, 64, "pad"), (65, 72, "pad"),
+        (100, 104, "pad"), (255, 256, "pad"), (257, 256, "split"), (264, 256, "split"), (512, 256, "split"),
     ],
 )  # fmt: skip
 def test_head_dim_error_names_the_nearest_choice(head_dim: int, nearest: int, remedy: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"head_dim={head_dim}: .* the nearest is {nearest} \({remedy} "):
+    with pytest.raises(UnsupportedError, match=rf"head_dim={head_dim}: .* nearest is {nearest} \({remedy} "):
         check_head_dim(head_dim)
     with pytest.raises(UnsupportedError, match=f"head_dim={head_dim}:"):
         changed(head_dim=head_dim).check("cuda")
@@ -99,7 +104,8 @@ def test_heads_that_divide(heads: int, heads_kv: int) -> None:
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(4, 3), (2, 4), (1, 2), (5, 0), (7, 6)])
 def test_heads_that_do_not_divide(heads: int, heads_kv: int) -> None:
-    with pytest.raises(ValueError, match=f"q has {heads} heads and k, v have {heads_kv}: .* multiple") as error:
+    message = f"q has {heads} heads and k, v have {heads_kv}: .* multiple"
+    with pytest.raises(ValueError, match=message) as error:
         changed(heads=heads, heads_kv=heads_kv).check("cuda")
     # A contradiction, which no other kernel would serve.
     assert not isinstance(error.value, UnsupportedError)

@@ -1,0 +1,385 @@
+"""The compile cache: memory, then disk, then the compiler once; and what makes an entry another one.
+
+Where the compiler's work does not matter, a stand-in writes a few bytes in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_flash import compile as compiling
+from cute_flash.arch import ARCHS
+from cute_flash.band import Band
+from cute_flash.compile import CacheInfo, cache_info, compiled, digest, forget, precompile
+from cute_flash.disk import CacheWarning, DiskCache
+from cute_flash.plan import CompileKey, Plan, plan, use_kernels
+from cute_flash.problem import Problem
+
+OBJECT = b"an object file"
+ROOT = Path(compiling.__file__).parents[1]
+
+
+def plan_of(target: str = "sm_80", **fields: object) -> Plan:
+    with use_kernels("sm80"):
+        problem = dataclasses.replace(Problem(1, 2, 2, 100, 100, 64), **fields)  # type: ignore[arg-type]
+        return plan(problem, ARCHS[target])
+
+
+@pytest.fixture
+def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[CompileKey]:
+    """The keys that the stand-in for the compiler was given. Its kernels return their own bytes."""
+    keys: list[CompileKey] = []
+
+    def build(key: CompileKey) -> tuple[bytes, str]:
+        keys.append(key)
+        return OBJECT, ".so"
+
+    monkeypatch.setattr(compiling, "_compile_object", build)
+    monkeypatch.setattr(compiling, "_load", lambda path: path.read_bytes)
+    return keys
+
+
+# Memory, disk, compiler
+
+
+def test_compiled_once_then_from_memory_then_from_disk(builds: list[CompileKey]) -> None:
+    the_plan = plan_of()
+    function = compiled(the_plan)
+    assert function() == OBJECT
+    assert cache_info() == CacheInfo(compiles=1)
+    assert compiled(plan_of(batch=7, seqlen_k=9, band=Band())) is function
+    assert cache_info() == CacheInfo(compiles=1, memory_hits=1)
+    forget()
+    assert compiled(the_plan)() == OBJECT
+    assert cache_info() == CacheInfo(compiles=1, disk_hits=1, memory_hits=1)
+    assert builds == [the_plan.key]
+
+
+def test_every_key_has_its_own_entry(builds: list[CompileKey], fresh_cache: Path) -> None:
+    plans = [
+        plan_of(),
+        plan_of("sm_90"),
+        plan_of(dtype="float16"),
+        plan_of(head_dim=128),
+        plan_of(band=Band(None, 0)),
+        plan_of(band=Band(0, None)),
+    ]
+    for each in plans:
+        compiled(each)
+    assert builds == [each.key for each in plans]
+    assert {path.stem for path in fresh_cache.glob("*.so")} == {digest(each.key) for each in plans}
+
+
+def damage_content(path: Path) -> None:
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+
+
+def damage_sum(path: Path) -> None:
+    path.with_name(path.name + ".sha256").write_text("0" * 64)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_content, damage_sum, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink],
+    ids=["altered", "wrong checksum", "truncated", "deleted"],
+)
+def test_a_damaged_entry_is_compiled_again(
+    builds: list[CompileKey], fresh_cache: Path, damage: Callable[[Path], None]
+) -> None:
+    compiled(plan_of())
+    forget()
+    damage(fresh_cache / f"{digest(plan_of().key)}.so")
+    assert compiled(plan_of())() == OBJECT
+    assert cache_info() == CacheInfo(compiles=2)
+    forget()
+    # Mended for the next one.
+    assert compiled(plan_of())() == OBJECT
+    assert cache_info() == CacheInfo(compiles=2, disk_hits=1)
+
+
+def test_an_entry_that_others_may_write_is_compiled_again(
+    builds: list[CompileKey], fresh_cache: Path
+) -> None:
+    compiled(plan_of())
+    forget()
+    (fresh_cache / f"{digest(plan_of().key)}.so").chmod(0o666)
+    with pytest.warns(CacheWarning, match="writable by others"):
+        compiled(plan_of())
+    assert len(builds) == 2
+
+
+def test_an_unusable_folder_costs_the_cache_and_nothing_else(
+    builds: list[CompileKey], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUTE_FLASH_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(CacheWarning, match="compiling for this process only"):
+        assert compiled(plan_of())() == OBJECT
+    assert compiled(plan_of())() == OBJECT
+    assert cache_info() == CacheInfo(compiles=1, memory_hits=1)
+
+
+def test_precompile(builds: list[CompileKey]) -> None:
+    assert precompile(plan_of()) is True
+    assert precompile(plan_of()) is False
+    assert compiled(plan_of())() == OBJECT
+    assert cache_info() == CacheInfo(compiles=1, disk_hits=1)
+    assert builds == [plan_of().key]
+
+
+def test_a_failure_stores_nothing_and_blocks_nobody(
+    builds: list[CompileKey], fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(key: CompileKey) -> tuple[bytes, str]:
+        raise RuntimeError("ptxas said no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "_compile_object", broken)
+        for call in (compiled, precompile):
+            with pytest.raises(RuntimeError, match="ptxas said no"):
+                call(plan_of())
+    assert list(fresh_cache.glob("*.so")) == []
+    assert cache_info() == CacheInfo()
+    assert compiled(plan_of())() == OBJECT
+
+
+def test_threads_compile_once(builds: list[CompileKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(key: CompileKey) -> tuple[bytes, str]:
+        builds.append(key)
+        time.sleep(0.1)
+        return OBJECT, ".so"
+
+    monkeypatch.setattr(compiling, "_compile_object", slow)
+    results: list[bytes] = []
+    threads = [threading.Thread(target=lambda: results.append(compiled(plan_of())())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [OBJECT] * 4
+    assert len(builds) == 1
+    assert cache_info() == CacheInfo(compiles=1, memory_hits=3)
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+from cute_flash import compile as compiling
+from cute_flash.arch import ARCHS
+from cute_flash.plan import plan
+from cute_flash.problem import Problem
+
+meeting, number, racers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def slow(key):
+    with open(meeting / "builds", "a") as log:
+        log.write(number)
+    time.sleep(0.5)
+    return b"an object file", ".so"
+
+compiling._compile_object = slow
+compiling._load = lambda path: path.read_bytes
+the_plan = plan(Problem(1, 2, 2, 100, 100, 64), ARCHS["sm_80"])
+(meeting / f"ready{number}").touch()
+while len(list(meeting.glob("ready*"))) < racers:
+    time.sleep(0.005)
+assert compiling.compiled(the_plan)() == b"an object file"
+print(compiling.cache_info().compiles, compiling.cache_info().disk_hits)
+"""
+
+
+def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RACER, str(tmp_path)]
+    racers = [
+        subprocess.Popen([*command, str(number), "4"], stdout=subprocess.PIPE, text=True)
+        for number in range(4)
+    ]
+    answers = sorted(racer.communicate(timeout=120)[0].split() for racer in racers)
+    assert [racer.returncode for racer in racers] == [0] * 4
+    assert len((tmp_path / "builds").read_text()) == 1
+    assert answers == [["0", "1"]] * 3 + [["1", "0"]]
+
+
+# What makes an entry another one
+
+
+@pytest.fixture
+def clear_facts() -> Iterator[Callable[[], None]]:
+    """Forget what was read of sources and versions: at will, and when the test is over."""
+
+    def clear() -> None:
+        for cached in (compiling.source_digest, compiling.toolchain, compiling.runtime_library):
+            cached.cache_clear()
+
+    yield clear
+    clear()
+
+
+def test_digest_changes_with_all_that_is_compiled_in() -> None:
+    key = plan_of().key
+    others = [
+        dataclasses.replace(key, kernel="fwd_sm90"),
+        dataclasses.replace(key, target="sm_86"),
+        *(dataclasses.replace(key, static=dataclasses.replace(key.static, **changed)) for changed in (
+            {"dtype": "float16"}, {"head_dim": 56}, {"has_left": True}, {"has_right": True},
+        )),
+        *(dataclasses.replace(key, tile=dataclasses.replace(key.tile, **changed)) for changed in (
+            {"tile_m": 2 * key.tile.tile_m}, {"tile_n": 2 * key.tile.tile_n}, {"stages": 3 - key.tile.stages},
+            {"min_blocks": key.tile.min_blocks + 1},
+        )),
+    ]  # fmt: skip
+    digests = [digest(each) for each in (key, *others)]
+    assert len(set(digests)) == len(digests)
+    assert digest(plan_of().key) == digests[0]
+
+
+def test_digest_does_not_change_with_evidence() -> None:
+    key = plan_of().key
+    cited = dataclasses.replace(key, tile=dataclasses.replace(key.tile, measured="H200: 700 TFLOP/s"))
+    assert digest(cited) == digest(key)
+
+
+def test_digest_changes_with_the_text_of_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
+) -> None:
+    for package in ("cute_flash", "layouts"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "compile.py"))
+
+    def digest_now() -> str:
+        clear_facts()
+        return digest(plan_of().key)
+
+    seen = [digest_now()]
+    assert digest_now() == seen[0]
+    deciding = ["kernels/fwd_sm80.py", "device/mask.py", "band.py", "tiles.py", "problem.py", "compile.py"]
+    for name in (*(f"cute_flash/{name}" for name in deciding), "layouts/smem.py", "layouts/swizzle.py"):
+        with open(tmp_path / name, "a") as file:
+            file.write("# one more line\n")
+        seen.append(digest_now())
+        assert len(set(seen)) == len(seen), name
+    for name in ("api.py", "ops.py", "cli.py", "reference.py"):
+        with open(tmp_path / "cute_flash" / name, "a") as file:
+            file.write("# one more line\n")
+        assert digest_now() == seen[-1], name
+
+
+@pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "apache-tvm-ffi"])
+def test_digest_changes_with_the_versions_of_the_tools(
+    package: str, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
+) -> None:
+    before = digest(plan_of().key)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == package else real(name))
+    clear_facts()
+    assert digest(plan_of().key) != before
+
+
+def test_digest_changes_with_the_flavour_of_the_runtime(
+    monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
+) -> None:
+    digests = set()
+    for flavour in ("cu12", "cu13"):
+        clear_facts()
+        library = Path("site", flavour, "lib", "libcute_dsl_runtime.so")
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling, "runtime_library", lambda library=library: library)
+            digests.add(digest(plan_of().key))
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "flavour"), [(0, "cu13"), (13000, "cu13"), (14010, "cu13"), (12090, "cu12")]
+)
+def test_the_runtime_is_the_newest_that_the_driver_serves(
+    driver: int,
+    flavour: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clear_facts: Callable[[], None],
+) -> None:
+    clear_facts()
+    package = tmp_path / "dsl" / "python_packages" / "cutlass"
+    for name in ("cu12", "cu13"):
+        library = tmp_path / "dsl" / name / "lib" / "libcute_dsl_runtime.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+    monkeypatch.setattr(
+        compiling, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py"))
+    )
+    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
+    assert compiling.runtime_library() == tmp_path / "dsl" / flavour / "lib" / "libcute_dsl_runtime.so"
+    compiling.runtime_library.cache_clear()
+    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: 11080)
+    with pytest.raises(ModuleNotFoundError, match="no flavour of nvidia-cutlass-dsl for a CUDA 11 driver"):
+        compiling.runtime_library()
+    monkeypatch.setattr(compiling, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match="nvidia-cutlass-dsl is not installed"):
+        compiling.runtime_library()
+
+
+# The real compiler
+
+SECOND_PROCESS = """
+import json, sys, torch, time
+start = time.perf_counter()
+from cute_flash import compile as compiling
+from cute_flash.arch import ARCHS
+from cute_flash.plan import plan, use_kernels
+from cute_flash.problem import Problem
+with use_kernels("sm80"):
+    function = compiling.compiled(plan(Problem(3, 4, 2, 777, 888, 64), ARCHS["sm_80"]))
+print(json.dumps({
+    "seconds": time.perf_counter() - start,
+    "imported": sorted({"cutlass", "tvm_ffi"} & set(sys.modules)),
+    "info": vars(compiling.cache_info()),
+    "callable": callable(function),
+}))
+"""
+
+
+def assert_checks_its_arguments(function: Callable[..., None]) -> None:
+    """It is the kernel: it wants CUDA tensors of the shapes it was compiled for."""
+    q, lse = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 5)
+    with pytest.raises(ValueError, match=r"Mismatched Tensor on argument #0 .*bfloat16"):
+        function(q, q, q, q, lse, 1.0, 0, 0, 1)
+    with pytest.raises(TypeError, match="Expects 9 parameters"):
+        function(q)
+
+
+@pytest.mark.compiles
+def test_a_second_process_loads_without_the_dsl(fresh_cache: Path) -> None:
+    assert_checks_its_arguments(compiled(plan_of()))
+    assert cache_info() == CacheInfo(compiles=1)
+    done = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["info"] == {"compiles": 0, "disk_hits": 1, "memory_hits": 0}
+    assert answer["imported"] == ["tvm_ffi"]
+    assert answer["callable"]
+    assert answer["seconds"] < 1.0
+
+
+@pytest.mark.compiles
+def test_without_a_linker_the_entry_is_an_object_file(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert_checks_its_arguments(compiled(plan_of()))
+    assert DiskCache(fresh_cache).entries() == [fresh_cache / f"{digest(plan_of().key)}.o"]
+    forget()
+    assert precompile(plan_of()) is False
+    assert_checks_its_arguments(compiled(plan_of()))
+    assert cache_info() == CacheInfo(compiles=1, disk_hits=1)

@@ -1,0 +1,151 @@
+"""`cute-flash doctor`: each fault is found, named and given a remedy, and decides the exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_flash import arch, doctor
+from cute_flash import compile as compiling
+from cute_flash.cli import main
+from cute_flash.problem import UnsupportedError
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+def checks_by_name() -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor.examine()}
+
+
+def test_doctor_lists_all_parts(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [check["name"] for check in found["checks"]]
+    packages = {"torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "nvtx"}
+    assert {"Python", "DSL flavours", "driver", "linker", "nvdisasm"} | packages < set(names)
+    assert {"kernel cache", "CUTE_FLASH_CACHE_DIR"} < set(names)
+    assert found["ok"] and found["path"] == ("gpu" if torch.cuda.is_available() else "cpu")
+    assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
+
+
+@needs_no_gpu
+def test_doctor_without_gpu_is_sound_and_says_so(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("sound: attention runs, on the CPU only\n")
+    assert "no NVIDIA driver" in out and "-> on a machine with a GPU: install its driver" in out
+
+
+def test_doctor_finds_a_cache_that_others_can_write(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
+    fresh_cache.mkdir()
+    fresh_cache.chmod(0o777)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "writable by others (mode 777; chmod go-w it)" in out
+    assert out.endswith("broken: kernel cache\n")
+
+
+def test_doctor_misses_the_linker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = doctor._linker()
+    assert check.status == doctor.NOTE and "binutils" in check.remedy
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert doctor._linker() == doctor.Check("linker", doctor.OK, str(tmp_path / "gcc"))
+
+
+def test_doctor_finds_old_and_missing_packages(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"nvidia-cutlass-dsl": "4.9.0", "nvtx": None}
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, known(name)))
+    found = checks_by_name()
+    assert found["nvidia-cutlass-dsl"].status == found["nvtx"].status == doctor.BROKEN
+    assert "4.9.0, tested are" in found["nvidia-cutlass-dsl"].found
+    assert "pip install 'nvidia-cutlass-dsl" in found["nvidia-cutlass-dsl"].remedy
+    assert found["nvtx"].found == "not installed"
+    # The compiled parts of another version beside it.
+    assert found["DSL flavours"].status == doctor.BROKEN
+
+
+def test_doctor_finds_packages_that_do_not_import(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.MODULES, "cuda-bindings", "cuda_bindings_that_is_not_there")
+    check = checks_by_name()["cuda-bindings"]
+    assert check.status == doctor.BROKEN and "ModuleNotFoundError" in check.found
+    assert "--force-reinstall" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("driver", "flavour", "driver_status", "flavour_status"),
+    [
+        (12080, "cu12", doctor.BROKEN, doctor.OK),
+        (12090, "cu12", doctor.OK, doctor.OK),
+        (13000, "cu13", doctor.OK, doctor.OK),
+        (13000, "cu12", doctor.OK, doctor.NOTE),
+    ],
+)
+def test_doctor_compares_driver_and_flavour(
+    driver: int, flavour: str, driver_status: str, flavour_status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(compiling, "runtime_library", lambda: Path(flavour, "lib", "libcute_dsl_runtime.so"))
+    monkeypatch.setattr(doctor, "_visible_to_driver", lambda: (0, 1))
+    found = {check.name: check for check in [doctor._driver(), *doctor._flavours()]}
+    assert (found["driver"].status, found["DSL flavours"].status) == (driver_status, flavour_status)
+    assert ("575.51" in found["driver"].remedy) == (driver_status == doctor.BROKEN)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("visible", "cuda", "status"), [(0, None, "note"), (2, None, "broken"), (2, "13.0", "broken")]
+)
+def test_doctor_finds_a_torch_that_does_not_fit_the_machine(
+    visible: int, cuda: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_visible_to_driver", lambda: (0, visible))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    (check,) = doctor._gpus()
+    assert check.status == status and check.remedy
+    assert ("CPU build" in check.found) == (visible == 2 and cuda is None)
+
+
+def test_doctor_tells_supported_gpus_from_others(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def detect(index: int) -> arch.ArchSpec:
+        if index == 0:
+            raise UnsupportedError("GPU 0 (Tesla T4) is sm_75")
+        return arch.SM_90
+
+    monkeypatch.setattr(arch, "detect", detect)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    old, new = doctor._gpus()
+    assert (old.status, new.status) == (doctor.NOTE, doctor.OK)
+    assert not doctor.has_supported_gpu([old]) and doctor.has_supported_gpu([old, new])
+    assert doctor.verdict([old, new]) == "sound: attention runs on the GPU"
+
+
+def test_doctor_reads_the_environment(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ARCH": "sm_12", "KERNELS": "sm80", "CACHE": "/tmp"}.items():
+        monkeypatch.setenv(f"CUTE_FLASH_{name}", value)
+    found = checks_by_name()
+    assert found["CUTE_FLASH_ARCH"].status == doctor.BROKEN and "sm_80" in found["CUTE_FLASH_ARCH"].found
+    assert found["CUTE_FLASH_KERNELS"].status == doctor.OK
+    assert found["CUTE_FLASH_CACHE"].status == doctor.NOTE
+    assert "CUTE_FLASH_CACHE_DIR" in found["CUTE_FLASH_CACHE"].remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "expected"),
+    [
+        ("4.8", ">=4.8,<4.9", True),
+        ("4.8.1+cpu", "<4.9,>=4.8", True),
+        ("4.9.0", ">=4.8,<4.9", False),
+        ("4.10", ">=4.9", True),
+        ("0.1.15.post1", ">=0.1.12,<0.2", True),
+        ("13", ">=13.0.0", True),
+        ("2.8.0", "", True),
+    ],
+)
+def test_version_ranges(version: str, wanted: str, expected: bool) -> None:
+    assert doctor.satisfies(version, wanted) is expected

@@ -1,0 +1,216 @@
+"""What a compiled kernel would launch, seen without a GPU: grid, block and shared memory.
+
+The host code of a compiled kernel calls the CUDA runtime through a small shim library. Here a stub takes the place of
+that library, and the tensors are CPU tensors that say they are on a GPU. The stub's symbols are global to the process,
+where no kernel would ever be launched again: so this runs as a process of its own,
+
+    python -m tests.launch_capture FOLDER < requests
+
+which compiles the stub into FOLDER, reads a JSON list of requests and prints a JSON list of answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STUB = r"""
+#include <stdint.h>
+typedef struct { uint32_t grid[3], block[3]; uint64_t smem; void *stream, *attributes; uint32_t count; } Config;
+static Config last;
+static int64_t launches;
+void captured(int64_t *to) {
+  to[0] = launches;
+  for (int i = 0; i < 3; ++i) { to[1 + i] = last.grid[i]; to[4 + i] = last.block[i]; }
+  to[7] = (int64_t)last.smem;
+}
+int _cudaLaunchKernelEx(Config *config, void *kernel, void **parameters) { last = *config; ++launches; return 0; }
+int _cudaLibraryLoadData(void **library, void *d, void *a, void *b, int n, void *c, void *e, int m) {
+  *library = &last; return 0;
+}
+int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = &last; return 0; }
+int _cudaLibraryUnload(void *library) { return 0; }
+int _cudaGetDevice(int *device) { *device = 0; return 0; }
+int _cudaSetDevice(int device) { return 0; }
+int _cudaDeviceGetAttribute(int *value, int attribute, int device) { *value = 0; return 0; }
+int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) { *value = 0; return 0; }
+int _cudaFuncSetAttribute(void *kernel, int attribute, int value) { return 0; }
+int _cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device) { return 0; }
+int cuda_dialect_assert_success(int code) { return 0; }
+int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int), void *error) {
+  if (!*state) { init(state); load(state, 0); }
+  return 0;
+}
+void cuda_dialect_unload_library_once(void **state) {}
+void CuteDSLRT_TVMFFISetRaisedCudaError(void *where, int code) {}
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: a problem by its sizes, its mask, and the architecture to compile for."""
+
+    target: str
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    left: int | None = None
+    right: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    launches: int  # so far, in this process
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    smem_bytes: int
+
+
+def has_compiler() -> bool:
+    return shutil.which("cc") is not None
+
+
+def capture(requests: list[Request], folder: Path) -> list[Answer]:
+    """Run the requests in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launch_capture", str(folder)],
+        input=json.dumps([asdict(request) for request in requests]),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [
+        Answer(one["launches"], tuple(one["grid"]), tuple(one["block"]), one["smem_bytes"])
+        for one in json.loads(done.stdout)
+    ]
+
+
+# A tensor as DLPack describes it (dlpack.h).
+
+
+class _Device(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("index", ctypes.c_int)]
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+CUDA = 2
+DTYPES = {torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1)}
+
+
+class OnGpu:
+    """A CPU tensor that says it is on GPU 0. Its memory is never read."""
+
+    def __init__(self, tensor: Tensor):
+        rank = tensor.dim()
+        self.tensor = tensor
+        self.shape, self.strides = (
+            (ctypes.c_int64 * rank)(*numbers) for numbers in (tensor.shape, tensor.stride())
+        )
+        self.managed = _Managed(
+            _Tensor(
+                tensor.data_ptr(),
+                _Device(CUDA, 0),
+                rank,
+                _DataType(*DTYPES[tensor.dtype]),
+                self.shape,
+                self.strides,
+                0,
+            ),
+            None,
+            None,
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new_capsule = ctypes.pythonapi.PyCapsule_New
+        new_capsule.restype = ctypes.py_object
+        new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new_capsule(ctypes.addressof(self.managed), b"dltensor", None)
+
+
+def _build_stub(folder: Path) -> Path:
+    source, library = folder / "stub.c", folder / "stub.so"
+    source.write_text(STUB)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+def _call(function: Callable[..., None], request: Request, section: int) -> None:
+    import tvm_ffi
+
+    q = torch.zeros(request.batch, request.heads, request.seqlen_q, request.head_dim, dtype=torch.bfloat16)
+    k = torch.zeros(request.batch, request.heads_kv, request.seqlen_k, request.head_dim, dtype=torch.bfloat16)
+    tensors = [OnGpu(x) for x in (q, k, k, q, torch.zeros(q.shape[:3]))]
+    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, request.left or 0, request.right or 0, section)
+
+
+def main() -> None:
+    from cute_flash import compile as compiling
+    from cute_flash.arch import by_name
+    from cute_flash.band import Band
+    from cute_flash.plan import plan, use_kernels
+    from cute_flash.problem import Problem
+
+    stub = _build_stub(Path(sys.argv[1]))
+    captured = ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL).captured
+    preload = compiling._preload
+    # Every entry's symbols are to be found in the stub; the digest still names the real runtime.
+    compiling._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
+    answers = []
+    for request in (Request(**fields) for fields in json.load(sys.stdin)):
+        sizes = (
+            request.batch,
+            request.heads,
+            request.heads_kv,
+            request.seqlen_q,
+            request.seqlen_k,
+            request.head_dim,
+        )
+        with use_kernels("sm80"):
+            chosen = plan(Problem(*sizes, band=Band(request.left, request.right)), by_name(request.target))
+        _call(compiling.compiled(chosen), request, chosen.section)
+        numbers = (ctypes.c_int64 * 8)()
+        captured(numbers)
+        answers.append(asdict(Answer(numbers[0], tuple(numbers[1:4]), tuple(numbers[4:7]), numbers[7])))
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
