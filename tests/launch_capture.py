@@ -1,8 +1,8 @@
 """What a compiled kernel would launch, seen without a GPU: grid, block and shared memory.
 
-The host code of a compiled kernel calls the CUDA runtime through a small shim library. Here a stub takes the place of
-that library, and the tensors are CPU tensors that say they are on a GPU. The stub's symbols are global to the process,
-where no kernel would ever be launched again: so this runs as a process of its own,
+The host code of a compiled kernel calls the CUDA runtime through a small shim library. Here a stub takes the
+place of that library, and the tensors are CPU tensors that say they are on a GPU. The stub's symbols are
+global to the process, where no kernel would ever be launched again: so this runs as a process of its own,
 
     python -m tests.launch_capture FOLDER < requests
 
@@ -24,9 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_flash import compile as compiling
+from cute_flash.arch import by_name
+from cute_flash.band import Band
+from cute_flash.plan import Plan, plan, use_kernels
+from cute_flash.problem import Problem
+
 STUB = r"""
 #include <stdint.h>
-typedef struct { uint32_t grid[3], block[3]; uint64_t smem; void *stream, *attributes; uint32_t count; } Config;
+typedef struct {
+  uint32_t grid[3], block[3]; uint64_t smem; void *stream, *attributes; uint32_t num_attributes;
+} Config;
 static Config last;
 static int64_t launches;
 void captured(int64_t *to) {
@@ -34,7 +42,9 @@ void captured(int64_t *to) {
   for (int i = 0; i < 3; ++i) { to[1 + i] = last.grid[i]; to[4 + i] = last.block[i]; }
   to[7] = (int64_t)last.smem;
 }
-int _cudaLaunchKernelEx(Config *config, void *kernel, void **parameters) { last = *config; ++launches; return 0; }
+int _cudaLaunchKernelEx(Config *config, void *kernel, void **parameters) {
+  last = *config; ++launches; return 0;
+}
 int _cudaLibraryLoadData(void **library, void *d, void *a, void *b, int n, void *c, void *e, int m) {
   *library = &last; return 0;
 }
@@ -47,7 +57,7 @@ int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) {
 int _cudaFuncSetAttribute(void *kernel, int attribute, int value) { return 0; }
 int _cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device) { return 0; }
 int cuda_dialect_assert_success(int code) { return 0; }
-int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int), void *error) {
+int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int), void *e) {
   if (!*state) { init(state); load(state, 0); }
   return 0;
 }
@@ -69,6 +79,11 @@ class Request:
     head_dim: int
     left: int | None = None
     right: int | None = None
+
+    def plan(self) -> Plan:
+        sizes = (self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim)
+        with use_kernels("sm80"):
+            return plan(Problem(*sizes, band=Band(self.left, self.right)), by_name(self.target))
 
 
 @dataclass(frozen=True)
@@ -182,12 +197,6 @@ def _call(function: Callable[..., None], request: Request, section: int) -> None
 
 
 def main() -> None:
-    from cute_flash import compile as compiling
-    from cute_flash.arch import by_name
-    from cute_flash.band import Band
-    from cute_flash.plan import plan, use_kernels
-    from cute_flash.problem import Problem
-
     stub = _build_stub(Path(sys.argv[1]))
     captured = ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL).captured
     preload = compiling._preload
@@ -195,16 +204,7 @@ def main() -> None:
     compiling._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
     answers = []
     for request in (Request(**fields) for fields in json.load(sys.stdin)):
-        sizes = (
-            request.batch,
-            request.heads,
-            request.heads_kv,
-            request.seqlen_q,
-            request.seqlen_k,
-            request.head_dim,
-        )
-        with use_kernels("sm80"):
-            chosen = plan(Problem(*sizes, band=Band(request.left, request.right)), by_name(request.target))
+        chosen = request.plan()
         _call(compiling.compiled(chosen), request, chosen.section)
         numbers = (ctypes.c_int64 * 8)()
         captured(numbers)

@@ -333,12 +333,12 @@ class FwdSm80:
 
     @cute.jit
     def gemm_rs(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
-        """acc += A B with A in registers, one n-tile of B at a time.
+        """acc += A B with A in registers, a few n-tiles of B at a time and all k-steps of them.
 
-        All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate offsets, where
-        the k-outer order would compute a swizzled address for every ldmatrix.
+        All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate offsets. The
+        group is wide enough for eight independent MMAs in a row, which covers their latency.
         """
-        group = 2
+        group = 4 // cute.size(acc, mode=[1])
         # One ldmatrix.x4 fills the operands of two n8 tiles.
         acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
         b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
