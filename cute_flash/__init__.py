@@ -5,5 +5,4 @@ from cute_flash.plan import use_kernels
 from cute_flash.problem import Support, UnsupportedError
 from cute_flash.version import __version__
 
-
-__all__ = ["Support", "UnsupportedError", "attn", "supports", "use_kernels", "__version__"]
+__all__ = ["Support", "UnsupportedError", "__version__", "attn", "supports", "use_kernels"]

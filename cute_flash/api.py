@@ -31,26 +31,28 @@ def attn(
     Args:
         q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
         k, v: (B, Hkv, Sk, D) likewise. H must be a multiple of Hkv: each K/V head serves H / Hkv query heads.
-        causal: query i sees keys up to its own position (the same as `window=(…, 0)`).
-        window: (left, right), how many keys before and after its own position a query sees; None is unbounded.
-        scale: of the scores before the softmax; 1 / sqrt(D) by default.
-        return_lse: return (out, lse), lse being the logarithm of the sum of the exponentials of each row.
-        layout: order of the dimensions of 4-D tensors, "bhsd" (as in torch SDPA) or "bshd" (as in flash-attn).
+        causal: query i sees keys up to its own position (the same as `window=(…, 0)`). window: (left, right),
+        how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
+        before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
+        the sum of the exponentials of each row. layout: order of the dimensions of 4-D tensors, "bhsd" (as in
+        torch SDPA) or "bshd" (as in flash-attn).
 
-    Mask: positions are aligned at the end (bottom right): query i sees the keys j with
-    ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its
-    gradients are zero.
+    Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left
+    <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are
+    zero.
 
-    Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the CPU, by a
-    slower reference path. Any strides are read in place if the last dimension is contiguous and rows start at multiples
-    of 16 bytes; other tensors are copied first. The output has the dimensions and the stride order of q.
+    Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the
+    CPU, by a slower reference path. Any strides are read in place if the last dimension is contiguous and
+    rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
+    stride order of q.
 
     Returns:
-        out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) for 4-D
-        tensors in either layout, (B, Sq) and (Sq,) for the smaller ones.
+        out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)
+        for 4-D tensors in either layout, (B, Sq) and (Sq,) for the smaller ones.
 
     Raises:
-        ValueError: arguments that contradict each other. UnsupportedError: what no kernel serves. Both before any launch.
+        ValueError: arguments that contradict each other. UnsupportedError: what no kernel serves. Both before
+        any launch.
     """
     left, right = _band(causal, window)
     if scale is None:
@@ -78,7 +80,9 @@ def supports(
     return_lse: bool = False,
     layout: str = "bhsd",
 ) -> Support:
-    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason. Launches and compiles nothing."""
+    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason. Launches and
+    compiles nothing.
+    """
     try:
         left, right = _band(causal, window)
         ops.check_scale(_default_scale(q) if scale is None else scale)
@@ -91,22 +95,29 @@ def supports(
     return Support(True)
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
+def _fwd(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None
+) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         return ops.fwd(q, k, v, scale, left, right)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    # Nothing to differentiate: step over the operator's autograd layer, which costs more than its kernel's own dispatch.
+    # Nothing to differentiate: step over the operator's autograd layer, which costs more than its kernel's
+    # own dispatch.
     with torch._C._AutoDispatchBelowAutograd():
         return ops.fwd(q, k, v, scale, left, right)
 
 
 def _refuse_tangents(*inputs: Tensor) -> None:
-    """Torch drops forward-mode tangents at an operator without a rule for them: silently, a derivative of 0."""
+    """Torch drops forward-mode tangents at an operator without a rule for them: silently, a derivative of
+    0.
+    """
     if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
+        raise UnsupportedError(
+            "forward-mode differentiation of attn: use reverse mode, such as out.backward()"
+        )
 
 
 def _band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:

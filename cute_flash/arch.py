@@ -1,14 +1,14 @@
 """What a GPU architecture offers: limits that bound a tile, and rates that bound its speed.
 
-Rates are datasheet values of the largest common part of each architecture; `detect()` replaces what the driver knows
-(number of SMs, L2) and, for parts that differ only in memory, the bandwidth.
+Rates are datasheet values of the largest common part of each architecture; `detect()` replaces what the
+driver knows (number of SMs, L2) and, for parts that differ only in memory, the bandwidth.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from cute_flash.problem import UnsupportedError
 
@@ -47,20 +47,42 @@ SM_80 = ArchSpec("sm_80", "A100", 163 * KIB, 164 * KIB, 65536, 2048, 108, 40 << 
 SM_86 = ArchSpec("sm_86", "A10", 99 * KIB, 100 * KIB, 65536, 1536, 72, 6 << 20, 125.0, 0.6, 1.70, 16)
 SM_89 = ArchSpec("sm_89", "L40S", 99 * KIB, 100 * KIB, 65536, 1536, 142, 96 << 20, 362.0, 0.864, 2.52, 16)
 SM_90 = ArchSpec(
-    "sm_90", "H100", 227 * KIB, 228 * KIB, 65536, 2048, 132, 50 << 20, 989.0, 3.35, 1.83, 16, has_tma=True, has_wgmma=True
+    "sm_90",
+    "H100",
+    227 * KIB,
+    228 * KIB,
+    65536,
+    2048,
+    132,
+    50 << 20,
+    989.0,
+    3.35,
+    1.83,
+    16,
+    has_tma=True,
+    has_wgmma=True,
 )
 ARCHS = {spec.name: spec for spec in (SM_80, SM_86, SM_89, SM_90)}
 
-# Parts of one architecture that differ in what the driver does not report.
-_HBM_TBPS = {"H200": 4.8, "H100 PCIe": 2.0, "GH200": 4.0, "A100-PCIE-40GB": 1.555, "A100-SXM4-40GB": 1.555}
+H200 = replace(SM_90, gpu="H200", hbm_tbps=4.8)
+GPUS = {spec.gpu: spec for spec in (*ARCHS.values(), H200)}
+
+# Parts of one architecture that differ in what the driver does not report; the first name contained wins.
+_HBM_TBPS = {
+    "GH200": 4.0,
+    "H200": H200.hbm_tbps,
+    "H100 PCIe": 2.0,
+    "A100-PCIE-40GB": 1.555,
+    "A100-SXM4-40GB": 1.555,
+}
 
 
 def by_name(name: str) -> ArchSpec:
-    """The spec for "sm_80", "sm80", "80" or "sm_90a"."""
+    """The spec for "sm_80", "sm80", "80", "sm_90a", or for a GPU: "A100", "h200"."""
     digits = name.lower().removeprefix("sm").removeprefix("_").rstrip("a")
-    spec = ARCHS.get(f"sm_{digits}")
+    spec = ARCHS.get(f"sm_{digits}") or GPUS.get(name.upper())
     if spec is None:
-        raise UnsupportedError(f"architecture {name!r}: known are {', '.join(ARCHS)}")
+        raise UnsupportedError(f"architecture {name!r}: known are {', '.join(ARCHS)} and {', '.join(GPUS)}")
     return spec
 
 
@@ -76,7 +98,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-@lru_cache(maxsize=None)
+@cache
 def detect(device_index: int) -> ArchSpec:
     """The architecture of one CUDA device."""
     import torch

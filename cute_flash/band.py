@@ -5,10 +5,10 @@ Query row `i` sees the keys `lo(i) <= j < hi(i)`, aligned to the bottom right:
     lo(i) = max(0,  i + Sk - Sq - left)          left  = None: no lower bound
     hi(i) = min(Sk, i + Sk - Sq + right + 1)     right = None: no upper bound but Sk
 
-Causal attention is `right = 0`, a sliding window bounds both sides, and the ragged tail of the last key block is the
-`min(Sk, ...)`. Both bounds grow with `i`, so the key blocks that a tile of rows must visit, and those among them that
-need no masking, are four divisions. Every function runs on Python ints and on traced DSL integers alike: the kernels
-and the CPU tests share this file.
+Causal attention is `right = 0`, a sliding window bounds both sides, and the ragged tail of the last key block
+is the `min(Sk, ...)`. Both bounds grow with `i`, so the key blocks that a tile of rows must visit, and those
+among them that need no masking, are four divisions. Every function runs on Python ints and on traced DSL
+integers alike: the kernels and the CPU tests share this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def ceil_div(a: Index, b: int) -> Index:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Key blocks of one tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` of them without a mask."""
+    """Key blocks of one tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` of them without
+    a mask.
+    """
 
     begin: Index
     full_begin: Index
@@ -57,9 +59,19 @@ class Band:
 
     @staticmethod
     def of(causal: bool, window: tuple[int | None, int | None]) -> Band:
-        """The band of `attn(causal=..., window=...)`: causal lowers the right bound to 0, whatever the window says."""
+        """The band of `attn(causal=..., window=...)`: causal lowers the right bound to 0, whatever the
+        window says.
+        """
         left, right = window
         return Band(left, 0 if causal else right)
+
+    def __str__(self) -> str:
+        if self == Band():
+            return "full"
+        if self == Band(None, 0):
+            return "causal"
+        sides = ("all" if side is None else str(side) for side in (self.left, self.right))
+        return "window of {} keys before and {} after".format(*sides)
 
     def lo(self, i: Index, sq: Index, sk: Index) -> Index:
         """First visible key of row `i` (may lie beyond the last key: the row is then empty)."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cute_flash.version import __version__
 
@@ -171,10 +171,10 @@ def _parser() -> argparse.ArgumentParser:
 def _arch(name: str | None) -> ArchSpec | None:
     """The one named, else that of CUTE_FLASH_ARCH, else that of the first GPU here, else none."""
     from cute_flash import arch
-    from cute_flash.explain import gpu_named
+    from cute_flash.arch import by_name
 
     if name is not None:
-        return gpu_named(name)
+        return by_name(name)
     return arch.override() or (arch.detect(0) if arch.has_gpu() else None)
 
 
@@ -224,7 +224,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.arch import SM_80
     from cute_flash.band import Band
     from cute_flash.explain import aligned
-    from cute_flash.resources import nvdisasm, resources
+    from cute_flash.resources import disassemble, nvdisasm, resources
     from cute_flash.ticker import ticking
 
     if args.sass and nvdisasm() is None:
@@ -238,31 +238,13 @@ def _inspect(args: argparse.Namespace) -> int:
     if found.serialised_wgmma:
         lines.append(f"wgmma serialised by ptxas: {', '.join(found.serialised_wgmma)}")
     print("\n".join(aligned(lines)))
-    if args.sass or args.ptx:
-        _write_code(plan, args.sass, args.ptx)
-    return 1 if found.spill_bytes or found.serialised_wgmma else 0
-
-
-def _write_code(plan: Plan, sass_file: Path | None, ptx_file: Path | None) -> None:
-    import tempfile
-
-    from cute_flash import compile as compiling
-    from cute_flash.resources import disassemble
-    from cute_flash.ticker import ticking
-
-    with (
-        ticking("compiling again, to keep the code"),
-        tempfile.TemporaryDirectory(prefix="cute_flash_") as folder,
-        compiling.exclusive(),
-    ):
-        function: Any = compiling.cute_compile(plan.key, f"--keep-ptx --keep-cubin --dump-dir={folder}")
-        cubin, ptx = function.__cubin__, function.__ptx__
-    if sass_file:
-        sass_file.write_text(disassemble(cubin))
-    if ptx_file:
-        ptx_file.write_text(ptx)
-    for path in filter(None, (sass_file, ptx_file)):
+    if args.sass:
+        args.sass.write_text(disassemble(found.cubin))
+    if args.ptx:
+        args.ptx.write_text(found.ptx)
+    for path in filter(None, (args.sass, args.ptx)):
         print(f"wrote {path}")
+    return 1 if found.spill_bytes or found.serialised_wgmma else 0
 
 
 def _precompile(args: argparse.Namespace) -> int:

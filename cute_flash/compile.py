@@ -1,8 +1,9 @@
 """Compiled kernels: memory -> disk -> `cute.compile`.
 
-An entry on disk is a shared object (`<digest>.so`; an object file `.o` on a machine without a linker) with a checksum
-beside it. The digest covers the compile key, the sources that generate code, the versions of the DSL and of TVM-FFI, the
-CUDA flavour and the host. A missing, truncated, altered or foreign entry is a miss. Loading an `.so` does not import cutlass.
+An entry on disk is a shared object (`<digest>.so`; an object file `.o` on a machine without a linker) with a
+checksum beside it. The digest covers the compile key, the sources that generate code, the versions of the DSL
+and of TVM-FFI, the CUDA flavour and the host. A missing, truncated, altered or foreign entry is a miss.
+Loading an `.so` does not import cutlass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ SOURCES = (
     "kernels/*.py", "device/*.py", "band.py", "tiles.py", "problem.py", "compile.py", "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"
+LINKERS = ("ld", "cc", "gcc", "clang")
 
 _lock = threading.Lock()  # the DSL is a process-wide singleton
 _functions: dict[CompileKey, Callable[..., None]] = {}
@@ -67,7 +69,9 @@ def exclusive() -> AbstractContextManager:
 
 
 def compiled(plan: Plan) -> Callable[..., None]:
-    """The launch function of a plan: `f(q, k, v, out, lse, scale, left, right, section)` on torch's current stream."""
+    """The launch function of a plan: `f(q, k, v, out, lse, scale, left, right, section)` on torch's
+    current stream.
+    """
     key = plan.key
     with _lock:
         if key in _functions:
@@ -121,7 +125,7 @@ def source_digest() -> str:
     return whole.hexdigest()
 
 
-@lru_cache(maxsize=None)
+@cache
 def toolchain(target: str) -> dict[str, str]:
     """What else the machine code depends on, found without importing the DSL."""
     return {
@@ -135,7 +139,9 @@ def toolchain(target: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def runtime_library() -> Path:
-    """The DSL's runtime for this driver: the newest installed flavour (cu12, cu13) that the driver can serve."""
+    """The DSL's runtime for this driver: the newest installed flavour (cu12, cu13) that the driver can
+    serve.
+    """
     spec = find_spec("cutlass")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("nvidia-cutlass-dsl is not installed: pip install cute-flash")
@@ -143,7 +149,9 @@ def runtime_library() -> Path:
     major = driver_cuda_version() // 1000
     usable = [path for path in found if not major or int(path.parents[1].name.removeprefix("cu")) <= major]
     if not usable:
-        raise ModuleNotFoundError(f"no flavour of nvidia-cutlass-dsl for a CUDA {major} driver; see `cute-flash doctor`")
+        raise ModuleNotFoundError(
+            f"no flavour of nvidia-cutlass-dsl for a CUDA {major} driver; see `cute-flash doctor`"
+        )
     return usable[-1]
 
 
@@ -169,7 +177,9 @@ def cute_compile(key: CompileKey, options: str = "") -> Any:
 
     kernel = kernel_of(key)
     return cute.compile(
-        kernel, *kernel.fake_arguments(), options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip()
+        kernel,
+        *kernel.fake_arguments(),
+        options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip(),
     )
 
 
@@ -192,12 +202,17 @@ def _compile_object(key: CompileKey) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
         object_file = Path(folder, "kernel.o")
         function.export_to_c(str(object_file), function_name=SYMBOL, export_only_tvm_ffi_symbols=True)
-        linker = next(filter(None, map(shutil.which, ("ld", "cc", "gcc", "clang"))), None)
-        if linker is None:
+        tool = linker()
+        if tool is None:
             return object_file.read_bytes(), ".o"
         shared = Path(folder, "kernel.so")
-        subprocess.run([linker, "-shared", "-o", shared, object_file], check=True, capture_output=True)
+        subprocess.run([tool, "-shared", "-o", shared, object_file], check=True, capture_output=True)
         return shared.read_bytes(), ".so"
+
+
+def linker() -> str | None:
+    """What makes a shared object of an object file here: a linker or a compiler that calls one."""
+    return next(filter(None, map(shutil.which, LINKERS)), None)
 
 
 def _load(path: Path) -> Callable[..., None]:
@@ -211,7 +226,7 @@ def _load(path: Path) -> Callable[..., None]:
     return getattr(tvm_ffi.load_module(str(path)), SYMBOL)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _preload(library: str) -> ctypes.CDLL:
     """The entry's undefined symbols are resolved against the global namespace."""
     return ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)

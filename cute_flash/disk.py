@@ -1,7 +1,7 @@
-"""The folder of compiled kernels: locked across processes, written atomically, trusted only if nobody else can write to it.
+"""The folder of compiled kernels: locked across processes, written atomically, trusted only if private.
 
-An entry is code that will be run. It is used only if the folder and the file belong to this user, no one else may write
-to them, and the content matches the checksum that was stored with it.
+An entry is code that will be run. It is used only if the folder and the file belong to this user, no one else
+may write to them, and the content matches the checksum that was stored with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 
@@ -32,7 +32,9 @@ class DiskCache:
 
     @staticmethod
     def default() -> DiskCache:
-        """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder; a private temporary one where that cannot be used."""
+        """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder; a private temporary one where that cannot
+        be used.
+        """
         name = os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder())
         if not _usable(name).folder.is_dir():
             # Someone cleaned up while this process ran.
@@ -91,7 +93,7 @@ def _user_folder() -> Path:
     return Path(base) / "cute_flash"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _usable(folder: str) -> DiskCache:
     path = Path(folder)
     try:
@@ -101,7 +103,8 @@ def _usable(folder: str) -> DiskCache:
         if _is_private(path, path.stat()):
             return DiskCache(path)
     except OSError as error:
-        warnings.warn(f"kernel cache {folder} cannot be used ({error}); compiling for this process only", CacheWarning)
+        message = f"kernel cache {folder} cannot be used ({error}); compiling for this process only"
+        warnings.warn(message, CacheWarning, stacklevel=3)
     private = tempfile.mkdtemp(prefix="cute_flash_")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     return DiskCache(Path(private), is_persistent=False)

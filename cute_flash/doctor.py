@@ -8,7 +8,6 @@ import importlib.metadata
 import operator
 import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ MODULES = {
 }
 # Flavours of the DSL: the least driver of each, as the driver spells its CUDA version and as it is sold.
 FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
-LINKERS = ("ld", "cc", "gcc", "clang")
 VARIABLES = ("CUTE_FLASH_ARCH", "CUTE_FLASH_CACHE_DIR", "CUTE_FLASH_KERNELS", "CUTE_FLASH_NVTX")
 COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 CUDA_NO_DEVICE = 100
@@ -261,7 +259,9 @@ def _gpu(index: int) -> Check:
 
 
 def _linker() -> Check:
-    found = next(filter(None, map(shutil.which, LINKERS)), None)
+    from cute_flash.compile import LINKERS, linker
+
+    found = linker()
     if found is None:
         remedy = "apt install binutils (or the like); without it cached kernels load a second or two slower"
         return Check("linker", NOTE, f"none of {', '.join(LINKERS)} on the path", remedy)

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cute_flash import roofline
-from cute_flash.arch import ARCHS, SM_90, ArchSpec, by_name
+from cute_flash.arch import ArchSpec
 from cute_flash.plan import Plan, plan
-from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.problem import Problem
 
 # Parts by name, beside the one that each architecture's rates belong to.
-GPUS = {spec.gpu: spec for spec in ARCHS.values()} | {"H200": replace(SM_90, gpu="H200", hbm_tbps=4.8)}
 LABEL_WIDTH = 12
-
-
-def gpu_named(name: str) -> ArchSpec:
-    """The spec of a GPU ("A100", "h200") or of an architecture ("sm_80")."""
-    spec = GPUS.get(name.upper())
-    if spec is not None:
-        return spec
-    try:
-        return by_name(name)
-    except UnsupportedError:
-        raise UnsupportedError(f"GPU {name!r}: known are {', '.join(GPUS)} and {', '.join(ARCHS)}") from None
 
 
 def aligned(lines: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The torch operators: `cute_flash::fwd` and `cute_flash::bwd`, with CPU, CUDA and fake kernels and autograd.
 
-Both take (B, H, S, D) tensors of any strides, the softmax scale, and the two bounds of the band (None: unbounded):
+Both take (B, H, S, D) tensors of any strides, the softmax scale, and the two bounds of the band (None:
+unbounded):
 
     fwd(q, k, v, scale, window_left, window_right) -> (out, lse)
     bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right) -> (dq, dk, dv)
@@ -25,7 +26,8 @@ from cute_flash.problem import Problem, UnsupportedError, check_window
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
-    "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right) -> (Tensor, Tensor)",
+    "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right) "
+    "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
@@ -34,7 +36,8 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-# cp.async and 16-byte stores: rows must start at multiples of 8 elements, and a tile must span less than 2^31 elements.
+# cp.async and 16-byte stores: rows must start at multiples of 8 elements, and a tile must span less than 2^31
+# elements.
 ROW_ALIGN_ELEMENTS = 8
 ROW_ALIGN_BYTES = 16
 MAX_ROW_STRIDE = (1 << 31) // 512
@@ -42,7 +45,8 @@ MAX_ROW_STRIDE = (1 << 31) // 512
 MAX_WINDOW = planning.MAX_SEQLEN
 # Known call signatures; a program that never repeats a shape must not grow without bound.
 MAX_LAUNCHES = 4096
-# Smallest |scale| the kernels see: at 0 a masked score would be 0 * -inf. Scores times 1e-30 are 0 to the softmax.
+# Smallest |scale| the kernels see: at 0 a masked score would be 0 * -inf. Scores times 1e-30 are 0 to the
+# softmax.
 MIN_SCALE = 1e-30
 
 
@@ -75,7 +79,8 @@ def _lse_like(q: Tensor) -> Tensor:
     return torch.empty(q.shape[:3], dtype=reference.accumulator_dtype(q.dtype), device=q.device)
 
 
-# ---- forward ---------------------------------------------------------------------------------------------------------
+# ---- forward
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
@@ -97,10 +102,11 @@ _launches: dict[tuple, Launch] = {}
 
 
 def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
-    # Everything that decides the launch but the addresses and the values of the window: a hit needs no further check.
+    # Everything that decides the launch but the addresses and the values of the window: a hit needs no
+    # further check.
     signature = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
-        k.get_device(), v.get_device(), left is None, right is None, planning.chosen_family(),
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), left is None, right is None, planning.chosen_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:
@@ -167,7 +173,9 @@ def _launch_empty(q, k, v, scale, window_left, window_right):
 
 
 def _is_launchable(tensor: Tensor) -> bool:
-    """Rows contiguous, every stride a multiple of 16 bytes, no row stride that 32-bit tile offsets cannot span."""
+    """Rows contiguous, every stride a multiple of 16 bytes, no row stride that 32-bit tile offsets cannot
+    span.
+    """
     batch, head, row, element = tensor.stride()
     return element == 1 and not (batch | head | row) % ROW_ALIGN_ELEMENTS and 0 <= row < MAX_ROW_STRIDE
 
@@ -179,7 +187,8 @@ def _launchable(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-# ---- backward --------------------------------------------------------------------------------------------------------
+# ---- backward
+# --------------------------------------------------------------------------------------------------------
 
 
 def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
@@ -213,12 +222,10 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
     return *grads, None, None, None
 
 
-for _name, _kernels in {
-    "fwd": {"CPU": _fwd_cpu, "CUDA": _fwd_cuda},
-    "bwd": {"CPU": _bwd_cpu, "CUDA": _bwd_cuda},
-}.items():
-    for _key, _function in _kernels.items():
-        LIBRARY.impl(_name, _function, _key)
+LIBRARY.impl("fwd", _fwd_cpu, "CPU")
+LIBRARY.impl("fwd", _fwd_cuda, "CUDA")
+LIBRARY.impl("bwd", _bwd_cpu, "CPU")
+LIBRARY.impl("bwd", _bwd_cuda, "CUDA")
 torch.library.register_fake("cute_flash::fwd", _fwd_fake, lib=LIBRARY)
 torch.library.register_fake("cute_flash::bwd", _bwd_fake, lib=LIBRARY)
 torch.library.register_autograd("cute_flash::fwd", _autograd, setup_context=_setup_context, lib=LIBRARY)

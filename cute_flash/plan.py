@@ -15,7 +15,8 @@ from cute_flash.tiles import ELEMENT_BYTES, FwdTile, fwd_tile
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm80": (8, 0)}
-# Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in flight.
+# Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in
+# flight.
 L2_SHARE = 0.4
 MAX_SEQLEN = 1 << 30
 MAX_BLOCKS = (1 << 31) - 1
@@ -86,15 +87,14 @@ class Plan:
         return min(by_smem, self.arch.max_threads_per_sm // self.tile.num_threads)
 
     def lines(self) -> list[str]:
-        p, left, right = self.problem, self.problem.band.left, self.problem.band.right
-        mask = "full" if left is None and right is None else f"window left={left} right={right}"
+        p, tile, arch = self.problem, self.tile, self.arch
         return [
-            f"problem   B={p.batch} H={p.heads} Hkv={p.heads_kv} Sq={p.seqlen_q} Sk={p.seqlen_k} D={p.head_dim} "
-            f"{p.dtype}, {mask}",
-            f"GPU       {self.arch.gpu} ({self.arch.name}), {self.arch.num_sms} SMs",
+            f"problem   B={p.batch} H={p.heads} Hkv={p.heads_kv} Sq={p.seqlen_q} Sk={p.seqlen_k} "
+            f"D={p.head_dim} {p.dtype}, {p.band}",
+            f"GPU       {arch.gpu} ({arch.name}), {arch.num_sms} SMs",
             f"kernel    {self.key.kernel}",
-            f"tile      {self.tile}",
-            f"shared    {self.tile.smem_bytes / 1024:.0f} KB of {self.arch.smem_per_block / 1024:.0f} KB a block, "
+            f"tile      {tile}",
+            f"shared    {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block / 1024:.0f} KB a block, "
             f"up to {self.blocks_per_sm} block(s) an SM by shared memory",
             f"grid      {self.num_blocks} blocks, sections of {self.section} head(s)",
         ]

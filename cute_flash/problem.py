@@ -13,7 +13,9 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class UnsupportedError(ValueError):
-    """A well-formed request that no kernel serves; the message names the argument, its value and what would work."""
+    """A well-formed request that no kernel serves; the message names the argument, its value and what
+    would work.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Problem:
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     def check(self, device: str = "cuda") -> None:
-        """Raise `ValueError` for a contradiction, `UnsupportedError` for what no kernel on `device` serves."""
+        """Raise `ValueError` for a contradiction, `UnsupportedError` for what no kernel on `device`
+        serves.
+        """
         for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")
@@ -77,7 +81,9 @@ def check_heads(heads: int, heads_kv: int) -> None:
     if heads_kv == 0 and heads == 0:
         return
     if heads_kv == 0 or heads % heads_kv:
-        raise ValueError(f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second")
+        raise ValueError(
+            f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second"
+        )
 
 
 def check_window(window: tuple[int | None, int | None]) -> None:
@@ -85,9 +91,13 @@ def check_window(window: tuple[int | None, int | None]) -> None:
         raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
     for side, value in zip(("left", "right"), window, strict=True):
         if isinstance(value, float):
-            raise ValueError(f"window {side}={value}: use a whole number of keys, or None for an unbounded side")
+            raise ValueError(
+                f"window {side}={value}: use a whole number of keys, or None for an unbounded side"
+            )
         if value is not None and value < 0:
-            raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
+            raise ValueError(
+                f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'"
+            )
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -96,6 +106,7 @@ def check_head_dim(head_dim: int) -> None:
     nearest = min(max(math.ceil(head_dim / HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM), MAX_HEAD_DIM)
     remedy = "pad q, k, v with zeros to it" if nearest >= head_dim else "split the heads"
     raise UnsupportedError(
-        f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; "
+        f"head_dim={head_dim}: kernels take multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} "
+        f"to {MAX_HEAD_DIM}; "
         f"the nearest is {nearest} ({remedy}, and pass scale= explicitly)"
     )

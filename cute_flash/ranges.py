@@ -1,7 +1,7 @@
 """NVTX ranges around planning, compiling and launching.
 
-Planning and compiling are always marked. Launching is marked only while a tool listens (or CUTE_FLASH_NVTX=1): a range
-costs about a microsecond, which is a tenth of a warm call.
+Planning and compiling are always marked. Launching is marked only while a tool listens (or
+CUTE_FLASH_NVTX=1): a range costs about a microsecond, which is a tenth of a warm call.
 """
 
 from __future__ import annotations

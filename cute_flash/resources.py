@@ -1,4 +1,6 @@
-"""What a kernel costs, read from its machine code without a GPU: registers, spills, shared memory, instruction counts."""
+"""What a kernel costs, read from its machine code without a GPU: registers, spills, shared memory,
+instruction counts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from pathlib import Path
 from cute_flash import compile as compiling
 from cute_flash.plan import Plan
 
-_SPILLS = re.compile(r"(\d+)\s+bytes\s+stack\s+frame,\s+(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s+loads")
+_SPILLS = re.compile(
+    r"(\d+)\s+bytes\s+stack\s+frame,\s+(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s+loads"
+)
 _REGISTERS = re.compile(r"Used\s+(\d+)\s+registers")
 _SERIALISED = re.compile(r"\((C75\d\d)\)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -33,9 +37,14 @@ class Resources:
     spill_store_bytes: int
     spill_load_bytes: int
     smem_bytes: int
-    cubin_bytes: int
     serialised_wgmma: tuple[str, ...]  # ptxas notes that wgmma was serialised
     sass: Counter[str] = field(default_factory=Counter)  # instructions by name; empty without a disassembler
+    cubin: bytes = field(default=b"", repr=False)
+    ptx: str = field(default="", repr=False)
+
+    @property
+    def cubin_bytes(self) -> int:
+        return len(self.cubin)
 
     @property
     def spill_bytes(self) -> int:
@@ -78,9 +87,10 @@ def resources(plan: Plan) -> Resources:
         spill_store_bytes=int(spills[2]),
         spill_load_bytes=int(spills[3]),
         smem_bytes=plan.tile.smem_bytes,
-        cubin_bytes=len(cubin),
         serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
         sass=Counter(_INSTRUCTION.findall(disassemble(cubin))),
+        cubin=cubin,
+        ptx=ptx,
     )
 
 

@@ -1,4 +1,6 @@
-"""Tile shapes: one literal table per architecture, each row checked against shared memory and citing its measurement."""
+"""Tile shapes: one literal table per architecture, each row checked against shared memory and citing its
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,37 @@ WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 
 @dataclass(frozen=True)
 class FwdTile:
-    """A block of `tile_m` query rows against blocks of `tile_n` keys, `num_warps` warps stacked along the rows."""
+    """A block of `tile_m` query rows against blocks of `tile_n` keys, `num_warps` warps stacked along the
+    rows.
+    """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
     num_warps: int
-    stages: int  # K/V buffers; 1 overlaps K's copy with P V and V's with Q K^T, 2 prefetch a whole block ahead
-    q_steps: int = 0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
+    stages: (
+        int  # K/V buffers; 1 overlaps K's copy with P V and V's with Q K^T, 2 prefetch a whole block ahead
+    )
+    q_steps: int = (
+        0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
+    )
     min_blocks: int = 0  # blocks per SM the compiler must leave registers for; 0: its own choice
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
         rows = WARP_ROWS * self.num_warps
         if self.tile_m % rows:
-            raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.num_warps} warps of {WARP_ROWS} rows")
+            raise ValueError(
+                f"{self.tile_m=} must be a multiple of {rows}: {self.num_warps} warps of {WARP_ROWS} rows"
+            )
         if self.tile_n % WARP_KEYS or self.tile_n <= 0:
             raise ValueError(f"{self.tile_n=} must be a positive multiple of {WARP_KEYS}")
         if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
             raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
         if self.tile_n % self.copy_rows or self.tile_m % self.copy_rows:
-            raise ValueError(f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, the rows one copy covers")
+            raise ValueError(
+                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, one copy"
+            )
         if self.stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1 or 2")
         if not 0 <= self.q_steps <= self.head_dim // 16:
@@ -46,7 +58,9 @@ class FwdTile:
 
     @property
     def copy_rows(self) -> int:
-        """Rows that all threads together copy at once, 16 bytes each, 128 or 64 bytes of a row side by side."""
+        """Rows that all threads together copy at once, 16 bytes each, 128 or 64 bytes of a row side by
+        side.
+        """
         row_bytes = 128 if self.head_dim % 64 == 0 else 64
         return self.num_threads * 16 // row_bytes
 
@@ -67,15 +81,16 @@ class FwdTile:
 
     def __str__(self) -> str:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
-        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {self.stages} K/V stage(s){regs}"
+        stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}"
+        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}{regs}"
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
-# Rows are tried in order; the first one that is wide enough and fits is taken. Rules for parts that are not at hand: two
-# blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit in registers (the fewer rows, the
-# more shared memory is read per MMA), no spills.
+# Rows are tried in order; the first one that is wide enough and fits is taken. Rules for parts that are not
+# at hand: two blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit in
+# registers (the fewer rows, the more shared memory is read per MMA), no spills.
 _SM_80 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_BY_RULE),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),

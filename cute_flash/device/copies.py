@@ -21,24 +21,30 @@ def row_copy(atom: cute.CopyAtom, num_threads: int, row_elements: int, dtype) ->
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not within one."""
     op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
-    return row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype)
+    return row_copy(
+        cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype
+    )
 
 
 def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Shared -> registers -> global in 16-byte vectors."""
     op = cute.nvgpu.CopyUniversalOp()
-    return row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype)
+    return row_copy(
+        cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype
+    )
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
     """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets within.
 
-    The host has checked that a tile spans less than 2^31 elements; offsets in 64 bits would cost a multiplication and two
-    registers for every row that a thread copies.
+    The host has checked that a tile spans less than 2^31 elements; offsets in 64 bits would cost a
+    multiplication and two registers for every row that a thread copies.
     """
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
-    return cute.make_tensor(first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride), 1)))
+    return cute.make_tensor(
+        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride), 1))
+    )
 
 
 def _narrow(stride: cutlass.Int64) -> Int32:
@@ -50,8 +56,8 @@ def _narrow(stride: cutlass.Int64) -> Int32:
 class RowTiles:
     """This thread's share of the tiles of one (rows, head_dim) matrix.
 
-    `head_dim` is static; the tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past the matrix are
-    zero-filled only where `check_rows` asks for it: all tiles but the last one are whole.
+    `head_dim` is static; the tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past
+    the matrix are zero-filled only where `check_rows` asks for it: all tiles but the last one are whole.
     """
 
     copy: cute.TiledCopy
@@ -74,7 +80,9 @@ class RowTiles:
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """(vector, rows, columns) -> is this vector inside the matrix. One value serves all rows unless they are checked."""
+        """(vector, rows, columns) -> is this vector inside the matrix. One value serves all rows unless
+        they are checked.
+        """
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)

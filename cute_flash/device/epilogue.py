@@ -1,4 +1,6 @@
-"""Writing a tile of the output: accumulator -> shared memory -> rows of global memory, and the LSE of its rows."""
+"""Writing a tile of the output: accumulator -> shared memory -> rows of global memory, and the LSE of its
+rows.
+"""
 
 from dataclasses import dataclass
 
@@ -20,11 +22,15 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor):
-        """acc_O -> sO in the output's dtype -> gO in 16-byte vectors; rows and columns outside are not written."""
+        """acc_O -> sO in the output's dtype -> gO in 16-byte vectors; rows and columns outside are not
+        written.
+        """
         dtype = sO.element_type
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))
-        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype), self.tiled_mma)
+        to_smem = cute.make_tiled_copy_C(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype), self.tiled_mma
+        )
         thr_to_smem = to_smem.get_slice(self.thread)
         cute.copy(to_smem, thr_to_smem.retile(rO), thr_to_smem.partition_D(sO))
         cute.arch.sync_threads()

@@ -1,9 +1,9 @@
 """MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR.
 
-A thread's 16 bytes of a 16x16 sub-tile lie at row r, chunk c ^ (r mod 8) (the swizzle). Going 16 columns to the right
-flips bits of c only: the address is XORed with a constant. Going to other rows of sub-tiles, to the next atom of columns
-or to another stage adds a multiple of the swizzle's period: an immediate. Left to the compiler, every ldmatrix of a
-column step would compute its swizzle anew.
+A thread's 16 bytes of a 16x16 sub-tile lie at row r, chunk c ^ (r mod 8) (the swizzle). Going 16 columns to
+the right flips bits of c only: the address is XORed with a constant. Going to other rows of sub-tiles, to the
+next atom of columns or to another stage adds a multiple of the swizzle's period: an immediate. Left to the
+compiler, every ldmatrix of a column step would compute its swizzle anew.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,17 @@ class Operand:
     tile: SmemTile
     row_step: int  # rows from one of this warp's sub-tiles to the next
     fragment: cute.Tensor
-    view: cute.Tensor  # the fragment as ldmatrix fills it: (registers, sub-tiles, k) or, transposed, (registers, n, k)
+    view: (
+        cute.Tensor
+    )  # the fragment as ldmatrix fills it: (registers, sub-tiles, k) or, transposed, (registers, n, k)
     is_transposed: bool
 
     def load(self, column_step: int, stage: Int32) -> None:
         """Fill the fragments of all sub-tiles of rows at one step of 16 columns."""
         tile, dtype = self.tile, self.fragment.element_type
-        target = self.view[None, column_step, None] if self.is_transposed else self.view[None, None, column_step]
+        target = (
+            self.view[None, column_step, None] if self.is_transposed else self.view[None, None, column_step]
+        )
         atom, inside = divmod(column_step * STEP, tile.atom_cols)
         address = (self.address + stage * tile.bytes) ^ (inside * tile.element_bytes)
         pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)

@@ -12,7 +12,9 @@ from cute_flash.device.views import as_mn
 
 @dataclass(frozen=True)
 class Mask:
-    """The band over one tile of rows. `tScS` holds the (row, column) within the tile of every accumulator element."""
+    """The band over one tile of rows. `tScS` holds the (row, column) within the tile of every accumulator
+    element.
+    """
 
     band: Band
     seqlen_q: Int32
@@ -23,7 +25,8 @@ class Mask:
     @cute.jit
     def apply(self, acc_S_mn: cute.Tensor, first_col: Int32):
         coords = as_mn(self.tScS)
-        # All column indices are this thread's first one plus a compile-time offset: compare against shifted limits.
+        # All column indices are this thread's first one plus a compile-time offset: compare against shifted
+        # limits.
         col_base = coords[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]

@@ -1,8 +1,8 @@
 """Order of the output tiles in the grid.
 
-Blocks are launched in order, so the order is the schedule. Heads are cut into sections whose K and V fit in L2 together;
-within a section the row tiles of all its heads run side by side, and with a right bound the long ones (late rows, which
-see more keys) come first, so that the short ones fill the last wave.
+Blocks are launched in order, so the order is the schedule. Heads are cut into sections whose K and V fit in
+L2 together; within a section the row tiles of all its heads run side by side, and with a right bound the long
+ones (late rows, which see more keys) come first, so that the short ones fill the last wave.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
+
 @dataclass(frozen=True)
 class TileOrder:
     num_m_blocks: Int32
@@ -31,6 +33,7 @@ class TileOrder:
         if cutlass.const_expr(self.longest_first):
             m_block = self.num_m_blocks - 1 - m_block
         batch = head // self.heads
-        # Division loses sight of it: the whole block has one tile, so that addresses may live in uniform registers.
+        # Division loses sight of it: the whole block has one tile, so that addresses may live in uniform
+        # registers.
         uniform = cute.arch.make_warp_uniform
         return uniform(m_block), uniform(head - batch * self.heads), uniform(batch)

@@ -1,8 +1,9 @@
 """Online softmax over blocks of scores (Milakov & Gimelshein; FlashAttention, algorithm 1).
 
-Per row: m, the running maximum of the raw scores, and l, the sum of exp(scale * (s - m)). A new block raises m to m',
-scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the scale folded
-in: one FMA and one MUFU per score. l is summed per thread and reduced over the four threads of a row only at the end.
+Per row: m, the running maximum of the raw scores, and l, the sum of exp(scale * (s - m)). A new block raises
+m to m', scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2
+with the scale folded in: one FMA and one MUFU per score. l is summed per thread and reduced over the four
+threads of a row only at the end.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,19 @@ LN_2 = 0.6931471805599453
 # Four neighbouring threads hold the columns of one row of an accumulator, on mma.sync and wgmma alike.
 THREADS_PER_ROW = 4
 
-# log2 of how far a row's reference maximum may lag behind its true one. Up to 2^8 the sums and products stay far from the
-# limits of fp32 and fp16, and the final division removes the factor exactly; beyond it, m, l and O are rescaled.
+# log2 of how far a row's reference maximum may lag behind its true one. Up to 2^8 the sums and products stay
+# far from the limits of fp32 and fp16, and the final division removes the factor exactly; beyond it, m, l and
+# O are rescaled.
 RESCALE_THRESHOLD = 8.0
-# Over the first keys the maximum is kept exact: the largest P is then 1, which rounds to itself, and among few keys that
-# one carries much of the rounding error (5 % of it at 512 keys, under 3 % beyond).
+# Over the first keys the maximum is kept exact: the largest P is then 1, which rounds to itself, and among
+# few keys that one carries much of the rounding error (5 % of it at 512 keys, under 3 % beyond).
 EXACT_KEYS = 512
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
-    """Combine a value over the threads that share a row. (The DSL's own max reduction adds NaN handling: 3 instructions.)"""
+    """Combine a value over the threads that share a row. (The DSL's own max reduction adds NaN handling: 3
+    instructions.)
+    """
     offset = THREADS_PER_ROW // 2
     while offset:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
@@ -50,10 +54,13 @@ class Softmax:
         return Softmax(row_max, row_sum, scale_log2)
 
     @cute.jit
-    def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32, maybe_empty: cutlass.Constexpr):
-        """Turn a block of scores into probabilities in place; rescale the output accumulator if a maximum grew.
+    def step(
+        self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32, maybe_empty: cutlass.Constexpr
+    ):
+        """Turn a block of scores into probabilities in place; rescale the output if a maximum grew.
 
-        `keys_seen`: keys of the blocks before this one. `maybe_empty`: some row may not have seen a key yet, so that its maximum is still -inf.
+        `keys_seen`: keys of the blocks before this one. `maybe_empty`: some row may not have seen a key yet,
+        so that its maximum is still -inf.
         """
         rows = cute.size(self.row_max)
         threshold = Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
@@ -81,14 +88,20 @@ class Softmax:
             m_old = self.row_max[r]
             m_new = cute.arch.fmax(m_old, _row_reduce(block_max[r], cute.arch.fmax))
             # A row without keys so far has nothing to scale; -inf - -inf would be NaN.
-            alpha = Float32(0.0) if m_old == -Float32.inf else cute.math.exp2((m_old - m_new) * self.scale_log2, fastmath=True)
+            alpha = (
+                Float32(0.0)
+                if m_old == -Float32.inf
+                else cute.math.exp2((m_old - m_new) * self.scale_log2, fastmath=True)
+            )
             self.row_max[r] = m_new
             self.row_sum[r] = self.row_sum[r] * alpha
             acc_O_mn[r, None].store(acc_O_mn[r, None].load() * alpha)
 
     @cute.jit
     def finish(self, acc_O_mn: cute.Tensor, lse: cute.Tensor):
-        """Normalise the output and write the natural-log LSE of each row; a row without keys gives 0 and -inf."""
+        """Normalise the output and write the natural-log LSE of each row; a row without keys gives 0 and
+        -inf.
+        """
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
             is_empty = total == 0.0

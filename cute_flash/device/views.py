@@ -1,7 +1,7 @@
 """Views of MMA accumulators: the one seam between the architectures.
 
-An accumulator of mma.sync m16n8k16 is ((2, 2), MMA_M, MMA_N): a pair of columns, a pair of rows 8 apart, then the tiles.
-Every other part sees it as (m, n): rows of this thread, columns of this thread.
+An accumulator of mma.sync m16n8k16 is ((2, 2), MMA_M, MMA_N): a pair of columns, a pair of rows 8 apart, then
+the tiles. Every other part sees it as (m, n): rows of this thread, columns of this thread.
 """
 
 import cutlass.cute as cute
@@ -18,7 +18,9 @@ def as_mn(acc: cute.Tensor) -> cute.Tensor:
 
 
 def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
-    """((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_K): two n8 accumulator tiles are one k16 operand tile."""
+    """((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_K): two n8 accumulator tiles are one k16 operand
+    tile.
+    """
     layout = cute.logical_divide(acc.layout, (None, None, 2))
     pair, tiles_m, (two, tiles_k) = layout.shape
     pair_stride, m_stride, (two_stride, k_stride) = layout.stride

@@ -47,7 +47,9 @@ SMEM_ALIGN = 1024
 
 @dataclass(frozen=True)
 class Params:
-    """Everything the kernel reads, in one argument. Tensors are (B, H, S, D); strides are run-time, D is static."""
+    """Everything the kernel reads, in one argument. Tensors are (B, H, S, D); strides are run-time, D is
+    static.
+    """
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -89,13 +91,17 @@ class FwdSm80:
 
     @property
     def name(self) -> str:
-        """The symbol a profiler shows. It also steers ptxas: names with "cutlass" in them are compiled differently."""
+        """The symbol a profiler shows. It also steers ptxas: names with "cutlass" in them are compiled
+        differently.
+        """
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
-        """What the kernel is compiled for: dynamic sizes and strides, static head dim, 16-byte aligned rows."""
+        """What the kernel is compiled for: dynamic sizes and strides, static head dim, 16-byte aligned
+        rows.
+        """
         batch, heads, heads_kv, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
 
         def tensor(num_heads, seqlen):
@@ -103,7 +109,9 @@ class FwdSm80:
             shape = (batch, num_heads, seqlen, self.static.head_dim)
             return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
 
-        mLSE = make_fake_compact_tensor(Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4)
+        mLSE = make_fake_compact_tensor(
+            Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
+        )
         return (
             tensor(heads, seqlen_q),
             tensor(heads_kv, seqlen_k),
@@ -160,7 +168,9 @@ class FwdSm80:
         )
 
     def _occupancy(self) -> dict[str, int]:
-        """Registers are cut to let `min_blocks` share an SM. The carve-out is stated: else it is asked of a driver."""
+        """Registers are cut to let `min_blocks` share an SM. The carve-out is stated: else it is asked of
+        a driver.
+        """
         if not self.tile.min_blocks:
             return {}
         return {"min_blocks_per_mp": self.tile.min_blocks, "preferred_smem_carveout": 100}
@@ -203,7 +213,8 @@ class FwdSm80:
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
         )  # fmt: skip
 
-        # A tile that sees no key loads nothing: a late copy of Q would land on the output that passes through sQ.
+        # A tile that sees no key loads nothing: a late copy of Q would land on the output that passes through
+        # sQ.
         if main.blocks.begin < main.blocks.end:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
@@ -234,7 +245,9 @@ class FwdSm80:
         return sQ, sK, sV
 
     def _operands(self, tiled_mma, thread, sQ, sK, sV):
-        """Q, K and V^T as MMA operands. V is read through ldmatrix.trans: rows are keys, the operand wants columns."""
+        """Q, K and V^T as MMA operands. V is read through ldmatrix.trans: rows are keys, the operand wants
+        columns.
+        """
         thr_mma = tiled_mma.get_slice(thread)
         plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), self.dtype)
@@ -245,14 +258,20 @@ class FwdSm80:
         rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
         rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
         return (
-            operand(cute.make_tiled_copy_A(plain, tiled_mma), thread, sQ, q_tile, 16 * self.tile.num_warps, rQ),
+            operand(
+                cute.make_tiled_copy_A(plain, tiled_mma), thread, sQ, q_tile, 16 * self.tile.num_warps, rQ
+            ),
             operand(cute.make_tiled_copy_B(plain, tiled_mma), thread, sK, kv_tile, 16, rK),
-            operand(cute.make_tiled_copy_B(trans, tiled_mma), thread, sVt, kv_tile, 16, rV, is_transposed=True),
+            operand(
+                cute.make_tiled_copy_B(trans, tiled_mma), thread, sVt, kv_tile, 16, rV, is_transposed=True
+            ),
         )
 
     @cute.jit
     def main_loop(self, main: Main):
-        """Blocks from the last to the first: those cut by the right bound or the tail, whole ones, those cut on the left."""
+        """Blocks from the last to the first: those cut by the right bound or the tail, whole ones, those
+        cut on the left.
+        """
         blocks = main.blocks
         self.load_block(main, blocks.end - 1, True)
         cute.arch.cp_async_commit_group()
@@ -274,13 +293,17 @@ class FwdSm80:
 
     @cute.jit
     def load_block(self, main: Main, n_block: Int32, is_last: cutlass.Constexpr):
-        """Start the copies of key block `n_block`: K, and V too where it has a buffer of its own to wait in."""
+        """Start the copies of key block `n_block`: K, and V too where it has a buffer of its own to wait
+        in.
+        """
         self.load_tile(main, main.gK, main.sK, n_block, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
             self.load_tile(main, main.gV, main.sV, n_block, is_last)
 
     @cute.jit
-    def load_tile(self, main: Main, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, is_last: cutlass.Constexpr):
+    def load_tile(
+        self, main: Main, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, is_last: cutlass.Constexpr
+    ):
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
         main.loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
@@ -324,7 +347,9 @@ class FwdSm80:
 
     @cute.jit
     def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, stage: Int32):
-        """acc += A B with both operands from shared memory, the next k-step's fragments loading during this one's MMAs."""
+        """acc += A B with both operands from shared memory, the next k-step's fragments loading during
+        this one's MMAs.
+        """
         for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
             if cutlass.const_expr(k >= self.tile.q_steps):
                 a.load(k, 0)
@@ -335,8 +360,8 @@ class FwdSm80:
     def gemm_rs(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
         """acc += A B with A in registers, a few n-tiles of B at a time and all k-steps of them.
 
-        All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate offsets. The
-        group is wide enough for eight independent MMAs in a row, which covers their latency.
+        All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate
+        offsets. The group is wide enough for eight independent MMAs in a row, which covers their latency.
         """
         group = 4 // cute.size(acc, mode=[1])
         # One ldmatrix.x4 fills the operands of two n8 tiles.

@@ -34,7 +34,7 @@ def fake_resources(spill_bytes: int = 0, serialised: tuple[str, ...] = ()):
         asked.append(chosen)
         mix = Counter({"HMMA": 320, "MUFU": 64})
         return resources.Resources(
-            "symbol", chosen.key.target, 168, 0, spill_bytes, 0, chosen.tile.smem_bytes, 4096, serialised, mix
+            "symbol", chosen.key.target, 168, 0, spill_bytes, 0, chosen.tile.smem_bytes, serialised, mix
         )
 
     return find, asked
@@ -123,7 +123,7 @@ def test_explain_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixt
     [
         ("explain 2,16,4096,130", "the nearest is 136"),
         ("explain 2,16,4096,128 --kv-heads 3", "must be a multiple"),
-        ("explain 2,16,4096,128 --gpu V100", "known are A100"),
+        ("explain 2,16,4096,128 --gpu V100", "known are sm_80"),
         ("inspect --head-dim 512", "the nearest is 256"),
         ("precompile --arch sm_70", "sm_80"),
         ("precompile --arch sm_80 --head-dims 64,130", "the nearest is 136"),

@@ -174,7 +174,7 @@ def test_a_plan_prints_what_it_decided() -> None:
     found = plan(Problem(2, 16, 4, 1000, 3000, 64, band=Band(128, 0)), A100)
     text = "\n".join(found.lines())
     expected = [
-        "B=2 H=16 Hkv=4 Sq=1000 Sk=3000 D=64 bfloat16, window left=128 right=0",
+        "B=2 H=16 Hkv=4 Sq=1000 Sk=3000 D=64 bfloat16, window of 128 keys before and 0 after",
         "A100 (sm_80), 108 SMs",
         found.key.kernel,
         str(found.tile),
@@ -183,3 +183,4 @@ def test_a_plan_prints_what_it_decided() -> None:
     ]
     assert [part for part in expected if part not in text] == []
     assert ", full" in plan(Problem(1, 1, 1, 10, 10, 64), A100).lines()[0]
+    assert ", causal" in plan(Problem(1, 1, 1, 10, 10, 64, band=Band(None, 0)), A100).lines()[0]

@@ -1,7 +1,7 @@
 """A few small launches for compute-sanitizer, which slows a kernel a thousandfold.
 
-    compute-sanitizer --tool memcheck  python -m tests.gpu.small_case
-    compute-sanitizer --tool racecheck python -m tests.gpu.small_case
+compute-sanitizer --tool memcheck  python -m tests.gpu.small_case
+compute-sanitizer --tool racecheck python -m tests.gpu.small_case
 """
 
 import torch

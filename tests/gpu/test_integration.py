@@ -25,7 +25,9 @@ def test_cuda_graph(qkv):
     with torch.cuda.graph(graph):
         out, lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
     for seed in range(3):
-        for static, fresh in zip((q, k, v), cases.make_inputs(CASE, torch.bfloat16, "cuda", seed=seed + 1), strict=True):
+        for static, fresh in zip(
+            (q, k, v), cases.make_inputs(CASE, torch.bfloat16, "cuda", seed=seed + 1), strict=True
+        ):
             static.copy_(fresh)
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
@@ -34,7 +36,9 @@ def test_cuda_graph(qkv):
 
 
 def test_side_stream(qkv):
-    """The kernel runs on the current stream: it sees what was written there before it, and nothing waits for it elsewhere."""
+    """The kernel runs on the current stream: it sees what was written there before it, and nothing waits
+    for it elsewhere.
+    """
     q, k, v = qkv
     expected = cute_flash.attn(q, k, v, causal=True)
     late = torch.zeros_like(q)
@@ -45,7 +49,8 @@ def test_side_stream(qkv):
         late.copy_(q)
         out = cute_flash.attn(late, k, v, causal=True)
         done = stream.record_event()
-    # The default stream is idle while the side stream still sleeps: a launch on the wrong stream would have read zeros.
+    # The default stream is idle while the side stream still sleeps: a launch on the wrong stream would have
+    # read zeros.
     torch.cuda.default_stream().synchronize()
     assert not done.query()
     stream.synchronize()

@@ -1,0 +1,336 @@
+"""Parts of the kernels on the CPU: a jit function that launches nothing is compiled for the host, and runs.
+
+Instructions that only a GPU has are replaced, while the test traces, by what they mean for a single thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash.band import Band
+from cute_flash.device.copies import RowTiles, plain_row_copy
+from cute_flash.device.mask import Mask
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.fwd_sm80 import FwdSm80
+from cute_flash.problem import Static
+from cute_flash.tiles import FwdTile
+
+# Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
+
+# Two tiles that differ in rows per warp, warps and columns.
+TILES = [FwdTile(64, 128, 64, 4, 1), FwdTile(96, 128, 64, 8, 1)]
+tiles = pytest.mark.parametrize("tile", TILES, ids=["4 warps", "8 warps"])
+
+
+def tiled_mma(tile: FwdTile):  # type: ignore[no-untyped-def]
+    return FwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)._tiled_mma()
+
+
+# The grid
+
+
+def decoded(shape: tuple[int, int, int], section: int, longest_first: bool) -> list[tuple[int, int, int]]:
+    """(m_block, head, batch) of every block of the grid, in launch order."""
+    num_m_blocks, heads, batch = shape
+
+    @cute.jit
+    def program(out, num_m_blocks, heads, batch, section):  # type: ignore[no-untyped-def]
+        order = TileOrder(num_m_blocks, heads, batch, section, longest_first)
+        for i in range(out.shape[0]):
+            m_block, head, batch_index = order.decode(Int32(i))
+            out[i, 0], out[i, 1], out[i, 2] = m_block, head, batch_index
+
+    out = torch.full((num_m_blocks * heads * batch, 3), -1, dtype=torch.int32)
+    program(from_dlpack(out), *map(Int32, (num_m_blocks, heads, batch, section)))
+    return [tuple(row) for row in out.tolist()]
+
+
+def expected_order(
+    shape: tuple[int, int, int], section: int, longest_first: bool
+) -> list[tuple[int, int, int]]:
+    """Section by section; in a section row tile by row tile, and the heads of the section side by side."""
+    num_m_blocks, heads, batch = shape
+    pairs = [(head, b) for b in range(batch) for head in range(heads)]
+    tiles = range(num_m_blocks)[::-1] if longest_first else range(num_m_blocks)
+    return [
+        (m_block, head, b)
+        for first in range(0, len(pairs), section)
+        for m_block in tiles
+        for head, b in pairs[first : first + section]
+    ]
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "sections"),
+    [((3, 4, 2), (1, 3, 4, 5, 8)), ((1, 1, 1), (1,)), ((5, 3, 3), (2, 9)), ((2, 7, 1), (7, 4))],
+)
+def test_grid_order(
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int],
+    sections: tuple[int, ...],
+    longest_first: bool,
+) -> None:
+    # A hint to the compiler: every thread of a warp holds the same value.
+    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
+    for section in sections:
+        found = decoded(shape, section, longest_first)
+        assert found == expected_order(shape, section, longest_first)
+        assert sorted(found) == sorted(itertools.product(*map(range, shape)))
+
+
+# Views of accumulators
+
+
+@tiles
+def test_accumulators_as_rows_and_columns(tile: FwdTile) -> None:
+    """In the (m, n) view a row of the view is a row of the tile, and all threads together hold every
+    element once.
+    """
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = tiled_mma(tile)
+        for thread in range(tile.num_threads):
+            whole = cute.make_identity_tensor((tile.tile_m, tile.tile_n))
+            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            for r in cutlass.range_constexpr(cute.size(coords, mode=[0])):
+                for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
+                    out[thread, r, c, 0], out[thread, r, c, 1] = coords[r, c]
+
+    rows = tile.tile_m // tile.num_warps // 8
+    cols = tile.tile_n // THREADS_PER_ROW
+    out = torch.full((tile.num_threads, rows, cols, 2), -1, dtype=torch.int32)
+    program(from_dlpack(out))
+    assert torch.equal(out[..., 0], out[:, :, :1, 0].expand(-1, -1, cols))
+    assert torch.equal(out[..., 1], out[:, :1, :, 1].expand(-1, rows, -1))
+    held = sorted(map(tuple, out.view(-1, 2).tolist()))
+    assert held == list(itertools.product(range(tile.tile_m), range(tile.tile_n)))
+    # Neighbouring threads share rows: what the reductions of the softmax rely on.
+    by_row = out[:, :, 0, 0].view(-1, THREADS_PER_ROW, rows)
+    assert torch.equal(by_row, by_row[:, :1].expand_as(by_row))
+    # Columns are the thread's first one plus what the mask computes.
+    offsets = [Mask._column_offset(None, c) for c in range(cols)]  # type: ignore[arg-type]
+    assert torch.equal(out[:, 0, :, 1] - out[:, 0, :1, 1], torch.tensor(offsets).expand(tile.num_threads, -1))
+
+
+@tiles
+def test_probabilities_are_an_operand_where_they_are(tile: FwdTile) -> None:
+    """P stays in registers: what a thread holds of S is what it must hold of A, in the same order."""
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = tiled_mma(tile)
+        for thread in range(tile.num_threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            whole = cute.make_identity_tensor((tile.tile_m, tile.tile_n))
+            held, wanted = as_operand_a(thr_mma.partition_C(whole)), thr_mma.partition_A(whole)
+            for i in cutlass.range_constexpr(cute.size(wanted)):
+                out[0, thread, i, 0], out[0, thread, i, 1] = held[i]
+                out[1, thread, i, 0], out[1, thread, i, 1] = wanted[i]
+
+    elements = tile.tile_m * tile.tile_n // tile.num_threads
+    out = torch.full((2, tile.num_threads, elements, 2), -1, dtype=torch.int32)
+    program(from_dlpack(out))
+    assert out.min() >= 0
+    assert torch.equal(out[0], out[1])
+
+
+# The mask
+
+
+def masked_tile(tile: FwdTile, has_left: bool, has_right: bool) -> Callable[..., torch.Tensor]:
+    """`f(sq, sk, left, right, first_row, first_col)`: a tile of ones after all threads have masked their
+    part.
+    """
+
+    @cute.jit
+    def program(out, sq, sk, left, right, first_row, first_col):  # type: ignore[no-untyped-def]
+        mma = tiled_mma(tile)
+        band = Band(left if has_left else None, right if has_right else None)
+        for thread in range(tile.num_threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
+            acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+            acc_S.fill(1.0)
+            Mask(band, sq, sk, first_row, tScS).apply(as_mn(acc_S), first_col)
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                row, col = tScS[i]
+                out[row, col] = acc_S[i]
+
+    empty = torch.full((tile.tile_m, tile.tile_n), torch.nan)
+    compiled = cute.compile(program, from_dlpack(empty), *map(Int32, (0,) * 6))
+
+    def run(*numbers: int) -> torch.Tensor:
+        out = torch.full((tile.tile_m, tile.tile_n), torch.nan)
+        compiled(from_dlpack(out), *map(Int32, numbers))
+        return out
+
+    return run
+
+
+@tiles
+@pytest.mark.parametrize(("has_left", "has_right"), itertools.product((False, True), repeat=2))
+def test_mask_is_the_band(tile: FwdTile, has_left: bool, has_right: bool) -> None:
+    run = masked_tile(tile, has_left, has_right)
+    for sq, sk, left, right in ((300, 500, 20, 30), (500, 300, 0, 0), (128, 64, 500, 7), (129, 65, 1, 200)):
+        band = Band(left if has_left else None, right if has_right else None)
+        for m_block, n_block in itertools.product(range(-(-sq // tile.tile_m)), range(-(-sk // tile.tile_n))):
+            first_row, first_col = m_block * tile.tile_m, n_block * tile.tile_n
+            rows = torch.arange(first_row, first_row + tile.tile_m).tolist()
+            lo = torch.tensor([band.lo(i, sq, sk) for i in rows])[:, None]
+            hi = torch.tensor([band.hi(i, sq, sk) for i in rows])[:, None]
+            columns = torch.arange(first_col, first_col + tile.tile_n)
+            expected = torch.where((lo <= columns) & (columns < hi), 1.0, -torch.inf)
+            found = run(sq, sk, left, right, first_row, first_col)
+            # Rows past the last query are never stored.
+            assert torch.equal(found[: sq - first_row], expected[: sq - first_row])
+
+
+# The softmax
+
+ROWS, COLS, WIDTH = 2, 4, 3
+
+
+def online_softmax(
+    scores: torch.Tensor, values: torch.Tensor, scale: float, maybe_empty: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of blocks of scores (block, ROWS, COLS) and values (block, COLS, WIDTH), on one
+    thread.
+    """
+
+    @cute.jit
+    def program(scores, values, out, lse, scale_log2):  # type: ignore[no-untyped-def]
+        acc_O = cute.make_rmem_tensor(cute.make_layout((ROWS, WIDTH)), Float32)
+        acc_S = cute.make_rmem_tensor(cute.make_layout((ROWS, COLS)), Float32)
+        acc_O.fill(0.0)
+        softmax = Softmax.start(acc_O, scale_log2)
+        for block in cutlass.range(scores.shape[0], unroll=1):
+            for r, c in itertools.product(range(ROWS), range(COLS)):
+                acc_S[r, c] = scores[block, r, c]
+            softmax.step(acc_S, acc_O, maybe_empty)
+            for r, d, c in itertools.product(range(ROWS), range(WIDTH), range(COLS)):
+                acc_O[r, d] = acc_O[r, d] + acc_S[r, c] * values[block, c, d]
+        row_lse = cute.make_rmem_tensor(ROWS, Float32)
+        softmax.finish(acc_O, row_lse)
+        for r in cutlass.range_constexpr(ROWS):
+            lse[r] = row_lse[r]
+            for d in cutlass.range_constexpr(WIDTH):
+                out[r, d] = acc_O[r, d]
+
+    out, lse = torch.full((ROWS, WIDTH), torch.nan), torch.full((ROWS,), torch.nan)
+    program(*map(from_dlpack, (scores, values, out, lse)), Float32(scale * LOG2_E))
+    return out, lse
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads that share a row hold the same scores: a neighbour's value is one's own."""
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
+    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
+    monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
+    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+
+
+def block_scores(name: str) -> torch.Tensor:
+    scores = torch.randn((6, ROWS, COLS), generator=torch.Generator().manual_seed(3))
+    ramp = torch.arange(6.0)[:, None, None]
+    if name == "slowly rising":
+        # Below the threshold, m lags behind and nothing is rescaled.
+        return scores * 0.1 + ramp
+    if name == "steeply rising":
+        return scores + 40 * ramp
+    if name == "falling":
+        return scores - 40 * ramp
+    if name == "first blocks hidden":
+        scores[:3] = -torch.inf
+    if name == "holes":
+        scores[scores < 0.3] = -torch.inf
+    if name == "one row hidden":
+        scores[:, 1] = -torch.inf
+    return scores
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "random",
+        "slowly rising",
+        "steeply rising",
+        "falling",
+        "first blocks hidden",
+        "holes",
+        "one row hidden",
+    ],
+)
+def test_online_softmax(name: str, scale: float) -> None:
+    scores = block_scores(name)
+    values = torch.randn((6, COLS, WIDTH), generator=torch.Generator().manual_seed(4))
+    maybe_empty = bool((scores == -torch.inf).any())
+    out, lse = online_softmax(scores, values, scale, maybe_empty)
+    S = scale * scores.double().permute(1, 0, 2).flatten(1)
+    is_empty = (S == -torch.inf).all(-1)
+    expected_lse = S.logsumexp(-1)
+    # The four threads of a row sum the same terms, and each holds a quarter of the output's.
+    expected = (S - expected_lse[:, None]).exp() @ values.double().flatten(0, 1) / THREADS_PER_ROW
+    torch.testing.assert_close(out[~is_empty].double(), expected[~is_empty], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        lse[~is_empty].double(), expected_lse[~is_empty] + math.log(THREADS_PER_ROW), rtol=1e-5, atol=1e-5
+    )
+    assert torch.equal(out[is_empty], torch.zeros_like(out[is_empty]))
+    assert torch.all(lse[is_empty] == -torch.inf)
+
+
+def test_constants_of_the_softmax() -> None:
+    assert pytest.approx(1 / math.log(2), rel=1e-15) == LOG2_E
+    assert pytest.approx(math.log(2), rel=1e-15) == LN_2
+
+
+# Copies
+
+
+@pytest.mark.parametrize("check_rows", [False, True])
+@pytest.mark.parametrize(
+    ("tile", "head_dim"), [(TILES[0], 64), (TILES[0], 40), (TILES[1], 72), (TILES[1], 8)]
+)
+def test_copies_stay_inside_the_matrix(tile: FwdTile, head_dim: int, check_rows: bool) -> None:
+    """Every vector of the tile is one thread's, and is copied where it lies inside the matrix."""
+    row_elements = 64 if tile.head_dim % 64 == 0 else 32
+    vectors = tile.head_dim // 8
+
+    @cute.jit
+    def program(out, rows_left):  # type: ignore[no-untyped-def]
+        copy = plain_row_copy(tile.num_threads, row_elements, cutlass.BFloat16)
+        for thread in range(tile.num_threads):
+            rows = RowTiles(copy, Int32(thread), tile.tile_m, tile.head_dim, head_dim)
+            thr_copy = copy.get_slice(Int32(thread))
+            tXcX = thr_copy.partition_S(cute.make_identity_tensor((tile.tile_m, tile.head_dim)))
+            pred = rows.predicates(thr_copy, tXcX, rows_left, check_rows)
+            for m in cutlass.range_constexpr(cute.size(tXcX, mode=[1])):
+                for k in cutlass.range_constexpr(cute.size(tXcX, mode=[2])):
+                    row, col = tXcX[(0, 0), m, k]
+                    out[row, col // 8] = out[row, col // 8] + 1 + Int32(pred[0, m, k])
+
+    for rows_left in (1, 77, tile.tile_m, 1000):
+        out = torch.zeros((tile.tile_m, vectors), dtype=torch.int32)
+        program(from_dlpack(out), Int32(rows_left))
+        inside = (torch.arange(vectors) * 8 < head_dim).expand(tile.tile_m, -1)
+        if check_rows:
+            inside = inside & (torch.arange(tile.tile_m) < rows_left)[:, None]
+        # 1: the vector of one thread, left out; 2: copied.
+        assert torch.equal(out, 1 + inside.int())
