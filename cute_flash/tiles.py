@@ -30,7 +30,6 @@ class FwdTile:
     q_steps: int = (
         0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
     )
-    min_blocks: int = 0  # blocks per SM the compiler must leave registers for; 0: its own choice
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -45,7 +44,8 @@ class FwdTile:
             raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
         if self.tile_n % self.copy_rows or self.tile_m % self.copy_rows:
             raise ValueError(
-                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, one copy"
+                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, "
+                "the rows one copy covers"
             )
         if self.stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1 or 2")

@@ -10,8 +10,9 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 VECTOR_BYTES = 16
 
 
-def row_copy(atom: cute.CopyAtom, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
+def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Threads cover `row_elements` of a row with 16-byte vectors, then the next rows."""
+    atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8)
     vector = VECTOR_BYTES * 8 // dtype.width
     per_row = row_elements // vector
     threads = cute.make_layout((num_threads // per_row, per_row), stride=(per_row, 1))
@@ -21,17 +22,13 @@ def row_copy(atom: cute.CopyAtom, num_threads: int, row_elements: int, dtype) ->
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not within one."""
     op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
-    return row_copy(
-        cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype
-    )
+    return row_copy(op, num_threads, row_elements, dtype)
 
 
 def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Shared -> registers -> global in 16-byte vectors."""
     op = cute.nvgpu.CopyUniversalOp()
-    return row_copy(
-        cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8), num_threads, row_elements, dtype
-    )
+    return row_copy(op, num_threads, row_elements, dtype)
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
@@ -80,9 +77,7 @@ class RowTiles:
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """(vector, rows, columns) -> is this vector inside the matrix. One value serves all rows unless
-        they are checked.
-        """
+        """(vector, rows, columns) -> inside the matrix? One value serves all rows that are not checked."""
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)

@@ -24,17 +24,14 @@ class Operand:
     tile: SmemTile
     row_step: int  # rows from one of this warp's sub-tiles to the next
     fragment: cute.Tensor
-    view: (
-        cute.Tensor
-    )  # the fragment as ldmatrix fills it: (registers, sub-tiles, k) or, transposed, (registers, n, k)
+    view: cute.Tensor  # the fragment as ldmatrix fills it: (registers, m or n, k)
     is_transposed: bool
 
     def load(self, column_step: int, stage: Int32) -> None:
         """Fill the fragments of all sub-tiles of rows at one step of 16 columns."""
         tile, dtype = self.tile, self.fragment.element_type
-        target = (
-            self.view[None, column_step, None] if self.is_transposed else self.view[None, None, column_step]
-        )
+        slot = (None, column_step, None) if self.is_transposed else (None, None, column_step)
+        target = self.view[slot]
         atom, inside = divmod(column_step * STEP, tile.atom_cols)
         address = (self.address + stage * tile.bytes) ^ (inside * tile.element_bytes)
         pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)

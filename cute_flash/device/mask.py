@@ -10,36 +10,33 @@ from cute_flash.band import Band
 from cute_flash.device.views import as_mn
 
 
+def column_offset(c: int) -> int:
+    """Distance of a thread's c-th column from its first: pairs of columns, one pair every 8."""
+    return c % 2 + c // 2 * 8
+
+
 @dataclass(frozen=True)
 class Mask:
-    """The band over one tile of rows. `tScS` holds the (row, column) within the tile of every accumulator
-    element.
-    """
+    """The band over one tile of rows."""
 
     band: Band
     seqlen_q: Int32
     seqlen_k: Int32
     first_row: Int32
-    tScS: cute.Tensor
+    tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
 
     @cute.jit
     def apply(self, acc_S_mn: cute.Tensor, first_col: Int32):
         coords = as_mn(self.tScS)
-        # All column indices are this thread's first one plus a compile-time offset: compare against shifted
-        # limits.
+        # A thread's columns are its first one plus compile-time offsets: compare those with shifted limits.
         col_base = coords[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]
             hi = self.band.hi(row, self.seqlen_q, self.seqlen_k) - first_col - col_base
             lo = self.band.lo(row, self.seqlen_q, self.seqlen_k) - first_col - col_base
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                offset = self._column_offset(acc_S_mn, c)
+                offset = column_offset(c)
                 hidden = offset >= hi
                 if cutlass.const_expr(self.band.left is not None):
                     hidden = hidden or offset < lo
                 acc_S_mn[r, c] = -Float32.inf if hidden else acc_S_mn[r, c]
-
-    @staticmethod
-    def _column_offset(acc_S_mn: cute.Tensor, c: int) -> int:
-        """Distance of this thread's c-th column from its first: pairs of columns, one pair every 8."""
-        return c % 2 + c // 2 * 8

@@ -33,7 +33,6 @@ class TileOrder:
         if cutlass.const_expr(self.longest_first):
             m_block = self.num_m_blocks - 1 - m_block
         batch = head // self.heads
-        # Division loses sight of it: the whole block has one tile, so that addresses may live in uniform
-        # registers.
+        # All threads agree, which division hides: said again, for addresses to live in uniform registers.
         uniform = cute.arch.make_warp_uniform
         return uniform(m_block), uniform(head - batch * self.heads), uniform(batch)

@@ -28,9 +28,7 @@ EXACT_KEYS = 512
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
-    """Combine a value over the threads that share a row. (The DSL's own max reduction adds NaN handling: 3
-    instructions.)
-    """
+    """Combine a value over the threads that share a row; the DSL's own reduction adds NaN handling."""
     offset = THREADS_PER_ROW // 2
     while offset:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
@@ -87,21 +85,16 @@ class Softmax:
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             m_old = self.row_max[r]
             m_new = cute.arch.fmax(m_old, _row_reduce(block_max[r], cute.arch.fmax))
-            # A row without keys so far has nothing to scale; -inf - -inf would be NaN.
-            alpha = (
-                Float32(0.0)
-                if m_old == -Float32.inf
-                else cute.math.exp2((m_old - m_new) * self.scale_log2, fastmath=True)
-            )
+            # A row without keys so far holds zeros, which any finite factor keeps; -inf - -inf would be NaN.
+            grown = Float32(0.0) if m_old == -Float32.inf else m_old - m_new
+            alpha = cute.math.exp2(grown * self.scale_log2, fastmath=True)
             self.row_max[r] = m_new
             self.row_sum[r] = self.row_sum[r] * alpha
             acc_O_mn[r, None].store(acc_O_mn[r, None].load() * alpha)
 
     @cute.jit
     def finish(self, acc_O_mn: cute.Tensor, lse: cute.Tensor):
-        """Normalise the output and write the natural-log LSE of each row; a row without keys gives 0 and
-        -inf.
-        """
+        """Normalise the output; write each row's LSE, natural log. A row without keys gives 0 and -inf."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
             is_empty = total == 0.0

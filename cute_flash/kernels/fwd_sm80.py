@@ -164,16 +164,7 @@ class FwdSm80:
             grid=(num_m_blocks * heads * batch, 1, 1),
             block=(tile.num_threads, 1, 1),
             stream=stream,
-            **self._occupancy(),
         )
-
-    def _occupancy(self) -> dict[str, int]:
-        """Registers are cut to let `min_blocks` share an SM. The carve-out is stated: else it is asked of
-        a driver.
-        """
-        if not self.tile.min_blocks:
-            return {}
-        return {"min_blocks_per_mp": self.tile.min_blocks, "preferred_smem_carveout": 100}
 
     def _smem(self, rows: int) -> SmemTile:
         return SmemTile(rows, self.tile.head_dim)
@@ -213,8 +204,7 @@ class FwdSm80:
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
         )  # fmt: skip
 
-        # A tile that sees no key loads nothing: a late copy of Q would land on the output that passes through
-        # sQ.
+        # A tile that sees no key loads nothing: a late copy of Q would land on the output passing through sQ.
         if main.blocks.begin < main.blocks.end:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
@@ -230,48 +220,39 @@ class FwdSm80:
 
     def _allocate(self):
         """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
-        tile, smem = self.tile, SmemAllocator()
-        q_tile, kv_tile = self._smem(tile.tile_m), self._smem(tile.tile_n)
+        smem = SmemAllocator()
 
-        def allocate(layout):
+        def allocate(tile: SmemTile, stages: int) -> cute.Tensor:
             # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            return smem.allocate_tensor(
-                self.dtype, to_cute(layout.layout), byte_alignment=SMEM_ALIGN, swizzle=byte_swizzle(q_tile)
-            )
+            affine = to_cute(tile.staged(stages).layout)
+            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(tile))
 
-        sQ = allocate(q_tile.staged(1))
-        sK = allocate(kv_tile.staged(tile.stages))
-        sV = allocate(kv_tile.staged(tile.stages))
-        return sQ, sK, sV
+        q_tile, kv_tile = self._smem(self.tile.tile_m), self._smem(self.tile.tile_n)
+        return allocate(q_tile, 1), allocate(kv_tile, self.tile.stages), allocate(kv_tile, self.tile.stages)
 
     def _operands(self, tiled_mma, thread, sQ, sK, sV):
-        """Q, K and V^T as MMA operands. V is read through ldmatrix.trans: rows are keys, the operand wants
-        columns.
-        """
+        """Q, K and V^T as MMA operands; V's rows are keys, and ldmatrix.trans makes them columns."""
         thr_mma = tiled_mma.get_slice(thread)
         plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), self.dtype)
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        copy_Q = cute.make_tiled_copy_A(plain, tiled_mma)
+        copy_K = cute.make_tiled_copy_B(plain, tiled_mma)
+        copy_V = cute.make_tiled_copy_B(trans, tiled_mma)
 
-        q_tile, kv_tile = self._smem(self.tile.tile_m), self._smem(self.tile.tile_n)
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
         rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
         rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
+        q_tile, kv_tile = self._smem(self.tile.tile_m), self._smem(self.tile.tile_n)
         return (
-            operand(
-                cute.make_tiled_copy_A(plain, tiled_mma), thread, sQ, q_tile, 16 * self.tile.num_warps, rQ
-            ),
-            operand(cute.make_tiled_copy_B(plain, tiled_mma), thread, sK, kv_tile, 16, rK),
-            operand(
-                cute.make_tiled_copy_B(trans, tiled_mma), thread, sVt, kv_tile, 16, rV, is_transposed=True
-            ),
+            operand(copy_Q, thread, sQ, q_tile, 16 * self.tile.num_warps, rQ),
+            operand(copy_K, thread, sK, kv_tile, 16, rK),
+            operand(copy_V, thread, sVt, kv_tile, 16, rV, is_transposed=True),
         )
 
     @cute.jit
     def main_loop(self, main: Main):
-        """Blocks from the last to the first: those cut by the right bound or the tail, whole ones, those
-        cut on the left.
-        """
+        """Blocks from the last to the first: cut by the right bound or the tail, whole, cut on the left."""
         blocks = main.blocks
         self.load_block(main, blocks.end - 1, True)
         cute.arch.cp_async_commit_group()
@@ -293,9 +274,7 @@ class FwdSm80:
 
     @cute.jit
     def load_block(self, main: Main, n_block: Int32, is_last: cutlass.Constexpr):
-        """Start the copies of key block `n_block`: K, and V too where it has a buffer of its own to wait
-        in.
-        """
+        """Start the copies of key block `n_block`: K, and V too where it has a buffer to wait in."""
         self.load_tile(main, main.gK, main.sK, n_block, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
             self.load_tile(main, main.gV, main.sV, n_block, is_last)
@@ -347,8 +326,10 @@ class FwdSm80:
 
     @cute.jit
     def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, stage: Int32):
-        """acc += A B with both operands from shared memory, the next k-step's fragments loading during
-        this one's MMAs.
+        """acc += A B with B from shared memory, and A too but for the first steps that stay in registers.
+
+        Loads stand right before their use: ptxas hoists them over earlier MMAs as far as registers allow,
+        and an explicit double buffer only takes that choice away.
         """
         for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
             if cutlass.const_expr(k >= self.tile.q_steps):

@@ -1,6 +1,4 @@
-"""The shape of the house: who may import whom, what `import cute_flash` costs, and how long files may
-grow.
-"""
+"""The shape of the house: who may import whom, what `import cute_flash` costs, how long files may grow."""
 
 from __future__ import annotations
 

