@@ -104,10 +104,22 @@ def _fwd(
         return ops.fwd(q, k, v, scale, left, right)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    # Nothing to differentiate: step over the operator's autograd layer, which costs more than its kernel's
-    # own dispatch.
+    if q.is_cuda and type(q) is type(k) is type(v) is Tensor and not _is_watched():
+        # Nothing to differentiate and nobody listening: the dispatcher would only call this, later.
+        return ops.fwd_cuda(q, k, v, scale, left, right)
+    # Nothing to differentiate: step over the operator's autograd layer.
     with torch._C._AutoDispatchBelowAutograd():
         return ops.fwd(q, k, v, scale, left, right)
+
+
+def _is_watched() -> bool:
+    """Whether something would see the operator pass: a dispatch or function mode, a transform, a profiler."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 def _refuse_tangents(*inputs: Tensor) -> None:

@@ -126,7 +126,7 @@ def _python() -> Check:
     try:
         wanted = importlib.metadata.metadata("cute-flash")["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
-        return Check("Python", BROKEN, f"{found}; cute-flash itself is not installed", "pip install -e .")
+        return Check("Python", NOTE, f"{found}; cute-flash runs from its source tree", "pip install -e .")
     if sys.platform != "linux":
         return Check("Python", BROKEN, found, "use Linux (or WSL): the kernels are built for nothing else")
     if not satisfies(found, wanted):

@@ -101,7 +101,8 @@ Launch = Callable[[Tensor, Tensor, Tensor, float, int, int], tuple[Tensor, Tenso
 _launches: dict[tuple, Launch] = {}
 
 
-def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+    """The CUDA kernel of `cute_flash::fwd`."""
     # Everything that decides the launch but the addresses and the values of the window: a hit needs no
     # further check.
     signature = (
@@ -223,7 +224,7 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
 
 
 LIBRARY.impl("fwd", _fwd_cpu, "CPU")
-LIBRARY.impl("fwd", _fwd_cuda, "CUDA")
+LIBRARY.impl("fwd", fwd_cuda, "CUDA")
 LIBRARY.impl("bwd", _bwd_cpu, "CPU")
 LIBRARY.impl("bwd", _bwd_cuda, "CUDA")
 torch.library.register_fake("cute_flash::fwd", _fwd_fake, lib=LIBRARY)

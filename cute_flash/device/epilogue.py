@@ -26,6 +26,8 @@ class Epilogue:
         written.
         """
         dtype = sO.element_type
+        # sO is where Q was: every warp must be done reading it.
+        cute.arch.sync_threads()
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))
         to_smem = cute.make_tiled_copy_C(

@@ -20,7 +20,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.band import Band
 from cute_flash.device.copies import RowTiles, plain_row_copy
-from cute_flash.device.mask import Mask
+from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
@@ -121,7 +121,7 @@ def test_accumulators_as_rows_and_columns(tile: FwdTile) -> None:
     by_row = out[:, :, 0, 0].view(-1, THREADS_PER_ROW, rows)
     assert torch.equal(by_row, by_row[:, :1].expand_as(by_row))
     # Columns are the thread's first one plus what the mask computes.
-    offsets = [Mask._column_offset(None, c) for c in range(cols)]  # type: ignore[arg-type]
+    offsets = [column_offset(c) for c in range(cols)]
     assert torch.equal(out[:, 0, :, 1] - out[:, 0, :1, 1], torch.tensor(offsets).expand(tile.num_threads, -1))
 
 

@@ -1,6 +1,6 @@
 """The way from a CUDA tensor to a launch, on CPU tensors: the kernel is one that checks what it is given.
 
-`ops._fwd_cuda` is called directly; the driver, the compiler and the kernel are stand-ins. The kernel refuses
+`ops.fwd_cuda` is called directly; the driver, the compiler and the kernel are stand-ins. The kernel refuses
 what a real one could not read, and computes by the reference: results must equal the CPU path's bit for bit.
 """
 
@@ -121,7 +121,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """The CUDA path, compared with the CPU path."""
     before = [x.clone() for x in tensors]
-    out, lse = ops._fwd_cuda(*tensors, scale, left, right)
+    out, lse = ops.fwd_cuda(*tensors, scale, left, right)
     expected, expected_lse = ops.fwd(*tensors, scale, left, right)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
@@ -231,7 +231,7 @@ def test_a_scale_that_is_not_finite_launches_nothing(gpu: FakeGpu, scale: float,
     if is_known:
         run(tensors)
     with pytest.raises(ValueError, match=f"scale={scale} is not finite"):
-        ops._fwd_cuda(*tensors, scale, None, None)
+        ops.fwd_cuda(*tensors, scale, None, None)
     assert len(gpu.launches) == is_known
 
 
@@ -264,7 +264,7 @@ def test_negative_windows_launch_nothing(
     if is_known:
         run(tensors, left=3, right=3)
     with pytest.raises(ValueError, match=f"window {name} is negative"):
-        ops._fwd_cuda(*tensors, 0.3, left, right)
+        ops.fwd_cuda(*tensors, 0.3, left, right)
     assert len(gpu.launches) == is_known
 
 
@@ -385,13 +385,13 @@ def test_refusals_come_before_compiling(gpu: FakeGpu, monkeypatch: pytest.Monkey
     }
     for message, tensors in bad.items():
         with pytest.raises(ValueError, match=message):
-            ops._fwd_cuda(*tensors, 0.3, None, None)
+            ops.fwd_cuda(*tensors, 0.3, None, None)
 
     def unknown(index: int) -> arch.ArchSpec:
         raise UnsupportedError("GPU 0 is sm_120")
 
     monkeypatch.setattr(arch, "detect", unknown)
     with pytest.raises(UnsupportedError, match="sm_120"):
-        ops._fwd_cuda(q, k, v, 0.3, None, None)
+        ops.fwd_cuda(q, k, v, 0.3, None, None)
     assert gpu.plans == []
     assert ops._launches == {}

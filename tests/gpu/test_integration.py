@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_flash
 from cute_flash.band import Band
@@ -92,6 +93,25 @@ def test_torch_compile(qkv):
 
 def test_opcheck(qkv):
     torch.library.opcheck(torch.ops.cute_flash.fwd.default, (*qkv, 0.1, None, 0))
+
+
+def test_modes_and_profilers_see_the_op(qkv):
+    """A call that nobody watches may skip the dispatcher; one that is watched may not."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    expected = cute_flash.attn(*qkv, causal=True)
+    with Watch():
+        watched = cute_flash.attn(*qkv, causal=True)
+    assert torch.ops.cute_flash.fwd.default in seen
+    assert torch.equal(watched, expected)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cute_flash.attn(*qkv, causal=True)
+    assert any(event.key == "cute_flash::fwd" for event in profile.key_averages())
 
 
 def test_backward_is_refused(qkv):
