@@ -113,12 +113,13 @@ def _fwd(
 
 
 def _is_watched() -> bool:
-    """Whether something would see the operator pass: a dispatch or function mode, a transform, a profiler."""
+    """Whether something would see the operator pass: a mode, a transform, a profiler, torch.jit.trace."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
     )
 
 

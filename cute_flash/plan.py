@@ -117,8 +117,15 @@ def plan(problem: Problem, arch: ArchSpec) -> Plan:
 
 
 def _section(problem: Problem, arch: ArchSpec) -> int:
-    """Query heads per section: as many as have K and V that fit a share of L2, whole groups of a K/V head."""
+    """Query heads per section: those of as many K/V heads as fit a share of L2 and divide their number.
+
+    Sections of equal size: a small one at the end would start the longest tiles when nothing is left to run
+    beside them.
+    """
+    kv_heads = problem.batch * problem.heads_kv
+    if kv_heads == 0:
+        return 1
     kv_bytes = max(1, 2 * problem.seqlen_k * problem.head_dim * ELEMENT_BYTES)
-    group = problem.heads // max(1, problem.heads_kv)
-    heads = max(1, int(arch.l2_bytes * L2_SHARE) // kv_bytes) * max(1, group)
-    return max(1, min(heads, problem.heads * problem.batch))
+    most = min(max(1, int(arch.l2_bytes * L2_SHARE) // kv_bytes), kv_heads)
+    fitting = next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+    return fitting * (problem.heads // problem.heads_kv)

@@ -175,14 +175,6 @@ def test_strides(gpu: FakeGpu, name: str, position: int, scale: float) -> None:
     assert (gpu.last.out.data_ptr() == out.data_ptr()) == dense_rows
 
 
-def test_an_output_that_kernels_cannot_write_is_copied_back(gpu: FakeGpu) -> None:
-    q = normal(2, 4, D, 7).mT
-    out, _ = run([q, *inputs()[1:]])
-    assert out.stride() == q.stride() == (4 * D * 7, D * 7, 1, 7)
-    assert gpu.last.out.data_ptr() != out.data_ptr()
-    assert gpu.last.out.is_contiguous()
-
-
 def test_row_strides_beyond_32_bit_tile_offsets_are_copied(gpu: FakeGpu) -> None:
     storage = torch.zeros((1 << 22) + D, dtype=torch.bfloat16)
     for stride, is_copied in ((1 << 22, True), ((1 << 22) - 8, False)):
@@ -298,6 +290,16 @@ def test_whatever_decides_a_launch_is_in_the_signature(gpu: FakeGpu) -> None:
         run(inputs())
     assert len(gpu.plans) == len(calls) + 1
     assert len(gpu.launches) == 2 * len(calls) + 1
+
+
+def test_one_tensor_of_another_kind_is_no_known_signature(gpu: FakeGpu) -> None:
+    run(inputs())
+    for position in range(3):
+        mixed = inputs()
+        mixed[position] = mixed[position].half()
+        with pytest.raises(ValueError, match="they must agree"):
+            ops._fwd_cuda(*mixed, 0.3, None, None)
+    assert len(gpu.launches) == 1
 
 
 def test_known_signatures_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -95,6 +96,32 @@ def test_the_dispatcher_sees_one_operator_each_way(wants_grad: bool) -> None:
             out.sum().backward()
     ours = [name for name in seen.names if name.startswith("cute_flash")]
     assert ours == ["cute_flash.fwd.default", "cute_flash.bwd.default"][: 1 + wants_grad]
+
+
+class Listening(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_nobody_who_listens_is_stepped_over() -> None:
+    assert not api._is_watched()
+    heard = {}
+
+    def listen(name: str, x: Tensor) -> Tensor:
+        heard[name] = api._is_watched()
+        return x
+
+    x = torch.ones(2)
+    for mode in (Seen(), Listening(), torch.profiler.profile(), FakeTensorMode()):
+        with mode:
+            listen(type(mode).__name__, x)
+    torch.func.vmap(lambda x: listen("vmap", x))(x)
+    torch.func.grad(lambda x: listen("grad", x).sum())(x)
+    torch.jit.trace(lambda x: listen("trace", x * 2), x, check_trace=False)
+    assert heard == dict.fromkeys(
+        ("Seen", "Listening", "profile", "FakeTensorMode", "vmap", "grad", "trace"), True
+    )
+    assert not api._is_watched()
 
 
 def test_only_what_backward_needs_is_kept() -> None:

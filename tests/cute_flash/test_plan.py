@@ -32,7 +32,7 @@ def with_l2(share_bytes: int) -> ArchSpec:
         (1, 4, 4, 4096, 16, 4),  # no more than there are
         (4, 16, 16, 1 << 20, 16, 1),  # not even one fits: one at a time
         (4, 16, 4, 1 << 20, 16, 4),  # but never less than a group
-        (1, 6, 3, 8192, 8, 4),
+        (1, 6, 3, 8192, 8, 2),  # two would fit, but leave one over
         (2, 4, 4, 1, 16, 8),
     ],
 )
