@@ -298,7 +298,7 @@ def test_one_tensor_of_another_kind_is_no_known_signature(gpu: FakeGpu) -> None:
         mixed = inputs()
         mixed[position] = mixed[position].half()
         with pytest.raises(ValueError, match="they must agree"):
-            ops._fwd_cuda(*mixed, 0.3, None, None)
+            ops.fwd_cuda(*mixed, 0.3, None, None)
     assert len(gpu.launches) == 1
 
 
