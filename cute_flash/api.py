@@ -14,6 +14,13 @@ from cute_flash.problem import Support, UnsupportedError, check_window
 
 LAYOUTS = ("bhsd", "bshd")
 
+# Bound once: each look-up through torch._C costs as much as the call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_profiling = torch._C._autograd._profiler_enabled
+_tracing = torch._C._get_tracing_state
+
 
 def attn(
     q: Tensor,
@@ -80,9 +87,7 @@ def supports(
     return_lse: bool = False,
     layout: str = "bhsd",
 ) -> Support:
-    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason. Launches and
-    compiles nothing.
-    """
+    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run."""
     try:
         left, right = _band(causal, window)
         ops.check_scale(_default_scale(q) if scale is None else scale)
@@ -115,18 +120,16 @@ def _fwd(
 def _is_watched() -> bool:
     """Whether something would see the operator pass: a mode, a transform, a profiler, torch.jit.trace."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+        _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _profiling()
+        or _tracing() is not None
     )
 
 
 def _refuse_tangents(*inputs: Tensor) -> None:
-    """Torch drops forward-mode tangents at an operator without a rule for them: silently, a derivative of
-    0.
-    """
+    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
     if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise UnsupportedError(
             "forward-mode differentiation of attn: use reverse mode, such as out.backward()"
@@ -143,8 +146,7 @@ def _band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | No
 
 
 def _default_scale(q: Tensor) -> float:
-    head_dim = q.size(-1) if q.dim() else 0
-    return head_dim**-0.5 if head_dim else 1.0
+    return (q.size(-1) or 1) ** -0.5 if q.dim() else 1.0
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_flash.disk import DiskCache
+from cute_flash.disk import CacheWarning, DiskCache
 from cute_flash.plan import CompileKey, Plan
 from cute_flash.ranges import marked
 
@@ -186,8 +187,14 @@ def cute_compile(key: CompileKey, options: str = "") -> Any:
 def _load_entry(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:
     for suffix in (".so", ".o"):
         path = cache.find(digest(key), suffix)
-        if path is not None:
+        if path is None:
+            continue
+        try:
             return _load(path)
+        except (OSError, RuntimeError, AttributeError) as error:
+            warnings.warn(
+                f"kernel cache: {path} cannot be loaded ({error}); built anew", CacheWarning, stacklevel=4
+            )
     return None
 
 

@@ -182,7 +182,10 @@ def _is_launchable(tensor: Tensor) -> bool:
 
 
 def _launchable(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a contiguous copy of what the kernels cannot read in place."""
+    """The tensor itself, or a contiguous copy of what the kernels cannot read in place.
+
+    Among the latter are tensors that torch negates lazily: imaginary parts, whose elements lie two apart.
+    """
     if _is_launchable(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -110,7 +110,7 @@ def plan(problem: Problem, arch: ArchSpec) -> Plan:
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
-    chosen = Plan(problem, arch, family, fwd_tile(arch, problem.head_dim), _section(problem, arch))
+    chosen = Plan(problem, arch, family, fwd_tile(arch, problem.static), _section(problem, arch))
     if chosen.num_blocks > MAX_BLOCKS:
         raise UnsupportedError(f"{chosen.num_blocks} thread blocks: at most {MAX_BLOCKS}; split the batch")
     return chosen

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import UnsupportedError
+from cute_flash.problem import Static, UnsupportedError
 
 ELEMENT_BYTES = 2
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
@@ -30,11 +30,14 @@ class FwdTile:
     q_steps: int = (
         0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
     )
+    max_bounds: int = 2  # sides of the band it can mask; with more the registers would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"{self.num_warps=} must be 1, 2, 4 or 8")
         rows = WARP_ROWS * self.num_warps
-        if self.tile_m % rows:
+        if self.tile_m % rows or self.tile_m <= 0:
             raise ValueError(
                 f"{self.tile_m=} must be a multiple of {rows}: {self.num_warps} warps of {WARP_ROWS} rows"
             )
@@ -88,9 +91,9 @@ class FwdTile:
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
-# Rows are tried in order; the first one that is wide enough and fits is taken. Rules for parts that are not
-# at hand: two blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit in
-# registers (the fewer rows, the more shared memory is read per MMA), no spills.
+# Rows are tried in order; the first one that is wide enough, fits and can mask is taken. Rules for parts that
+# are not at hand: two blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit
+# in registers (the fewer rows, the more shared memory is read per MMA), no spills.
 _SM_80 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_BY_RULE),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
@@ -109,18 +112,19 @@ _SM_86 = (
 _SM_90 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTile(128, 128, 48, 4, 2, measured=_H200 + "310/376/398; 221/322/408 TFLOP/s"),
+    FwdTile(128, 128, 48, 4, 2, max_bounds=1, measured=_H200 + "310/376/398; 221/322/408 TFLOP/s"),
+    FwdTile(128, 128, 32, 4, 2, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
     FwdTile(192, 64, 64, 4, 1, q_steps=12, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(
-        256, 64, 64, 4, 1, q_steps=7, measured="with q_steps=8: " + _H200 + "274/322/344; 213/282/339 TFLOP/s"
-    ),
+    FwdTile(256, 64, 64, 4, 1, 6, 1, measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
+    FwdTile(256, 64, 64, 4, 1, 4, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
 )
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
 
-def fwd_tile(arch: ArchSpec, head_dim: int) -> FwdTile:
-    """The tile of the mma.sync forward for a head dim on an architecture."""
+def fwd_tile(arch: ArchSpec, static: Static) -> FwdTile:
+    """The tile of the mma.sync forward on an architecture."""
+    bounds = static.has_left + static.has_right
     for tile in SM80_FWD[arch.name]:
-        if tile.head_dim >= head_dim and tile.fits(arch):
+        if tile.head_dim >= static.head_dim and tile.max_bounds >= bounds and tile.fits(arch):
             return tile
-    raise UnsupportedError(f"head_dim={head_dim}: no tile for {arch.name}")
+    raise UnsupportedError(f"head_dim={static.head_dim}: no tile for {arch.name}")

@@ -28,12 +28,13 @@ class Mask:
     @cute.jit
     def apply(self, acc_S_mn: cute.Tensor, first_col: Int32):
         coords = as_mn(self.tScS)
-        # A thread's columns are its first one plus compile-time offsets: compare those with shifted limits.
-        col_base = coords[0, 0][1]
+        # A thread's columns are its first one plus compile-time offsets. Counted from that one, the keys end
+        # earlier; the band is aligned to their end, so its formulas hold as they are.
+        keys = self.seqlen_k - first_col - coords[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]
-            hi = self.band.hi(row, self.seqlen_q, self.seqlen_k) - first_col - col_base
-            lo = self.band.lo(row, self.seqlen_q, self.seqlen_k) - first_col - col_base
+            hi = self.band.hi(row, self.seqlen_q, keys)
+            lo = self.band.lo(row, self.seqlen_q, keys)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                 offset = column_offset(c)
                 hidden = offset >= hi

@@ -1,0 +1,233 @@
+"""Tuning: many variants of a kernel built side by side, checked, and timed against each other and their peers.
+
+GPU time is scarce, so nothing that needs no GPU waits for one: all variants are compiled in parallel before
+the first is launched, and `compile_only` tells what they use on a machine that has none. The GPU belongs to a
+process of its own. A variant that fails, hangs or takes the CUDA context with it is known by name, written
+down and left out; the others go on in a new process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from cute_flash import roofline
+from cute_flash.arch import ArchSpec
+from profiling import bench, trial
+from profiling.ranking import Entry, Tuning
+from profiling.record import Cell, Result
+from profiling.suites import DTYPES, SUITES, Shape
+from profiling.terminal import Step
+from profiling.trial import Build
+from profiling.variants import Variant, table_row
+from profiling.workers import Outcome, Pool, Task
+
+# Compiling the widest kernels takes less than a minute on one core, a step on the GPU far less than a second.
+COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
+METHOD = {
+    **bench.METHOD,
+    "check": f"against fp64 on {len(trial.AWKWARD)} small shapes, outputs poisoned with NaN, twice",
+    "ranking": "geometric mean of the speed over the cells; only variants that are right in all of them",
+    "isolation": "all launches in one process, which is replaced if a variant breaks or hangs it",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    family: str = "fwd_sm80"
+    arch: str = "sm_90"
+    dtype: str = "bf16"
+    masks: tuple[str, ...] = ("full", "causal")
+    lengths: tuple[int, ...] | None = None  # None: those of the quick suite
+    peers: tuple[str, ...] = ("sdpa-flash",)
+    rounds: int = 5
+    ms: float = 25.0
+    graph: bool = False
+    seed: int = 0
+    jobs: int = 1
+    resources: bool = False
+    compile_only: bool = False
+
+    def shapes(self, head_dims: Sequence[int]) -> list[Shape]:
+        return SUITES["quick"].narrowed(self.lengths, head_dims, self.masks).shapes()
+
+    @property
+    def bench(self) -> bench.Settings:
+        return bench.Settings(
+            suite="tune",
+            dtype=self.dtype,
+            kernels=self.family,
+            reference=self.peers[0],
+            rounds=self.rounds,
+            ms=self.ms,
+            graph=self.graph,
+            seed=self.seed,
+        )
+
+
+class Runner(Protocol):
+    """What tuning needs of a pool of processes."""
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]: ...
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What tuning needs of the world; tests bring their own."""
+
+    pool: Callable[[int, Mapping[str, str], float], AbstractContextManager[Runner]]
+    facts: Callable[[], dict[str, Any]]
+    card_state: Callable[[], dict[str, Any]]
+    progress: Callable[[int], AbstractContextManager[Step]]
+    save: Callable[[Tuning], None] = lambda tuning: None
+    cache: Path | None = None  # kernels are kept there; None: only for this run
+
+
+@contextmanager
+def _cache_folder(tools: Tools) -> Iterator[dict[str, str]]:
+    """The environment of processes that share compiled kernels with each other, and not with the user's."""
+    with TemporaryDirectory(prefix="cute_flash_tune_") as folder:
+        yield {"CUTE_FLASH_CACHE_DIR": str(tools.cache.absolute() if tools.cache else folder)}
+
+
+def run_tune(
+    variants: Sequence[Variant],
+    arch: ArchSpec,
+    settings: Settings,
+    tools: Tools,
+    unavailable: Mapping[str, str] | None = None,
+) -> Tuning:
+    """Build, check and time; saved after each of these and after each cell. Peers that are not there: why."""
+    rows = {table_row(settings.family, head_dim, arch) for head_dim in {v.head_dim for v in variants}}
+    entries = [Entry(variant, variant in rows) for variant in variants]
+    tuning = Tuning(
+        settings=asdict(settings),
+        machine=tools.facts(),
+        method=METHOD,
+        entries=entries,
+        peers=() if settings.compile_only else settings.peers,
+        unavailable=dict(unavailable or {}),
+    )
+    with _cache_folder(tools) as environment:
+        with tools.pool(settings.jobs, environment, COMPILE_LIMIT_S) as builders:
+            _build_all(tuning, arch, settings, tools, builders)
+        tools.save(tuning)
+        if not settings.compile_only:
+            with tools.pool(1, environment, GPU_LIMIT_S) as gpu:
+                _check_all(tuning, arch, settings, tools, gpu)
+                tools.save(tuning)
+                _time_all(tuning, arch, settings, tools, gpu)
+    tuning.is_complete = True
+    tools.save(tuning)
+    return tuning
+
+
+def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
+    keeps_kernel = not settings.compile_only or tools.cache is not None
+    reads_resources = settings.compile_only or settings.resources
+    jobs = list(product(tuning.entries, settings.masks))
+    tasks = []
+    for entry, mask in jobs:
+        # Lengths and heads are no part of what is compiled.
+        shape = Shape(1, 1, 1, 1024, entry.variant.head_dim, mask == "causal")
+        plan = entry.variant.plan(shape.problem(settings.dtype), arch)
+        tasks.append(Task(trial.build, (plan, keeps_kernel, reads_resources)))
+    with tools.progress(len(tasks)) as step:
+        for outcome in pool.run(tasks):
+            entry, mask = jobs[outcome.index]
+            build = outcome.value if outcome.error is None else Build(error=outcome.error)
+            entry.builds[mask] = build
+            if build.error is not None:
+                entry.error = f"{mask}: {build.error}"
+            step(f"{entry.variant}, {mask}: {_built(build)}")
+    for entry in tuning.entries:
+        # In the order of the masks, not in that in which the processes ended.
+        entry.builds = {mask: entry.builds[mask] for mask in settings.masks}
+
+
+def _built(build: Build) -> str:
+    if build.error is not None:
+        return f"failed: {build.error}"
+    uses = "" if build.registers is None else f", {build.registers} registers, {build.spill_bytes} B spilled"
+    return f"built in {build.seconds:.1f} s{uses}"
+
+
+def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
+    jobs = [(entry, mask) for entry in tuning.entries if entry.is_right for mask in settings.masks]
+    tasks = [Task(trial.check, (entry.variant, arch, settings.dtype, mask)) for entry, mask in jobs]
+    with tools.progress(len(tasks)) as step:
+        for outcome in pool.run(tasks):
+            entry, mask = jobs[outcome.index]
+            if outcome.error is not None:
+                entry.error = f"{mask}, while it was checked: {outcome.error}"
+            elif outcome.value is not None:
+                entry.wrong = outcome.value
+            step(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
+
+
+def _blank(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
+    size = roofline.hbm_bytes(shape.problem(settings.dtype))
+    exceeds_l2 = None if l2_bytes is None else size > l2_bytes
+    return Cell("fwd", settings.dtype, shape, shape.flops(), size, exceeds_l2, results={})
+
+
+def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
+    shapes, l2_bytes = settings.shapes(tuning.head_dims), tuning.machine.get("l2_bytes")
+    peers = list(tuning.peers)
+    before = tools.card_state()
+    with tools.progress(len(shapes)) as step:
+        for shape in shapes:
+            right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
+            cell = _blank(shape, settings, l2_bytes)
+            cell, broken = _time_cell(cell, [e.variant for e in right], peers, settings, arch, pool)
+            # A peer that broke the process once would do so in every cell.
+            peers = [name for name in peers if name not in broken]
+            after = tools.card_state()
+            cell = replace(cell, before=before, after=after)
+            before = after
+            tuning.cells.append(cell)
+            for entry in right:
+                entry.read_cell(cell)
+            tools.save(tuning)
+            step(_line(cell, tuning))
+
+
+def _time_cell(
+    cell: Cell,
+    variants: Sequence[Variant],
+    peers: Sequence[str],
+    settings: Settings,
+    arch: ArchSpec,
+    pool: Runner,
+) -> tuple[Cell, dict[str, Result]]:
+    """The filled cell, and those who broke the process: each time, the rest is timed again without them."""
+    broken: dict[str, Result] = {}
+    names = [*peers, *(variant.text for variant in variants)]
+    while len(broken) < len(names):
+        left = [variant for variant in variants if variant.text not in broken]
+        left_peers = [name for name in peers if name not in broken]
+        task = Task(trial.time_cell, (cell, left, left_peers, settings.bench, arch))
+        (outcome,) = pool.run([task])
+        if outcome.error is None:
+            return replace(outcome.value, results={**outcome.value.results, **broken}), broken
+        # Without a name it happened before the first of them ran: nobody can be left out.
+        culprits = [outcome.note] if outcome.note else [name for name in names if name not in broken]
+        broken |= {name: Result(error=outcome.error) for name in culprits}
+    return replace(cell, results=broken), broken
+
+
+def _line(cell: Cell, tuning: Tuning) -> str:
+    best = next((one for one in tuning.standings(cell.shape.head_dim) if one.entry and one.tflops), None)
+    speed = cell.tflops(best.name) if best else None
+    theirs = cell.tflops(tuning.peers[0])
+    parts = [f"{best.name} {speed:.0f}"] if best and speed else []
+    parts += [f"{tuning.peers[0]} {theirs:.0f}"] if theirs else []
+    return f"{cell.key}: {', '.join(parts)} TFLOP/s" if parts else f"{cell.key}: nothing was measured"
+
+
+__all__ = ["DTYPES", "Pool", "Settings", "Tools", "run_tune"]

@@ -1,0 +1,253 @@
+"""Which variants of a kernel are tried: written as compact strings, or found around a row of the tile table.
+
+    64: 128x64 w4 s2 q4          head dim 64: 128 rows by 64 keys, 4 warps, 2 stages, 4 steps of Q kept
+    128: 128x{48,64} w4 s{1,2}   a set: every combination that is feasible
+    128x64 w8 s1                 of every head dim that is tuned; a field left out has the tile's default
+
+The tile is as wide as the head dim, padded to a multiple of 32; `d192` makes it wider.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+
+from cute_flash.arch import ArchSpec
+from cute_flash.band import ceil_div
+from cute_flash.plan import Plan, plan, use_kernels
+from cute_flash.problem import Problem
+from cute_flash.tiles import FwdTile, fwd_tile
+
+DEFAULT_HEAD_DIMS = (64, 128)
+WIDTH_STEP = 32
+# Of the 255 registers of a thread; the rest is for addresses and what is in flight. More would spill.
+MAX_ACCUMULATORS = 240
+
+_PREFIX = re.compile(r"\s*(\d+)\s*:(.*)", re.DOTALL)
+_SHAPE = re.compile(r"(\d+)x(\d+)")
+_FIELD = re.compile(r"([a-z])(\d+)")
+_SET = re.compile(r"\{([^{}]*)\}")
+
+
+class InfeasibleError(ValueError):
+    """A well-formed variant that the kernel or the architecture refuses."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the variants of one kernel are written and found.
+
+    Its tile has `head_dim`, `tile_m` and `tile_n`, refuses what the kernel cannot do with `ValueError`, and
+    knows `smem_bytes`, `accumulator_registers` and `fits(arch)`.
+    """
+
+    kernels: str  # as `use_kernels` takes it
+    tile: type[FwdTile]
+    row: Callable[[ArchSpec, int], FwdTile]  # of the table: for an architecture and a head dim
+    letters: Mapping[str, str]  # of the compact form, each with the field of the tile that it sets
+    choices: Mapping[str, tuple[int, ...]]  # values of each field worth trying, in ascending order
+
+
+FAMILIES = {
+    "fwd_sm80": Family(
+        kernels="sm80",
+        tile=FwdTile,
+        row=fwd_tile,
+        letters={"w": "num_warps", "s": "stages", "q": "q_steps", "d": "head_dim"},
+        choices={
+            "tile_m": (64, 128, 256),
+            "tile_n": (32, 48, 64, 80, 96, 112, 128),
+            "num_warps": (2, 4, 8),
+            "stages": (1, 2),
+            "q_steps": (0, 1, 2, 4, 6, 8, 12, 16),
+        },
+    ),
+}
+
+
+def family_of(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ValueError(f"kernel {name!r}: choose from {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def _width(head_dim: int) -> int:
+    return ceil_div(head_dim, WIDTH_STEP) * WIDTH_STEP
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One tile of one kernel, for problems of one head dim."""
+
+    family: str
+    head_dim: int
+    tile: FwdTile
+
+    @property
+    def text(self) -> str:
+        """The compact form without its head dim; `parse` reads it back."""
+        tile = self.tile
+        defaults = {f.name: f.default for f in fields(tile)} | {"head_dim": _width(self.head_dim)}
+        told = [
+            f"{letter}{getattr(tile, name)}"
+            for letter, name in family_of(self.family).letters.items()
+            if getattr(tile, name) != defaults[name]
+        ]
+        return " ".join([f"{tile.tile_m}x{tile.tile_n}", *told])
+
+    def __str__(self) -> str:
+        return f"{self.head_dim}: {self.text}"
+
+    def plan(self, problem: Problem, arch: ArchSpec) -> Plan:
+        with use_kernels(family_of(self.family).kernels):
+            return replace(plan(problem, arch), tile=self.tile)
+
+    def obstacle(self, arch: ArchSpec) -> str | None:
+        """Why no GPU of this architecture can launch it, or None."""
+        if self.tile.fits(arch):
+            return None
+        needed, there = self.tile.smem_bytes / 1024, arch.smem_per_block / 1024
+        return f"{needed:.0f} KB of shared memory, {arch.name} has {there:.0f} KB a block"
+
+
+def table_row(family: str, head_dim: int, arch: ArchSpec) -> Variant:
+    """What the library would run."""
+    return Variant(family, head_dim, family_of(family).row(arch, head_dim))
+
+
+def parse(text: str, family: str, head_dim: int) -> Variant:
+    """A variant from its compact form, without the prefix that names the head dim."""
+    known = family_of(family)
+    given = list(_values(text, known))
+    values = dict(given)
+    if len(values) < len(given):
+        raise ValueError(f"variant {text!r}: something is given twice")
+    values.setdefault("head_dim", _width(head_dim))
+    letters = {name: f"{letter} ({name})" for letter, name in known.letters.items()}
+    required = [f.name for f in fields(known.tile) if f.default is MISSING]
+    if missing := [letters.get(name, name) for name in required if name not in values]:
+        raise ValueError(f"variant {text!r}: {', '.join(missing)} missing")
+    if values["head_dim"] < head_dim:
+        raise ValueError(f"variant {text!r}: width {values['head_dim']} is less than head dim {head_dim}")
+    try:
+        return Variant(family, head_dim, known.tile(**values))
+    except (ValueError, ZeroDivisionError) as error:
+        raise InfeasibleError(f"variant {text!r}: {error}") from error
+
+
+def _values(text: str, family: Family) -> Iterator[tuple[str, int]]:
+    for part in text.split():
+        if shape := _SHAPE.fullmatch(part):
+            yield "tile_m", int(shape[1])
+            yield "tile_n", int(shape[2])
+        elif (one := _FIELD.fullmatch(part)) and one[1] in family.letters:
+            yield family.letters[one[1]], int(one[2])
+        else:
+            raise ValueError(
+                f"variant {text!r}: {part!r} is no shape such as 128x64, "
+                f"no number after one of {', '.join(family.letters)}, and no file"
+            )
+
+
+def expand(text: str) -> list[str]:
+    """Every combination of the sets `{a,b}` in a text."""
+    found = _SET.search(text)
+    if found is None:
+        return [text]
+    head, tail = text[: found.start()], text[found.end() :]
+    return [one for value in found[1].split(",") for one in expand(head + value.strip() + tail)]
+
+
+@dataclass(frozen=True)
+class Written:
+    """One entry of a list of variants: for its own head dim, or for all."""
+
+    head_dim: int | None
+    text: str
+
+    def variants(self, family: str, head_dim: int, arch: ArchSpec) -> list[Variant]:
+        """What can run of it. Nobody writes a variant alone to see it left out: that is an error."""
+        texts = expand(self.text)
+        found = []
+        for text in texts:
+            try:
+                found.append(_launchable(parse(text, family, head_dim), arch))
+            except InfeasibleError:
+                if len(texts) == 1:
+                    raise
+        return found
+
+
+def _launchable(variant: Variant, arch: ArchSpec) -> Variant:
+    if obstacle := variant.obstacle(arch):
+        raise InfeasibleError(f"variant '{variant}': {obstacle}")
+    return variant
+
+
+def read(sources: Iterable[str]) -> list[Written]:
+    """The entries of files (one in a line, # begins a comment) and of expressions (; between entries)."""
+    lines: list[str] = []
+    for source in sources:
+        # `Path.is_file` refuses what is too long for a name, as an expression may be.
+        is_file = os.path.isfile(source)
+        lines += Path(source).read_text().splitlines() if is_file else source.split(";")
+    written = []
+    for line in lines:
+        text = line.partition("#")[0].strip()
+        prefix = _PREFIX.fullmatch(text)
+        if text:
+            written.append(Written(int(prefix[1]), prefix[2].strip()) if prefix else Written(None, text))
+    return written
+
+
+def around(row: Variant, arch: ArchSpec) -> list[Variant]:
+    """Feasible neighbours of a row, itself first: those that differ in the fewest and smallest steps lead."""
+    family = family_of(row.family)
+    choices = {name: _with(values, getattr(row.tile, name)) for name, values in family.choices.items()}
+    found: dict[Variant, int] = {}
+    for values in itertools.product(*choices.values()):
+        try:
+            tile = family.tile(head_dim=row.tile.head_dim, **dict(zip(choices, values, strict=True)))
+        except ValueError:
+            continue
+        if tile.fits(arch) and tile.accumulator_registers <= MAX_ACCUMULATORS:
+            found[replace(row, tile=tile)] = _steps(tile, row.tile, choices)
+    found[row] = 0
+    return sorted(found, key=lambda variant: (found[variant], variant.text))
+
+
+def _with(values: Sequence[int], value: int) -> tuple[int, ...]:
+    return tuple(sorted({*values, value}))
+
+
+def _steps(tile: FwdTile, row: FwdTile, choices: Mapping[str, tuple[int, ...]]) -> int:
+    """How far two tiles lie apart, in places of the lists of choices."""
+    return sum(
+        abs(values.index(getattr(tile, name)) - values.index(getattr(row, name)))
+        for name, values in choices.items()
+    )
+
+
+def choose(
+    family: str, arch: ArchSpec, head_dims: Sequence[int] | None, sources: Sequence[str], most: int
+) -> list[Variant]:
+    """What to try: per head dim the table's row, then what `sources` name, or else its neighbours.
+
+    Without `head_dims` they are those that the sources name. At most `most` neighbours are taken, the row
+    among them; what is written is taken whole.
+    """
+    written = read(sources)
+    named = list(dict.fromkeys(one.head_dim for one in written if one.head_dim is not None))
+    chosen: list[Variant] = []
+    for head_dim in head_dims or named or DEFAULT_HEAD_DIMS:
+        row = table_row(family, head_dim, arch)
+        if not written:
+            chosen += around(row, arch)[:most]
+            continue
+        mine = [one for one in written if one.head_dim in (None, head_dim)]
+        chosen += [row, *(v for one in mine for v in one.variants(family, head_dim, arch))]
+    return list(dict.fromkeys(chosen))

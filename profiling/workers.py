@@ -1,0 +1,178 @@
+"""Tasks in processes of their own: one that fails, hangs or dies is an outcome, and the others go on.
+
+The pools of the standard library do not survive it: one waits for ever for a task whose process was killed,
+the other gives up all that is still to be done. Here a process that is lost is replaced, and its task ends
+with an error. Functions and arguments travel by pickle; every process begins afresh (spawn), so that none
+inherits a CUDA context.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+# How long a process that was told to end may take.
+END_S = 10.0
+MAX_MESSAGE = 500
+
+
+class Unusable(Exception):
+    """Raised by a task after which its process can do nothing more: a new one takes its place."""
+
+
+@dataclass(frozen=True)
+class Task:
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the task at `index`: a value, or an error and the last note before it."""
+
+    index: int
+    value: Any = None
+    error: str | None = None
+    note: str | None = None
+
+
+_to_parent: Connection | None = None
+
+
+def note(text: str) -> None:
+    """Tell from inside a task what comes next: the one to blame if nothing more is heard."""
+    if _to_parent is not None:
+        _to_parent.send(("note", text))
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:MAX_MESSAGE]
+
+
+def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
+    """The life of a process: one task after the other, until the parent hangs up."""
+    global _to_parent
+    _to_parent = connection
+    os.environ.update(environment)
+    # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of its own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        # The start of a process, with all its imports, is not the task's time.
+        connection.send(("note", None))
+        try:
+            connection.send(("value", task.function(*task.args)))
+        except Unusable as error:
+            connection.send(("lost", _describe(error)))
+            return
+        except Exception as error:
+            connection.send(("error", _describe(error)))
+
+
+class _Worker:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        # A daemon: it ends with the parent, whatever ends the parent.
+        self.process = context.Process(target=_serve, args=(theirs, dict(environment)), daemon=True)
+        self.process.start()
+        # Only the process holds its end now, so that its death ends what is read from ours.
+        theirs.close()
+        self.index = -1
+        self.note: str | None = None
+        self.heard = time.monotonic()
+
+    def begin(self, index: int, task: Task) -> None:
+        self.index, self.note, self.heard = index, None, time.monotonic()
+        try:
+            self.connection.send(task)
+        except OSError:
+            # It has died meanwhile, which reading will tell.
+            pass
+
+    def read(self) -> Outcome | None:
+        """The end of the task, or None for a note."""
+        try:
+            kind, content = self.connection.recv()
+        except (EOFError, OSError):
+            return self.lost(f"its process ended with {self._exit()}")
+        self.heard = time.monotonic()
+        if kind == "note":
+            self.note = content
+            return None
+        if kind == "value":
+            return Outcome(self.index, value=content)
+        return self.lost(content) if kind == "lost" else Outcome(self.index, None, content, self.note)
+
+    def lost(self, error: str) -> Outcome:
+        self.end(is_urgent=True)
+        return Outcome(self.index, None, error, self.note)
+
+    def _exit(self) -> str:
+        self.process.join(END_S)
+        code = self.process.exitcode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+
+    def end(self, is_urgent: bool = False) -> None:
+        self.connection.close()
+        if not is_urgent:
+            self.process.join(END_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(END_S)
+
+
+class Pool:
+    """Up to `size` processes with additions to the environment; silent for `limit_s`, one is taken for
+    hung.
+    """
+
+    def __init__(self, size: int, environment: Mapping[str, str], limit_s: float) -> None:
+        self.size, self.limit_s = size, limit_s
+        self._environment = dict(environment)
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._busy:
+            worker.end(is_urgent=True)
+        for worker in self._idle:
+            worker.end()
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """The outcomes as they come; `index` tells whose."""
+        waiting = deque(enumerate(tasks))
+        while waiting or self._busy:
+            while waiting and len(self._busy) < self.size:
+                worker = self._idle.pop() if self._idle else _Worker(self._environment)
+                worker.begin(*waiting.popleft())
+                self._busy.append(worker)
+            yield from self._heard()
+
+    def _heard(self) -> Iterator[Outcome]:
+        """Wait until someone says something, or has been silent for too long."""
+        until = min(worker.heard for worker in self._busy) + self.limit_s
+        ready = wait([worker.connection for worker in self._busy], max(0.0, until - time.monotonic()))
+        for worker in list(self._busy):
+            outcome = worker.read() if worker.connection in ready else None
+            if outcome is None and time.monotonic() > worker.heard + self.limit_s:
+                outcome = worker.lost(f"nothing was heard of it for {self.limit_s:.0f} s")
+            if outcome is not None:
+                self._busy.remove(worker)
+                if not worker.connection.closed:
+                    self._idle.append(worker)
+                yield outcome
