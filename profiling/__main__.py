@@ -1,24 +1,29 @@
-"""`python -m profiling`: speed and accuracy of cute_flash beside its peers, and the host time of a call."""
+"""`python -m profiling`: speed and accuracy of cute_flash beside its peers, host time of a call, tuning."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from profiling import compare, host, machine, report
+from cute_flash import arch
+from cute_flash.arch import ArchSpec
+from profiling import compare, host, machine, ranking, report, tune
 from profiling.bench import Settings, Tools, run_bench
 from profiling.providers import DEFAULT_NAMES, KERNELS, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, FLOPS_FACTOR, MASKS, SUITES, Shape
 from profiling.terminal import progress, show
 from profiling.timing import EventTimer, GraphTimer
+from profiling.variants import FAMILIES, Wanted, choose
+from profiling.workers import Pool
 
 # 0: all well. 1: measured, and found wanting. 2: could not be measured.
 OK, FOUND_WANTING, NOT_MEASURED = 0, 1, 2
@@ -72,14 +77,53 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
     host_command = commands.add_parser("host", help="host time per call, import and first call")
     _add_common(host_command, host.NAMES)
+    _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     return parser
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--family", choices=FAMILIES, default="fwd_sm80", help="kernel (default: %(default)s)")
+    add(
+        "--tile",
+        "--tiles",
+        dest="tiles",
+        action="append",
+        default=[],
+        metavar="EXPR|FILE",
+        help='variants, such as "64: 128x{48,64} w4 s2 q4"; default: neighbours of the row of the table',
+    )
+    add("--max-variants", type=_at_least_one, default=30, help="neighbours a head dim (default: %(default)s)")
+    add("--head-dims", type=_integers, metavar="64,128", help="default: those of the variants, or 64,128")
+    add("--masks", type=_names, default=MASKS, metavar=",".join(MASKS), help="default: all")
+    add("--lengths", type=_integers, metavar="512,8192", help="default: those of the quick suite")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--peers", type=_names, default=("sdpa-flash",), metavar="A,B", help="the first is the reference")
+    add("--rounds", type=_at_least_one, default=5, help="default: %(default)s")
+    add("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
+    add("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
+    add("--seed", type=int, default=0)
+    add("--jobs", type=_at_least_one, default=_num_cores(), help="processes that compile (default: cores)")
+    add("--resources", action="store_true", help="read registers and spills too: compiles twice")
+    add("--compile-only", action="store_true", help="registers, spills and shared memory; needs no GPU")
+    add("--arch", metavar="sm_xx", help="what --compile-only compiles for (default: the GPU here)")
+    add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels there for later runs")
+    add("--out", type=Path, metavar="FILE", help="write everything as JSON, after each cell")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _available(args: argparse.Namespace) -> tuple[list[Provider], dict[str, str]]:
     available, absent = split_available(select(args.providers, args.kernels))
+    _tell_absent(absent)
+    return available, absent
+
+
+def _tell_absent(absent: dict[str, str]) -> None:
     for name, reason in absent.items():
         print(f"{name} is not available: {reason}", file=sys.stderr)
-    return available, absent
 
 
 def _print_lines(title: str, lines: Sequence[str]) -> None:
@@ -150,11 +194,52 @@ def _host(args: argparse.Namespace) -> int:
     return FOUND_WANTING if errors else OK
 
 
+def _target(args: argparse.Namespace) -> ArchSpec:
+    if args.arch and not args.compile_only:
+        raise ValueError(
+            f"--arch {args.arch}: what is timed runs on the GPU here; use it with --compile-only"
+        )
+    if args.arch:
+        return arch.by_name(args.arch)
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device; without one: --compile-only --arch sm_80")
+    return arch.detect(torch.cuda.current_device())
+
+
+def _tune(args: argparse.Namespace) -> int:
+    target = _target(args)
+    wanted = Wanted(tuple(args.tiles), args.head_dims, args.masks, args.max_variants)
+    variants = choose(wanted, args.family, target)
+    peers, absent = split_available([] if args.compile_only else select(args.peers))
+    _tell_absent(absent)
+    if not args.compile_only and not peers:
+        raise ValueError(f"no peer to compare with among {', '.join(args.peers)}")
+    names = {f.name for f in fields(tune.Settings)} & set(vars(args))
+    settings = replace(
+        tune.Settings(**{name: getattr(args, name) for name in names}),
+        arch=target.name,
+        peers=tuple(peer.name for peer in peers),
+    )
+    # A wrong mask or length is said before anything is compiled.
+    settings.shapes([variant.head_dim for variant in variants])
+
+    def keep(tuning: ranking.Tuning) -> None:
+        if args.out:
+            write_json(ranking.to_dict(tuning), args.out)
+
+    tools = tune.Tools(Pool, machine.facts, machine.card_state, progress, keep, args.kernel_cache)
+    tuning = tune.run_tune(variants, target, settings, tools, absent)
+    show(ranking.resource_tables(tuning) if args.compile_only else ranking.speed_tables(tuning))
+    print(f"{ranking.RESOURCE_LEGEND if args.compile_only else ranking.SPEED_LEGEND}\n")
+    _print_lines("Not ranked", tuning.complaints())
+    return FOUND_WANTING if tuning.complaints() else OK
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return {"bench": _bench, "host": _host}[args.command](args)
+        return {"bench": _bench, "host": _host, "tune": _tune}[args.command](args)
     except (ValueError, OSError) as error:
         # A wrong argument or file, said before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -17,9 +17,12 @@ from profiling.trial import Build
 from profiling.variants import Variant
 
 SCHEMA = 1
-LEGEND = (
-    "`*` row of the tile table; TFLOP/s; `~` rounds differ by more than 5 %; "
-    "x ref: speed over that of the reference, geometric mean; registers and spills of each mask"
+SPEED_LEGEND = (
+    "`*` row of the tile table; TFLOP/s; `~` rounds differ by more than 5 %; x ref: speed over that of the "
+    "reference, geometric mean; a/b: of each mask"
+)
+RESOURCE_LEGEND = (
+    "`*` row of the tile table; a/b: of each mask; blocks/SM: by registers, shared memory and threads"
 )
 
 
@@ -194,7 +197,11 @@ def speed_tables(tuning: Tuning) -> list[Table]:
             if one.entry is None:
                 rows.append((one.name, _verdict(one), *speeds, NOTHING, NOTHING, NOTHING))
                 continue
-            uses = (_by_mask(one.entry, "registers"), _by_mask(one.entry, "spill_bytes"), _kilobytes(one.entry))
+            uses = (
+                _by_mask(one.entry, "registers"),
+                _by_mask(one.entry, "spill_bytes"),
+                _kilobytes(one.entry),
+            )
             rows.append((_name(one.entry), _verdict(one), *speeds, *uses))
         title = f"{tuning.settings['family']} {tuning.settings['dtype']}, D={head_dim}"
         tables.append(Table(title, (*columns, "registers", "spilled B", "smem KB"), tuple(rows)))

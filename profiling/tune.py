@@ -1,4 +1,4 @@
-"""Tuning: many variants of a kernel built side by side, checked, and timed against each other and their peers.
+"""Tuning: variants of a kernel built side by side, checked, and timed against each other and their peers.
 
 GPU time is scarce, so nothing that needs no GPU waits for one: all variants are compiled in parallel before
 the first is launched, and `compile_only` tells what they use on a machine that has none. The GPU belongs to a
@@ -21,11 +21,11 @@ from cute_flash.arch import ArchSpec
 from profiling import bench, trial
 from profiling.ranking import Entry, Tuning
 from profiling.record import Cell, Result
-from profiling.suites import DTYPES, SUITES, Shape
+from profiling.suites import SUITES, Shape
 from profiling.terminal import Step
 from profiling.trial import Build
-from profiling.variants import Variant, table_row
-from profiling.workers import Outcome, Pool, Task
+from profiling.variants import Variant, sample_problem, table_rows
+from profiling.workers import Outcome, Task
 
 # Compiling the widest kernels takes less than a minute on one core, a step on the GPU far less than a second.
 COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
@@ -103,7 +103,8 @@ def run_tune(
     unavailable: Mapping[str, str] | None = None,
 ) -> Tuning:
     """Build, check and time; saved after each of these and after each cell. Peers that are not there: why."""
-    rows = {table_row(settings.family, head_dim, arch) for head_dim in {v.head_dim for v in variants}}
+    head_dims = {variant.head_dim for variant in variants}
+    rows = {row for d in head_dims for row in table_rows(settings.family, d, arch, settings.masks)}
     entries = [Entry(variant, variant in rows) for variant in variants]
     tuning = Tuning(
         settings=asdict(settings),
@@ -133,9 +134,7 @@ def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
     jobs = list(product(tuning.entries, settings.masks))
     tasks = []
     for entry, mask in jobs:
-        # Lengths and heads are no part of what is compiled.
-        shape = Shape(1, 1, 1, 1024, entry.variant.head_dim, mask == "causal")
-        plan = entry.variant.plan(shape.problem(settings.dtype), arch)
+        plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), arch)
         tasks.append(Task(trial.build, (plan, keeps_kernel, reads_resources)))
     with tools.progress(len(tasks)) as step:
         for outcome in pool.run(tasks):
@@ -183,6 +182,10 @@ def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, 
     with tools.progress(len(shapes)) as step:
         for shape in shapes:
             right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
+            if not right:
+                # Peers alone are not worth the time.
+                step(f"{shape.id}: no variant is left")
+                continue
             cell = _blank(shape, settings, l2_bytes)
             cell, broken = _time_cell(cell, [e.variant for e in right], peers, settings, arch, pool)
             # A peer that broke the process once would do so in every cell.
@@ -207,18 +210,19 @@ def _time_cell(
 ) -> tuple[Cell, dict[str, Result]]:
     """The filled cell, and those who broke the process: each time, the rest is timed again without them."""
     broken: dict[str, Result] = {}
-    names = [*peers, *(variant.text for variant in variants)]
-    while len(broken) < len(names):
+    while True:
         left = [variant for variant in variants if variant.text not in broken]
         left_peers = [name for name in peers if name not in broken]
         task = Task(trial.time_cell, (cell, left, left_peers, settings.bench, arch))
         (outcome,) = pool.run([task])
         if outcome.error is None:
             return replace(outcome.value, results={**outcome.value.results, **broken}), broken
-        # Without a name it happened before the first of them ran: nobody can be left out.
-        culprits = [outcome.note] if outcome.note else [name for name in names if name not in broken]
-        broken |= {name: Result(error=outcome.error) for name in culprits}
-    return replace(cell, results=broken), broken
+        failed = Result(error=outcome.error)
+        if outcome.note is None:
+            # Before the first of them ran: nobody is to blame, and nobody can be left out.
+            rest = dict.fromkeys([*left_peers, *(variant.text for variant in left)], failed)
+            return replace(cell, results={**rest, **broken}), broken
+        broken[outcome.note] = failed
 
 
 def _line(cell: Cell, tuning: Tuning) -> str:
@@ -228,6 +232,3 @@ def _line(cell: Cell, tuning: Tuning) -> str:
     parts = [f"{best.name} {speed:.0f}"] if best and speed else []
     parts += [f"{tuning.peers[0]} {theirs:.0f}"] if theirs else []
     return f"{cell.key}: {', '.join(parts)} TFLOP/s" if parts else f"{cell.key}: nothing was measured"
-
-
-__all__ = ["DTYPES", "Pool", "Settings", "Tools", "run_tune"]

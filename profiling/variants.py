@@ -12,15 +12,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
 from cute_flash.plan import Plan, plan, use_kernels
 from cute_flash.problem import Problem
-from cute_flash.tiles import FwdTile, fwd_tile
+from cute_flash.tiles import FwdTile
+from profiling.suites import MASKS, Shape
 
 DEFAULT_HEAD_DIMS = (64, 128)
 WIDTH_STEP = 32
@@ -47,7 +49,6 @@ class Family:
 
     kernels: str  # as `use_kernels` takes it
     tile: type[FwdTile]
-    row: Callable[[ArchSpec, int], FwdTile]  # of the table: for an architecture and a head dim
     letters: Mapping[str, str]  # of the compact form, each with the field of the tile that it sets
     choices: Mapping[str, tuple[int, ...]]  # values of each field worth trying, in ascending order
 
@@ -56,7 +57,6 @@ FAMILIES = {
     "fwd_sm80": Family(
         kernels="sm80",
         tile=FwdTile,
-        row=fwd_tile,
         letters={"w": "num_warps", "s": "stages", "q": "q_steps", "d": "head_dim"},
         choices={
             "tile_m": (64, 128, 256),
@@ -114,16 +114,30 @@ class Variant:
         return f"{needed:.0f} KB of shared memory, {arch.name} has {there:.0f} KB a block"
 
 
-def table_row(family: str, head_dim: int, arch: ArchSpec) -> Variant:
-    """What the library would run."""
-    return Variant(family, head_dim, family_of(family).row(arch, head_dim))
+def sample_problem(head_dim: int, mask: str, dtype: str) -> Problem:
+    """One for all that share a kernel: lengths and heads are no part of what is compiled."""
+    return Shape(1, 1, 1, 1024, head_dim, mask == "causal").problem(dtype)
+
+
+def table_rows(family: str, head_dim: int, arch: ArchSpec, masks: Sequence[str] = MASKS) -> list[Variant]:
+    """What the library would run: often one tile for all masks."""
+    known = family_of(family)
+    names = {"tile_m", "tile_n", *known.letters.values()}
+    found = []
+    for mask in masks:
+        with use_kernels(known.kernels):
+            tile = plan(sample_problem(head_dim, mask, "bf16"), arch).tile
+        # Only what decides the kernel: a row also says when it is taken, and why.
+        values: dict[str, Any] = {name: getattr(tile, name) for name in names}
+        found.append(Variant(family, head_dim, known.tile(**values)))
+    return list(dict.fromkeys(found))
 
 
 def parse(text: str, family: str, head_dim: int) -> Variant:
     """A variant from its compact form, without the prefix that names the head dim."""
     known = family_of(family)
     given = list(_values(text, known))
-    values = dict(given)
+    values: dict[str, Any] = dict(given)
     if len(values) < len(given):
         raise ValueError(f"variant {text!r}: something is given twice")
     values.setdefault("head_dim", _width(head_dim))
@@ -204,19 +218,21 @@ def read(sources: Iterable[str]) -> list[Written]:
     return written
 
 
-def around(row: Variant, arch: ArchSpec) -> list[Variant]:
-    """Feasible neighbours of a row, itself first: those that differ in the fewest and smallest steps lead."""
-    family = family_of(row.family)
-    choices = {name: _with(values, getattr(row.tile, name)) for name, values in family.choices.items()}
-    found: dict[Variant, int] = {}
-    for values in itertools.product(*choices.values()):
-        try:
-            tile = family.tile(head_dim=row.tile.head_dim, **dict(zip(choices, values, strict=True)))
-        except ValueError:
-            continue
-        if tile.fits(arch) and tile.accumulator_registers <= MAX_ACCUMULATORS:
-            found[replace(row, tile=tile)] = _steps(tile, row.tile, choices)
-    found[row] = 0
+def around(rows: Sequence[Variant], arch: ArchSpec) -> list[Variant]:
+    """Feasible neighbours of rows of one head dim, themselves first, then by the steps to the nearest row."""
+    family = family_of(rows[0].family)
+    found = dict.fromkeys(rows, 0)
+    for row in rows:
+        choices = {name: _with(values, getattr(row.tile, name)) for name, values in family.choices.items()}
+        for values in itertools.product(*choices.values()):
+            chosen: dict[str, Any] = dict(zip(choices, values, strict=True))
+            try:
+                tile = family.tile(head_dim=row.tile.head_dim, **chosen)
+            except ValueError:
+                continue
+            if tile.fits(arch) and tile.accumulator_registers <= MAX_ACCUMULATORS:
+                variant, steps = replace(row, tile=tile), _steps(tile, row.tile, choices)
+                found[variant] = min(steps, found.get(variant, steps))
     return sorted(found, key=lambda variant: (found[variant], variant.text))
 
 
@@ -232,22 +248,26 @@ def _steps(tile: FwdTile, row: FwdTile, choices: Mapping[str, tuple[int, ...]]) 
     )
 
 
-def choose(
-    family: str, arch: ArchSpec, head_dims: Sequence[int] | None, sources: Sequence[str], most: int
-) -> list[Variant]:
-    """What to try: per head dim the table's row, then what `sources` name, or else its neighbours.
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for: variants that `sources` name, or else neighbours of the table's rows."""
 
-    Without `head_dims` they are those that the sources name. At most `most` neighbours are taken, the row
-    among them; what is written is taken whole.
-    """
-    written = read(sources)
+    sources: tuple[str, ...] = ()
+    head_dims: tuple[int, ...] | None = None  # None: those that the sources name
+    masks: tuple[str, ...] = MASKS
+    most: int = 30  # neighbours of a head dim, the rows among them; what is written is taken whole
+
+
+def choose(wanted: Wanted, family: str, arch: ArchSpec) -> list[Variant]:
+    """What to try, the table's rows of each head dim first."""
+    written = read(wanted.sources)
     named = list(dict.fromkeys(one.head_dim for one in written if one.head_dim is not None))
     chosen: list[Variant] = []
-    for head_dim in head_dims or named or DEFAULT_HEAD_DIMS:
-        row = table_row(family, head_dim, arch)
+    for head_dim in wanted.head_dims or named or DEFAULT_HEAD_DIMS:
+        rows = table_rows(family, head_dim, arch, wanted.masks)
         if not written:
-            chosen += around(row, arch)[:most]
+            chosen += around(rows, arch)[: max(wanted.most, len(rows))]
             continue
         mine = [one for one in written if one.head_dim in (None, head_dim)]
-        chosen += [row, *(v for one in mine for v in one.variants(family, head_dim, arch))]
+        chosen += [*rows, *(v for one in mine for v in one.variants(family, head_dim, arch))]
     return list(dict.fromkeys(chosen))

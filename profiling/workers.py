@@ -170,7 +170,7 @@ class Pool:
         for worker in list(self._busy):
             outcome = worker.read() if worker.connection in ready else None
             if outcome is None and time.monotonic() > worker.heard + self.limit_s:
-                outcome = worker.lost(f"nothing was heard of it for {self.limit_s:.0f} s")
+                outcome = worker.lost(f"nothing was heard of it for {self.limit_s:g} s")
             if outcome is not None:
                 self._busy.remove(worker)
                 if not worker.connection.closed:

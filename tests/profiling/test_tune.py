@@ -1,0 +1,371 @@
+"""Tuning with fake kernels on the CPU, in this process; and one real compilation in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_flash import reference
+from cute_flash.arch import ARCHS
+from cute_flash.band import Band
+from cute_flash.plan import Plan
+from profiling import __main__ as cli
+from profiling import machine, ranking, trial, tune
+from profiling.record import write_json
+from profiling.suites import Suite
+from profiling.timing import describe
+from profiling.trial import Build
+from profiling.tune import Settings, run_tune
+from profiling.variants import Variant, parse, table_rows
+from profiling.workers import Outcome, Task, Unusable
+from tests.profiling.fakes import FakeProvider, FakeTimer, tools
+
+pytestmark = pytest.mark.usefixtures("few_calls")
+
+FAMILY, ARCH = "fwd_sm80", ARCHS["sm_90"]
+GOOD, FAST, OTHER = (parse(text, FAMILY, 64) for text in ("64x32 w4 s1", "64x48 w4 s1", "64x64 w4 s1"))
+ROW = table_rows(FAMILY, 64, ARCH)[0]
+SETTINGS = Settings(rounds=2, ms=2.0)
+
+
+@dataclass
+class World:
+    """Kernels that are right and take 1 ms, but for what is said of a variant by its text."""
+
+    timer: FakeTimer = field(default_factory=FakeTimer)
+    call_ms: dict[str, float] = field(default_factory=dict)
+    spoil: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = field(default_factory=dict)
+    build_errors: dict[str, str] = field(default_factory=dict)
+    built: list[tuple[str, bool]] = field(default_factory=list)
+    launched: list[str] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    last_note: str | None = None
+
+    @staticmethod
+    def text(plan: Plan) -> str:
+        return Variant(FAMILY, plan.problem.head_dim, plan.tile).text
+
+    def precompile(self, plan: Plan) -> bool:
+        text = self.text(plan)
+        self.built.append((text, plan.key.static.has_right))
+        if text in self.build_errors:
+            raise RuntimeError(self.build_errors[text])
+        return True
+
+    def compiled(self, plan: Plan) -> Callable[..., None]:
+        text = self.text(plan)
+
+        def launch(q, k, v, out, lse, scale, left, right, section) -> None:
+            assert (left, right) == (0, 0) and section >= 1
+            self.launched.append(text)
+            self.timer.now_ms += self.call_ms.get(text, 1.0)
+            exact = reference.forward(q, k, v, Band(None, 0 if plan.key.static.has_right else None), scale)
+            out.copy_(exact[0])
+            lse.copy_(exact[1])
+            self.spoil.get(text, lambda out, lse: None)(out, lse)
+
+        return launch
+
+    def note(self, text: str) -> None:
+        self.last_note = text
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+        yield self.lines.append
+
+    @contextmanager
+    def pool(self, size: int, environment: Any, limit_s: float) -> Iterator[World]:
+        assert set(environment) == {"CUTE_FLASH_CACHE_DIR"}
+        yield self
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """As a pool does it, last task first: outcomes come in any order."""
+        for index, task in reversed(list(enumerate(tasks))):
+            self.last_note = None
+            try:
+                outcome = Outcome(index, value=task.function(*task.args))
+            except Unusable as error:
+                # The process that replaces the lost one has a new context.
+                self.timer.is_lost = False
+                outcome = Outcome(index, None, str(error), self.last_note)
+            except Exception as error:
+                outcome = Outcome(index, None, describe(error), self.last_note)
+            yield outcome
+
+    def save(self, tuning: ranking.Tuning) -> None:
+        self.saved.append(json.dumps(ranking.to_dict(tuning), sort_keys=True, allow_nan=False))
+
+    def tune(self, *variants: Variant, **settings: Any) -> ranking.Tuning:
+        return run_tune(
+            variants,
+            ARCH,
+            replace(SETTINGS, **settings),
+            tune.Tools(self.pool, lambda: {"gpu": "fake"}, dict, self.progress, self.save),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    world = World()
+    monkeypatch.setattr(trial, "precompile", world.precompile)
+    monkeypatch.setattr(trial, "compiled", world.compiled)
+    monkeypatch.setattr(trial, "note", world.note)
+    monkeypatch.setattr(trial, "tools", lambda is_graph: tools(world.timer))
+    monkeypatch.setattr(
+        trial, "select", lambda names: [FakeProvider(name, world.timer, 2.0) for name in names]
+    )
+    monkeypatch.setattr(trial, "AWKWARD", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
+    monkeypatch.setitem(tune.SUITES, "quick", Suite(64, 128, (16, 32), (64,)))
+    # Different in every real run.
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
+    return world
+
+
+def places(tuning: ranking.Tuning) -> list[tuple[str, float | None]]:
+    return [(one.name, one.ratio) for one in tuning.standings(64)]
+
+
+def entry_of(tuning: ranking.Tuning, variant: Variant) -> ranking.Entry:
+    (entry,) = (entry for entry in tuning.entries if entry.variant == variant)
+    return entry
+
+
+def test_the_fastest_comes_first_and_the_ratio_is_to_the_reference(world):
+    world.call_ms = {FAST.text: 0.5, GOOD.text: 4.0}
+    tuning = world.tune(GOOD, FAST, ROW)
+    assert places(tuning) == [
+        (FAST.text, pytest.approx(4.0)),
+        (ROW.text, pytest.approx(2.0)),
+        ("sdpa-flash", 1.0),
+        (GOOD.text, pytest.approx(0.5)),
+    ]
+    assert [cell.shape.id for cell in tuning.cells] == [
+        "d64-full-s16-b4h2", "d64-full-s32-b2h2", "d64-causal-s16-b4h2", "d64-causal-s32-b2h2",
+    ]  # fmt: skip
+    (table,) = ranking.speed_tables(tuning)
+    assert table.columns[:4] == ("variant", "x ref", "full 16", "full 32")
+    assert [row[:2] for row in table.rows][:2] == [(FAST.text, "4.000"), (f"{ROW.text} *", "2.000")]
+    # Registers were not asked for, shared memory is known anyway.
+    assert table.rows[0][-3:] == ("-", "-", f"{FAST.tile.smem_bytes / 1024:.0f}")
+    assert tuning.is_complete and tuning.complaints() == []
+    assert sorted(world.built) == sorted((v.text, c) for v in (GOOD, FAST, ROW) for c in (False, True))
+
+
+def leave_out_the_last_row(out, lse):
+    out[:, :, -1] = torch.nan
+
+
+def forget_the_logarithm(out, lse):
+    lse[lse.isfinite()] += 1.0
+
+
+def give_empty_rows_a_value(out, lse):
+    out[lse == -torch.inf] = 1e-3
+
+
+@pytest.mark.parametrize("spoil", [leave_out_the_last_row, forget_the_logarithm, give_empty_rows_a_value])
+def test_a_wrong_variant_is_marked_and_neither_timed_nor_ranked(world, spoil):
+    world.call_ms, world.spoil = {FAST.text: 0.1}, {FAST.text: spoil}
+    tuning = world.tune(GOOD, FAST)
+    assert [name for name, ratio in places(tuning) if ratio] == [GOOD.text, "sdpa-flash"]
+    assert all(FAST.text not in cell.results for cell in tuning.cells)
+    wrong = entry_of(tuning, FAST)
+    assert wrong.wrong is not None and wrong.wrong.startswith("b1h2kv") and wrong.error is None
+    (table,) = ranking.speed_tables(tuning)
+    assert table.rows[-1][:3] == (FAST.text, "WRONG", "-")
+    assert tuning.complaints() == [f"{FAST}: WRONG: {wrong.wrong}"]
+
+
+def test_other_bits_on_the_same_inputs_are_wrong(world):
+    def drift(out, lse):
+        # Far below any tolerance.
+        out[0, 0, -1, 0] += 0.01 * (world.launched.count(FAST.text) % 2)
+
+    world.spoil = {FAST.text: drift}
+    assert "other bits" in (entry_of(world.tune(GOOD, FAST), FAST).wrong or "")
+
+
+def test_what_is_wrong_only_on_the_timed_shape_is_not_ranked(world):
+    def spoil(out, lse):
+        if out.shape[0] == 2:
+            out *= 1.1
+
+    world.call_ms, world.spoil = {FAST.text: 0.1}, {FAST.text: spoil}
+    tuning = world.tune(GOOD, FAST)
+    assert entry_of(tuning, FAST).wrong == "fwd-bf16-d64-full-s32-b2h2: far from exact"
+    assert places(tuning)[-1] == (FAST.text, None)
+    # It is timed until it is known to be wrong.
+    assert [FAST.text in cell.results for cell in tuning.cells] == [True, True, False, False]
+
+
+def test_a_variant_that_does_not_compile_is_recorded_and_the_others_go_on(world):
+    world.build_errors = {FAST.text: "ptxas fatal: out of registers"}
+    tuning = world.tune(GOOD, FAST)
+    error = "RuntimeError: ptxas fatal: out of registers"
+    failed = entry_of(tuning, FAST)
+    assert failed.builds == {mask: Build(error=error) for mask in ("full", "causal")}
+    assert failed.error in (f"full: {error}", f"causal: {error}") and FAST.text not in world.launched
+    assert places(tuning)[0] == (GOOD.text, pytest.approx(2.0))
+    (table,) = ranking.speed_tables(tuning)
+    assert table.rows[-1][:2] == (FAST.text, "failed")
+    # Nothing can be timed: the peers are not timed alone.
+    assert world.tune(FAST).cells == []
+
+
+def test_a_variant_that_loses_the_device_is_named_and_the_cell_is_timed_without_it(world):
+    def break_the_card(out, lse):
+        if out.shape[0] == 4:
+            world.timer.is_lost = True
+            raise RuntimeError("an illegal memory access was encountered")
+
+    world.spoil = {FAST.text: break_the_card}
+    tuning = world.tune(GOOD, FAST, OTHER)
+    first = tuning.cells[0]
+    lost = "RuntimeError: an illegal memory access was encountered"
+    assert first.results[FAST.text].error == lost
+    assert first.tflops(GOOD.text) and first.tflops(OTHER.text) and first.tflops("sdpa-flash")
+    assert entry_of(tuning, FAST).error == f"{first.key}: {lost}"
+    assert [ratio is not None for _, ratio in places(tuning)] == [True, True, True, False]
+
+
+def test_a_crash_while_it_is_checked_is_recorded(world):
+    def refuse(out, lse):
+        raise RuntimeError("too many resources requested for launch")
+
+    def contradict(out, lse):
+        # Of the launch, not of its results.
+        raise AssertionError("the device is busy")
+
+    world.spoil = {FAST.text: refuse, OTHER.text: contradict}
+    tuning = world.tune(GOOD, FAST, OTHER)
+    assert "while it was checked: RuntimeError: too many resources" in (entry_of(tuning, FAST).error or "")
+    assert "AssertionError: the device is busy" in (entry_of(tuning, OTHER).error or "")
+    assert entry_of(tuning, OTHER).wrong is None and entry_of(tuning, GOOD).is_right
+
+
+def test_a_failure_without_a_culprit_is_the_result_of_the_cell(world, monkeypatch):
+    def no_inputs(*args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(trial, "run_cell", no_inputs)
+    tuning = world.tune(GOOD)
+    assert tuning.cells[0].results[GOOD.text].error == "RuntimeError: no memory"
+    assert tuning.cells[0].results["sdpa-flash"].error == "RuntimeError: no memory"
+    assert places(tuning) == [("sdpa-flash", None), (GOOD.text, None)]
+
+
+def test_the_file_is_written_after_every_step_and_stable(world, tmp_path):
+    tuning = world.tune(GOOD, FAST)
+    # After the builds, after the checks, after each of four cells, at the end.
+    assert [len(json.loads(text)["cells"]) for text in world.saved] == [0, 0, 1, 2, 3, 4, 4]
+    assert [json.loads(text)["is_complete"] for text in world.saved] == [False] * 6 + [True]
+    assert (
+        sum("built in" in line for line in world.lines) == sum("right" in line for line in world.lines) == 4
+    )
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    write_json(ranking.to_dict(tuning), first)
+    world.timer.now_ms = 0.0
+    write_json(ranking.to_dict(world.tune(GOOD, FAST)), second)
+    data = json.loads(first.read_text())
+    assert sorted(data) == [
+        "cells", "is_complete", "machine", "method", "peers", "schema", "settings", "unavailable", "variants",
+    ]  # fmt: skip
+    assert sorted(data["variants"][0]) == [
+        "accumulator_registers", "builds", "error", "family", "geomean_ratio", "geomean_tflops", "head_dim",
+        "is_table_row", "place", "smem_bytes", "tile", "variant", "wrong",
+    ]  # fmt: skip
+    assert [(v["variant"], v["wrong"], v["error"]) for v in data["variants"]] == [
+        (str(GOOD), None, None),
+        (str(FAST), None, None),
+    ]
+    # The same measurements give the same text.
+    assert second.read_text() == first.read_text()
+
+
+def test_compile_only_ranks_by_spills_and_then_by_registers(world, monkeypatch):
+    uses = {GOOD.text: (168, 0), FAST.text: (128, 24), OTHER.text: (96, 0)}
+
+    def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
+        assert reads_resources and not keeps_kernel
+        registers, spills = uses[world.text(plan)]
+        registers += plan.key.static.has_right
+        return Build(1.0, registers, 0, spills, 2)
+
+    monkeypatch.setattr(trial, "build", build)
+    tuning = world.tune(GOOD, FAST, OTHER, compile_only=True)
+    (table,) = ranking.resource_tables(tuning)
+    assert [row[:3] for row in table.rows] == [
+        (OTHER.text, "0", "96/97"),
+        (GOOD.text, "0", "168/169"),
+        (FAST.text, "24", "128/129"),
+    ]
+    assert tuning.cells == [] and tuning.peers == () and world.launched == []
+
+
+def test_the_command_shows_and_writes_the_ranking(world, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(cli.arch, "detect", lambda index: ARCH)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cli, "split_available", lambda peers: (peers[:1], {"fa3": "no folder"}))
+    monkeypatch.setattr(cli, "Pool", world.pool)
+    monkeypatch.setattr(machine, "card_state", dict)
+    world.spoil = {FAST.text: leave_out_the_last_row}
+    out = tmp_path / "tune.json"
+    tiles = ("--tile", f"{GOOD};{FAST}", "--peers", "sdpa-flash,fa3", "--lengths", "16", "--masks", "causal")
+    args = (*tiles, "--rounds", "2", "--ms", "2", "--out", str(out))
+    assert cli.main(("tune", *args)) == cli.FOUND_WANTING
+    printed = capsys.readouterr()
+    assert "fwd_sm80 bf16, D=64" in printed.out and "| x ref | causal 16 |" in printed.out
+    assert f"- {FAST}: WRONG: " in printed.out and "fa3 is not available: no folder" in printed.err
+    data = json.loads(out.read_text())
+    assert {"source_digest", "git_commit"} <= set(data["machine"])
+    assert data["peers"] == ["sdpa-flash"] and data["unavailable"] == {"fa3": "no folder"}
+    assert [v["variant"] for v in data["variants"] if v["is_table_row"]] == [str(ROW)]
+    assert [v["place"] is None for v in data["variants"]] == [False, False, True]
+
+
+@pytest.mark.compiles
+def test_compile_only_for_real(tmp_path, capsys, monkeypatch):
+    """In a spawned process, without a GPU, for an architecture that is named."""
+    monkeypatch.setattr(machine, "facts", lambda: {"gpu": None})
+    out = tmp_path / "tune.json"
+    # The row itself: nothing else is compiled.
+    (row,) = table_rows(FAMILY, 64, ARCHS["sm_80"], ("full",))
+    args = ("--arch", "sm_80", "--tile", str(row), "--masks", "full", "--jobs", "1", "--out", str(out))
+    assert cli.main(("tune", "--compile-only", *args)) == cli.OK
+    printed = capsys.readouterr()
+    assert f"{row.text} *" in printed.out and "[1/1]" in printed.err
+    (variant,) = json.loads(out.read_text())["variants"]
+    assert variant["is_table_row"] and variant["variant"] == str(row) and variant["error"] is None
+    build = variant["builds"]["full"]
+    assert build["spill_bytes"] == 0 and build["blocks_per_sm"] >= 1
+    assert row.tile.accumulator_registers < build["registers"] <= 255
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("--arch", "sm_90"), "use it with --compile-only"),
+        (("--compile-only", "--arch", "sm_70"), "sm_70"),
+        (("--compile-only", "--arch", "sm_80", "--tile", "64: 128x64 w4"), "s (stages) missing"),
+        (("--compile-only", "--arch", "sm_80", "--tile", "tiles.txt"), "no file"),
+        (("--compile-only", "--arch", "sm_80", "--masks", "diagonal"), "diagonal"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(args, part, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "run_tune", lambda *args: pytest.fail("it began"))
+    assert cli.main(("tune", *args)) == cli.NOT_MEASURED
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+def test_without_a_gpu_it_says_what_can_be_done(capsys):
+    assert cli.main(("tune",)) == cli.NOT_MEASURED
+    assert "--compile-only --arch" in capsys.readouterr().err

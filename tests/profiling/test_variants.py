@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+
+from cute_flash.arch import ARCHS
+from cute_flash.problem import UnsupportedError
+from cute_flash.tiles import FwdTile
+from profiling.variants import (
+    FAMILIES,
+    MAX_ACCUMULATORS,
+    InfeasibleError,
+    Variant,
+    Wanted,
+    around,
+    choose,
+    expand,
+    parse,
+    read,
+    sample_problem,
+    table_rows,
+)
+
+FAMILY = "fwd_sm80"
+SM_80, SM_90 = ARCHS["sm_80"], ARCHS["sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "text", "tile"),
+    [
+        (64, "128x64 w4 s2 q4", FwdTile(64, 128, 64, 4, 2, q_steps=4)),
+        (128, "128x48 w4 s2", FwdTile(128, 128, 48, 4, 2)),
+        (72, "64x32 w4 s1", FwdTile(96, 64, 32, 4, 1)),
+        (160, "64x64 w4 s1 q12 d192", FwdTile(192, 64, 64, 4, 1, q_steps=12)),
+    ],
+)
+def test_a_variant_is_read_and_written(head_dim, text, tile):
+    variant = parse(text, FAMILY, head_dim)
+    assert variant == Variant(FAMILY, head_dim, tile)
+    assert variant.text == text and str(variant) == f"{head_dim}: {text}"
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 96, 128, 160, 192, 256])
+def test_every_neighbour_survives_the_round_trip(arch, head_dim):
+    found = around(table_rows(FAMILY, head_dim, arch), arch)
+    assert [parse(variant.text, FAMILY, head_dim) for variant in found] == found
+    assert len({variant.text for variant in found}) == len(found)
+
+
+def test_order_and_spaces_do_not_matter_and_defaults_may_be_told():
+    expected = parse("128x64 w4 s2", FAMILY, 64)
+    assert parse(" s2   128x64 q0 w4 d64 ", FAMILY, 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (
+            "128x64 w4 s2 z3",
+            "'z3' is no shape such as 128x64, no number after one of w, s, q, d, and no file",
+        ),
+        ("tiles.txt", "'tiles.txt' is no shape"),
+        ("128x64 w s2", "'w' is no shape"),
+        ("128x64 s2", "w (num_warps) missing"),
+        ("w4 s2", "tile_m, tile_n missing"),
+        ("", "missing"),
+        ("128x64 w4 w8 s2", "given twice"),
+        ("128x64 64x64 w4 s2", "given twice"),
+        ("100x64 w4 s2", "self.tile_m=100 must be a multiple of 64"),
+        ("128x64 w4 s3", "self.stages=3 must be 1 or 2"),
+        ("128x64 w0 s2", "128x64 w0 s2"),
+        ("128x64 w4 s2 q5", "self.q_steps=5 must be 0 to 4"),
+        ("128x64 w4 s2 d32", "width 32 is less than head dim 64"),
+    ],
+)
+def test_mistakes_are_named(text, part):
+    with pytest.raises(ValueError) as raised:
+        parse(text, FAMILY, 64)
+    assert repr(text) in str(raised.value) and part in str(raised.value)
+
+
+def test_sets_are_expanded():
+    assert expand("128x64 w4 s2") == ["128x64 w4 s2"]
+    assert expand("128x{48, 64} w4 s{1,2}") == [
+        "128x48 w4 s1",
+        "128x48 w4 s2",
+        "128x64 w4 s1",
+        "128x64 w4 s2",
+    ]
+
+
+def test_files_and_expressions_are_read(tmp_path):
+    path = tmp_path / "tiles.txt"
+    path.write_text("# wide\n64: 128x64 w4 s2 q4  # the row\n\n 128x{32,48} w4 s1\n")
+    written = read([str(path), "128: 64x64 w4 s1; 64x32 w4 s2"])
+    assert [(one.head_dim, one.text) for one in written] == [
+        (64, "128x64 w4 s2 q4"),
+        (None, "128x{32,48} w4 s1"),
+        (128, "64x64 w4 s1"),
+        (None, "64x32 w4 s2"),
+    ]
+    # Longer than a file name may be.
+    assert len(read([";".join(["128x64 w4 s2"] * 100)])) == 100
+
+
+def test_what_is_written_is_chosen_after_the_rows():
+    sources = ("64: 64x48 w4 s1", "64x32 w4 s2", "128: 64x64 w4 s1")
+    chosen = choose(Wanted(sources), FAMILY, SM_80)
+    row_64, row_128 = (str(table_rows(FAMILY, head_dim, SM_80)[0]) for head_dim in (64, 128))
+    assert [str(variant) for variant in chosen] == [
+        row_64, "64: 64x48 w4 s1", "64: 64x32 w4 s2", row_128, "128: 64x32 w4 s2", "128: 64x64 w4 s1",
+    ]  # fmt: skip
+    # One file serves every head dim: those that are not asked for are left out.
+    only = choose(Wanted(sources, head_dims=(128,)), FAMILY, SM_80)
+    assert {variant.head_dim for variant in only} == {128} and len(only) == 3
+    # A row that is written as well is there once.
+    assert choose(Wanted((row_64,)), FAMILY, SM_80) == table_rows(FAMILY, 64, SM_80)
+
+
+def test_what_cannot_run_is_refused_alone_and_left_out_of_a_set():
+    with pytest.raises(InfeasibleError, match="stages=3"):
+        choose(Wanted(("64: 128x64 w4 s3",)), FAMILY, SM_80)
+    with pytest.raises(InfeasibleError, match="192 KB of shared memory, sm_80 has 163 KB a block"):
+        choose(Wanted(("256: 128x64 w8 s2",)), FAMILY, SM_80)
+    rows = table_rows(FAMILY, 256, SM_80)
+    chosen = choose(Wanted(("256: 128x{32,64} w8 s{1,2,3}",)), FAMILY, SM_80)
+    feasible = {"128x32 w8 s1", "128x32 w8 s2", "128x64 w8 s1"}
+    assert {variant.text for variant in chosen} == feasible | {row.text for row in rows}
+    # A misspelt set is a mistake, not an infeasible one.
+    with pytest.raises(ValueError, match="'z1' is no shape"):
+        choose(Wanted(("256: 128x64 w8 {z1,z2}",)), FAMILY, SM_80)
+    with pytest.raises(UnsupportedError, match="head_dim=300"):
+        choose(Wanted(head_dims=(300,)), FAMILY, SM_80)
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_neighbours_respect_the_limits_and_begin_with_the_rows(arch, head_dim):
+    rows = table_rows(FAMILY, head_dim, arch)
+    found = around(rows, arch)
+    assert found[: len(rows)] == sorted(rows, key=lambda row: row.text)
+    assert len(found) > 30
+    for variant in found[len(rows) :]:
+        assert variant.tile.fits(arch) and variant.obstacle(arch) is None
+        assert variant.tile.accumulator_registers <= MAX_ACCUMULATORS
+    # The nearest differs in one field.
+    nearest, fields = found[len(rows)].tile, FAMILIES[FAMILY].choices
+    assert 1 == min(sum(getattr(nearest, f) != getattr(row.tile, f) for f in fields) for row in rows)
+    capped = choose(Wanted(head_dims=(head_dim,), most=7), FAMILY, arch)
+    assert capped == found[:7]
+
+
+def test_a_variant_is_planned_with_its_own_tile():
+    variant = parse("64x32 w4 s1", FAMILY, 64)
+    plan = variant.plan(sample_problem(64, "causal", "fp16"), SM_90)
+    assert (plan.tile, plan.key.kernel, plan.key.target) == (variant.tile, FAMILY, "sm_90")
+    assert plan.key.static.has_right and plan.key.static.dtype == "float16"
