@@ -18,7 +18,8 @@ FAMILIES = {"sm80": (8, 0)}
 # Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in
 # flight.
 L2_SHARE = 0.4
-MAX_SEQLEN = 1 << 30
+# Sums of two lengths and a window stay below 2^31.
+MAX_SEQLEN = 1 << 29
 MAX_BLOCKS = (1 << 31) - 1
 
 _requested: ContextVar[str | None] = ContextVar("cute_flash_kernels", default=None)

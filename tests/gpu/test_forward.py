@@ -144,9 +144,24 @@ def test_addresses_beyond_32_bits():
     expected, expected_lse = attend(q_near, near, near, CAUSAL)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     cases.assert_is_attention(out, lse, q_near, near, near, CAUSAL)
-    whole, _ = attend(far, far[:, :, :200], far[:, :, :200], Band())
-    part, _ = attend(near[:, :, -64:], near[:, :, :200], near[:, :, :200], Band())
-    assert torch.equal(whole[:, :, -64:], part)
+    # Two batches 2^31 elements apart in the same memory.
+    apart = room.view(-1).as_strided((2, 1, 200, dim), (2**31, 200 * dim, dim, 1))
+    apart.copy_(torch.randn(apart.shape, device="cuda", dtype=torch.bfloat16))
+    close = apart.contiguous()
+    assert torch.equal(cute_flash.attn(apart, apart, apart), cute_flash.attn(close, close, close))
+
+
+def test_output_beyond_32_bits():
+    """256 heads of 70,000 rows: an output of 4.6 GB in (B, S, H, D) order."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free memory")
+    torch.use_deterministic_algorithms(False)  # no NaN fill of gigabytes
+    q = torch.empty(1, 70_000, 256, 128, device="cuda", dtype=torch.bfloat16).normal_().transpose(1, 2)
+    kv = torch.randn(1, 1, 200, 128, device="cuda", dtype=torch.bfloat16)
+    out = cute_flash.attn(q, kv, kv)
+    assert out.stride() == q.stride() and out.stride(2) * (out.shape[2] - 1) >= 2**31
+    for rows in (slice(0, 64), slice(-64, None)):
+        assert torch.equal(out[:, :, rows], cute_flash.attn(q[:, :, rows].contiguous(), kv, kv))
 
 
 def test_same_input_same_bits():
