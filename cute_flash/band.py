@@ -42,9 +42,7 @@ def ceil_div(a: Index, b: int) -> Index:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Key blocks of one tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` of them without
-    a mask.
-    """
+    """Key blocks of a tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` without a mask."""
 
     begin: Index
     full_begin: Index
@@ -59,9 +57,7 @@ class Band:
 
     @staticmethod
     def of(causal: bool, window: tuple[int | None, int | None]) -> Band:
-        """The band of `attn(causal=..., window=...)`: causal lowers the right bound to 0, whatever the
-        window says.
-        """
+        """The band of `attn(causal=..., window=...)`; causal lowers the right bound to 0."""
         left, right = window
         return Band(left, 0 if causal else right)
 

@@ -70,9 +70,7 @@ def exclusive() -> AbstractContextManager:
 
 
 def compiled(plan: Plan) -> Callable[..., None]:
-    """The launch function of a plan: `f(q, k, v, out, lse, scale, left, right, section)` on torch's
-    current stream.
-    """
+    """A plan's launch: `f(q, k, v, out, lse, scale, left, right, section)` on torch's current stream."""
     key = plan.key
     with _lock:
         if key in _functions:
@@ -140,9 +138,7 @@ def toolchain(target: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def runtime_library() -> Path:
-    """The DSL's runtime for this driver: the newest installed flavour (cu12, cu13) that the driver can
-    serve.
-    """
+    """The DSL's runtime: the newest installed flavour (cu12, cu13) that the driver can serve."""
     spec = find_spec("cutlass")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("nvidia-cutlass-dsl is not installed: pip install cute-flash")

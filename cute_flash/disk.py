@@ -32,9 +32,7 @@ class DiskCache:
 
     @staticmethod
     def default() -> DiskCache:
-        """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder; a private temporary one where that cannot
-        be used.
-        """
+        """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder, else a private temporary one."""
         name = os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder())
         if not _usable(name).folder.is_dir():
             # Someone cleaned up while this process ran.

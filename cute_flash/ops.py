@@ -174,9 +174,7 @@ def _launch_empty(q, k, v, scale, window_left, window_right):
 
 
 def _is_launchable(tensor: Tensor) -> bool:
-    """Rows contiguous, every stride a multiple of 16 bytes, no row stride that 32-bit tile offsets cannot
-    span.
-    """
+    """Rows contiguous, strides multiples of 16 bytes, tiles within reach of 32-bit offsets."""
     batch, head, row, element = tensor.stride()
     return element == 1 and not (batch | head | row) % ROW_ALIGN_ELEMENTS and 0 <= row < MAX_ROW_STRIDE
 

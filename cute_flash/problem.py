@@ -13,9 +13,7 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class UnsupportedError(ValueError):
-    """A well-formed request that no kernel serves; the message names the argument, its value and what
-    would work.
-    """
+    """A well-formed request that no kernel serves; the message says which value, and what would work."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,7 @@ class Problem:
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     def check(self, device: str = "cuda") -> None:
-        """Raise `ValueError` for a contradiction, `UnsupportedError` for what no kernel on `device`
-        serves.
-        """
+        """Raise `ValueError` for contradictions, `UnsupportedError` for what `device` has no kernel for."""
         for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")

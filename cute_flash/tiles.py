@@ -16,9 +16,7 @@ WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 
 @dataclass(frozen=True)
 class FwdTile:
-    """A block of `tile_m` query rows against blocks of `tile_n` keys, `num_warps` warps stacked along the
-    rows.
-    """
+    """`tile_m` query rows, in `num_warps` warps stacked along them, against blocks of `tile_n` keys."""
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
@@ -61,9 +59,7 @@ class FwdTile:
 
     @property
     def copy_rows(self) -> int:
-        """Rows that all threads together copy at once, 16 bytes each, 128 or 64 bytes of a row side by
-        side.
-        """
+        """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
         row_bytes = 128 if self.head_dim % 64 == 0 else 64
         return self.num_threads * 16 // row_bytes
 

@@ -134,9 +134,7 @@ class _Worker:
 
 
 class Pool:
-    """Up to `size` processes with additions to the environment; silent for `limit_s`, one is taken for
-    hung.
-    """
+    """Up to `size` processes with additions to the environment; one silent for `limit_s` counts as hung."""
 
     def __init__(self, size: int, environment: Mapping[str, str], limit_s: float) -> None:
         self.size, self.limit_s = size, limit_s

@@ -22,9 +22,7 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor):
-        """acc_O -> sO in the output's dtype -> gO in 16-byte vectors; rows and columns outside are not
-        written.
-        """
+        """acc_O -> sO in the output's dtype -> gO in 16-byte vectors, as far as rows and columns exist."""
         dtype = sO.element_type
         # sO is where Q was: every warp must be done reading it.
         cute.arch.sync_threads()

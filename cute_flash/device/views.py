@@ -18,9 +18,7 @@ def as_mn(acc: cute.Tensor) -> cute.Tensor:
 
 
 def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
-    """((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_K): two n8 accumulator tiles are one k16 operand
-    tile.
-    """
+    """((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_K): two n8 tiles of C are one k16 tile of A."""
     layout = cute.logical_divide(acc.layout, (None, None, 2))
     pair, tiles_m, (two, tiles_k) = layout.shape
     pair_stride, m_stride, (two_stride, k_stride) = layout.stride

@@ -47,9 +47,7 @@ SMEM_ALIGN = 1024
 
 @dataclass(frozen=True)
 class Params:
-    """Everything the kernel reads, in one argument. Tensors are (B, H, S, D); strides are run-time, D is
-    static.
-    """
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -99,9 +97,7 @@ class FwdSm80:
         return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
-        """What the kernel is compiled for: dynamic sizes and strides, static head dim, 16-byte aligned
-        rows.
-        """
+        """What the kernel is compiled for: dynamic sizes and strides, static D, rows aligned to 16 bytes."""
         batch, heads, heads_kv, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
 
         def tensor(num_heads, seqlen):

@@ -18,9 +18,7 @@ CAUSAL = Band(None, 0)
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs():
-    """In deterministic mode torch fills fresh memory with NaN: an element that the kernel does not write
-    is seen.
-    """
+    """In deterministic mode torch fills fresh memory with NaN: what the kernel does not write is seen."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(4, device="cuda").isnan().all()
     yield
@@ -42,9 +40,7 @@ def test_against_the_oracle(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.mark.parametrize("growth", (1.0, 30.0, -30.0))
 def test_scores_that_grow_along_the_keys(dtype, growth):
-    """Rising, falling and wildly rising maxima: every path of the rescaling, and rows far below the
-    largest.
-    """
+    """Rising, falling and wildly rising maxima: every path of the rescaling."""
     case = cases.Case(1, 2, 2, 300, 1500, 128, CAUSAL)
     q, k, v = cases.make_inputs(case, dtype, "cuda")
     k = (k * torch.linspace(1, 1 + abs(growth), 1500, device="cuda", dtype=dtype)[:, None]).to(dtype)

@@ -37,9 +37,7 @@ def test_cuda_graph(qkv):
 
 
 def test_side_stream(qkv):
-    """The kernel runs on the current stream: it sees what was written there before it, and nothing waits
-    for it elsewhere.
-    """
+    """The kernel runs on the current stream: it sees what was written there, and no other waits for it."""
     q, k, v = qkv
     expected = cute_flash.attn(q, k, v, causal=True)
     late = torch.zeros_like(q)
