@@ -17,9 +17,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# In one process: tests that time, or fill the GPU, must not share it.
+# Kernels in parallel first; then one process: tests that fill the GPU must not share it.
 gpu-test: $(INSTALLED)
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m tests.gpu.precompile build/kernels
+	$(BIN)/python -m pytest tests/gpu --kernel-cache=build/kernels
 
 bench: $(INSTALLED)
 	$(BIN)/python -m profiling bench --suite quick

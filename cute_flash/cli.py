@@ -160,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         default="full,causal,window",
         help=f"of {', '.join(MASKS)} (default: %(default)s); window: both sides, left: that side alone",
     )
+    sub.add_argument("--jobs", type=_positive, default=1, help="processes, about 1 GB each (default: 1)")
 
     sub = add("cache", _cache, "where compiled kernels are kept, and how many")
     sub.add_argument("--clear", action="store_true", help="delete them")
@@ -251,9 +252,8 @@ def _precompile(args: argparse.Namespace) -> int:
     import itertools
 
     from cute_flash.band import Band
-    from cute_flash.compile import precompile
+    from cute_flash.compile import precompile_all
     from cute_flash.disk import DiskCache
-    from cute_flash.ticker import ticking
 
     wanted = list(itertools.product(args.head_dims, args.dtypes, args.masks))
     with _refusing():
@@ -267,9 +267,11 @@ def _precompile(args: argparse.Namespace) -> int:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
         return 1
     compiled = 0
-    for i, (plan, (dim, dtype, mask)) in enumerate(zip(plans, wanted), 1):
-        with ticking(f"[{i}/{len(plans)}] {plan.key.kernel} {arch.name} D={dim} {dtype} {mask}"):
-            compiled += precompile(plan)
+    print(f"{len(plans)} kernel(s) for {arch.name}, {args.jobs} at a time", file=sys.stderr)
+    for i, (is_new, (dim, dtype, mask)) in enumerate(zip(precompile_all(plans, args.jobs), wanted), 1):
+        compiled += is_new
+        state = "compiled" if is_new else "already there"
+        print(f"[{i}/{len(plans)}] D={dim} {dtype} {mask}: {state}", file=sys.stderr, flush=True)
     print(f"{cache.folder}: {compiled} kernel(s) compiled, {len(plans) - compiled} already there")
     return 0
 

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -20,7 +21,8 @@ import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
@@ -98,6 +100,16 @@ def precompile(plan: Plan) -> bool:
         cache.store(digest(key), *_compile_object(key))
         _count(compiles=1)
         return True
+
+
+def precompile_all(plans: Sequence[Plan], jobs: int) -> Iterator[bool]:
+    """`precompile` for each plan, in order, by `jobs` processes; in each, one kernel at a time."""
+    if jobs <= 1:
+        yield from map(precompile, plans)
+        return
+    # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(precompile, plans)
 
 
 def forget() -> None:

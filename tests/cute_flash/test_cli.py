@@ -205,6 +205,15 @@ def test_precompile_fills_the_cache_once(fresh_cache: Path, capsys: pytest.Captu
     assert main(["cache"]) == 0 and "0 kernel(s)" in capsys.readouterr().out
 
 
+@pytest.mark.compiles
+def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
+    argv = "precompile --arch sm_86 --head-dims 32 --dtypes bf16,fp16 --masks full --jobs 2".split()
+    assert main(argv) == 0
+    assert "2 kernel(s) compiled, 0 already there" in capsys.readouterr().out
+    keys = [plan(Problem(1, 1, 1, 5, 5, 32, dtype), arch.SM_86).key for dtype in ("bfloat16", "float16")]
+    assert {path.stem for path in DiskCache(fresh_cache).entries()} == set(map(compiling.digest, keys))
+
+
 def test_precompile_covers_the_product_of_its_lists(
     fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
