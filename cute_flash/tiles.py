@@ -11,6 +11,7 @@ from cute_flash.problem import Static, UnsupportedError
 
 ELEMENT_BYTES = 2
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
+WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 
 
@@ -82,6 +83,47 @@ class FwdTile:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}"
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}{regs}"
+
+
+@dataclass(frozen=True)
+class FwdTileSm90:
+    """`tile_m` query rows, 64 to a warpgroup, against blocks of `tile_n` keys; one block an SM."""
+
+    head_dim: int  # width of the tile; smaller head dims are padded to it
+    tile_m: int
+    tile_n: int
+    stages: int  # K/V buffers
+    q_stages: int = 1  # 2: the next tile's Q is loaded while this one's output leaves
+    takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
+    measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
+
+    def __post_init__(self) -> None:
+        if self.tile_m % WARPGROUP_ROWS or not 1 <= self.num_warpgroups <= 3:
+            raise ValueError(f"{self.tile_m=} must be {WARPGROUP_ROWS} times 1, 2 or 3")
+        if self.tile_n % WARP_KEYS or not 0 < self.tile_n <= 256:
+            raise ValueError(f"{self.tile_n=} must be a multiple of {WARP_KEYS} up to 256")
+        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
+            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
+        if self.stages < 1 or self.q_stages < 1:
+            raise ValueError(f"{self.stages=} and {self.q_stages=} must be 1 or more")
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Those that multiply; one more loads and stores."""
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (1 + self.num_warpgroups)
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = self.q_stages * self.tile_m + 2 * self.stages * self.tile_n
+        barriers = 8 * (2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups)
+        return rows * self.head_dim * ELEMENT_BYTES + barriers
+
+    def fits(self, arch: ArchSpec) -> bool:
+        return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "

@@ -42,12 +42,13 @@ class Epilogue:
         pred = self.rows.predicates(thr_copy, tOsO, self.rows_left, True)
         cute.copy(self.rows.copy, tOrO, tOgO, pred=pred)
 
-    @cute.jit
-    def store_lse(self, lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor):
-        """One of the threads that share a row writes its LSE."""
-        coords = as_mn(tScS)
-        if self.thread % THREADS_PER_ROW == 0:
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = coords[r, 0][0]
-                if row < self.rows_left:
-                    gLSE[row] = lse[r]
+
+@cute.jit
+def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: Int32, rows_left: Int32):
+    """One of the threads that share a row writes its LSE."""
+    coords = as_mn(tScS)
+    if thread % THREADS_PER_ROW == 0:
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = coords[r, 0][0]
+            if row < rows_left:
+                gLSE[row] = lse[r]

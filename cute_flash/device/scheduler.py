@@ -36,3 +36,18 @@ class TileOrder:
         # All threads agree, which division hides: said again, for addresses to live in uniform registers.
         uniform = cute.arch.make_warp_uniform
         return uniform(m_block), uniform(head - batch * self.heads), uniform(batch)
+
+    def rounds(self, num_tiles: Int32):
+        """How many tiles a persistent block is offered."""
+        return cute.ceil_div(num_tiles, cute.arch.grid_dim()[0])
+
+    @cute.jit
+    def persistent(self, i: Int32):
+        """The tile of a persistent block in round i; there is none where it lies past the last.
+
+        Every other round runs backwards: who got the longest tile of one gets the shortest of the next.
+        """
+        width, block = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.longest_first):
+            block = width - 1 - block if i % 2 == 1 else block
+        return i * width + block

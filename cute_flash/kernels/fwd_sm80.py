@@ -26,22 +26,22 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.epilogue import Epilogue, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.arguments import DTYPES, fake_tensors
 from cute_flash.problem import Static
 from cute_flash.tiles import FwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
-DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 SMEM_ALIGN = 1024
 
 
@@ -97,29 +97,8 @@ class FwdSm80:
         return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
-        """What the kernel is compiled for: dynamic sizes and strides, static D, rows aligned to 16 bytes."""
-        batch, heads, heads_kv, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
-
-        def tensor(num_heads, seqlen):
-            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-            shape = (batch, num_heads, seqlen, self.static.head_dim)
-            return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
-
-        mLSE = make_fake_compact_tensor(
-            Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
-        )
-        return (
-            tensor(heads, seqlen_q),
-            tensor(heads_kv, seqlen_k),
-            tensor(heads_kv, seqlen_k),
-            tensor(heads, seqlen_q),
-            mLSE,
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
+        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -211,7 +190,7 @@ class FwdSm80:
         softmax.finish(as_mn(acc_O), lse)
         store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
-        epilogue.store_lse(lse, gLSE, tScS)
+        store_lse(lse, gLSE, tScS, thread, rows_left)
         epilogue.store(acc_O, sQ[None, None, 0], gO)
 
     def _allocate(self):

@@ -1,0 +1,458 @@
+"""Forward attention with TMA, wgmma and specialised warps: Hopper.
+
+For each tile of query rows, over blocks j of keys from the last visible one to the first:
+
+    S  = Q Kj^T                          wgmma, both operands in shared memory; fp32 accumulators
+    S  = -inf outside the band           only in blocks that the band cuts
+    m' = max(m, rowmax S);  P = exp(scale (S - m'))
+    l  = l exp(scale (m - m')) + rowsum P
+    O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
+    out = O / l,  LSE = scale m + log l
+
+Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while the softmax of neither waits.
+
+| warpgroup | warps | role                                                                                  |
+|-----------|-------|---------------------------------------------------------------------------------------|
+| 0         | 0     | load: TMA of Q, K and V, as far ahead as the rings allow, across tiles                |
+| 0         | 1     | store: TMA of the output tiles                                                        |
+| 1 ...     | all   | mma: 64 rows of the tile each                                                         |
+
+| shared memory | elements                     | life                                                        |
+|---------------|------------------------------|-------------------------------------------------------------|
+| sQ            | q_stages x tile_m x tile_d   | one tile; O leaves through it at the end                    |
+| sK, sV        | stages x tile_n x tile_d     | one block each                                              |
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from cute_flash.band import Band, BlockRange
+from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
+from cute_flash.device.epilogue import store_lse
+from cute_flash.device.mask import Mask
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.softmax import LOG2_E, Softmax
+from cute_flash.device.tma import TmaTiles
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.arguments import DTYPES, fake_tensors
+from cute_flash.problem import Static
+from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+SMEM_ALIGN = 1024
+LOAD_WARP, STORE_WARP = 0, 1
+# Registers a thread of the loading warpgroup and of the others may use, by the number of the others.
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+# Named barrier 0 is the one of all threads.
+FIRST_TURN = 1
+
+
+@dataclass(frozen=True)
+class Params:
+    """All that the kernel reads, in one argument."""
+
+    q: TmaTiles  # (64, tile_d)
+    k: TmaTiles  # (tile_n, tile_d)
+    v: TmaTiles
+    o: TmaTiles
+    mLSE: cute.Tensor  # (B, H, Sq)
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_per_kv: Int32
+    num_tiles: Int32
+    scale_log2: Float32
+    band: Band
+    order: TileOrder
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class Shared:
+    sQ: cute.Tensor  # (64, tile_d, warpgroup, q stage)
+    sK: cute.Tensor  # (tile_n, tile_d, stage)
+    sV: cute.Tensor
+    q: Ring  # empty: the output that left through the stage has been read
+    k: Ring
+    v: Ring
+    o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
+
+
+@dataclass(frozen=True)
+class Work:
+    """One tile of rows."""
+
+    m_block: Int32
+    head: Int32
+    head_kv: Int32
+    batch: Int32
+    blocks: BlockRange
+
+
+@dataclass(frozen=True)
+class Main:
+    """What a warpgroup works on in one tile."""
+
+    shared: Shared
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
+    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
+    rV: cute.Tensor
+    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
+    acc_O: cute.Tensor
+    softmax: Softmax
+    turns: Turns
+
+
+class FwdSm90:
+    def __init__(self, static: Static, tile: FwdTileSm90):
+        self.static = static
+        self.tile = tile
+        self.dtype = DTYPES[static.dtype]
+        self.q_tile = SmemTile(WARPGROUP_ROWS, tile.head_dim)
+        self.kv_tile = SmemTile(tile.tile_n, tile.head_dim)
+
+    @property
+    def name(self) -> str:
+        """The symbol a profiler shows."""
+        t, s = self.tile, self.static
+        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
+        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+
+    def fake_arguments(self) -> tuple:
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1))
+        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        section: Int32,
+        num_blocks: Int32,
+        stream: CUstream,
+    ):
+        tile, static = self.tile, self.static
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        batch, heads, seqlen_q, _ = mQ.shape
+        num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        params = Params(
+            TmaTiles.of(load, mQ, self.q_tile),
+            TmaTiles.of(load, mK, self.kv_tile),
+            TmaTiles.of(load, mV, self.kv_tile),
+            TmaTiles.of(store, mO, self.q_tile),
+            mLSE,
+            seqlen_q,
+            mK.shape[2],
+            heads // mK.shape[1],
+            num_m_blocks * heads * batch,
+            scale * LOG2_E,
+            Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            TileOrder(num_m_blocks, heads, batch, section, static.has_right),
+            self._tiled_mma(tile.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
+            self._tiled_mma(tile.head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(params).launch(
+            grid=(num_blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    def _tiled_mma(self, columns: int, a_source, b_major) -> cute.TiledMma:
+        """64 rows, one warpgroup."""
+        shape = (WARPGROUP_ROWS, columns, 16)
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
+        return cute.make_tiled_mma(op)
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        shared = self._allocate()
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                self._init_barriers(shared)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        for_load, for_mma = REGISTERS[self.tile.num_warpgroups]
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(for_load)
+            if warp_index == LOAD_WARP:
+                self.load(p, shared)
+            if warp_index == STORE_WARP:
+                self.store(p, shared)
+        else:
+            cute.arch.setmaxregister_increase(for_mma)
+            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
+
+    def _allocate(self) -> Shared:
+        smem = SmemAllocator()
+        tile = self.tile
+
+        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
+            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
+            affine = to_cute(one.staged(stages).layout)
+            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
+
+        sQ = allocate(self.q_tile, tile.num_warpgroups * tile.q_stages)
+        sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
+        sK, sV = allocate(self.kv_tile, tile.stages), allocate(self.kv_tile, tile.stages)
+        rings = (Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages))
+        o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
+        return Shared(sQ, sK, sV, *rings, o_full)
+
+    @cute.jit
+    def _init_barriers(self, shared: Shared):
+        mma_warps = 4 * self.tile.num_warpgroups
+        shared.q.init(1, 1)
+        shared.k.init(1, mma_warps)
+        shared.v.init(1, mma_warps)
+        for i in cutlass.range_constexpr(self.tile.num_warpgroups * self.tile.q_stages):
+            cute.arch.mbarrier_init(shared.o_full + i, WARPGROUP_THREADS)
+
+    @cute.jit
+    def work(self, p: Params, index: Int32) -> Work:
+        m_block, head, batch = p.order.decode(index)
+        blocks = p.band.blocks(m_block, self.tile.tile_m, self.tile.tile_n, p.seqlen_q, p.seqlen_k)
+        return Work(m_block, head, head // p.heads_per_kv, batch, blocks)
+
+    @cute.jit
+    def load(self, p: Params, shared: Shared):
+        """K of the first block, Q, then K one block ahead of V: the order in which they are used."""
+        fill = Int32(0)  # of K and V
+        for i in cutlass.range(p.order.rounds(p.num_tiles), unroll=1):
+            index = p.order.persistent(i)
+            if index < p.num_tiles:
+                work = self.work(p, index)
+                blocks = work.blocks
+                if blocks.begin < blocks.end:
+                    self.load_kv(p.k, shared.k, shared.sK, fill, blocks.end - 1, work)
+                self.load_q(p, shared, i, work)
+                for n in cutlass.range(blocks.end - blocks.begin - 1, unroll=1):
+                    n_block = blocks.end - 1 - n
+                    self.load_kv(p.k, shared.k, shared.sK, fill + n + 1, n_block - 1, work)
+                    self.load_kv(p.v, shared.v, shared.sV, fill + n, n_block, work)
+                if blocks.begin < blocks.end:
+                    last = blocks.end - blocks.begin - 1
+                    self.load_kv(p.v, shared.v, shared.sV, fill + last, blocks.begin, work)
+                fill += blocks.end - blocks.begin
+
+    @cute.jit
+    def load_q(self, p: Params, shared: Shared, fill: Int32, work: Work):
+        ring, num = shared.q, self.tile.num_warpgroups
+        ring.wait_empty(fill)
+        ring.expect(fill, num * self.q_tile.bytes)
+        for w in cutlass.range_constexpr(num):
+            sQ = shared.sQ[None, None, (w, ring.stage(fill))]
+            p.q.load(sQ, work.m_block * num + w, work.head, work.batch, ring.full_of(fill))
+
+    @cute.jit
+    def load_kv(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, n_block: Int32, work: Work):
+        ring.wait_empty(fill)
+        ring.expect(fill, self.kv_tile.bytes)
+        sX_stage = sX[None, None, ring.stage(fill)]
+        tiles.load(sX_stage, n_block, work.head_kv, work.batch, ring.full_of(fill))
+
+    @cute.jit
+    def store(self, p: Params, shared: Shared):
+        """Send each warpgroup's output off as soon as it stands; then give the stage back to Q."""
+        num, ring = self.tile.num_warpgroups, shared.q
+        for i in cutlass.range(p.order.rounds(p.num_tiles), unroll=1):
+            index = p.order.persistent(i)
+            if index < p.num_tiles:
+                m_block, head, batch = p.order.decode(index)
+                stage = ring.stage(i)
+                for w in cutlass.range_constexpr(num):
+                    cute.arch.mbarrier_wait(shared.o_full + stage * num + w, ring.parity(i))
+                    with cute.arch.elect_one():
+                        p.o.store(shared.sQ[None, None, (w, stage)], m_block * num + w, head, batch)
+                        cute.arch.cp_async_bulk_commit_group()
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                ring.release(i)
+
+    @cute.jit
+    def mma(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32):
+        tile = self.tile
+        main = self._main(p, shared, warpgroup_index, thread)
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
+        tScS = p.mma_qk.get_slice(thread).partition_C(coords)
+        main.turns.begin()
+        fill = Int32(0)
+        for i in cutlass.range(p.order.rounds(p.num_tiles), unroll=1):
+            index = p.order.persistent(i)
+            if index < p.num_tiles:
+                work = self.work(p, index)
+                first_row = work.m_block * tile.tile_m + warpgroup_index * WARPGROUP_ROWS
+                mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, tScS)
+                main.acc_O.fill(0.0)
+                main.softmax.restart()
+                shared.q.wait_full(i)
+                if work.blocks.begin < work.blocks.end:
+                    self.all_blocks(main, mask, work.blocks, i, fill)
+                fill += work.blocks.end - work.blocks.begin
+
+                rows_left = p.seqlen_q - first_row
+                lse = cute.make_fragment_like(main.softmax.row_max)
+                main.softmax.finish(as_mn(main.acc_O), lse)
+                gLSE = cute.domain_offset((first_row,), p.mLSE[work.batch, work.head, None])
+                store_lse(lse, gLSE, tScS, thread, rows_left)
+                stage = shared.q.stage(i)
+                self.hand_over(main, shared.sQ[None, None, (warpgroup_index, stage)], thread)
+                cute.arch.mbarrier_arrive(shared.o_full + stage * tile.num_warpgroups + warpgroup_index)
+
+    def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
+        tile = self.tile
+        qk, pv = p.mma_qk.get_slice(0), p.mma_pv.get_slice(0)
+        sQ = shared.sQ[None, None, (warpgroup_index, None)]
+        sVt = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
+        acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.head_dim)), Float32)
+        return Main(
+            shared,
+            p.mma_qk,
+            p.mma_pv,
+            qk.make_fragment_A(qk.partition_A(sQ)),
+            qk.make_fragment_B(qk.partition_B(shared.sK)),
+            pv.make_fragment_B(pv.partition_B(sVt)),
+            cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.dtype),
+            acc_O,
+            Softmax.start(as_mn(acc_O), p.scale_log2),
+            Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
+        )
+
+    def _shape_S(self, mma_qk: cute.TiledMma):
+        return mma_qk.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_n))
+
+    @cute.jit
+    def all_blocks(self, main: Main, mask: Mask, blocks: BlockRange, q_fill: Int32, fill: Int32):
+        """Blocks from the last to the first: cut by the right bound or the tail, whole, cut on the left."""
+        self.first_block(main, mask, blocks, q_fill, fill)
+        second = blocks.end - 1  # one past the second block
+        whole_end = cutlass.min(blocks.full_end, second)
+        for n in cutlass.range(second - whole_end, unroll=1):
+            self.one_block(main, mask, blocks, second - 1 - n, q_fill, fill, True)
+        for n in cutlass.range(whole_end - blocks.full_begin, unroll=1):
+            self.one_block(main, mask, blocks, whole_end - 1 - n, q_fill, fill, False)
+        if cutlass.const_expr(self.static.has_left):
+            left_end = cutlass.min(blocks.full_begin, second)
+            for n in cutlass.range(left_end - blocks.begin, unroll=1):
+                self.one_block(main, mask, blocks, left_end - 1 - n, q_fill, fill, True)
+
+        # O += P V of the last block
+        last = fill + blocks.end - blocks.begin - 1
+        main.shared.v.wait_full(last)
+        self.start_pv(main, last)
+        warpgroup.wait_group(0)
+        main.shared.v.release(last)
+
+    @cute.jit
+    def first_block(self, main: Main, mask: Mask, blocks: BlockRange, q_fill: Int32, fill: Int32):
+        n_block = blocks.end - 1
+        # S = Q K^T
+        main.shared.k.wait_full(fill)
+        main.turns.wait()
+        acc_S = self.start_qk(main, q_fill, fill)
+        main.turns.pass_on()
+        warpgroup.wait_group(0)
+        main.shared.k.release(fill)
+        if blocks.full_end < blocks.end or blocks.full_begin == blocks.end:
+            mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+        # m = rowmax S;  P = exp(scale (S - m));  l = rowsum P
+        block_max = cute.make_fragment_like(main.softmax.row_max)
+        main.softmax.is_outgrown(as_mn(acc_S), block_max, Int32(0))
+        main.softmax.raise_max(block_max)
+        main.softmax.exponentiate(as_mn(acc_S), True)
+        main.rP.store(acc_S.load().to(self.dtype))
+
+    @cute.jit
+    def one_block(
+        self,
+        main: Main,
+        mask: Mask,
+        blocks: BlockRange,
+        n_block: Int32,
+        q_fill: Int32,
+        first_fill: Int32,
+        masked: cutlass.Constexpr,
+    ):
+        shared, softmax = main.shared, main.softmax
+        blocks_seen = blocks.end - 1 - n_block
+        fill = first_fill + blocks_seen
+        # S = Q K^T, and behind it O += P V of the block before
+        shared.k.wait_full(fill)
+        main.turns.wait()
+        acc_S = self.start_qk(main, q_fill, fill)
+        shared.v.wait_full(fill - 1)
+        self.start_pv(main, fill - 1)
+        main.turns.pass_on()
+        warpgroup.wait_group(1)
+        shared.k.release(fill)
+
+        if cutlass.const_expr(masked):
+            mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+        block_max = cute.make_fragment_like(softmax.row_max)
+        grew = softmax.is_outgrown(as_mn(acc_S), block_max, blocks_seen * self.tile.tile_n)
+        if grew:
+            softmax.raise_max(block_max)
+        softmax.exponentiate(as_mn(acc_S), masked)
+
+        warpgroup.wait_group(0)
+        shared.v.release(fill - 1)
+        if grew:
+            softmax.rescale(as_mn(main.acc_O))
+        main.rP.store(acc_S.load().to(self.dtype))
+
+    @cute.jit
+    def start_qk(self, main: Main, q_fill: Int32, fill: Int32):
+        rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
+        rK = main.rK[None, None, None, main.shared.k.stage(fill)]
+        # New for every block: nothing of it lives on into the next.
+        acc_S = cute.make_rmem_tensor(self._shape_S(main.mma_qk), Float32)
+        self.start_gemm(main.mma_qk, acc_S, rQ, rK, False)
+        return acc_S
+
+    @cute.jit
+    def start_pv(self, main: Main, fill: Int32):
+        rV = main.rV[None, None, None, main.shared.v.stage(fill)]
+        self.start_gemm(main.mma_pv, main.acc_O, as_operand_a(main.rP), rV, True)
+
+    @cute.jit
+    def start_gemm(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        rA: cute.Tensor,
+        rB: cute.Tensor,
+        accumulate: cutlass.Constexpr,
+    ):
+        """acc (+)= A B, one group of wgmma; registers may be touched again after the wait for it."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled_mma.op)
+        for k in cutlass.range_constexpr(cute.size(rB, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+            cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def hand_over(self, main: Main, sO: cute.Tensor, thread: Int32):
+        """acc_O -> sO in the output's type, visible to the copy engine."""
+        rO = cute.make_fragment_like(main.acc_O, self.dtype)
+        rO.store(main.acc_O.load().to(self.dtype))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(thread)
+        cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
