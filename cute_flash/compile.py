@@ -34,7 +34,10 @@ from cute_flash.disk import CacheWarning, DiskCache
 from cute_flash.plan import CompileKey, Plan
 from cute_flash.ranges import marked
 
-KERNELS = {"fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80")}
+KERNELS = {
+    "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
+    "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
+}
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
     "kernels/*.py", "device/*.py", "band.py", "tiles.py", "problem.py", "compile.py", "../layouts/*.py",
@@ -72,7 +75,9 @@ def exclusive() -> AbstractContextManager:
 
 
 def compiled(plan: Plan) -> Callable[..., None]:
-    """A plan's launch: `f(q, k, v, out, lse, scale, left, right, section)` on torch's current stream."""
+    """A plan's launch, on torch's current stream:
+    `f(q, k, v, out, lse, scale, left, right, *plan.launch_arguments)`.
+    """
     key = plan.key
     with _lock:
         if key in _functions:

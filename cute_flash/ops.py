@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, ranges, reference
+from cute_flash import arch, counters, ranges, reference
 from cute_flash import plan as planning
 from cute_flash.band import Band
 from cute_flash.problem import Problem, UnsupportedError, check_window
@@ -135,7 +135,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
         plan = planning.plan(problem, arch.detect(q.device.index))
     from cute_flash.compile import compiled
 
-    function, section, device = compiled(plan), plan.section, q.device
+    function, arguments, device = compiled(plan), plan.launch_arguments, q.device
+    draws_tiles = plan.draws_tiles
     must_copy = not all(map(_is_launchable, (q, k, v)))
     # A dense output in q's order has launchable strides unless D comes late in that order.
     must_copy_out = not _is_launchable(torch.empty_like(q, device="meta"))
@@ -152,7 +153,11 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
         if must_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
             q, k, v = (_launchable(tensor) for tensor in (q, k, v))
         target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
-        function(q, k, v, target, lse, scale, window_left, window_right, section)
+        if draws_tiles:
+            counter, address = counters.counter(device.index)
+            function(q, k, v, target, lse, scale, window_left, window_right, *arguments, address)
+        else:
+            function(q, k, v, target, lse, scale, window_left, window_right, *arguments)
         if must_copy_out:
             out.copy_(target)
         return out, lse

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
 from cute_flash.problem import Problem, Static, UnsupportedError
-from cute_flash.tiles import ELEMENT_BYTES, FwdTile, fwd_tile
+from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 
 # Kernel families in the order of preference, and the least architecture each needs.
-FAMILIES = {"sm80": (8, 0)}
+FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 # Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in
 # flight.
 L2_SHARE = 0.4
@@ -59,7 +59,7 @@ class CompileKey:
 
     kernel: str
     static: Static
-    tile: FwdTile
+    tile: FwdTile | FwdTileSm90
     target: str
 
 
@@ -68,18 +68,42 @@ class Plan:
     problem: Problem
     arch: ArchSpec
     family: str
-    tile: FwdTile
+    tile: FwdTile | FwdTileSm90
     section: int  # query heads whose K and V share L2, run side by side
 
     @property
     def key(self) -> CompileKey:
-        return CompileKey(f"fwd_{self.family}", self.problem.static, self.tile, self.arch.name)
+        # wgmma belongs to one architecture alone, which the compiler spells with an "a".
+        target = self.arch.name + ("a" if self.is_persistent else "")
+        return CompileKey(f"fwd_{self.family}", self.problem.static, self.tile, target)
+
+    @property
+    def is_persistent(self) -> bool:
+        return isinstance(self.tile, FwdTileSm90)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the output."""
+        p = self.problem
+        return ceil_div(p.seqlen_q, self.tile.tile_m) * p.heads * p.batch
 
     @property
     def num_blocks(self) -> int:
         """Thread blocks of the launch."""
-        p = self.problem
-        return ceil_div(p.seqlen_q, self.tile.tile_m) * p.heads * p.batch
+        return min(self.num_tiles, self.arch.num_sms) if self.is_persistent else self.num_tiles
+
+    @property
+    def draws_tiles(self) -> bool:
+        """Whether blocks draw their tiles from a counter, the last argument of the launch."""
+        static = self.problem.static
+        return self.is_persistent and (static.has_left or static.has_right)
+
+    @property
+    def launch_arguments(self) -> tuple[int, ...]:
+        """What a launch takes besides tensors, scale, window, and the address of a counter if it draws."""
+        if not self.is_persistent:
+            return (self.section,)
+        return (self.section, self.num_blocks) if self.draws_tiles else (self.section, self.num_blocks, 0)
 
     @property
     def blocks_per_sm(self) -> int:
@@ -97,7 +121,7 @@ class Plan:
             f"tile      {tile}",
             f"shared    {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block / 1024:.0f} KB a block, "
             f"up to {self.blocks_per_sm} block(s) an SM by shared memory",
-            f"grid      {self.num_blocks} blocks, sections of {self.section} head(s)",
+            f"grid      {self.num_blocks} blocks, {self.num_tiles} tiles, sections of {self.section} head(s)",
         ]
 
 
@@ -111,9 +135,9 @@ def plan(problem: Problem, arch: ArchSpec) -> Plan:
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
-    chosen = Plan(problem, arch, family, fwd_tile(arch, problem.static), _section(problem, arch))
-    if chosen.num_blocks > MAX_BLOCKS:
-        raise UnsupportedError(f"{chosen.num_blocks} thread blocks: at most {MAX_BLOCKS}; split the batch")
+    chosen = Plan(problem, arch, family, fwd_tile(family, arch, problem.static), _section(problem, arch))
+    if chosen.num_tiles > MAX_BLOCKS:
+        raise UnsupportedError(f"{chosen.num_tiles} tiles: at most {MAX_BLOCKS}; split the batch")
     return chosen
 
 

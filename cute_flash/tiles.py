@@ -94,6 +94,7 @@ class FwdTileSm90:
     tile_n: int
     stages: int  # K/V buffers
     q_stages: int = 1  # 2: the next tile's Q is loaded while this one's output leaves
+    q_in_registers: bool = False  # Q is the register operand of Q K^T, which spares shared memory its reads
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
@@ -119,8 +120,13 @@ class FwdTileSm90:
     @property
     def smem_bytes(self) -> int:
         rows = self.q_stages * self.tile_m + 2 * self.stages * self.tile_n
-        barriers = 8 * (2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups)
-        return rows * self.head_dim * ELEMENT_BYTES + barriers
+        barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
+        return rows * self.head_dim * ELEMENT_BYTES + 8 * barriers + 16 * self.q_stages
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
+        turns = ", taking turns" if self.takes_turns else ""
+        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, 1 + {self.num_warpgroups} warpgroups, {stages}{turns}"
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
@@ -159,10 +165,25 @@ _SM_90 = (
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
 
-def fwd_tile(arch: ArchSpec, static: Static) -> FwdTile:
-    """The tile of the mma.sync forward on an architecture."""
+_FIRST = "not measured yet"
+SM90_FWD = (
+    FwdTileSm90(64, 192, 128, 3, 2, measured=_FIRST),
+    FwdTileSm90(96, 128, 128, 2, 2, measured=_FIRST),
+    FwdTileSm90(128, 128, 128, 2, 2, measured=_FIRST),
+    FwdTileSm90(192, 128, 96, 2, 1, measured=_FIRST),
+    FwdTileSm90(256, 128, 80, 2, 1, measured=_FIRST),
+)
+
+
+def fwd_tile(family: str, arch: ArchSpec, static: Static) -> FwdTile | FwdTileSm90:
+    """The tile of a family's forward on an architecture."""
     bounds = static.has_left + static.has_right
-    for tile in SM80_FWD[arch.name]:
-        if tile.head_dim >= static.head_dim and tile.max_bounds >= bounds and tile.fits(arch):
-            return tile
-    raise UnsupportedError(f"head_dim={static.head_dim}: no tile for {arch.name}")
+    if family == "sm90":
+        for wide in SM90_FWD:
+            if wide.head_dim >= static.head_dim and wide.fits(arch):
+                return wide
+    else:
+        for tile in SM80_FWD[arch.name]:
+            if tile.head_dim >= static.head_dim and tile.max_bounds >= bounds and tile.fits(arch):
+                return tile
+    raise UnsupportedError(f"head_dim={static.head_dim}: no tile of {family} for {arch.name}")

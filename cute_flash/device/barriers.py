@@ -64,7 +64,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Turns:
-    """Warpgroups take turns: each waits for its own, and passes it on to the next."""
+    """Warpgroups take turns: each waits for its own, and passes it on to the next. One alone never waits."""
 
     first_id: cutlass.Constexpr  # named barrier of warpgroup 0
     num_warpgroups: cutlass.Constexpr
@@ -78,14 +78,16 @@ class Turns:
 
     @cute.jit
     def wait(self):
-        cute.arch.barrier(
-            barrier_id=self.first_id + self.warpgroup, number_of_threads=2 * WARPGROUP_THREADS
-        )
+        if cutlass.const_expr(self.num_warpgroups > 1):
+            cute.arch.barrier(
+                barrier_id=self.first_id + self.warpgroup, number_of_threads=2 * WARPGROUP_THREADS
+            )
 
     @cute.jit
     def pass_on(self):
-        following = self.warpgroup + 1
-        following = 0 if following == self.num_warpgroups else following
-        cute.arch.barrier_arrive(
-            barrier_id=self.first_id + following, number_of_threads=2 * WARPGROUP_THREADS
-        )
+        if cutlass.const_expr(self.num_warpgroups > 1):
+            following = self.warpgroup + 1
+            following = 0 if following == self.num_warpgroups else following
+            cute.arch.barrier_arrive(
+                barrier_id=self.first_id + following, number_of_threads=2 * WARPGROUP_THREADS
+            )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,42 @@ class TileOrder:
         uniform = cute.arch.make_warp_uniform
         return uniform(m_block), uniform(head - batch * self.heads), uniform(batch)
 
-    def rounds(self, num_tiles: Int32):
-        """How many tiles a persistent block is offered."""
-        return cute.ceil_div(num_tiles, cute.arch.grid_dim()[0])
+
+@dataclass(frozen=True)
+class TileQueue:
+    """Which tiles a persistent block works on: its own index first, then every grid-th one, or, where tiles
+    differ in length, whichever is next when it is free.
+
+    `counter` is the address of an int32 in global memory that is 0 between launches and that no other launch
+    uses meanwhile. Every tile draws one number, so the last number drawn is known: who gets it writes the 0.
+    """
+
+    num_tiles: Int32
+    counter: Int64
+    is_shared: cutlass.Constexpr
+
+    def _pointer(self) -> cute.Pointer:
+        return cute.make_ptr(Int32, self.counter, cutlass.AddressSpace.gmem, assumed_align=4)
+
+    def first(self) -> Int32:
+        return cute.arch.block_idx()[0]
 
     @cute.jit
-    def persistent(self, i: Int32):
-        """The tile of a persistent block in round i; there is none where it lies past the last.
+    def draw(self, index: Int32) -> Int32:
+        """The tile after `index`, known to lane 0; to be asked for early and agreed on late."""
+        following = index + cute.arch.grid_dim()[0]
+        if cutlass.const_expr(self.is_shared):
+            if cute.arch.lane_idx() == 0:
+                drawn = cute.arch.atomic_add(self._pointer(), Int32(1), sem="relaxed", scope="gpu")
+                following = cute.arch.grid_dim()[0] + drawn
+        return following
 
-        Every other round runs backwards: who got the longest tile of one gets the shortest of the next.
-        """
-        width, block = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
-        if cutlass.const_expr(self.longest_first):
-            block = width - 1 - block if i % 2 == 1 else block
-        return i * width + block
+    def agree(self, drawn: Int32) -> Int32:
+        return cute.arch.shuffle_sync(drawn, 0)
+
+    @cute.jit
+    def close(self, index: Int32):
+        """After the first index that is no tile."""
+        if cutlass.const_expr(self.is_shared):
+            if cute.arch.lane_idx() == 0 and index == cute.arch.grid_dim()[0] + self.num_tiles - 1:
+                cute.make_tensor(self._pointer(), cute.make_layout(1))[0] = Int32(0)

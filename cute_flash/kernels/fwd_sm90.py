@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -37,7 +37,7 @@ from cute_flash.band import Band, BlockRange
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
 from cute_flash.device.epilogue import store_lse
 from cute_flash.device.mask import Mask
-from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
@@ -50,6 +50,7 @@ SMEM_ALIGN = 1024
 LOAD_WARP, STORE_WARP = 0, 1
 # Registers a thread of the loading warpgroup and of the others may use, by the number of the others.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+NO_TILE = -1
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
 
@@ -66,10 +67,10 @@ class Params:
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32
-    num_tiles: Int32
     scale_log2: Float32
     band: Band
     order: TileOrder
+    queue: TileQueue
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
 
@@ -83,17 +84,7 @@ class Shared:
     k: Ring
     v: Ring
     o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
-
-
-@dataclass(frozen=True)
-class Work:
-    """One tile of rows."""
-
-    m_block: Int32
-    head: Int32
-    head_kv: Int32
-    batch: Int32
-    blocks: BlockRange
+    tiles: cute.Tensor  # (m_block, head, batch) of the tile in each q stage; told by q.full; NO_TILE: the end
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class Main:
     shared: Shared
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
+    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage), or registers (MMA, MMA_M, MMA_K)
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
     rV: cute.Tensor
     rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
@@ -128,7 +119,7 @@ class FwdSm90:
         return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1))
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
         return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
@@ -144,6 +135,7 @@ class FwdSm90:
         window_right: Int32,
         section: Int32,
         num_blocks: Int32,
+        counter: Int64,
         stream: CUstream,
     ):
         tile, static = self.tile, self.static
@@ -159,21 +151,22 @@ class FwdSm90:
             seqlen_q,
             mK.shape[2],
             heads // mK.shape[1],
-            num_m_blocks * heads * batch,
             scale * LOG2_E,
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
-            self._tiled_mma(tile.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
-            self._tiled_mma(tile.head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
+            TileQueue(num_m_blocks * heads * batch, counter, static.has_left or static.has_right),
+            self._tiled_mma(tile.tile_n, tile.q_in_registers, OperandMajorMode.K),
+            self._tiled_mma(tile.head_dim, True, OperandMajorMode.MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
             grid=(num_blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
-    def _tiled_mma(self, columns: int, a_source, b_major) -> cute.TiledMma:
+    def _tiled_mma(self, columns: int, a_in_registers: bool, b_major) -> cute.TiledMma:
         """64 rows, one warpgroup."""
         shape = (WARPGROUP_ROWS, columns, 16)
+        a_source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
         op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
         return cute.make_tiled_mma(op)
 
@@ -213,7 +206,8 @@ class FwdSm90:
         sK, sV = allocate(self.kv_tile, tile.stages), allocate(self.kv_tile, tile.stages)
         rings = (Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages))
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
-        return Shared(sQ, sK, sV, *rings, o_full)
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, tile.q_stages)), 16)
+        return Shared(sQ, sK, sV, *rings, o_full, tiles)
 
     @cute.jit
     def _init_barriers(self, shared: Shared):
@@ -224,108 +218,160 @@ class FwdSm90:
         for i in cutlass.range_constexpr(self.tile.num_warpgroups * self.tile.q_stages):
             cute.arch.mbarrier_init(shared.o_full + i, WARPGROUP_THREADS)
 
-    @cute.jit
-    def work(self, p: Params, index: Int32) -> Work:
-        m_block, head, batch = p.order.decode(index)
-        blocks = p.band.blocks(m_block, self.tile.tile_m, self.tile.tile_n, p.seqlen_q, p.seqlen_k)
-        return Work(m_block, head, head // p.heads_per_kv, batch, blocks)
+    def blocks(self, p: Params, m_block: Int32) -> BlockRange:
+        return p.band.blocks(m_block, self.tile.tile_m, self.tile.tile_n, p.seqlen_q, p.seqlen_k)
 
     @cute.jit
     def load(self, p: Params, shared: Shared):
         """K of the first block, Q, then K one block ahead of V: the order in which they are used."""
-        fill = Int32(0)  # of K and V
-        for i in cutlass.range(p.order.rounds(p.num_tiles), unroll=1):
-            index = p.order.persistent(i)
-            if index < p.num_tiles:
-                work = self.work(p, index)
-                blocks = work.blocks
-                if blocks.begin < blocks.end:
-                    self.load_kv(p.k, shared.k, shared.sK, fill, blocks.end - 1, work)
-                self.load_q(p, shared, i, work)
-                for n in cutlass.range(blocks.end - blocks.begin - 1, unroll=1):
-                    n_block = blocks.end - 1 - n
-                    self.load_kv(p.k, shared.k, shared.sK, fill + n + 1, n_block - 1, work)
-                    self.load_kv(p.v, shared.v, shared.sV, fill + n, n_block, work)
-                if blocks.begin < blocks.end:
-                    last = blocks.end - blocks.begin - 1
-                    self.load_kv(p.v, shared.v, shared.sV, fill + last, blocks.begin, work)
-                fill += blocks.end - blocks.begin
+        count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K and V
+        index = p.queue.first()
+        while index < p.queue.num_tiles:
+            drawn = p.queue.draw(index)
+            m_block, head, batch = p.order.decode(index)
+            head_kv = head // p.heads_per_kv
+            blocks = self.blocks(p, m_block)
+            if blocks.begin < blocks.end:
+                self.load_kv(p.k, shared.k, shared.sK, fill, (blocks.end - 1, head_kv, batch))
+            self.load_q(p, shared, count, (m_block, head, batch))
+            for n in cutlass.range(blocks.end - blocks.begin - 1, unroll=1):
+                n_block = blocks.end - 1 - n
+                self.load_kv(p.k, shared.k, shared.sK, fill + n + 1, (n_block - 1, head_kv, batch))
+                self.load_kv(p.v, shared.v, shared.sV, fill + n, (n_block, head_kv, batch))
+            fill += blocks.end - blocks.begin
+            if blocks.begin < blocks.end:
+                self.load_kv(p.v, shared.v, shared.sV, fill - 1, (blocks.begin, head_kv, batch))
+            index = p.queue.agree(drawn)
+            count += 1
+        p.queue.close(index)
+        shared.q.wait_empty(count)
+        self.tell(shared, count, (Int32(NO_TILE), Int32(0), Int32(0)))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.q.full_of(count))
 
     @cute.jit
-    def load_q(self, p: Params, shared: Shared, fill: Int32, work: Work):
+    def tell(self, shared: Shared, count: Int32, coord: tuple):
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(3):
+                shared.tiles[i, shared.q.stage(count)] = coord[i]
+
+    @cute.jit
+    def told(self, shared: Shared, count: Int32, i: cutlass.Constexpr) -> Int32:
+        return cute.arch.make_warp_uniform(shared.tiles[i, shared.q.stage(count)])
+
+    @cute.jit
+    def load_q(self, p: Params, shared: Shared, count: Int32, coord: tuple):
         ring, num = shared.q, self.tile.num_warpgroups
-        ring.wait_empty(fill)
-        ring.expect(fill, num * self.q_tile.bytes)
+        m_block, head, batch = coord
+        ring.wait_empty(count)
+        self.tell(shared, count, coord)
+        ring.expect(count, num * self.q_tile.bytes)
         for w in cutlass.range_constexpr(num):
-            sQ = shared.sQ[None, None, (w, ring.stage(fill))]
-            p.q.load(sQ, work.m_block * num + w, work.head, work.batch, ring.full_of(fill))
+            sQ = shared.sQ[None, None, (w, ring.stage(count))]
+            p.q.load(sQ, m_block * num + w, head, batch, ring.full_of(count))
 
     @cute.jit
-    def load_kv(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, n_block: Int32, work: Work):
+    def load_kv(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
         ring.wait_empty(fill)
         ring.expect(fill, self.kv_tile.bytes)
-        sX_stage = sX[None, None, ring.stage(fill)]
-        tiles.load(sX_stage, n_block, work.head_kv, work.batch, ring.full_of(fill))
+        tiles.load(sX[None, None, ring.stage(fill)], *coord, ring.full_of(fill))
 
     @cute.jit
     def store(self, p: Params, shared: Shared):
         """Send each warpgroup's output off as soon as it stands; then give the stage back to Q."""
         num, ring = self.tile.num_warpgroups, shared.q
-        for i in cutlass.range(p.order.rounds(p.num_tiles), unroll=1):
-            index = p.order.persistent(i)
-            if index < p.num_tiles:
-                m_block, head, batch = p.order.decode(index)
-                stage = ring.stage(i)
-                for w in cutlass.range_constexpr(num):
-                    cute.arch.mbarrier_wait(shared.o_full + stage * num + w, ring.parity(i))
-                    with cute.arch.elect_one():
-                        p.o.store(shared.sQ[None, None, (w, stage)], m_block * num + w, head, batch)
-                        cute.arch.cp_async_bulk_commit_group()
+        count = Int32(0)
+        self.wait_output(shared, count, 0)
+        m_block = self.told(shared, count, 0)
+        while m_block != NO_TILE:
+            head, batch = self.told(shared, count, 1), self.told(shared, count, 2)
+            for w in cutlass.range_constexpr(num):
+                if cutlass.const_expr(w > 0):
+                    self.wait_output(shared, count, w)
                 with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                ring.release(i)
+                    p.o.store(shared.sQ[None, None, (w, ring.stage(count))], m_block * num + w, head, batch)
+                    cute.arch.cp_async_bulk_commit_group()
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            ring.release(count)
+            count += 1
+            self.wait_output(shared, count, 0)
+            m_block = self.told(shared, count, 0)
+
+    @cute.jit
+    def wait_output(self, shared: Shared, count: Int32, warpgroup_index: cutlass.Constexpr):
+        barrier = shared.o_full + shared.q.stage(count) * self.tile.num_warpgroups + warpgroup_index
+        cute.arch.mbarrier_wait(barrier, shared.q.parity(count))
 
     @cute.jit
     def mma(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32):
-        tile = self.tile
         main = self._main(p, shared, warpgroup_index, thread)
-        coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
-        tScS = p.mma_qk.get_slice(thread).partition_C(coords)
         main.turns.begin()
-        fill = Int32(0)
-        for i in cutlass.range(p.order.rounds(p.num_tiles), unroll=1):
-            index = p.order.persistent(i)
-            if index < p.num_tiles:
-                work = self.work(p, index)
-                first_row = work.m_block * tile.tile_m + warpgroup_index * WARPGROUP_ROWS
-                mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, tScS)
-                main.acc_O.fill(0.0)
-                main.softmax.restart()
-                shared.q.wait_full(i)
-                if work.blocks.begin < work.blocks.end:
-                    self.all_blocks(main, mask, work.blocks, i, fill)
-                fill += work.blocks.end - work.blocks.begin
+        count, fill = Int32(0), Int32(0)
+        shared.q.wait_full(count)
+        m_block = self.told(shared, count, 0)
+        while m_block != NO_TILE:
+            blocks = self.blocks(p, m_block)
+            self.one_tile(p, main, (m_block, warpgroup_index), thread, blocks, count, fill)
+            self.say_output(shared, count, warpgroup_index)
+            fill += blocks.end - blocks.begin
+            count += 1
+            shared.q.wait_full(count)
+            m_block = self.told(shared, count, 0)
+        # The storing warp waits for outputs: the last it hears is that there are no more.
+        self.say_output(shared, count, warpgroup_index)
 
-                rows_left = p.seqlen_q - first_row
-                lse = cute.make_fragment_like(main.softmax.row_max)
-                main.softmax.finish(as_mn(main.acc_O), lse)
-                gLSE = cute.domain_offset((first_row,), p.mLSE[work.batch, work.head, None])
-                store_lse(lse, gLSE, tScS, thread, rows_left)
-                stage = shared.q.stage(i)
-                self.hand_over(main, shared.sQ[None, None, (warpgroup_index, stage)], thread)
-                cute.arch.mbarrier_arrive(shared.o_full + stage * tile.num_warpgroups + warpgroup_index)
+    @cute.jit
+    def say_output(self, shared: Shared, count: Int32, warpgroup_index: Int32):
+        stage = shared.q.stage(count)
+        cute.arch.mbarrier_arrive(shared.o_full + stage * self.tile.num_warpgroups + warpgroup_index)
+
+    @cute.jit
+    def one_tile(
+        self,
+        p: Params,
+        main: Main,
+        rows: tuple,
+        thread: Int32,
+        blocks: BlockRange,
+        count: Int32,
+        fill: Int32,
+    ):
+        shared, (m_block, warpgroup_index) = main.shared, rows
+        first_row = m_block * self.tile.tile_m + warpgroup_index * WARPGROUP_ROWS
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.tile_n))
+        tScS = p.mma_qk.get_slice(thread).partition_C(coords)
+        mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, tScS)
+        sQ = shared.sQ[None, None, (warpgroup_index, shared.q.stage(count))]
+        main.acc_O.fill(0.0)
+        main.softmax.restart()
+        if cutlass.const_expr(self.tile.q_in_registers):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_A(atom, main.mma_qk).get_slice(thread)
+            cute.copy(atom, copy.partition_S(sQ), copy.retile(main.rQ))
+        if blocks.begin < blocks.end:
+            self.all_blocks(main, mask, blocks, count, fill)
+
+        lse = cute.make_fragment_like(main.softmax.row_max)
+        main.softmax.finish(as_mn(main.acc_O), lse)
+        head, batch = self.told(shared, count, 1), self.told(shared, count, 2)
+        gLSE = cute.domain_offset((first_row,), p.mLSE[batch, head, None])
+        store_lse(lse, gLSE, tScS, thread, p.seqlen_q - first_row)
+        self.hand_over(main, sQ, thread)
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
         qk, pv = p.mma_qk.get_slice(0), p.mma_pv.get_slice(0)
-        sQ = shared.sQ[None, None, (warpgroup_index, None)]
+        # In registers there is one Q, in shared memory one for each stage.
+        sQ = shared.sQ[None, None, (warpgroup_index, 0 if tile.q_in_registers else None)]
         sVt = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
         acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.head_dim)), Float32)
+        rQ = qk.make_fragment_A(qk.partition_A(sQ))
         return Main(
             shared,
             p.mma_qk,
             p.mma_pv,
-            qk.make_fragment_A(qk.partition_A(sQ)),
+            rQ,
             qk.make_fragment_B(qk.partition_B(shared.sK)),
             pv.make_fragment_B(pv.partition_B(sVt)),
             cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.dtype),
@@ -343,8 +389,10 @@ class FwdSm90:
         self.first_block(main, mask, blocks, q_fill, fill)
         second = blocks.end - 1  # one past the second block
         whole_end = cutlass.min(blocks.full_end, second)
-        for n in cutlass.range(second - whole_end, unroll=1):
-            self.one_block(main, mask, blocks, second - 1 - n, q_fill, fill, True)
+        # Without a right bound only the very last block can be cut, by the end of the keys.
+        if cutlass.const_expr(self.static.has_right):
+            for n in cutlass.range(second - whole_end, unroll=1):
+                self.one_block(main, mask, blocks, second - 1 - n, q_fill, fill, True)
         for n in cutlass.range(whole_end - blocks.full_begin, unroll=1):
             self.one_block(main, mask, blocks, whole_end - 1 - n, q_fill, fill, False)
         if cutlass.const_expr(self.static.has_left):
@@ -376,7 +424,7 @@ class FwdSm90:
         main.softmax.is_outgrown(as_mn(acc_S), block_max, Int32(0))
         main.softmax.raise_max(block_max)
         main.softmax.exponentiate(as_mn(acc_S), True)
-        main.rP.store(acc_S.load().to(self.dtype))
+        self.convert(acc_S, main.rP)
 
     @cute.jit
     def one_block(
@@ -410,15 +458,28 @@ class FwdSm90:
             softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S), masked)
 
-        warpgroup.wait_group(0)
-        shared.v.release(fill - 1)
+        # O of the block before. The wait stands in both branches: at their join, ptxas would move it up before
+        # the exponentials, which are to run meanwhile.
         if grew:
+            warpgroup.wait_group(0)
             softmax.rescale(as_mn(main.acc_O))
-        main.rP.store(acc_S.load().to(self.dtype))
+        else:
+            warpgroup.wait_group(0)
+        shared.v.release(fill - 1)
+        self.convert(acc_S, main.rP)
+
+    @cute.jit
+    def convert(self, acc: cute.Tensor, fragment: cute.Tensor):
+        """To the inputs' type, by 8 elements: vectors of other lengths than powers of two are taken apart."""
+        acc_k, fragment_k = as_operand_a(acc), as_operand_a(fragment)
+        for k in cutlass.range_constexpr(cute.size(acc_k, mode=[2])):
+            fragment_k[None, None, k].store(acc_k[None, None, k].load().to(self.dtype))
 
     @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):
-        rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
+        rQ = main.rQ
+        if cutlass.const_expr(not self.tile.q_in_registers):
+            rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
         rK = main.rK[None, None, None, main.shared.k.stage(fill)]
         # New for every block: nothing of it lives on into the next.
         acc_S = cute.make_rmem_tensor(self._shape_S(main.mma_qk), Float32)
