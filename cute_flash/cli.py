@@ -233,11 +233,13 @@ def _inspect(args: argparse.Namespace) -> int:
     with _refusing():
         band = Band.of(args.causal, args.window)
         plan = _static_plan(_arch(args.arch) or SM_80, args.head_dim, DTYPES[args.dtype], band)
-    with ticking(f"compiling {plan.key.kernel} for {plan.arch.name}"):
+    with ticking(f"compiling {plan.key.kernel} for {plan.key.target}"):
         found = resources(plan)
     lines = [f"kernel {plan.key.kernel}", f"tile {plan.tile}", *found.lines()]
     if found.serialised_wgmma:
-        lines.append(f"wgmma serialised by ptxas: {', '.join(found.serialised_wgmma)}")
+        lines.append(
+            f"wgmma serialised, or registers not moved, by ptxas: {', '.join(found.serialised_wgmma)}"
+        )
     print("\n".join(aligned(lines)))
     if args.sass:
         args.sass.write_text(disassemble(found.cubin))
@@ -267,7 +269,8 @@ def _precompile(args: argparse.Namespace) -> int:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
         return 1
     compiled = 0
-    print(f"{len(plans)} kernel(s) for {arch.name}, {args.jobs} at a time", file=sys.stderr)
+    targets = ", ".join(sorted({plan.key.target for plan in plans}))
+    print(f"{len(plans)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
     for i, (is_new, (dim, dtype, mask)) in enumerate(zip(precompile_all(plans, args.jobs), wanted), 1):
         compiled += is_new
         state = "compiled" if is_new else "already there"

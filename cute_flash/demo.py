@@ -94,12 +94,12 @@ def _resource_line(chosen: Plan) -> str:
     from cute_flash.resources import resources
 
     head_dim = chosen.problem.head_dim
-    with ticking(f"compiling {chosen.key.kernel} D={head_dim} for {chosen.arch.name}"):
+    with ticking(f"compiling {chosen.key.kernel} D={head_dim} for {chosen.key.target}"):
         found = resources(chosen)
-    mma = f"{found.num_mma} MMAs" if found.sass else "MMAs not counted (no nvdisasm)"
     return (
-        f"compiled    D={head_dim}: {found.registers} registers a thread, {found.spill_bytes} bytes spilled, "
-        f"{mma}, {found.smem_bytes / 1024:.0f} KB shared; tile {chosen.tile}"
+        f"compiled    D={head_dim} for {found.target}: {found.registers_text} registers a thread, "
+        f"{found.spill_bytes} bytes spilled, {found.mma}, {found.smem_bytes / 1024:.0f} KB shared; "
+        f"tile {chosen.tile}"
     )
 
 

@@ -10,7 +10,6 @@ from cute_flash.arch import ArchSpec
 from cute_flash.plan import Plan, plan
 from cute_flash.problem import Problem
 
-# Parts by name, beside the one that each architecture's rates belong to.
 LABEL_WIDTH = 12
 
 
@@ -65,10 +64,12 @@ class Explanation:
             "gpu": chosen.arch.gpu,
             "arch": chosen.arch.name,
             "kernel": chosen.key.kernel,
+            "target": chosen.key.target,
             "tile": asdict(chosen.tile),
             "smem_bytes": chosen.tile.smem_bytes,
             "smem_limit_bytes": chosen.arch.smem_per_block,
             "papers_sram_bytes": self.papers_sram_bytes,
+            "tiles": chosen.num_tiles,
             "blocks": chosen.num_blocks,
             "flops": least.flops,
             "flops_nominal": roofline.flops_nominal(chosen.problem),

@@ -24,20 +24,25 @@ _SPILLS = re.compile(
 )
 _REGISTERS = re.compile(r"Used\s+(\d+)\s+registers")
 _SERIALISED = re.compile(r"\((C75\d\d)\)")
+_SETMAXNREG = re.compile(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+# The tensor cores, what feeds and drains them, the softmax, and who waits for whom.
+_SHOWN = (
+    "HMMA", "HGMMA", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG", "MUFU", "FFMA", "FMUL", "SHFL", "BAR", "SYNCS",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Resources:
     symbol: str
     target: str
-    registers: int
+    registers: int  # a thread has at launch
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
     smem_bytes: int
-    serialised_wgmma: tuple[str, ...]  # ptxas notes that wgmma was serialised
+    serialised_wgmma: tuple[str, ...]  # ptxas notes that wgmma was serialised, or setmaxnreg ignored
     sass: Counter[str] = field(default_factory=Counter)  # instructions by name; empty without a disassembler
     cubin: bytes = field(default=b"", repr=False)
     ptx: str = field(default="", repr=False)
@@ -54,12 +59,27 @@ class Resources:
     def num_mma(self) -> int:
         return self.sass["HMMA"] + self.sass["HGMMA"]
 
+    @property
+    def mma(self) -> str:
+        """How many instructions of the tensor cores, and which."""
+        counts = [f"{self.sass[name]} {name}" for name in ("HMMA", "HGMMA") if self.sass[name]]
+        return " and ".join(counts) or ("no MMA" if self.sass else "MMAs not counted (no nvdisasm)")
+
+    @property
+    def setmaxnreg(self) -> tuple[int, ...]:
+        """Registers a thread has after warpgroups gave some to others, ascending; empty where none do."""
+        return tuple(sorted({int(count) for count in _SETMAXNREG.findall(self.ptx)}))
+
+    @property
+    def registers_text(self) -> str:
+        moved = f" at launch, then {' or '.join(map(str, self.setmaxnreg))}" if self.setmaxnreg else ""
+        return f"{self.registers}{moved}"
+
     def lines(self) -> list[str]:
-        names = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "MUFU", "FFMA", "FMUL", "SHFL", "BAR")
-        mix = ", ".join(f"{name} {self.sass[name]}" for name in names if self.sass[name])
+        mix = ", ".join(f"{name} {self.sass[name]}" for name in _SHOWN if self.sass[name])
         return [
             f"symbol    {self.symbol} ({self.target}), {self.cubin_bytes / 1024:.0f} KB of code",
-            f"registers {self.registers} a thread, {self.spill_bytes} bytes spilled",
+            f"registers {self.registers_text} a thread, {self.spill_bytes} bytes spilled",
             f"shared    {self.smem_bytes / 1024:.0f} KB",
             f"SASS      {mix or 'no disassembler found: pip install nvidia-cuda-nvdisasm'}",
         ]

@@ -27,6 +27,8 @@ RESCALE_THRESHOLD = 8.0
 # block of FlashAttention-2 does. Measured on an H200, error against FlashAttention-2's at S=512 and speed of
 # short full tiles: first block only 1.056, 192 keys 1.038 and 3 % slower, 512 keys 1.00 and 8 % slower.
 EXACT_KEYS = 128
+# Independent chains of maxima that a thread keeps going.
+MAX_CHAINS = 4
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
@@ -73,15 +75,28 @@ class Softmax:
         self.exponentiate(acc_S_mn, maybe_empty)
 
     @cute.jit
+    def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor):
+        """The maximum of each row over this thread's columns, in as many chains as hide their latency."""
+        rows, columns = cute.size(acc_S_mn, mode=[0]), cute.size(acc_S_mn, mode=[1])
+        chains = max(1, MAX_CHAINS // rows)
+        for r in cutlass.range_constexpr(rows):
+            found = [acc_S_mn[r, c] for c in range(chains)]
+            for c in cutlass.range_constexpr(chains, columns):
+                found[c % chains] = cute.arch.fmax(found[c % chains], acc_S_mn[r, c])
+            for c in cutlass.range_constexpr(1, chains):
+                found[0] = cute.arch.fmax(found[0], found[c])
+            block_max[r] = found[0]
+
+    @cute.jit
     def is_outgrown(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32):
         """Whether a row of this warp outgrew its maximum by more than may be; fills `block_max`.
 
         The maximum over this thread's columns suffices to ask: the warp votes.
         """
         threshold = Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
+        self.block_max(acc_S_mn, block_max)
         grew = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
-            block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             grew = grew | ((block_max[r] - self.row_max[r]) * self.scale_log2 > threshold)
         return cute.arch.vote_any_sync(grew)
 
@@ -97,11 +112,14 @@ class Softmax:
             self.row_max[r] = m_new
             self.row_sum[r] = self.row_sum[r] * self.alpha[r]
 
-    @cute.jit
     def rescale(self, acc_O_mn: cute.Tensor):
         """O is scaled by alpha."""
-        for r in cutlass.range_constexpr(cute.size(self.alpha)):
-            acc_O_mn[r, None].store(acc_O_mn[r, None].load() * self.alpha[r])
+        self.scale_rows(acc_O_mn, self.alpha)
+
+    @cute.jit
+    def scale_rows(self, acc_O_mn: cute.Tensor, factors: cute.Tensor):
+        for r in cutlass.range_constexpr(cute.size(factors)):
+            acc_O_mn[r, None].store(acc_O_mn[r, None].load() * factors[r])
 
     @cute.jit
     def exponentiate(self, acc_S_mn: cute.Tensor, maybe_empty: cutlass.Constexpr):
@@ -116,11 +134,17 @@ class Softmax:
 
     @cute.jit
     def finish(self, acc_O_mn: cute.Tensor, lse: cute.Tensor):
-        """Normalise the output; write each row's LSE, natural log. A row without keys gives 0 and -inf."""
+        """Normalise the output; write each row's LSE."""
+        inverse = cute.make_fragment_like(self.row_sum)
+        self.close(lse, inverse)
+        self.scale_rows(acc_O_mn, inverse)
+
+    @cute.jit
+    def close(self, lse: cute.Tensor, inverse: cute.Tensor):
+        """Each row's LSE, natural log, and 1 / l. A row without keys gives -inf and 0."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
             is_empty = total == 0.0
-            inverse = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
-            acc_O_mn[r, None].store(acc_O_mn[r, None].load() * inverse)
+            inverse[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
             log_sum = cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if is_empty else (self.row_max[r] * self.scale_log2 + log_sum) * LN_2

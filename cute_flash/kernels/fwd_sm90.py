@@ -89,8 +89,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Main:
-    """What a warpgroup works on in one tile."""
+    """What a warpgroup works with."""
 
+    warpgroup: Int32
+    thread: Int32
     shared: Shared
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
@@ -100,7 +102,26 @@ class Main:
     rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
     acc_O: cute.Tensor
     softmax: Softmax
+    lse: cute.Tensor  # (rows of this thread,), of the tile that ends
+    inverse: cute.Tensor  # 1 / l
     turns: Turns
+    tScS: cute.Tensor  # (row, column) of every element of S
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a warpgroup works on: its rows of one tile."""
+
+    count: Int32  # tiles before this one
+    fill: Int32  # blocks of K and V before this tile's
+    mask: Mask
+    blocks: BlockRange
+
+    def num_blocks(self) -> Int32:
+        return self.blocks.end - self.blocks.begin
+
+    def has_blocks(self):
+        return self.blocks.begin < self.blocks.end
 
 
 class FwdSm90:
@@ -227,7 +248,6 @@ class FwdSm90:
         count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K and V
         index = p.queue.first()
         while index < p.queue.num_tiles:
-            drawn = p.queue.draw(index)
             m_block, head, batch = p.order.decode(index)
             head_kv = head // p.heads_per_kv
             blocks = self.blocks(p, m_block)
@@ -239,6 +259,8 @@ class FwdSm90:
                 self.load_kv(p.k, shared.k, shared.sK, fill + n + 1, (n_block - 1, head_kv, batch))
                 self.load_kv(p.v, shared.v, shared.sV, fill + n, (n_block, head_kv, batch))
             fill += blocks.end - blocks.begin
+            # Late, for a block with a long tile to leave the next one to others; and before the last wait.
+            drawn = p.queue.draw(index)
             if blocks.begin < blocks.end:
                 self.load_kv(p.v, shared.v, shared.sV, fill - 1, (blocks.begin, head_kv, batch))
             index = p.queue.agree(drawn)
@@ -308,56 +330,46 @@ class FwdSm90:
         main = self._main(p, shared, warpgroup_index, thread)
         main.turns.begin()
         count, fill = Int32(0), Int32(0)
+        is_open = cutlass.Boolean(False)  # the first block of the tile has been done beside the tile before
         shared.q.wait_full(count)
         m_block = self.told(shared, count, 0)
         while m_block != NO_TILE:
-            blocks = self.blocks(p, m_block)
-            self.one_tile(p, main, (m_block, warpgroup_index), thread, blocks, count, fill)
-            self.say_output(shared, count, warpgroup_index)
-            fill += blocks.end - blocks.begin
+            tile = self._tile(p, main, m_block, count, fill)
+            if not is_open:
+                main.acc_O.fill(0.0)
+                main.softmax.restart()
+                self.load_q_fragments(main, tile)
+                if tile.has_blocks():
+                    self.first_block(main, tile)
+            self.further_blocks(main, tile)
+
+            # With one stage the next Q comes only after this output has left.
+            if cutlass.const_expr(self.tile.q_stages == 1):
+                self.last_block(p, main, tile)
+            fill += tile.num_blocks()
             count += 1
             shared.q.wait_full(count)
             m_block = self.told(shared, count, 0)
+            if cutlass.const_expr(self.tile.q_stages > 1):
+                following = self._tile(p, main, m_block, count, fill)
+                is_open = m_block != NO_TILE and tile.has_blocks() and following.has_blocks()
+                if is_open:
+                    self.last_and_first_block(p, main, tile, following)
+                else:
+                    self.last_block(p, main, tile)
         # The storing warp waits for outputs: the last it hears is that there are no more.
-        self.say_output(shared, count, warpgroup_index)
+        self.say_output(main, count)
+
+    def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
+        first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
+        mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, main.tScS)
+        return Tile(count, fill, mask, self.blocks(p, m_block))
 
     @cute.jit
-    def say_output(self, shared: Shared, count: Int32, warpgroup_index: Int32):
-        stage = shared.q.stage(count)
-        cute.arch.mbarrier_arrive(shared.o_full + stage * self.tile.num_warpgroups + warpgroup_index)
-
-    @cute.jit
-    def one_tile(
-        self,
-        p: Params,
-        main: Main,
-        rows: tuple,
-        thread: Int32,
-        blocks: BlockRange,
-        count: Int32,
-        fill: Int32,
-    ):
-        shared, (m_block, warpgroup_index) = main.shared, rows
-        first_row = m_block * self.tile.tile_m + warpgroup_index * WARPGROUP_ROWS
-        coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.tile_n))
-        tScS = p.mma_qk.get_slice(thread).partition_C(coords)
-        mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, tScS)
-        sQ = shared.sQ[None, None, (warpgroup_index, shared.q.stage(count))]
-        main.acc_O.fill(0.0)
-        main.softmax.restart()
-        if cutlass.const_expr(self.tile.q_in_registers):
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            copy = cute.make_tiled_copy_A(atom, main.mma_qk).get_slice(thread)
-            cute.copy(atom, copy.partition_S(sQ), copy.retile(main.rQ))
-        if blocks.begin < blocks.end:
-            self.all_blocks(main, mask, blocks, count, fill)
-
-        lse = cute.make_fragment_like(main.softmax.row_max)
-        main.softmax.finish(as_mn(main.acc_O), lse)
-        head, batch = self.told(shared, count, 1), self.told(shared, count, 2)
-        gLSE = cute.domain_offset((first_row,), p.mLSE[batch, head, None])
-        store_lse(lse, gLSE, tScS, thread, p.seqlen_q - first_row)
-        self.hand_over(main, sQ, thread)
+    def say_output(self, main: Main, count: Int32):
+        stage = main.shared.q.stage(count)
+        barrier = main.shared.o_full + stage * self.tile.num_warpgroups + main.warpgroup
+        cute.arch.mbarrier_arrive(barrier)
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -367,7 +379,11 @@ class FwdSm90:
         sVt = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
         acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.head_dim)), Float32)
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
         return Main(
+            warpgroup_index,
+            thread,
             shared,
             p.mma_qk,
             p.mma_pv,
@@ -376,74 +392,73 @@ class FwdSm90:
             pv.make_fragment_B(pv.partition_B(sVt)),
             cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.dtype),
             acc_O,
-            Softmax.start(as_mn(acc_O), p.scale_log2),
+            softmax,
+            cute.make_fragment_like(softmax.row_max),
+            cute.make_fragment_like(softmax.row_max),
             Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
+            p.mma_qk.get_slice(thread).partition_C(coords),
         )
 
     def _shape_S(self, mma_qk: cute.TiledMma):
         return mma_qk.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_n))
 
     @cute.jit
-    def all_blocks(self, main: Main, mask: Mask, blocks: BlockRange, q_fill: Int32, fill: Int32):
-        """Blocks from the last to the first: cut by the right bound or the tail, whole, cut on the left."""
-        self.first_block(main, mask, blocks, q_fill, fill)
+    def load_q_fragments(self, main: Main, tile: Tile):
+        if cutlass.const_expr(self.tile.q_in_registers):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_A(atom, main.mma_qk).get_slice(main.thread)
+            sQ = main.shared.sQ[None, None, (main.warpgroup, main.shared.q.stage(tile.count))]
+            cute.copy(atom, copy.partition_S(sQ), copy.retile(main.rQ))
+
+    @cute.jit
+    def first_block(self, main: Main, tile: Tile):
+        """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
+        main.shared.k.wait_full(tile.fill)
+        main.turns.wait()
+        acc_S = self.start_qk(main, tile.count, tile.fill)
+        main.turns.pass_on()
+        warpgroup.wait_group(0)
+        main.shared.k.release(tile.fill)
+        self.first_softmax(main, tile, acc_S)
+        self.convert(acc_S, main.rP)
+
+    @cute.jit
+    def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
+        blocks, softmax = tile.blocks, main.softmax
+        n_block = blocks.end - 1
+        if blocks.full_end < blocks.end or blocks.full_begin == blocks.end:
+            tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+        block_max = cute.make_fragment_like(softmax.row_max)
+        softmax.block_max(as_mn(acc_S), block_max)
+        softmax.raise_max(block_max)
+        softmax.exponentiate(as_mn(acc_S), True)
+
+    @cute.jit
+    def further_blocks(self, main: Main, tile: Tile):
+        """Blocks from the second-last to the first: cut by the right bound, whole, cut on the left."""
+        blocks = tile.blocks
         second = blocks.end - 1  # one past the second block
         whole_end = cutlass.min(blocks.full_end, second)
         # Without a right bound only the very last block can be cut, by the end of the keys.
         if cutlass.const_expr(self.static.has_right):
             for n in cutlass.range(second - whole_end, unroll=1):
-                self.one_block(main, mask, blocks, second - 1 - n, q_fill, fill, True)
+                self.one_block(main, tile, second - 1 - n, True)
         for n in cutlass.range(whole_end - blocks.full_begin, unroll=1):
-            self.one_block(main, mask, blocks, whole_end - 1 - n, q_fill, fill, False)
+            self.one_block(main, tile, whole_end - 1 - n, False)
         if cutlass.const_expr(self.static.has_left):
             left_end = cutlass.min(blocks.full_begin, second)
             for n in cutlass.range(left_end - blocks.begin, unroll=1):
-                self.one_block(main, mask, blocks, left_end - 1 - n, q_fill, fill, True)
-
-        # O += P V of the last block
-        last = fill + blocks.end - blocks.begin - 1
-        main.shared.v.wait_full(last)
-        self.start_pv(main, last)
-        warpgroup.wait_group(0)
-        main.shared.v.release(last)
+                self.one_block(main, tile, left_end - 1 - n, True)
 
     @cute.jit
-    def first_block(self, main: Main, mask: Mask, blocks: BlockRange, q_fill: Int32, fill: Int32):
-        n_block = blocks.end - 1
-        # S = Q K^T
-        main.shared.k.wait_full(fill)
-        main.turns.wait()
-        acc_S = self.start_qk(main, q_fill, fill)
-        main.turns.pass_on()
-        warpgroup.wait_group(0)
-        main.shared.k.release(fill)
-        if blocks.full_end < blocks.end or blocks.full_begin == blocks.end:
-            mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        # m = rowmax S;  P = exp(scale (S - m));  l = rowsum P
-        block_max = cute.make_fragment_like(main.softmax.row_max)
-        main.softmax.is_outgrown(as_mn(acc_S), block_max, Int32(0))
-        main.softmax.raise_max(block_max)
-        main.softmax.exponentiate(as_mn(acc_S), True)
-        self.convert(acc_S, main.rP)
-
-    @cute.jit
-    def one_block(
-        self,
-        main: Main,
-        mask: Mask,
-        blocks: BlockRange,
-        n_block: Int32,
-        q_fill: Int32,
-        first_fill: Int32,
-        masked: cutlass.Constexpr,
-    ):
+    def one_block(self, main: Main, tile: Tile, n_block: Int32, masked: cutlass.Constexpr):
         shared, softmax = main.shared, main.softmax
-        blocks_seen = blocks.end - 1 - n_block
-        fill = first_fill + blocks_seen
+        blocks_seen = tile.blocks.end - 1 - n_block
+        fill = tile.fill + blocks_seen
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         main.turns.wait()
-        acc_S = self.start_qk(main, q_fill, fill)
+        acc_S = self.start_qk(main, tile.count, fill)
         shared.v.wait_full(fill - 1)
         self.start_pv(main, fill - 1)
         main.turns.pass_on()
@@ -451,7 +466,8 @@ class FwdSm90:
         shared.k.release(fill)
 
         if cutlass.const_expr(masked):
-            mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+            tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+        # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P
         block_max = cute.make_fragment_like(softmax.row_max)
         grew = softmax.is_outgrown(as_mn(acc_S), block_max, blocks_seen * self.tile.tile_n)
         if grew:
@@ -467,6 +483,64 @@ class FwdSm90:
             warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         self.convert(acc_S, main.rP)
+
+    @cute.jit
+    def last_block(self, p: Params, main: Main, tile: Tile):
+        """O += P V of the last block; the output."""
+        if tile.has_blocks():
+            last = tile.fill + tile.num_blocks() - 1
+            main.shared.v.wait_full(last)
+            self.start_pv(main, last)
+            warpgroup.wait_group(0)
+            main.shared.v.release(last)
+        main.softmax.close(main.lse, main.inverse)
+        self.write_lse(p, main, tile)
+        self.hand_over(main, tile)
+
+    @cute.jit
+    def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
+        """S = Q K^T of the following tile's first block, beside O += P V of this one's last, and the output."""
+        shared = main.shared
+        last = tile.fill + tile.num_blocks() - 1
+        shared.k.wait_full(following.fill)
+        main.turns.wait()
+        self.load_q_fragments(main, following)
+        acc_S = self.start_qk(main, following.count, following.fill)
+        shared.v.wait_full(last)
+        self.start_pv(main, last)
+        main.turns.pass_on()
+        main.softmax.close(main.lse, main.inverse)
+        main.softmax.restart()
+        warpgroup.wait_group(1)
+        shared.k.release(following.fill)
+        self.first_softmax(main, following, acc_S)
+        # Its branches keep ptxas from moving the wait up before the exponentials.
+        self.write_lse(p, main, tile)
+        warpgroup.wait_group(0)
+        shared.v.release(last)
+        self.hand_over(main, tile)
+        main.acc_O.fill(0.0)
+        self.convert(acc_S, main.rP)
+
+    @cute.jit
+    def write_lse(self, p: Params, main: Main, tile: Tile):
+        first_row = tile.mask.first_row
+        head, batch = self.told(main.shared, tile.count, 1), self.told(main.shared, tile.count, 2)
+        gLSE = cute.domain_offset((first_row,), p.mLSE[batch, head, None])
+        store_lse(main.lse, gLSE, main.tScS, main.thread, p.seqlen_q - first_row)
+
+    @cute.jit
+    def hand_over(self, main: Main, tile: Tile):
+        """O / l -> the stage of Q in the output's type, visible to the copy engine."""
+        main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
+        sO = main.shared.sQ[None, None, (main.warpgroup, main.shared.q.stage(tile.count))]
+        rO = cute.make_fragment_like(main.acc_O, self.dtype)
+        self.convert(main.acc_O, rO)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
+        cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.say_output(main, tile.count)
 
     @cute.jit
     def convert(self, acc: cute.Tensor, fragment: cute.Tensor):
@@ -507,13 +581,3 @@ class FwdSm90:
             atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
             cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
         warpgroup.commit_group()
-
-    @cute.jit
-    def hand_over(self, main: Main, sO: cute.Tensor, thread: Int32):
-        """acc_O -> sO in the output's type, visible to the copy engine."""
-        rO = cute.make_fragment_like(main.acc_O, self.dtype)
-        rO.store(main.acc_O.load().to(self.dtype))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(thread)
-        cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
-        cute.arch.fence_proxy("async.shared", space="cta")
