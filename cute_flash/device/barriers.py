@@ -2,7 +2,8 @@
 
 A ring is a buffer of stages between a producer and its consumers: `full` of a stage is told by the copy
 engine when the bytes have landed, `empty` by the consumers when they are done with them. Both sides count
-fills from 0 on; fill i uses stage i % stages, in its (i // stages)-th round.
+fills from 0 on; fill i uses stage i % stages, in its (i // stages)-th round. Stages are a power of two: the
+main loop asks for stage and round in every block.
 """
 
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ class Ring:
             cute.arch.mbarrier_init(self.empty + stage, empty_arrivals)
 
     def stage(self, fill: Int32):
-        return fill % self.stages if self.stages > 1 else 0
+        return fill & (self.stages - 1) if self.stages > 1 else 0
 
     def parity(self, fill: Int32):
-        return fill // self.stages % 2
+        return (fill >> (self.stages.bit_length() - 1)) & 1
 
     def full_of(self, fill: Int32) -> cute.Pointer:
         return self.full + self.stage(fill)

@@ -58,17 +58,15 @@ class TileQueue:
         return cute.arch.block_idx()[0]
 
     @cute.jit
-    def draw(self, index: Int32) -> Int32:
-        """The tile after `index`, known to lane 0; to be asked for early and agreed on late."""
+    def following(self, index: Int32) -> Int32:
+        """The tile after `index`; asked by one warp."""
         following = index + cute.arch.grid_dim()[0]
         if cutlass.const_expr(self.is_shared):
+            drawn = Int32(0)
             if cute.arch.lane_idx() == 0:
                 drawn = cute.arch.atomic_add(self._pointer(), Int32(1), sem="relaxed", scope="gpu")
-                following = cute.arch.grid_dim()[0] + drawn
+            following = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(drawn, 0)
         return following
-
-    def agree(self, drawn: Int32) -> Int32:
-        return cute.arch.shuffle_sync(drawn, 0)
 
     @cute.jit
     def close(self, index: Int32):

@@ -101,6 +101,15 @@ class Softmax:
         return cute.arch.vote_any_sync(grew)
 
     @cute.jit
+    def is_exceeded(self, block_sum: cute.Tensor):
+        """Whether the sums of a block, taken with the old maximum, show that a row of this warp outgrew it."""
+        limit = Float32(2.0**RESCALE_THRESHOLD)
+        exceeded = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(cute.size(block_sum)):
+            exceeded = exceeded | (block_sum[r] > limit)
+        return cute.arch.vote_any_sync(exceeded)
+
+    @cute.jit
     def raise_max(self, block_max: cute.Tensor):
         """m' = max(m, block_max); alpha = exp(scale * (m - m')); l is scaled by it."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
@@ -120,6 +129,32 @@ class Softmax:
     def scale_rows(self, acc_O_mn: cute.Tensor, factors: cute.Tensor):
         for r in cutlass.range_constexpr(cute.size(factors)):
             acc_O_mn[r, None].store(acc_O_mn[r, None].load() * factors[r])
+
+    @cute.jit
+    def exponentiate_steps(
+        self, acc_S: cute.Tensor, acc_P: cute.Tensor, block_sum: cute.Tensor, steps: range, maybe_empty: bool
+    ):
+        """P = exp(scale (S - m)) of some k-steps, block_sum += rowsum P. Both are ((2, 2, 2), 1, k-step) views.
+
+        `S` is kept, and `l` left alone: the caller may find that it must begin again with another m.
+        """
+        m_scaled = [self.row_max[r] * self.scale_log2 for r in range(2)]
+        if cutlass.const_expr(maybe_empty):
+            for r in cutlass.range_constexpr(2):
+                m_scaled[r] = Float32(0.0) if self.row_max[r] == -Float32.inf else m_scaled[r]
+        for k in cutlass.range_constexpr(steps.start, steps.stop):
+            for pair in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    scores = acc_S[(None, r, pair), 0, k].load()
+                    probs = cute.math.exp2(scores * self.scale_log2 - m_scaled[r], fastmath=True)
+                    block_sum[r] = block_sum[r] + (probs[0] + probs[1])
+                    acc_P[(None, r, pair), 0, k].store(probs)
+
+    @cute.jit
+    def add_sums(self, block_sum: cute.Tensor):
+        """l += rowsum P"""
+        for r in cutlass.range_constexpr(cute.size(block_sum)):
+            self.row_sum[r] = self.row_sum[r] + block_sum[r]
 
     @cute.jit
     def exponentiate(self, acc_S_mn: cute.Tensor, maybe_empty: cutlass.Constexpr):

@@ -13,8 +13,8 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 
 | warpgroup | warps | role                                                                                  |
 |-----------|-------|---------------------------------------------------------------------------------------|
-| 0         | 0     | load: TMA of Q, K and V, as far ahead as the rings allow, across tiles                |
-| 0         | 1     | store: TMA of the output tiles                                                        |
+| 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the rings allow, across tiles         |
+| 0         | 2     | store: TMA of the output tiles                                                        |
 | 1 ...     | all   | mma: 64 rows of the tile each                                                         |
 
 | shared memory | elements                     | life                                                        |
@@ -37,8 +37,9 @@ from cute_flash.band import Band, BlockRange
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
 from cute_flash.device.epilogue import store_lse
 from cute_flash.device.mask import Mask
+from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.softmax import LOG2_E, Softmax
+from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
@@ -47,7 +48,7 @@ from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
-LOAD_WARP, STORE_WARP = 0, 1
+LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
 # Registers a thread of the loading warpgroup and of the others may use, by the number of the others.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 NO_TILE = -1
@@ -80,7 +81,7 @@ class Shared:
     sQ: cute.Tensor  # (64, tile_d, warpgroup, q stage)
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
-    q: Ring  # empty: the output that left through the stage has been read
+    q: Ring  # empty: the output that left through the stage has been read, and V's warp knows the tile
     k: Ring
     v: Ring
     o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
@@ -131,6 +132,7 @@ class FwdSm90:
         self.dtype = DTYPES[static.dtype]
         self.q_tile = SmemTile(WARPGROUP_ROWS, tile.head_dim)
         self.kv_tile = SmemTile(tile.tile_n, tile.head_dim)
+        self.steps = tile.tile_n // 16  # of P V
 
     @property
     def name(self) -> str:
@@ -205,8 +207,10 @@ class FwdSm90:
         for_load, for_mma = REGISTERS[self.tile.num_warpgroups]
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(for_load)
-            if warp_index == LOAD_WARP:
-                self.load(p, shared)
+            if warp_index == LOAD_QK_WARP:
+                self.load_qk(p, shared)
+            if warp_index == LOAD_V_WARP:
+                self.load_v(p, shared)
             if warp_index == STORE_WARP:
                 self.store(p, shared)
         else:
@@ -233,7 +237,7 @@ class FwdSm90:
     @cute.jit
     def _init_barriers(self, shared: Shared):
         mma_warps = 4 * self.tile.num_warpgroups
-        shared.q.init(1, 1)
+        shared.q.init(1, 2)
         shared.k.init(1, mma_warps)
         shared.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(self.tile.num_warpgroups * self.tile.q_stages):
@@ -243,33 +247,46 @@ class FwdSm90:
         return p.band.blocks(m_block, self.tile.tile_m, self.tile.tile_n, p.seqlen_q, p.seqlen_k)
 
     @cute.jit
-    def load(self, p: Params, shared: Shared):
-        """K of the first block, Q, then K one block ahead of V: the order in which they are used."""
-        count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K and V
+    def load_qk(self, p: Params, shared: Shared):
+        """For every tile of this block: K of the first visible keys, Q, and the other blocks of K."""
+        count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K
         index = p.queue.first()
         while index < p.queue.num_tiles:
             m_block, head, batch = p.order.decode(index)
             head_kv = head // p.heads_per_kv
             blocks = self.blocks(p, m_block)
             if blocks.begin < blocks.end:
-                self.load_kv(p.k, shared.k, shared.sK, fill, (blocks.end - 1, head_kv, batch))
+                self.load_block(p.k, shared.k, shared.sK, fill, (blocks.end - 1, head_kv, batch))
             self.load_q(p, shared, count, (m_block, head, batch))
-            for n in cutlass.range(blocks.end - blocks.begin - 1, unroll=1):
-                n_block = blocks.end - 1 - n
-                self.load_kv(p.k, shared.k, shared.sK, fill + n + 1, (n_block - 1, head_kv, batch))
-                self.load_kv(p.v, shared.v, shared.sV, fill + n, (n_block, head_kv, batch))
+            for n in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
+                self.load_block(p.k, shared.k, shared.sK, fill + n, (blocks.end - 1 - n, head_kv, batch))
             fill += blocks.end - blocks.begin
-            # Late, for a block with a long tile to leave the next one to others; and before the last wait.
-            drawn = p.queue.draw(index)
-            if blocks.begin < blocks.end:
-                self.load_kv(p.v, shared.v, shared.sV, fill - 1, (blocks.begin, head_kv, batch))
-            index = p.queue.agree(drawn)
+            # Late, for a block with a long tile to leave the next one to others.
+            index = p.queue.following(index)
             count += 1
         p.queue.close(index)
         shared.q.wait_empty(count)
         self.tell(shared, count, (Int32(NO_TILE), Int32(0), Int32(0)))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.q.full_of(count))
+
+    @cute.jit
+    def load_v(self, p: Params, shared: Shared):
+        """V, by a warp of its own: K of the next tile must not wait until there is room for V of this one."""
+        count, fill = Int32(0), Int32(0)
+        shared.q.wait_full(count)
+        m_block = self.told(shared, count, 0)
+        while m_block != NO_TILE:
+            head_kv = self.told(shared, count, 1) // p.heads_per_kv
+            batch = self.told(shared, count, 2)
+            blocks = self.blocks(p, m_block)
+            for n in cutlass.range(blocks.end - blocks.begin, unroll=1):
+                self.load_block(p.v, shared.v, shared.sV, fill + n, (blocks.end - 1 - n, head_kv, batch))
+            fill += blocks.end - blocks.begin
+            shared.q.release(count)
+            count += 1
+            shared.q.wait_full(count)
+            m_block = self.told(shared, count, 0)
 
     @cute.jit
     def tell(self, shared: Shared, count: Int32, coord: tuple):
@@ -293,7 +310,7 @@ class FwdSm90:
             p.q.load(sQ, m_block * num + w, head, batch, ring.full_of(count))
 
     @cute.jit
-    def load_kv(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
+    def load_block(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
         ring.wait_empty(fill)
         ring.expect(fill, self.kv_tile.bytes)
         tiles.load(sX[None, None, ring.stage(fill)], *coord, ring.full_of(fill))
@@ -420,7 +437,7 @@ class FwdSm90:
         warpgroup.wait_group(0)
         main.shared.k.release(tile.fill)
         self.first_softmax(main, tile, acc_S)
-        self.convert(acc_S, main.rP)
+        self.convert(acc_S, main.rP, range(self.steps))
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
@@ -452,7 +469,7 @@ class FwdSm90:
 
     @cute.jit
     def one_block(self, main: Main, tile: Tile, n_block: Int32, masked: cutlass.Constexpr):
-        shared, softmax = main.shared, main.softmax
+        shared = main.shared
         blocks_seen = tile.blocks.end - 1 - n_block
         fill = tile.fill + blocks_seen
         # S = Q K^T, and behind it O += P V of the block before
@@ -467,22 +484,45 @@ class FwdSm90:
 
         if cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P
-        block_max = cute.make_fragment_like(softmax.row_max)
-        grew = softmax.is_outgrown(as_mn(acc_S), block_max, blocks_seen * self.tile.tile_n)
-        if grew:
-            softmax.raise_max(block_max)
-        softmax.exponentiate(as_mn(acc_S), masked)
-
-        # O of the block before. The wait stands in both branches: at their join, ptxas would move it up before
-        # the exponentials, which are to run meanwhile.
-        if grew:
-            warpgroup.wait_group(0)
-            softmax.rescale(as_mn(main.acc_O))
-        else:
-            warpgroup.wait_group(0)
+        # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P;  O = O alpha
+        checks_sums = self.tile.checks_sums and not masked
+        softmax, half = main.softmax, self.steps // 2
+        block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
+        block_sum.fill(0.0)
+        grew = cutlass.Boolean(False)
+        if cutlass.const_expr(not checks_sums):
+            # Blocks so wide that the first one alone was to be exact need not ask how many keys were seen.
+            is_late = self.tile.tile_n >= EXACT_KEYS
+            keys_seen = EXACT_KEYS if is_late else blocks_seen * self.tile.tile_n
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max, Int32(keys_seen))
+            if grew:
+                softmax.raise_max(block_max)
+        acc_P = cute.make_fragment_like(acc_S)
+        views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
+        softmax.exponentiate_steps(*views, range(half), masked)
+        # A branch that asks for the sums keeps ptxas from moving the wait for O up before the exponentials; it
+        # is always taken, which ptxas would know had it to do with constants.
+        if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -softmax.scale_log2):
+            if n_block > tile.blocks.begin:
+                shared.k.wait_full(fill + 1)
+        # O of the block before is complete, and P free to be overwritten, in the shadow of the exponentials.
+        warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.convert(acc_S, main.rP)
+        self.convert(acc_P, main.rP, range(half))
+        softmax.exponentiate_steps(*views, range(half, self.steps), masked)
+        self.convert(acc_P, main.rP, range(half, self.steps))
+        if cutlass.const_expr(checks_sums):
+            # P by the old maximum: once more in the rare case that its sums show it was outgrown.
+            grew = softmax.is_exceeded(block_sum)
+            if grew:
+                softmax.block_max(as_mn(acc_S), block_max)
+                softmax.raise_max(block_max)
+                block_sum.fill(0.0)
+                softmax.exponentiate_steps(*views, range(self.steps), False)
+                self.convert(acc_P, main.rP, range(self.steps))
+        softmax.add_sums(block_sum)
+        if grew:
+            softmax.rescale(as_mn(main.acc_O))
 
     @cute.jit
     def last_block(self, p: Params, main: Main, tile: Tile):
@@ -520,7 +560,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(main, tile)
         main.acc_O.fill(0.0)
-        self.convert(acc_S, main.rP)
+        self.convert(acc_S, main.rP, range(self.steps))
 
     @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
@@ -535,7 +575,7 @@ class FwdSm90:
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
         sO = main.shared.sQ[None, None, (main.warpgroup, main.shared.q.stage(tile.count))]
         rO = cute.make_fragment_like(main.acc_O, self.dtype)
-        self.convert(main.acc_O, rO)
+        self.convert(main.acc_O, rO, range(self.tile.head_dim // 16))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
@@ -543,11 +583,11 @@ class FwdSm90:
         self.say_output(main, tile.count)
 
     @cute.jit
-    def convert(self, acc: cute.Tensor, fragment: cute.Tensor):
-        """To the inputs' type, by 8 elements: vectors of other lengths than powers of two are taken apart."""
-        acc_k, fragment_k = as_operand_a(acc), as_operand_a(fragment)
-        for k in cutlass.range_constexpr(cute.size(acc_k, mode=[2])):
-            fragment_k[None, None, k].store(acc_k[None, None, k].load().to(self.dtype))
+    def convert(self, acc: cute.Tensor, fragment: cute.Tensor, steps: range):
+        """To the inputs' type: in registers, a k-step is 8 neighbours, and so is what follows it."""
+        packed = cute.recast_tensor(fragment, Int32)
+        for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
+            packed[i] = pack(acc[2 * i], acc[2 * i + 1], self.dtype)
 
     @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):
