@@ -52,3 +52,26 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
             row = coords[r, 0][0]
             if row < rows_left:
                 gLSE[row] = lse[r]
+
+
+@cute.jit
+def store_rows(packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32):
+    """Registers -> global memory without a stop. `packed`: pairs of columns, ((2 rows, ...), n8 tiles of each).
+
+    Of two neighbouring tiles of 8 columns, even lanes collect the first and odd lanes the second, four
+    columns each: a row's share of one store is then a whole sector of 32 bytes.
+    """
+    is_odd = cute.arch.lane_idx() % 2 == 1
+    gO_8_bytes = cute.recast_tensor(gO, cutlass.Int64)
+    both = cute.make_rmem_tensor(2, Int32)
+    for r in cutlass.range_constexpr(cute.size(packed, mode=[0])):
+        row, first = tOcO[r, 0]
+        # An odd lane's four columns begin with its neighbour's pair.
+        first = first + 6 if is_odd else first
+        for t in cutlass.range_constexpr(0, cute.size(packed, mode=[1]), 2):
+            low, high = packed[r, t], packed[r, t + 1]
+            other = cute.arch.shuffle_sync_bfly(low if is_odd else high, offset=1)
+            both[0], both[1] = (other if is_odd else low), (high if is_odd else other)
+            column = first + 8 * t
+            if row < rows_left and column < head_dim:
+                gO_8_bytes[row, column // 4] = cute.recast_tensor(both, cutlass.Int64)[0]

@@ -35,7 +35,8 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
-from cute_flash.device.epilogue import store_lse
+from cute_flash.device.copies import row_tile
+from cute_flash.device.epilogue import store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder, TileQueue
@@ -64,6 +65,7 @@ class Params:
     k: TmaTiles  # (tile_n, tile_d)
     v: TmaTiles
     o: TmaTiles
+    mO: cute.Tensor  # (B, H, Sq, D)
     mLSE: cute.Tensor  # (B, H, Sq)
     seqlen_q: Int32
     seqlen_k: Int32
@@ -115,6 +117,8 @@ class Tile:
 
     count: Int32  # tiles before this one
     fill: Int32  # blocks of K and V before this tile's
+    head: Int32
+    batch: Int32
     mask: Mask
     blocks: BlockRange
 
@@ -170,6 +174,7 @@ class FwdSm90:
             TmaTiles.of(load, mK, self.kv_tile),
             TmaTiles.of(load, mV, self.kv_tile),
             TmaTiles.of(store, mO, self.q_tile),
+            mO,
             mLSE,
             seqlen_q,
             mK.shape[2],
@@ -211,8 +216,9 @@ class FwdSm90:
                 self.load_qk(p, shared)
             if warp_index == LOAD_V_WARP:
                 self.load_v(p, shared)
-            if warp_index == STORE_WARP:
-                self.store(p, shared)
+            if cutlass.const_expr(self.tile.q_stages > 1):
+                if warp_index == STORE_WARP:
+                    self.store(p, shared)
         else:
             cute.arch.setmaxregister_increase(for_mma)
             self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
@@ -237,7 +243,8 @@ class FwdSm90:
     @cute.jit
     def _init_barriers(self, shared: Shared):
         mma_warps = 4 * self.tile.num_warpgroups
-        shared.q.init(1, 2)
+        # V's warp, and the one that stores or all that multiply.
+        shared.q.init(1, 2 if self.tile.q_stages > 1 else 1 + mma_warps)
         shared.k.init(1, mma_warps)
         shared.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(self.tile.num_warpgroups * self.tile.q_stages):
@@ -279,11 +286,11 @@ class FwdSm90:
         while m_block != NO_TILE:
             head_kv = self.told(shared, count, 1) // p.heads_per_kv
             batch = self.told(shared, count, 2)
+            shared.q.release(count)
             blocks = self.blocks(p, m_block)
             for n in cutlass.range(blocks.end - blocks.begin, unroll=1):
                 self.load_block(p.v, shared.v, shared.sV, fill + n, (blocks.end - 1 - n, head_kv, batch))
             fill += blocks.end - blocks.begin
-            shared.q.release(count)
             count += 1
             shared.q.wait_full(count)
             m_block = self.told(shared, count, 0)
@@ -375,12 +382,14 @@ class FwdSm90:
                 else:
                     self.last_block(p, main, tile)
         # The storing warp waits for outputs: the last it hears is that there are no more.
-        self.say_output(main, count)
+        if cutlass.const_expr(self.tile.q_stages > 1):
+            self.say_output(main, count)
 
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
         mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, main.tScS)
-        return Tile(count, fill, mask, self.blocks(p, m_block))
+        head, batch = self.told(main.shared, count, 1), self.told(main.shared, count, 2)
+        return Tile(count, fill, head, batch, mask, self.blocks(p, m_block))
 
     @cute.jit
     def say_output(self, main: Main, count: Int32):
@@ -436,6 +445,8 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(0)
         main.shared.k.release(tile.fill)
+        if tile.num_blocks() == 1:
+            self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
         self.convert(acc_S, main.rP, range(self.steps))
 
@@ -486,7 +497,7 @@ class FwdSm90:
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
         # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P;  O = O alpha
         checks_sums = self.tile.checks_sums and not masked
-        softmax, half = main.softmax, self.steps // 2
+        softmax, half = main.softmax, self.steps // 3
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
@@ -505,6 +516,8 @@ class FwdSm90:
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -softmax.scale_log2):
             if n_block > tile.blocks.begin:
                 shared.k.wait_full(fill + 1)
+            else:
+                self.release_q(main, tile)
         # O of the block before is complete, and P free to be overwritten, in the shadow of the exponentials.
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
@@ -533,9 +546,14 @@ class FwdSm90:
             self.start_pv(main, last)
             warpgroup.wait_group(0)
             main.shared.v.release(last)
+        else:
+            self.release_q(main, tile)
         main.softmax.close(main.lse, main.inverse)
         self.write_lse(p, main, tile)
-        self.hand_over(main, tile)
+        if cutlass.const_expr(self.tile.q_stages > 1):
+            self.hand_over(main, tile)
+        else:
+            self.store_directly(p, main, tile)
 
     @cute.jit
     def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
@@ -565,9 +583,30 @@ class FwdSm90:
     @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
         first_row = tile.mask.first_row
-        head, batch = self.told(main.shared, tile.count, 1), self.told(main.shared, tile.count, 2)
-        gLSE = cute.domain_offset((first_row,), p.mLSE[batch, head, None])
+        gLSE = cute.domain_offset((first_row,), p.mLSE[tile.batch, tile.head, None])
         store_lse(main.lse, gLSE, main.tScS, main.thread, p.seqlen_q - first_row)
+
+    @cute.jit
+    def release_q(self, main: Main, tile: Tile):
+        """Q has been used for the last time. With two stages the output still leaves through it."""
+        if cutlass.const_expr(self.tile.q_stages == 1):
+            main.shared.q.release(tile.count)
+
+    @cute.jit
+    def store_directly(self, p: Params, main: Main, tile: Tile):
+        """O / l -> global memory; the stage of Q is being filled for the next tile."""
+        main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
+        rO = cute.make_fragment_like(main.acc_O, self.dtype)
+        self.convert(main.acc_O, rO, range(self.tile.head_dim // 16))
+        first_row = tile.mask.first_row
+        gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.head_dim)
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.head_dim))
+        tOcO = main.mma_pv.get_slice(main.thread).partition_C(coords)
+        # A pair of columns is one register: (2 rows, n8 tiles)
+        packed = cute.make_tensor(
+            cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.head_dim // 8))
+        )
+        store_rows(packed, gO, as_mn(tOcO), self.static.head_dim, p.seqlen_q - first_row)
 
     @cute.jit
     def hand_over(self, main: Main, tile: Tile):
