@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,10 +124,12 @@ def forget() -> None:
 
 
 def digest(key: CompileKey) -> str:
-    fields = asdict(key)
-    # Evidence for a choice, not part of it.
-    del fields["tile"]["measured"]
-    facts = {"key": fields, "sources": source_digest(), "toolchain": toolchain(key.target)}
+    described = asdict(key)
+    for one in fields(key.tile):
+        # When and why a row of the table is chosen is no part of the kernel.
+        if not one.compare:
+            del described["tile"][one.name]
+    facts = {"key": described, "sources": source_digest(), "toolchain": toolchain(key.target)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 

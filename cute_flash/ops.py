@@ -59,20 +59,33 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | 
             raise ValueError(f"{name} is {tensor.dtype} and q is {q.dtype}: they must agree")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} and q is on {q.device}: they must agree")
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: they must agree")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all but the last must agree"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree"
         )
     batch, heads, seqlen_q, head_dim = q.shape
     dtype = str(q.dtype).removeprefix("torch.")
-    return Problem(batch, heads, k.shape[1], seqlen_q, k.shape[2], head_dim, dtype, Band(*window))
+    head_dim_v = None if v.shape[3] == head_dim else v.shape[3]
+    return Problem(batch, heads, k.shape[1], seqlen_q, k.shape[2], head_dim, dtype, Band(*window), head_dim_v)
 
 
 def check_scale(scale: float) -> None:
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not finite")
+
+
+def _out_like(q: Tensor, v: Tensor) -> Tensor:
+    """(B, H, Sq, Dv), dense, in the order of q's strides."""
+    if q.shape[3] == v.shape[3]:
+        return torch.empty_like(q)
+    # A tensor like q tells the order; the last dimension changes its size in it.
+    order = sorted(range(4), key=lambda i: torch.empty_like(q, device="meta").stride(i), reverse=True)
+    out = torch.empty([(*q.shape[:3], v.shape[3])[i] for i in order], dtype=q.dtype, device=q.device)
+    return out.permute([order.index(i) for i in range(4)])
 
 
 def _lse_like(q: Tensor) -> Tensor:
@@ -85,7 +98,7 @@ def _lse_like(q: Tensor) -> Tensor:
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
     problem_of(q, k, v, (left, right)).check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
-    return torch.empty_like(q), _lse_like(q)
+    return _out_like(q, v), _lse_like(q)
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
@@ -93,7 +106,7 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, ri
     problem.check("cpu")
     check_scale(scale)
     out, lse = reference.forward(q, k, v, problem.band, scale)
-    return torch.empty_like(q).copy_(out), lse
+    return _out_like(q, v).copy_(out), lse
 
 
 # What one call signature needs: (q, k, v, scale, window_left, window_right) -> (out, lse).
@@ -131,33 +144,40 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     problem.check("cuda")
     if problem.is_empty:
         return _launch_empty
+    meta_out = _out_like(q.to("meta"), v.to("meta"))
+    # A dense output in q's order has launchable strides unless D comes late in that order.
+    must_copy = not all(map(_is_launchable, (q, k, v)))
+    must_copy_out = not _is_launchable(meta_out)
+    is_packable = all(_is_packable(x) or not _is_launchable(x) for x in (q, meta_out))
     with ranges.marked("plan"):
-        plan = planning.plan(problem, arch.detect(q.device.index))
+        plan = planning.plan(problem, arch.detect(q.device.index), is_packable)
     from cute_flash.compile import compiled
 
     function, arguments, device = compiled(plan), plan.launch_arguments, q.device
-    draws_tiles = plan.draws_tiles
-    must_copy = not all(map(_is_launchable, (q, k, v)))
-    # A dense output in q's order has launchable strides unless D comes late in that order.
-    must_copy_out = not _is_launchable(torch.empty_like(q, device="meta"))
+    draws_tiles, packs_heads, group = plan.draws_tiles, plan.packs_heads, problem.group
+    has_other_width = problem.head_dim_v is not None
     # Plain tuples: slicing a torch.Size costs as much as the allocation.
     lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
     lse_stride = (problem.heads * problem.seqlen_q, problem.seqlen_q, 1)
+    lse_packed = (problem.batch, problem.heads_kv, group * problem.seqlen_q)
 
     def launch(q, k, v, scale, window_left, window_right):
         if torch.cuda.current_device() != device.index:
             with torch.cuda.device(device.index):
                 return launch(q, k, v, scale, window_left, window_right)
-        out = torch.empty_like(q)
+        out = _out_like(q, v) if has_other_width else torch.empty_like(q)
         lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=device)
         if must_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
             q, k, v = (_launchable(tensor) for tensor in (q, k, v))
         target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
+        outputs = target, lse
+        if packs_heads:
+            q, outputs = _packed(q, group), (_packed(target, group), lse.view(lse_packed))
         if draws_tiles:
             counter, address = counters.counter(device.index)
-            function(q, k, v, target, lse, scale, window_left, window_right, *arguments, address)
+            function(q, k, v, *outputs, scale, window_left, window_right, *arguments, address)
         else:
-            function(q, k, v, target, lse, scale, window_left, window_right, *arguments)
+            function(q, k, v, *outputs, scale, window_left, window_right, *arguments)
         if must_copy_out:
             out.copy_(target)
         return out, lse
@@ -174,7 +194,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
 
 def _launch_empty(q, k, v, scale, window_left, window_right):
     """No keys, or no rows: rows without keys give 0 and -inf."""
-    out, lse = torch.empty_like(q), _lse_like(q)
+    out, lse = _out_like(q, v), _lse_like(q)
     return out.zero_(), lse.fill_(-math.inf)
 
 
@@ -182,6 +202,19 @@ def _is_launchable(tensor: Tensor) -> bool:
     """Rows contiguous, strides multiples of 16 bytes, tiles within reach of 32-bit offsets."""
     batch, head, row, element = tensor.stride()
     return element == 1 and not (batch | head | row) % ROW_ALIGN_ELEMENTS and 0 <= row < MAX_ROW_STRIDE
+
+
+def _is_packable(tensor: Tensor) -> bool:
+    """Whether the rows of neighbouring heads follow each other at the stride of rows."""
+    return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
+
+
+def _packed(tensor: Tensor, group: int) -> Tensor:
+    """(B, H, S, D) as (B, H / group, group S, D)."""
+    batch, heads, seqlen, width = tensor.shape
+    row_stride = tensor.stride(2) if seqlen > 1 else tensor.stride(1)
+    shape = (batch, heads // group, group * seqlen, width)
+    return tensor.as_strided(shape, (tensor.stride(0), group * tensor.stride(1), row_stride, 1))
 
 
 def _launchable(tensor: Tensor) -> Tensor:

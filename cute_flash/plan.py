@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
@@ -70,12 +70,17 @@ class Plan:
     family: str
     tile: FwdTile | FwdTileSm90
     section: int  # query heads whose K and V share L2, run side by side
+    packs_heads: bool = False  # the query heads of a K/V head are rows of one tile
 
     @property
     def key(self) -> CompileKey:
         # wgmma belongs to one architecture alone, which the compiler spells with an "a".
         target = self.arch.name + ("a" if self.is_persistent else "")
-        return CompileKey(f"fwd_{self.family}", self.problem.static, self.tile, target)
+        static = self.problem.static
+        # Without a mask it does not matter which head and position a row is.
+        is_bounded = static.has_left or static.has_right
+        static = replace(static, packs_heads=self.packs_heads and is_bounded)
+        return CompileKey(f"fwd_{self.family}", static, self.tile, target)
 
     @property
     def is_persistent(self) -> bool:
@@ -85,6 +90,8 @@ class Plan:
     def num_tiles(self) -> int:
         """Tiles of the output."""
         p = self.problem
+        if self.packs_heads:
+            return ceil_div(p.group * p.seqlen_q, self.tile.tile_m) * p.heads_kv * p.batch
         return ceil_div(p.seqlen_q, self.tile.tile_m) * p.heads * p.batch
 
     @property
@@ -103,7 +110,8 @@ class Plan:
         """What a launch takes besides tensors, scale, window, and the address of a counter if it draws."""
         if not self.is_persistent:
             return (self.section,)
-        return (self.section, self.num_blocks) if self.draws_tiles else (self.section, self.num_blocks, 0)
+        arguments = (self.section, self.num_blocks, self.problem.seqlen_q)
+        return arguments if self.draws_tiles else (*arguments, 0)
 
     @property
     def blocks_per_sm(self) -> int:
@@ -115,18 +123,22 @@ class Plan:
         p, tile, arch = self.problem, self.tile, self.arch
         return [
             f"problem   B={p.batch} H={p.heads} Hkv={p.heads_kv} Sq={p.seqlen_q} Sk={p.seqlen_k} "
-            f"D={p.head_dim} {p.dtype}, {p.band}",
+            f"D={p.head_dim}{'' if p.head_dim_v is None else f'/{p.head_dim_v}'} {p.dtype}, {p.band}",
             f"GPU       {arch.gpu} ({arch.name}), {arch.num_sms} SMs",
             f"kernel    {self.key.kernel}",
             f"tile      {tile}",
             f"shared    {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block / 1024:.0f} KB a block, "
             f"up to {self.blocks_per_sm} block(s) an SM by shared memory",
-            f"grid      {self.num_blocks} blocks, {self.num_tiles} tiles, sections of {self.section} head(s)",
+            f"grid      {self.num_blocks} blocks, {self.num_tiles} tiles, sections of {self.section} head(s)"
+            + (", the heads of a group packed" if self.packs_heads else ""),
         ]
 
 
-def plan(problem: Problem, arch: ArchSpec) -> Plan:
-    """The plan for a problem on an architecture; raises `UnsupportedError` if there is none."""
+def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:
+    """The plan for a problem on an architecture; raises `UnsupportedError` if there is none.
+
+    `is_packable`: in memory, the rows of the query heads of a K/V head follow each other at one stride.
+    """
     problem.check("cuda")
     family = requested_family() or next(name for name, least in FAMILIES.items() if arch.capability >= least)
     _check_family(family)
@@ -135,10 +147,19 @@ def plan(problem: Problem, arch: ArchSpec) -> Plan:
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
-    chosen = Plan(problem, arch, family, fwd_tile(family, arch, problem.static), _section(problem, arch))
+    tile = fwd_tile(family, arch, problem)
+    packs = is_packable and family == "sm90" and _pays_to_pack(problem, tile.tile_m)
+    section = _section(problem, arch) // (problem.group if packs else 1)
+    chosen = Plan(problem, arch, family, tile, section, packs)
     if chosen.num_tiles > MAX_BLOCKS:
         raise UnsupportedError(f"{chosen.num_tiles} tiles: at most {MAX_BLOCKS}; split the batch")
     return chosen
+
+
+def _pays_to_pack(problem: Problem, tile_m: int) -> bool:
+    """Whether the few rows of the heads of a group fill fewer tiles together than apart."""
+    rows, group = problem.seqlen_q, problem.group
+    return rows < tile_m and ceil_div(group * rows, tile_m) < group
 
 
 def _section(problem: Problem, arch: ArchSpec) -> int:
@@ -150,7 +171,7 @@ def _section(problem: Problem, arch: ArchSpec) -> int:
     kv_heads = problem.batch * problem.heads_kv
     if kv_heads == 0:
         return 1
-    kv_bytes = max(1, 2 * problem.seqlen_k * problem.head_dim * ELEMENT_BYTES)
+    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.width_v) * ELEMENT_BYTES)
     most = min(max(1, int(arch.l2_bytes * L2_SHARE) // kv_bytes), kv_heads)
     fitting = next(n for n in range(most, 0, -1) if kv_heads % n == 0)
     return fitting * (problem.heads // problem.heads_kv)

@@ -35,11 +35,17 @@ class Static:
     head_dim: int
     has_left: bool
     has_right: bool
+    head_dim_v: int | None = None  # of V and of the output, where it is another one
+    packs_heads: bool = False  # rows are (query head of a group, position): the mask wraps around
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes, dtype and mask of one call. (B, H, Sq, D) queries on (B, Hkv, Sk, D) keys and values."""
+    """Shapes, dtype and mask of one call. (B, H, Sq, D) queries on (B, Hkv, Sk, D) keys and (…, Dv) values."""
 
     batch: int
     heads: int
@@ -49,10 +55,22 @@ class Problem:
     head_dim: int
     dtype: str = "bfloat16"
     band: Band = field(default_factory=Band)
+    head_dim_v: int | None = None  # None: that of the keys
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.heads // self.heads_kv if self.heads_kv else 1
 
     @property
     def static(self) -> Static:
-        return Static(self.dtype, self.head_dim, self.band.left is not None, self.band.right is not None)
+        width_v = None if self.width_v == self.head_dim else self.width_v
+        bounds = self.band.left is not None, self.band.right is not None
+        return Static(self.dtype, self.head_dim, *bounds, width_v)
 
     @property
     def is_empty(self) -> bool:
@@ -71,6 +89,7 @@ class Problem:
             raise UnsupportedError(f"dtype {self.dtype} on {device}: use one of {', '.join(dtypes)}")
         if device == "cuda":
             check_head_dim(self.head_dim)
+            check_head_dim(self.width_v)
 
 
 def check_heads(heads: int, heads_kv: int) -> None:

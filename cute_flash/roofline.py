@@ -36,15 +36,20 @@ def _clamped_sum(first: int, count: int, cap: int) -> int:
     return ramp + cap * (count - stop)
 
 
+def _widths(problem: Problem) -> int:
+    """Of Q and K, and of V and O, together."""
+    return problem.head_dim + problem.width_v
+
+
 def flops(problem: Problem) -> int:
     """Multiplications and additions of Q Kᵀ and P V over the visible pairs only: what no kernel can skip."""
-    return 4 * problem.batch * problem.heads * problem.head_dim * visible_pairs(problem)
+    return 2 * problem.batch * problem.heads * _widths(problem) * visible_pairs(problem)
 
 
 def flops_nominal(problem: Problem) -> int:
     """The papers' convention, in which TFLOP/s are published: every pair, half of them when causal."""
     p = problem
-    every_pair = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * p.head_dim
+    every_pair = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * _widths(p)
     return every_pair // 2 if p.band.right == 0 else every_pair
 
 
@@ -56,8 +61,8 @@ def exp_count(problem: Problem) -> int:
 def hbm_bytes(problem: Problem) -> int:
     """The least any kernel moves: Q, K, V read once, O and the LSE written once."""
     p = problem
-    elements = 2 * p.heads * p.seqlen_q + 2 * p.heads_kv * p.seqlen_k
-    return p.batch * elements * p.head_dim * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
+    rows = p.heads * p.seqlen_q + p.heads_kv * p.seqlen_k
+    return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
 
 
 def standard_bytes(problem: Problem) -> int:
@@ -71,8 +76,8 @@ def fa_bytes(problem: Problem, tile_m: int) -> int:
     """FlashAttention, Q outermost, no cache: each head reads its visible K and V once per tile of rows."""
     p = problem
     keys_read = sum(last - first for first, last in _key_hulls(p, tile_m))
-    elements = 2 * p.heads * (p.seqlen_q + keys_read)
-    return p.batch * elements * p.head_dim * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
+    rows = p.heads * (p.seqlen_q + keys_read)
+    return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
 
 
 def _lse_bytes(problem: Problem) -> int:

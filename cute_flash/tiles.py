@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import Static, UnsupportedError
+from cute_flash.problem import Problem, UnsupportedError
 
 ELEMENT_BYTES = 2
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
@@ -87,16 +87,21 @@ class FwdTile:
 
 @dataclass(frozen=True)
 class FwdTileSm90:
-    """`tile_m` query rows, 64 to a warpgroup, against blocks of `tile_n` keys; one block an SM."""
+    """`tile_m` query rows, 64 to a warpgroup, against blocks of `tile_n` keys; one block an SM.
+
+    What does not compare says when a row of the table is taken, and why; it is no part of the kernel.
+    """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
-    stages: int  # K/V buffers
-    q_stages: int = 1  # 2: the next tile's Q is loaded while this one's output leaves
-    q_in_registers: bool = False  # Q is the register operand of Q K^T, which spares shared memory its reads
+    stages: int  # buffers of K, and of V
+    q_stages: int = 1  # 2: the next tile begins beside the end of this one, whose output leaves through Q's stage
+    checks_sums: bool = False  # whole blocks look at sums instead of maxima; S stays in registers until then
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
-    checks_sums: bool = False  # whole blocks look at sums instead of maxima, at the cost of tile_n / 4 registers
+    head_dim_v: int | None = None  # width of V and of the output, where it is another one
+    max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
+    is_bounded: bool | None = field(default=None, compare=False)  # with a bound (True) or without (False) only
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -104,10 +109,17 @@ class FwdTileSm90:
             raise ValueError(f"{self.tile_m=} must be {WARPGROUP_ROWS} times 1, 2 or 3")
         if self.tile_n % WARP_KEYS or not 0 < self.tile_n <= 256:
             raise ValueError(f"{self.tile_n=} must be a multiple of {WARP_KEYS} up to 256")
-        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
-            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
+        for name, width in (("head_dim", self.head_dim), ("head_dim_v", self.width_v)):
+            if width % 32 or not 32 <= width <= 256:
+                raise ValueError(f"{name}={width} must be a multiple of 32 up to 256")
         if self.stages not in (1, 2, 4, 8) or self.q_stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
+        if self.q_stages == 2 and self.width_v > self.head_dim:
+            raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     @property
     def num_warpgroups(self) -> int:
@@ -119,18 +131,35 @@ class FwdTileSm90:
         return 128 * (1 + self.num_warpgroups)
 
     @property
+    def accumulator_registers(self) -> int:
+        """Registers a thread for O, S and P; addresses, barriers and temporaries come on top."""
+        return self.width_v // 2 + self.tile_n // 2 + self.tile_n // 4
+
+    @property
     def smem_bytes(self) -> int:
-        rows = self.q_stages * self.tile_m + 2 * self.stages * self.tile_n
+        columns = self.q_stages * self.tile_m * self.head_dim
+        columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
-        return rows * self.head_dim * ELEMENT_BYTES + 8 * barriers + 16 * self.q_stages
+        return columns * ELEMENT_BYTES + 8 * barriers + 16 * self.q_stages
 
     def __str__(self) -> str:
+        width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
-        turns = ", taking turns" if self.takes_turns else ""
-        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, 1 + {self.num_warpgroups} warpgroups, {stages}{turns}"
+        ways = (", sums checked" if self.checks_sums else "") + (", in turns" if self.takes_turns else "")
+        return f"{self.tile_m}x{self.tile_n}x{width}, 1 + {self.num_warpgroups} warpgroups, {stages}{ways}"
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether this row of the table is meant for a problem."""
+        static = problem.static
+        is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
+        is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
+        is_short_enough = self.max_keys is None or problem.seqlen_k <= self.max_keys
+        is_bounded = static.has_left or static.has_right
+        is_meant = self.is_bounded is None or self.is_bounded == is_bounded
+        return is_wide_enough and is_as_wide and is_short_enough and is_meant
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
@@ -167,24 +196,36 @@ SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
 
 _FIRST = "not measured yet"
+# Rows are tried in order, the first that serves is taken.
 SM90_FWD = (
-    FwdTileSm90(64, 192, 128, 4, 2, measured=_FIRST),
-    FwdTileSm90(96, 128, 128, 2, 2, measured=_FIRST),
-    FwdTileSm90(128, 128, 128, 2, 2, measured=_FIRST),
+    FwdTileSm90(64, 128, 128, 4, 2, True, max_keys=1024, is_bounded=True, measured=_FIRST),
+    FwdTileSm90(64, 192, 128, 4, 2, True, measured=_FIRST),
+    FwdTileSm90(96, 128, 128, 2, 2, True, measured=_FIRST),
+    FwdTileSm90(128, 128, 128, 2, 2, True, measured=_FIRST),
     FwdTileSm90(192, 128, 96, 2, 1, measured=_FIRST),
+    FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, measured=_FIRST),
     FwdTileSm90(256, 128, 80, 2, 1, measured=_FIRST),
+    # Values narrower or wider than keys.
+    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, measured=_FIRST),
+    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, measured=_FIRST),
+    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, measured=_FIRST),
+    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, measured=_FIRST),
 )
 
 
-def fwd_tile(family: str, arch: ArchSpec, static: Static) -> FwdTile | FwdTileSm90:
+def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTileSm90:
     """The tile of a family's forward on an architecture."""
-    bounds = static.has_left + static.has_right
+    static = problem.static
     if family == "sm90":
         for wide in SM90_FWD:
-            if wide.head_dim >= static.head_dim and wide.fits(arch):
+            if wide.serves(problem) and wide.fits(arch):
                 return wide
-    else:
+    elif static.head_dim_v is None:
+        bounds = static.has_left + static.has_right
         for tile in SM80_FWD[arch.name]:
             if tile.head_dim >= static.head_dim and tile.max_bounds >= bounds and tile.fits(arch):
                 return tile
-    raise UnsupportedError(f"head_dim={static.head_dim}: no tile of {family} for {arch.name}")
+    widths = f"head_dim={static.head_dim}"
+    if static.head_dim_v is not None:
+        widths += f" with values of {static.head_dim_v}"
+    raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}")

@@ -24,6 +24,7 @@ class Mask:
     seqlen_k: Int32
     first_row: Int32
     tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
+    wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other
 
     @cute.jit
     def apply(self, acc_S_mn: cute.Tensor, first_col: Int32):
@@ -33,6 +34,8 @@ class Mask:
         keys = self.seqlen_k - first_col - coords[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]
+            if cutlass.const_expr(self.wraps):
+                row = row % self.seqlen_q
             hi = self.band.hi(row, self.seqlen_q, keys)
             lo = self.band.lo(row, self.seqlen_q, keys)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):

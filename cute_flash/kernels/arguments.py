@@ -14,13 +14,17 @@ def fake_tensors(static: Static) -> tuple[cute.Tensor, ...]:
     """q, k, v, out (B, H, S, D) with rows aligned to 16 bytes, and lse (B, H, Sq), compact."""
     batch, heads, heads_kv, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
 
-    def tensor(num_heads, seqlen):
+    def tensor(num_heads, seqlen, width):
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, num_heads, seqlen, static.head_dim)
+        shape = (batch, num_heads, seqlen, width)
         return make_fake_tensor(DTYPES[static.dtype], shape, strides, assumed_align=16)
 
-    mLSE = make_fake_compact_tensor(
-        Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
+    return (
+        tensor(heads, seqlen_q, static.head_dim),
+        tensor(heads_kv, seqlen_k, static.head_dim),
+        tensor(heads_kv, seqlen_k, static.width_v),
+        tensor(heads, seqlen_q, static.width_v),
+        make_fake_compact_tensor(
+            Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
+        ),
     )
-    q, k, v, out = (tensor(*x) for x in ((heads, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k), (heads, seqlen_q)))
-    return q, k, v, out, mLSE

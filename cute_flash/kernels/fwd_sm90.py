@@ -53,6 +53,7 @@ LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
 # Registers a thread of the loading warpgroup and of the others may use, by the number of the others.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 NO_TILE = -1
+ALL_ROWS = 1 << 20
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
 
@@ -67,7 +68,8 @@ class Params:
     o: TmaTiles
     mO: cute.Tensor  # (B, H, Sq, D)
     mLSE: cute.Tensor  # (B, H, Sq)
-    seqlen_q: Int32
+    seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed
+    positions: Int32  # rows of a head
     seqlen_k: Int32
     heads_per_kv: Int32
     scale_log2: Float32
@@ -99,7 +101,7 @@ class Main:
     shared: Shared
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage), or registers (MMA, MMA_M, MMA_K)
+    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
     rV: cute.Tensor
     rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
@@ -135,8 +137,12 @@ class FwdSm90:
         self.tile = tile
         self.dtype = DTYPES[static.dtype]
         self.q_tile = SmemTile(WARPGROUP_ROWS, tile.head_dim)
-        self.kv_tile = SmemTile(tile.tile_n, tile.head_dim)
+        self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
+        self.v_tile = SmemTile(tile.tile_n, tile.width_v)
+        self.o_tile = SmemTile(WARPGROUP_ROWS, tile.width_v)
         self.steps = tile.tile_n // 16  # of P V
+        # How many of them have their exponentials before the wait for O: as many as registers and time allow.
+        self.early_steps = 1 if tile.num_warpgroups == 3 else self.steps // 3
 
     @property
     def name(self) -> str:
@@ -146,7 +152,7 @@ class FwdSm90:
         return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))
         return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
@@ -162,6 +168,7 @@ class FwdSm90:
         window_right: Int32,
         section: Int32,
         num_blocks: Int32,
+        positions: Int32,
         counter: Int64,
         stream: CUstream,
     ):
@@ -171,20 +178,21 @@ class FwdSm90:
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         params = Params(
             TmaTiles.of(load, mQ, self.q_tile),
-            TmaTiles.of(load, mK, self.kv_tile),
-            TmaTiles.of(load, mV, self.kv_tile),
-            TmaTiles.of(store, mO, self.q_tile),
+            TmaTiles.of(load, mK, self.k_tile),
+            TmaTiles.of(load, mV, self.v_tile),
+            TmaTiles.of(store, mO, self.o_tile),
             mO,
             mLSE,
             seqlen_q,
+            positions,
             mK.shape[2],
             heads // mK.shape[1],
             scale * LOG2_E,
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
             TileQueue(num_m_blocks * heads * batch, counter, static.has_left or static.has_right),
-            self._tiled_mma(tile.tile_n, tile.q_in_registers, OperandMajorMode.K),
-            self._tiled_mma(tile.head_dim, True, OperandMajorMode.MN),
+            self._tiled_mma(tile.tile_n, False, OperandMajorMode.K),
+            self._tiled_mma(tile.width_v, True, OperandMajorMode.MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -234,7 +242,7 @@ class FwdSm90:
 
         sQ = allocate(self.q_tile, tile.num_warpgroups * tile.q_stages)
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
-        sK, sV = allocate(self.kv_tile, tile.stages), allocate(self.kv_tile, tile.stages)
+        sK, sV = allocate(self.k_tile, tile.stages), allocate(self.v_tile, tile.stages)
         rings = (Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages))
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         tiles = smem.allocate_tensor(Int32, cute.make_layout((4, tile.q_stages)), 16)
@@ -251,7 +259,11 @@ class FwdSm90:
             cute.arch.mbarrier_init(shared.o_full + i, WARPGROUP_THREADS)
 
     def blocks(self, p: Params, m_block: Int32) -> BlockRange:
-        return p.band.blocks(m_block, self.tile.tile_m, self.tile.tile_n, p.seqlen_q, p.seqlen_k)
+        tile_m = self.tile.tile_m
+        if cutlass.const_expr(self.static.packs_heads):
+            # Any position may be among the rows of a tile.
+            m_block, tile_m = Int32(0), ALL_ROWS
+        return p.band.blocks(m_block, tile_m, self.tile.tile_n, p.positions, p.seqlen_k)
 
     @cute.jit
     def load_qk(self, p: Params, shared: Shared):
@@ -319,7 +331,7 @@ class FwdSm90:
     @cute.jit
     def load_block(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
         ring.wait_empty(fill)
-        ring.expect(fill, self.kv_tile.bytes)
+        ring.expect(fill, tiles.rows * tiles.cols * self.dtype.width // 8)
         tiles.load(sX[None, None, ring.stage(fill)], *coord, ring.full_of(fill))
 
     @cute.jit
@@ -335,7 +347,7 @@ class FwdSm90:
                 if cutlass.const_expr(w > 0):
                     self.wait_output(shared, count, w)
                 with cute.arch.elect_one():
-                    p.o.store(shared.sQ[None, None, (w, ring.stage(count))], m_block * num + w, head, batch)
+                    p.o.store(self.output_stage(shared, w, count), m_block * num + w, head, batch)
                     cute.arch.cp_async_bulk_commit_group()
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -343,6 +355,11 @@ class FwdSm90:
             count += 1
             self.wait_output(shared, count, 0)
             m_block = self.told(shared, count, 0)
+
+    def output_stage(self, shared: Shared, warpgroup_index: Int32, count: Int32) -> cute.Tensor:
+        """(64, tile_dv) over the stage of Q"""
+        sQ = shared.sQ[None, None, (warpgroup_index, shared.q.stage(count))]
+        return cute.make_tensor(sQ.iterator, to_cute(self.o_tile.layout.layout))
 
     @cute.jit
     def wait_output(self, shared: Shared, count: Int32, warpgroup_index: cutlass.Constexpr):
@@ -362,7 +379,6 @@ class FwdSm90:
             if not is_open:
                 main.acc_O.fill(0.0)
                 main.softmax.restart()
-                self.load_q_fragments(main, tile)
                 if tile.has_blocks():
                     self.first_block(main, tile)
             self.further_blocks(main, tile)
@@ -387,7 +403,7 @@ class FwdSm90:
 
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
-        mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_row, main.tScS)
+        mask = Mask(p.band, p.positions, p.seqlen_k, first_row, main.tScS, self.static.packs_heads)
         head, batch = self.told(main.shared, count, 1), self.told(main.shared, count, 2)
         return Tile(count, fill, head, batch, mask, self.blocks(p, m_block))
 
@@ -400,10 +416,9 @@ class FwdSm90:
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
         qk, pv = p.mma_qk.get_slice(0), p.mma_pv.get_slice(0)
-        # In registers there is one Q, in shared memory one for each stage.
-        sQ = shared.sQ[None, None, (warpgroup_index, 0 if tile.q_in_registers else None)]
+        sQ = shared.sQ[None, None, (warpgroup_index, None)]
         sVt = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
-        acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.head_dim)), Float32)
+        acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.width_v)), Float32)
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
@@ -427,14 +442,6 @@ class FwdSm90:
 
     def _shape_S(self, mma_qk: cute.TiledMma):
         return mma_qk.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_n))
-
-    @cute.jit
-    def load_q_fragments(self, main: Main, tile: Tile):
-        if cutlass.const_expr(self.tile.q_in_registers):
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            copy = cute.make_tiled_copy_A(atom, main.mma_qk).get_slice(main.thread)
-            sQ = main.shared.sQ[None, None, (main.warpgroup, main.shared.q.stage(tile.count))]
-            cute.copy(atom, copy.partition_S(sQ), copy.retile(main.rQ))
 
     @cute.jit
     def first_block(self, main: Main, tile: Tile):
@@ -497,7 +504,7 @@ class FwdSm90:
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
         # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P;  O = O alpha
         checks_sums = self.tile.checks_sums and not masked
-        softmax, half = main.softmax, self.steps // 3
+        softmax, half = main.softmax, self.early_steps
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
@@ -562,7 +569,6 @@ class FwdSm90:
         last = tile.fill + tile.num_blocks() - 1
         shared.k.wait_full(following.fill)
         main.turns.wait()
-        self.load_q_fragments(main, following)
         acc_S = self.start_qk(main, following.count, following.fill)
         shared.v.wait_full(last)
         self.start_pv(main, last)
@@ -597,24 +603,24 @@ class FwdSm90:
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
         rO = cute.make_fragment_like(main.acc_O, self.dtype)
-        self.convert(main.acc_O, rO, range(self.tile.head_dim // 16))
+        self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
         first_row = tile.mask.first_row
-        gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.head_dim)
-        coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.head_dim))
+        gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
         tOcO = main.mma_pv.get_slice(main.thread).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
-            cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.head_dim // 8))
+            cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
         )
-        store_rows(packed, gO, as_mn(tOcO), self.static.head_dim, p.seqlen_q - first_row)
+        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, p.seqlen_q - first_row)
 
     @cute.jit
     def hand_over(self, main: Main, tile: Tile):
         """O / l -> the stage of Q in the output's type, visible to the copy engine."""
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
-        sO = main.shared.sQ[None, None, (main.warpgroup, main.shared.q.stage(tile.count))]
+        sO = self.output_stage(main.shared, main.warpgroup, tile.count)
         rO = cute.make_fragment_like(main.acc_O, self.dtype)
-        self.convert(main.acc_O, rO, range(self.tile.head_dim // 16))
+        self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
@@ -630,9 +636,7 @@ class FwdSm90:
 
     @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):
-        rQ = main.rQ
-        if cutlass.const_expr(not self.tile.q_in_registers):
-            rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
+        rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
         rK = main.rK[None, None, None, main.shared.k.stage(fill)]
         # New for every block: nothing of it lives on into the next.
         acc_S = cute.make_rmem_tensor(self._shape_S(main.mma_qk), Float32)
