@@ -31,10 +31,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
-from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
+from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_lse, store_rows
 from cute_flash.device.mask import Mask
@@ -43,53 +42,17 @@ from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_tensors
+from cute_flash.kernels import fwd_sm90_copies as copies
+from cute_flash.kernels.arguments import fake_tensors
+from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
-from layouts.smem import SmemTile, byte_swizzle, to_cute
 
-SMEM_ALIGN = 1024
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
 # Registers a thread of the loading warpgroup and of the others may use, by the number of the others.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-NO_TILE = -1
-ALL_ROWS = 1 << 20
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
-
-
-@dataclass(frozen=True)
-class Params:
-    """All that the kernel reads, in one argument."""
-
-    q: TmaTiles  # (64, tile_d)
-    k: TmaTiles  # (tile_n, tile_d)
-    v: TmaTiles
-    o: TmaTiles
-    mO: cute.Tensor  # (B, H, Sq, D)
-    mLSE: cute.Tensor  # (B, H, Sq)
-    seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed
-    positions: Int32  # rows of a head
-    seqlen_k: Int32
-    heads_per_kv: Int32
-    scale_log2: Float32
-    band: Band
-    order: TileOrder
-    queue: TileQueue
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-
-
-@dataclass(frozen=True)
-class Shared:
-    sQ: cute.Tensor  # (64, tile_d, warpgroup, q stage)
-    sK: cute.Tensor  # (tile_n, tile_d, stage)
-    sV: cute.Tensor
-    q: Ring  # empty: the output that left through the stage has been read, and V's warp knows the tile
-    k: Ring
-    v: Ring
-    o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
-    tiles: cute.Tensor  # (m_block, head, batch) of the tile in each q stage; told by q.full; NO_TILE: the end
 
 
 @dataclass(frozen=True)
@@ -135,14 +98,7 @@ class FwdSm90:
     def __init__(self, static: Static, tile: FwdTileSm90):
         self.static = static
         self.tile = tile
-        self.dtype = DTYPES[static.dtype]
-        self.q_tile = SmemTile(WARPGROUP_ROWS, tile.head_dim)
-        self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
-        self.v_tile = SmemTile(tile.tile_n, tile.width_v)
-        self.o_tile = SmemTile(WARPGROUP_ROWS, tile.width_v)
-        self.steps = tile.tile_n // 16  # of P V
-        # How many of them have their exponentials before the wait for O: as many as registers and time allow.
-        self.early_steps = 1 if tile.num_warpgroups == 3 else self.steps // 3
+        self.shapes = Shapes(static, tile)
 
     @property
     def name(self) -> str:
@@ -177,10 +133,11 @@ class FwdSm90:
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         params = Params(
-            TmaTiles.of(load, mQ, self.q_tile),
-            TmaTiles.of(load, mK, self.k_tile),
-            TmaTiles.of(load, mV, self.v_tile),
-            TmaTiles.of(store, mO, self.o_tile),
+            self.shapes,
+            TmaTiles.of(load, mQ, self.shapes.q),
+            TmaTiles.of(load, mK, self.shapes.k),
+            TmaTiles.of(load, mV, self.shapes.v),
+            TmaTiles.of(store, mO, self.shapes.o),
             mO,
             mLSE,
             seqlen_q,
@@ -190,7 +147,7 @@ class FwdSm90:
             scale * LOG2_E,
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
-            TileQueue(num_m_blocks * heads * batch, counter, static.has_left or static.has_right),
+            TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
             self._tiled_mma(tile.tile_n, False, OperandMajorMode.K),
             self._tiled_mma(tile.width_v, True, OperandMajorMode.MN),
         )
@@ -203,17 +160,17 @@ class FwdSm90:
         """64 rows, one warpgroup."""
         shape = (WARPGROUP_ROWS, columns, 16)
         a_source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
+        op = warpgroup.MmaF16BF16Op(self.shapes.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
         return cute.make_tiled_mma(op)
 
     @cute.kernel
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = self._allocate()
+        shared = Shared.allocate(self.shapes)
         if warp_index == 0:
             with cute.arch.elect_one():
-                self._init_barriers(shared)
+                shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -221,150 +178,15 @@ class FwdSm90:
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(for_load)
             if warp_index == LOAD_QK_WARP:
-                self.load_qk(p, shared)
+                copies.load_qk(p, shared)
             if warp_index == LOAD_V_WARP:
-                self.load_v(p, shared)
+                copies.load_v(p, shared)
             if cutlass.const_expr(self.tile.q_stages > 1):
                 if warp_index == STORE_WARP:
-                    self.store(p, shared)
+                    copies.store(p, shared)
         else:
             cute.arch.setmaxregister_increase(for_mma)
             self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
-
-    def _allocate(self) -> Shared:
-        smem = SmemAllocator()
-        tile = self.tile
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
-        sQ = allocate(self.q_tile, tile.num_warpgroups * tile.q_stages)
-        sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
-        sK, sV = allocate(self.k_tile, tile.stages), allocate(self.v_tile, tile.stages)
-        rings = (Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages))
-        o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, tile.q_stages)), 16)
-        return Shared(sQ, sK, sV, *rings, o_full, tiles)
-
-    @cute.jit
-    def _init_barriers(self, shared: Shared):
-        mma_warps = 4 * self.tile.num_warpgroups
-        # V's warp, and the one that stores or all that multiply.
-        shared.q.init(1, 2 if self.tile.q_stages > 1 else 1 + mma_warps)
-        shared.k.init(1, mma_warps)
-        shared.v.init(1, mma_warps)
-        for i in cutlass.range_constexpr(self.tile.num_warpgroups * self.tile.q_stages):
-            cute.arch.mbarrier_init(shared.o_full + i, WARPGROUP_THREADS)
-
-    def blocks(self, p: Params, m_block: Int32) -> BlockRange:
-        tile_m = self.tile.tile_m
-        if cutlass.const_expr(self.static.packs_heads):
-            # Any position may be among the rows of a tile.
-            m_block, tile_m = Int32(0), ALL_ROWS
-        return p.band.blocks(m_block, tile_m, self.tile.tile_n, p.positions, p.seqlen_k)
-
-    @cute.jit
-    def load_qk(self, p: Params, shared: Shared):
-        """For every tile of this block: K of the first visible keys, Q, and the other blocks of K."""
-        count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K
-        index = p.queue.first()
-        while index < p.queue.num_tiles:
-            m_block, head, batch = p.order.decode(index)
-            head_kv = head // p.heads_per_kv
-            blocks = self.blocks(p, m_block)
-            if blocks.begin < blocks.end:
-                self.load_block(p.k, shared.k, shared.sK, fill, (blocks.end - 1, head_kv, batch))
-            self.load_q(p, shared, count, (m_block, head, batch))
-            for n in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
-                self.load_block(p.k, shared.k, shared.sK, fill + n, (blocks.end - 1 - n, head_kv, batch))
-            fill += blocks.end - blocks.begin
-            # Late, for a block with a long tile to leave the next one to others.
-            index = p.queue.following(index)
-            count += 1
-        p.queue.close(index)
-        shared.q.wait_empty(count)
-        self.tell(shared, count, (Int32(NO_TILE), Int32(0), Int32(0)))
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.q.full_of(count))
-
-    @cute.jit
-    def load_v(self, p: Params, shared: Shared):
-        """V, by a warp of its own: K of the next tile must not wait until there is room for V of this one."""
-        count, fill = Int32(0), Int32(0)
-        shared.q.wait_full(count)
-        m_block = self.told(shared, count, 0)
-        while m_block != NO_TILE:
-            head_kv = self.told(shared, count, 1) // p.heads_per_kv
-            batch = self.told(shared, count, 2)
-            shared.q.release(count)
-            blocks = self.blocks(p, m_block)
-            for n in cutlass.range(blocks.end - blocks.begin, unroll=1):
-                self.load_block(p.v, shared.v, shared.sV, fill + n, (blocks.end - 1 - n, head_kv, batch))
-            fill += blocks.end - blocks.begin
-            count += 1
-            shared.q.wait_full(count)
-            m_block = self.told(shared, count, 0)
-
-    @cute.jit
-    def tell(self, shared: Shared, count: Int32, coord: tuple):
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(3):
-                shared.tiles[i, shared.q.stage(count)] = coord[i]
-
-    @cute.jit
-    def told(self, shared: Shared, count: Int32, i: cutlass.Constexpr) -> Int32:
-        return cute.arch.make_warp_uniform(shared.tiles[i, shared.q.stage(count)])
-
-    @cute.jit
-    def load_q(self, p: Params, shared: Shared, count: Int32, coord: tuple):
-        ring, num = shared.q, self.tile.num_warpgroups
-        m_block, head, batch = coord
-        ring.wait_empty(count)
-        self.tell(shared, count, coord)
-        ring.expect(count, num * self.q_tile.bytes)
-        for w in cutlass.range_constexpr(num):
-            sQ = shared.sQ[None, None, (w, ring.stage(count))]
-            p.q.load(sQ, m_block * num + w, head, batch, ring.full_of(count))
-
-    @cute.jit
-    def load_block(self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
-        ring.wait_empty(fill)
-        ring.expect(fill, tiles.rows * tiles.cols * self.dtype.width // 8)
-        tiles.load(sX[None, None, ring.stage(fill)], *coord, ring.full_of(fill))
-
-    @cute.jit
-    def store(self, p: Params, shared: Shared):
-        """Send each warpgroup's output off as soon as it stands; then give the stage back to Q."""
-        num, ring = self.tile.num_warpgroups, shared.q
-        count = Int32(0)
-        self.wait_output(shared, count, 0)
-        m_block = self.told(shared, count, 0)
-        while m_block != NO_TILE:
-            head, batch = self.told(shared, count, 1), self.told(shared, count, 2)
-            for w in cutlass.range_constexpr(num):
-                if cutlass.const_expr(w > 0):
-                    self.wait_output(shared, count, w)
-                with cute.arch.elect_one():
-                    p.o.store(self.output_stage(shared, w, count), m_block * num + w, head, batch)
-                    cute.arch.cp_async_bulk_commit_group()
-            with cute.arch.elect_one():
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            ring.release(count)
-            count += 1
-            self.wait_output(shared, count, 0)
-            m_block = self.told(shared, count, 0)
-
-    def output_stage(self, shared: Shared, warpgroup_index: Int32, count: Int32) -> cute.Tensor:
-        """(64, tile_dv) over the stage of Q"""
-        sQ = shared.sQ[None, None, (warpgroup_index, shared.q.stage(count))]
-        return cute.make_tensor(sQ.iterator, to_cute(self.o_tile.layout.layout))
-
-    @cute.jit
-    def wait_output(self, shared: Shared, count: Int32, warpgroup_index: cutlass.Constexpr):
-        barrier = shared.o_full + shared.q.stage(count) * self.tile.num_warpgroups + warpgroup_index
-        cute.arch.mbarrier_wait(barrier, shared.q.parity(count))
 
     @cute.jit
     def mma(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32):
@@ -373,7 +195,7 @@ class FwdSm90:
         count, fill = Int32(0), Int32(0)
         is_open = cutlass.Boolean(False)  # the first block of the tile has been done beside the tile before
         shared.q.wait_full(count)
-        m_block = self.told(shared, count, 0)
+        m_block = shared.m_block(count)
         while m_block != NO_TILE:
             tile = self._tile(p, main, m_block, count, fill)
             if not is_open:
@@ -389,7 +211,7 @@ class FwdSm90:
             fill += tile.num_blocks()
             count += 1
             shared.q.wait_full(count)
-            m_block = self.told(shared, count, 0)
+            m_block = shared.m_block(count)
             if cutlass.const_expr(self.tile.q_stages > 1):
                 following = self._tile(p, main, m_block, count, fill)
                 is_open = m_block != NO_TILE and tile.has_blocks() and following.has_blocks()
@@ -399,19 +221,12 @@ class FwdSm90:
                     self.last_block(p, main, tile)
         # The storing warp waits for outputs: the last it hears is that there are no more.
         if cutlass.const_expr(self.tile.q_stages > 1):
-            self.say_output(main, count)
+            cute.arch.mbarrier_arrive(shared.output_barrier(warpgroup_index, count))
 
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
         mask = Mask(p.band, p.positions, p.seqlen_k, first_row, main.tScS, self.static.packs_heads)
-        head, batch = self.told(main.shared, count, 1), self.told(main.shared, count, 2)
-        return Tile(count, fill, head, batch, mask, self.blocks(p, m_block))
-
-    @cute.jit
-    def say_output(self, main: Main, count: Int32):
-        stage = main.shared.q.stage(count)
-        barrier = main.shared.o_full + stage * self.tile.num_warpgroups + main.warpgroup
-        cute.arch.mbarrier_arrive(barrier)
+        return Tile(count, fill, *main.shared.head_and_batch(count), mask, p.blocks(m_block))
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -431,7 +246,7 @@ class FwdSm90:
             rQ,
             qk.make_fragment_B(qk.partition_B(shared.sK)),
             pv.make_fragment_B(pv.partition_B(sVt)),
-            cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.dtype),
+            cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.shapes.dtype),
             acc_O,
             softmax,
             cute.make_fragment_like(softmax.row_max),
@@ -455,7 +270,7 @@ class FwdSm90:
         if tile.num_blocks() == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
-        self.convert(acc_S, main.rP, range(self.steps))
+        self.convert(acc_S, main.rP, range(self.shapes.steps))
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
@@ -504,7 +319,7 @@ class FwdSm90:
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
         # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P;  O = O alpha
         checks_sums = self.tile.checks_sums and not masked
-        softmax, half = main.softmax, self.early_steps
+        softmax, half = main.softmax, self.shapes.early_steps
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
@@ -529,8 +344,8 @@ class FwdSm90:
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         self.convert(acc_P, main.rP, range(half))
-        softmax.exponentiate_steps(*views, range(half, self.steps), masked)
-        self.convert(acc_P, main.rP, range(half, self.steps))
+        softmax.exponentiate_steps(*views, range(half, self.shapes.steps), masked)
+        self.convert(acc_P, main.rP, range(half, self.shapes.steps))
         if cutlass.const_expr(checks_sums):
             # P by the old maximum: once more in the rare case that its sums show it was outgrown.
             grew = softmax.is_exceeded(block_sum)
@@ -538,8 +353,8 @@ class FwdSm90:
                 softmax.block_max(as_mn(acc_S), block_max)
                 softmax.raise_max(block_max)
                 block_sum.fill(0.0)
-                softmax.exponentiate_steps(*views, range(self.steps), False)
-                self.convert(acc_P, main.rP, range(self.steps))
+                softmax.exponentiate_steps(*views, range(self.shapes.steps), False)
+                self.convert(acc_P, main.rP, range(self.shapes.steps))
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
@@ -584,7 +399,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(main, tile)
         main.acc_O.fill(0.0)
-        self.convert(acc_S, main.rP, range(self.steps))
+        self.convert(acc_S, main.rP, range(self.shapes.steps))
 
     @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
@@ -602,7 +417,7 @@ class FwdSm90:
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
-        rO = cute.make_fragment_like(main.acc_O, self.dtype)
+        rO = cute.make_fragment_like(main.acc_O, self.shapes.dtype)
         self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
         first_row = tile.mask.first_row
         gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
@@ -618,21 +433,21 @@ class FwdSm90:
     def hand_over(self, main: Main, tile: Tile):
         """O / l -> the stage of Q in the output's type, visible to the copy engine."""
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
-        sO = self.output_stage(main.shared, main.warpgroup, tile.count)
-        rO = cute.make_fragment_like(main.acc_O, self.dtype)
+        sO = main.shared.output_stage(main.warpgroup, tile.count)
+        rO = cute.make_fragment_like(main.acc_O, self.shapes.dtype)
         self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
         copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.say_output(main, tile.count)
+        cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
 
     @cute.jit
     def convert(self, acc: cute.Tensor, fragment: cute.Tensor, steps: range):
         """To the inputs' type: in registers, a k-step is 8 neighbours, and so is what follows it."""
         packed = cute.recast_tensor(fragment, Int32)
         for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
-            packed[i] = pack(acc[2 * i], acc[2 * i + 1], self.dtype)
+            packed[i] = pack(acc[2 * i], acc[2 * i + 1], self.shapes.dtype)
 
     @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):

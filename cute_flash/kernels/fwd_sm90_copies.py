@@ -1,0 +1,105 @@
+"""The warps of the Hopper forward that only move data: Q, K and V in, the output out.
+
+They decide what a block works on: the warp of Q and K draws the tiles and writes each one down beside its Q,
+where all others read it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_flash.device.barriers import Ring
+from cute_flash.device.tma import TmaTiles
+from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
+
+
+@cute.jit
+def load_qk(p: Params, shared: Shared):
+    """For every tile of this block: K of the first visible keys, Q, and the other blocks of K."""
+    count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K
+    index = p.queue.first()
+    while index < p.queue.num_tiles:
+        m_block, head, batch = p.order.decode(index)
+        head_kv = head // p.heads_per_kv
+        blocks = p.blocks(m_block)
+        if blocks.begin < blocks.end:
+            load_block(p.k, shared.k, shared.sK, fill, (blocks.end - 1, head_kv, batch))
+        load_q(p, shared, count, (m_block, head, batch))
+        for n in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
+            load_block(p.k, shared.k, shared.sK, fill + n, (blocks.end - 1 - n, head_kv, batch))
+        fill += blocks.end - blocks.begin
+        # Late, for a block with a long tile to leave the next one to others.
+        index = p.queue.following(index)
+        count += 1
+    p.queue.close(index)
+    shared.q.wait_empty(count)
+    shared.tell_tile(count, (Int32(NO_TILE), Int32(0), Int32(0)))
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(shared.q.full_of(count))
+
+
+@cute.jit
+def load_v(p: Params, shared: Shared):
+    """V, by a warp of its own: K of the next tile must not wait until there is room for V of this one."""
+    count, fill = Int32(0), Int32(0)
+    shared.q.wait_full(count)
+    m_block = shared.m_block(count)
+    while m_block != NO_TILE:
+        head, batch = shared.head_and_batch(count)
+        shared.q.release(count)
+        blocks = p.blocks(m_block)
+        for n in cutlass.range(blocks.end - blocks.begin, unroll=1):
+            coord = (blocks.end - 1 - n, head // p.heads_per_kv, batch)
+            load_block(p.v, shared.v, shared.sV, fill + n, coord)
+        fill += blocks.end - blocks.begin
+        count += 1
+        shared.q.wait_full(count)
+        m_block = shared.m_block(count)
+
+
+@cute.jit
+def load_q(p: Params, shared: Shared, count: Int32, coord: tuple):
+    ring, num = shared.q, shared.shapes.tile.num_warpgroups
+    m_block, head, batch = coord
+    ring.wait_empty(count)
+    shared.tell_tile(count, coord)
+    ring.expect(count, num * shared.shapes.q.bytes)
+    for w in cutlass.range_constexpr(num):
+        sQ = shared.sQ[None, None, (w, ring.stage(count))]
+        p.q.load(sQ, m_block * num + w, head, batch, ring.full_of(count))
+
+
+@cute.jit
+def load_block(tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
+    """Block (n_block, head, batch) of K or V."""
+    ring.wait_empty(fill)
+    ring.expect(fill, tiles.rows * tiles.cols * sX.element_type.width // 8)
+    tiles.load(sX[None, None, ring.stage(fill)], *coord, ring.full_of(fill))
+
+
+@cute.jit
+def store(p: Params, shared: Shared):
+    """Send each warpgroup's output off as soon as it stands; then give the stage back to Q."""
+    num, ring = shared.shapes.tile.num_warpgroups, shared.q
+    count = Int32(0)
+    wait_output(shared, count, 0)
+    m_block = shared.m_block(count)
+    while m_block != NO_TILE:
+        head, batch = shared.head_and_batch(count)
+        for w in cutlass.range_constexpr(num):
+            if cutlass.const_expr(w > 0):
+                wait_output(shared, count, w)
+            with cute.arch.elect_one():
+                p.o.store(shared.output_stage(w, count), m_block * num + w, head, batch)
+                cute.arch.cp_async_bulk_commit_group()
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        ring.release(count)
+        count += 1
+        wait_output(shared, count, 0)
+        m_block = shared.m_block(count)
+
+
+@cute.jit
+def wait_output(shared: Shared, count: Int32, warpgroup: cutlass.Constexpr):
+    cute.arch.mbarrier_wait(shared.output_barrier(warpgroup, count), shared.q.parity(count))

@@ -1,0 +1,163 @@
+"""What the warps of the Hopper forward share: the arguments, shared memory with its barriers, and the tile that
+each stage of Q belongs to.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from cute_flash.band import Band, BlockRange
+from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.tma import TmaTiles
+from cute_flash.kernels.arguments import DTYPES
+from cute_flash.problem import Static
+from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+SMEM_ALIGN = 1024
+NO_TILE = -1
+ALL_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Compile-time facts: what a kernel is built for, and the tiles in shared memory that follow from it."""
+
+    static: Static
+    tile: FwdTileSm90
+
+    @property
+    def dtype(self):
+        return DTYPES[self.static.dtype]
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.static.has_left or self.static.has_right
+
+    @property
+    def steps(self) -> int:
+        """k-steps of P V."""
+        return self.tile.tile_n // 16
+
+    @property
+    def early_steps(self) -> int:
+        """Those that have their exponentials before the wait for O: as many as registers and time allow."""
+        return 1 if self.tile.num_warpgroups == 3 else self.steps // 3
+
+    @property
+    def q(self) -> SmemTile:
+        return SmemTile(WARPGROUP_ROWS, self.tile.head_dim)
+
+    @property
+    def k(self) -> SmemTile:
+        return SmemTile(self.tile.tile_n, self.tile.head_dim)
+
+    @property
+    def v(self) -> SmemTile:
+        return SmemTile(self.tile.tile_n, self.tile.width_v)
+
+    @property
+    def o(self) -> SmemTile:
+        return SmemTile(WARPGROUP_ROWS, self.tile.width_v)
+
+
+@dataclass(frozen=True)
+class Params:
+    """All that the kernel reads, in one argument."""
+
+    shapes: cutlass.Constexpr  # Shapes
+    q: TmaTiles  # (64, tile_d)
+    k: TmaTiles  # (tile_n, tile_d)
+    v: TmaTiles
+    o: TmaTiles
+    mO: cute.Tensor  # (B, H, Sq, D)
+    mLSE: cute.Tensor  # (B, H, Sq)
+    seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed
+    positions: Int32  # rows of a head
+    seqlen_k: Int32
+    heads_per_kv: Int32
+    scale_log2: Float32
+    band: Band
+    order: TileOrder
+    queue: TileQueue
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+
+    def blocks(self, m_block: Int32) -> BlockRange:
+        """The key blocks of a tile of rows."""
+        tile = self.shapes.tile
+        if self.shapes.static.packs_heads:
+            # Any position may be among the rows of a tile.
+            return self.band.blocks(Int32(0), ALL_ROWS, tile.tile_n, self.positions, self.seqlen_k)
+        return self.band.blocks(m_block, tile.tile_m, tile.tile_n, self.positions, self.seqlen_k)
+
+
+@dataclass(frozen=True)
+class Shared:
+    shapes: cutlass.Constexpr  # Shapes
+    sQ: cute.Tensor  # (64, tile_d, (warpgroup, q stage))
+    sK: cute.Tensor  # (tile_n, tile_d, stage)
+    sV: cute.Tensor
+    q: Ring  # empty: the output that left through the stage has been read, and V's warp knows the tile
+    k: Ring
+    v: Ring
+    o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
+    tiles: cute.Tensor  # (m_block, head, batch) of the tile in each q stage; told by q.full; NO_TILE: the end
+
+    @staticmethod
+    def allocate(shapes: Shapes) -> "Shared":
+        smem, tile = SmemAllocator(), shapes.tile
+
+        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
+            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
+            affine = to_cute(one.staged(stages).layout)
+            return smem.allocate_tensor(shapes.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
+
+        sQ = allocate(shapes.q, tile.num_warpgroups * tile.q_stages)
+        sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
+        sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
+        rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
+        o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, tile.q_stages)), 16)
+        return Shared(shapes, sQ, sK, sV, *rings, o_full, tiles)
+
+    @cute.jit
+    def init_barriers(self):
+        """By one thread, before a fence and a barrier of all."""
+        tile = self.shapes.tile
+        mma_warps = 4 * tile.num_warpgroups
+        # V's warp, and the one that stores or all that multiply.
+        self.q.init(1, 2 if tile.q_stages > 1 else 1 + mma_warps)
+        self.k.init(1, mma_warps)
+        self.v.init(1, mma_warps)
+        for i in cutlass.range_constexpr(tile.num_warpgroups * tile.q_stages):
+            cute.arch.mbarrier_init(self.o_full + i, WARPGROUP_THREADS)
+
+    @cute.jit
+    def tell_tile(self, count: Int32, coord: tuple):
+        """Write down the tile of a stage of Q; the arrival at q.full that follows tells it."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(3):
+                self.tiles[i, self.q.stage(count)] = coord[i]
+
+    @cute.jit
+    def m_block(self, count: Int32) -> Int32:
+        """After q.full: the tile's rows, or NO_TILE."""
+        return cute.arch.make_warp_uniform(self.tiles[0, self.q.stage(count)])
+
+    @cute.jit
+    def head_and_batch(self, count: Int32):
+        stage, uniform = self.q.stage(count), cute.arch.make_warp_uniform
+        return uniform(self.tiles[1, stage]), uniform(self.tiles[2, stage])
+
+    def output_stage(self, warpgroup: Int32, count: Int32) -> cute.Tensor:
+        """(64, tile_dv) over the stage of Q"""
+        sQ = self.sQ[None, None, (warpgroup, self.q.stage(count))]
+        return cute.make_tensor(sQ.iterator, to_cute(self.shapes.o.layout.layout))
+
+    def output_barrier(self, warpgroup: Int32, count: Int32) -> cute.Pointer:
+        return self.o_full + self.q.stage(count) * self.shapes.tile.num_warpgroups + warpgroup
