@@ -174,7 +174,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
         if packs_heads:
             q, outputs = _packed(q, group), (_packed(target, group), lse.view(lse_packed))
         if draws_tiles:
-            counter, address = counters.counter(device.index)
+            _counter, address = counters.counter(device.index)
             function(q, k, v, *outputs, scale, window_left, window_right, *arguments, address)
         else:
             function(q, k, v, *outputs, scale, window_left, window_right, *arguments)

@@ -45,7 +45,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes, dtype and mask of one call. (B, H, Sq, D) queries on (B, Hkv, Sk, D) keys and (…, Dv) values."""
+    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
 
     batch: int
     heads: int

@@ -96,12 +96,12 @@ class FwdTileSm90:
     tile_m: int
     tile_n: int
     stages: int  # buffers of K, and of V
-    q_stages: int = 1  # 2: the next tile begins beside the end of this one, whose output leaves through Q's stage
+    q_stages: int = 1  # 2: the next tile begins beside the end of this one; O leaves through Q's stage
     checks_sums: bool = False  # whole blocks look at sums instead of maxima; S stays in registers until then
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
     head_dim_v: int | None = None  # width of V and of the output, where it is another one
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
-    is_bounded: bool | None = field(default=None, compare=False)  # with a bound (True) or without (False) only
+    is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:

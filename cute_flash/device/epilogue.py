@@ -55,8 +55,10 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
 
 
 @cute.jit
-def store_rows(packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32):
-    """Registers -> global memory without a stop. `packed`: pairs of columns, ((2 rows, ...), n8 tiles of each).
+def store_rows(
+    packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32
+):
+    """Registers -> global memory without a stop. `packed`: pairs of columns, (rows, n8 tiles).
 
     Of two neighbouring tiles of 8 columns, even lanes collect the first and odd lanes the second, four
     columns each: a row's share of one store is then a whole sector of 32 bytes.

@@ -12,4 +12,3 @@ def pack(low: Float32, high: Float32, dtype) -> Int32:
     return cute.arch.inline_ptx(
         _CONVERT[dtype] + " {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
     )
-

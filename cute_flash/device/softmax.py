@@ -102,7 +102,7 @@ class Softmax:
 
     @cute.jit
     def is_exceeded(self, block_sum: cute.Tensor):
-        """Whether the sums of a block, taken with the old maximum, show that a row of this warp outgrew it."""
+        """Whether the sums of a block, made with the old maximum, show that a row of this warp outgrew it."""
         limit = Float32(2.0**RESCALE_THRESHOLD)
         exceeded = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
@@ -134,7 +134,7 @@ class Softmax:
     def exponentiate_steps(
         self, acc_S: cute.Tensor, acc_P: cute.Tensor, block_sum: cute.Tensor, steps: range, maybe_empty: bool
     ):
-        """P = exp(scale (S - m)) of some k-steps, block_sum += rowsum P. Both are ((2, 2, 2), 1, k-step) views.
+        """P = exp(scale (S - m)), block_sum += rowsum P, of some k-steps of ((2, 2, 2), 1, k-step) views.
 
         `S` is kept, and `l` left alone: the caller may find that it must begin again with another m.
         """

@@ -24,7 +24,5 @@ def fake_tensors(static: Static) -> tuple[cute.Tensor, ...]:
         tensor(heads_kv, seqlen_k, static.head_dim),
         tensor(heads_kv, seqlen_k, static.width_v),
         tensor(heads, seqlen_q, static.width_v),
-        make_fake_compact_tensor(
-            Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
-        ),
+        make_fake_compact_tensor(Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4),
     )

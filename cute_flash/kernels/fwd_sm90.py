@@ -302,7 +302,7 @@ class FwdSm90:
 
     @cute.jit
     def one_block(self, main: Main, tile: Tile, n_block: Int32, masked: cutlass.Constexpr):
-        shared = main.shared
+        shared, softmax = main.shared, main.softmax
         blocks_seen = tile.blocks.end - 1 - n_block
         fill = tile.fill + blocks_seen
         # S = Q K^T, and behind it O += P V of the block before
@@ -314,40 +314,33 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(1)
         shared.k.release(fill)
-
         if cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        # m' = max(m, rowmax S);  P = exp(scale (S - m'));  l = l alpha + rowsum P;  O = O alpha
+
+        # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         checks_sums = self.tile.checks_sums and not masked
-        softmax, half = main.softmax, self.shapes.early_steps
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
         if cutlass.const_expr(not checks_sums):
-            # Blocks so wide that the first one alone was to be exact need not ask how many keys were seen.
-            is_late = self.tile.tile_n >= EXACT_KEYS
-            keys_seen = EXACT_KEYS if is_late else blocks_seen * self.tile.tile_n
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max, Int32(keys_seen))
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(blocks_seen))
             if grew:
                 softmax.raise_max(block_max)
+
+        # P = exp(scale (S - m')): a few columns of it before O of the block before must be complete
         acc_P = cute.make_fragment_like(acc_S)
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
-        softmax.exponentiate_steps(*views, range(half), masked)
-        # A branch that asks for the sums keeps ptxas from moving the wait for O up before the exponentials; it
-        # is always taken, which ptxas would know had it to do with constants.
-        if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -softmax.scale_log2):
-            if n_block > tile.blocks.begin:
-                shared.k.wait_full(fill + 1)
-            else:
-                self.release_q(main, tile)
-        # O of the block before is complete, and P free to be overwritten, in the shadow of the exponentials.
+        early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
+        softmax.exponentiate_steps(*views, early, masked)
+        self.look_ahead(main, tile, n_block, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.convert(acc_P, main.rP, range(half))
-        softmax.exponentiate_steps(*views, range(half, self.shapes.steps), masked)
-        self.convert(acc_P, main.rP, range(half, self.shapes.steps))
+        self.convert(acc_P, main.rP, early)
+        softmax.exponentiate_steps(*views, late, masked)
+        self.convert(acc_P, main.rP, late)
+
         if cutlass.const_expr(checks_sums):
-            # P by the old maximum: once more in the rare case that its sums show it was outgrown.
+            # P was made with m. Only if its sums show that m was outgrown is it made once more, with m'.
             grew = softmax.is_exceeded(block_sum)
             if grew:
                 softmax.block_max(as_mn(acc_S), block_max)
@@ -355,9 +348,28 @@ class FwdSm90:
                 block_sum.fill(0.0)
                 softmax.exponentiate_steps(*views, range(self.shapes.steps), False)
                 self.convert(acc_P, main.rP, range(self.shapes.steps))
+        # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
+
+    def keys_seen(self, blocks_seen: Int32) -> Int32:
+        """Blocks so wide that the first one alone was to be exact need not ask how many keys were seen."""
+        tile_n = self.tile.tile_n
+        return Int32(EXACT_KEYS) if tile_n >= EXACT_KEYS else blocks_seen * tile_n
+
+    @cute.jit
+    def look_ahead(self, main: Main, tile: Tile, n_block: Int32, block_sum: cute.Tensor):
+        """Wait for the next block's K, or give Q back after the last.
+
+        The branch asks for the sums of the early exponentials, and so keeps ptxas from moving the wait for O,
+        which follows, up before them. It is always taken; with a constant to compare, ptxas would know that.
+        """
+        if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -main.softmax.scale_log2):
+            if n_block > tile.blocks.begin:
+                main.shared.k.wait_full(tile.fill + tile.blocks.end - n_block)
+            else:
+                self.release_q(main, tile)
 
     @cute.jit
     def last_block(self, p: Params, main: Main, tile: Tile):
@@ -379,7 +391,7 @@ class FwdSm90:
 
     @cute.jit
     def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
-        """S = Q K^T of the following tile's first block, beside O += P V of this one's last, and the output."""
+        """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
         last = tile.fill + tile.num_blocks() - 1
         shared.k.wait_full(following.fill)

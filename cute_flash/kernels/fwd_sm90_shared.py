@@ -1,5 +1,5 @@
-"""What the warps of the Hopper forward share: the arguments, shared memory with its barriers, and the tile that
-each stage of Q belongs to.
+"""What the warps of the Hopper forward share: the arguments, shared memory with its barriers, and the tile
+that each stage of Q belongs to.
 """
 
 from dataclasses import dataclass
