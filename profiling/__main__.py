@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--family", choices=FAMILIES, default="fwd_sm80", help="kernel (default: %(default)s)")
+    add("--family", choices=FAMILIES, default="fwd_sm90", help="kernel (default: %(default)s)")
     add(
         "--tile",
         "--tiles",
@@ -91,7 +91,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="EXPR|FILE",
-        help='variants, such as "64: 128x{48,64} w4 s2 q4"; default: neighbours of the row of the table',
+        help='variants, such as "64: 192x{112,128} s{2,4} q2"; default: neighbours of the row of the table',
     )
     add("--max-variants", type=_at_least_one, default=30, help="neighbours a head dim (default: %(default)s)")
     add("--head-dims", type=_integers, metavar="64,128", help="default: those of the variants, or 64,128")
@@ -202,7 +202,7 @@ def _target(args: argparse.Namespace) -> ArchSpec:
     if args.arch:
         return arch.by_name(args.arch)
     if not arch.has_gpu():
-        raise ValueError("no CUDA device; without one: --compile-only --arch sm_80")
+        raise ValueError("no CUDA device; without one: --compile-only --arch sm_90")
     return arch.detect(torch.cuda.current_device())
 
 

@@ -22,7 +22,8 @@ SPEED_LEGEND = (
     "reference, geometric mean; a/b: of each mask"
 )
 RESOURCE_LEGEND = (
-    "`*` row of the tile table; a/b: of each mask; blocks/SM: by registers, shared memory and threads"
+    "`*` row of the tile table; a/b: of each mask; blocks/SM: by registers, shared memory and threads; "
+    "ptxas: C75xx where it serialises wgmma or leaves registers where they are"
 )
 
 
@@ -208,13 +209,19 @@ def speed_tables(tuning: Tuning) -> list[Table]:
     return tables
 
 
-def _cost(entry: Entry) -> tuple[bool, float, float, str]:
-    return not entry.is_right, _worst(entry, "spill_bytes"), _worst(entry, "registers"), entry.variant.text
+def _notes(entry: Entry) -> str:
+    found = {note for build in entry.builds.values() for note in build.notes}
+    return " ".join(sorted(found)) or NOTHING
+
+
+def _cost(entry: Entry) -> tuple[bool, float, bool, float, str]:
+    is_noted, registers = _notes(entry) != NOTHING, _worst(entry, "registers")
+    return not entry.is_right, _worst(entry, "spill_bytes"), is_noted, registers, entry.variant.text
 
 
 def resource_tables(tuning: Tuning) -> list[Table]:
-    """One per head dim, ordered by spills and then by registers."""
-    columns = ("variant", "spilled B", "registers", "accumulators", "smem KB", "blocks/SM")
+    """One per head dim, ordered by spills, by what ptxas complains of, and by registers."""
+    columns = ("variant", "spilled B", "registers", "accumulators", "smem KB", "blocks/SM", "ptxas")
     tables = []
     for head_dim in tuning.head_dims:
         mine = [entry for entry in tuning.entries if entry.variant.head_dim == head_dim]
@@ -226,6 +233,7 @@ def resource_tables(tuning: Tuning) -> list[Table]:
                 str(entry.variant.tile.accumulator_registers),
                 _kilobytes(entry),
                 _by_mask(entry, "blocks_per_sm"),
+                _notes(entry),
             )
             for entry in sorted(mine, key=_cost)
         )

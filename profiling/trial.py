@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_flash import reference
+from cute_flash import counters, reference
 from cute_flash.arch import ArchSpec
 from cute_flash.band import Band, ceil_div
 from cute_flash.compile import compiled, precompile
@@ -56,6 +56,7 @@ class Build:
     stack_bytes: int | None = None
     spill_bytes: int | None = None
     blocks_per_sm: int | None = None
+    notes: tuple[str, ...] = ()  # of ptxas: serialised wgmma
     error: str | None = None
 
 
@@ -71,7 +72,8 @@ def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
     per_block = plan.tile.num_threads // 32 * ceil_div(32 * found.registers, 256) * 256
     blocks = min(plan.blocks_per_sm, plan.arch.registers_per_sm // per_block)
     seconds = time.perf_counter() - start
-    return Build(seconds, found.registers, found.stack_bytes, found.spill_bytes, blocks)
+    uses = (found.registers, found.stack_bytes, found.spill_bytes, blocks)
+    return Build(seconds, *uses, notes=found.serialised_wgmma)
 
 
 Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -84,7 +86,12 @@ def launch_of(variant: Variant, problem: Problem, arch: ArchSpec) -> Launch:
     left, right = problem.band.left or 0, problem.band.right or 0
 
     def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        function(q, k, v, out, lse, scale, left, right, plan.section)
+        arguments = plan.launch_arguments
+        if plan.draws_tiles:
+            # Held until the launch is enqueued.
+            _held, address = counters.counter(q.get_device())
+            arguments = (*arguments, address)
+        function(q, k, v, out, lse, scale, left, right, *arguments)
 
     return launch
 

@@ -39,7 +39,7 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Settings:
-    family: str = "fwd_sm80"
+    family: str = "fwd_sm90"
     arch: str = "sm_90"
     dtype: str = "bf16"
     masks: tuple[str, ...] = ("full", "causal")

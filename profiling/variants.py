@@ -1,8 +1,10 @@
 """Which variants of a kernel are tried: written as compact strings, or found around a row of the tile table.
 
-    64: 128x64 w4 s2 q4          head dim 64: 128 rows by 64 keys, 4 warps, 2 stages, 4 steps of Q kept
-    128: 128x{48,64} w4 s{1,2}   a set: every combination that is feasible
-    128x64 w8 s1                 of every head dim that is tuned; a field left out has the tile's default
+    64: 192x128 s4 q2 c1 t0      fwd_sm90, head dim 64: 192 rows by 128 keys, 4 stages of K and V, 2 of Q,
+                                 sums checked, no turns
+    64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q kept
+    128: 128x{48,64} s{1,2}      a set: every combination that is feasible
+    128x64 s2                    of every head dim that is tuned; a field left out has the tile's default
 
 The tile is as wide as the head dim, padded to a multiple of 32; `d192` makes it wider.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,21 @@ from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
 from cute_flash.plan import Plan, plan, use_kernels
 from cute_flash.problem import Problem
-from cute_flash.tiles import FwdTile
+from cute_flash.tiles import FwdTile, FwdTileSm90
 from profiling.suites import MASKS, Shape
 
 DEFAULT_HEAD_DIMS = (64, 128)
 WIDTH_STEP = 32
+# A table may have other rows for short sequences than for long ones: lengths that see all of them.
+SAMPLE_LENGTHS = (1024, 2048, 16384)
 # Of the 255 registers of a thread; the rest is for addresses and what is in flight. More would spill.
 MAX_ACCUMULATORS = 240
+# Registers of a thread that multiplies on Hopper, by the number of such warpgroups: `REGISTERS` of the
+# kernel, which is not imported here for the sake of the DSL.
+SM90_REGISTERS = {1: 256, 2: 240, 3: 160}
+# What the rest needs there. With 28 left, ptxas spills little or nothing; with 24 it serialises wgmma, in
+# every tile that was tried.
+SM90_OTHER_REGISTERS = 28
 
 _PREFIX = re.compile(r"\s*(\d+)\s*:(.*)", re.DOTALL)
 _SHAPE = re.compile(r"(\d+)x(\d+)")
@@ -39,6 +49,9 @@ class InfeasibleError(ValueError):
     """A well-formed variant that the kernel or the architecture refuses."""
 
 
+Tile = FwdTile | FwdTileSm90
+
+
 @dataclass(frozen=True)
 class Family:
     """How the variants of one kernel are written and found.
@@ -48,12 +61,40 @@ class Family:
     """
 
     kernels: str  # as `use_kernels` takes it
-    tile: type[FwdTile]
+    tile: type[FwdTile] | type[FwdTileSm90]
     letters: Mapping[str, str]  # of the compact form, each with the field of the tile that it sets
     choices: Mapping[str, tuple[int, ...]]  # values of each field worth trying, in ascending order
+    max_accumulators: Callable[[Any], int]  # registers of a thread for them, by tile
+    is_redundant: Callable[[Any], bool] = lambda tile: False  # another tile is the same kernel
+
+    def is_worth_trying(self, tile: Tile, arch: ArchSpec) -> bool:
+        has_room = tile.fits(arch) and tile.accumulator_registers <= self.max_accumulators(tile)
+        return has_room and not self.is_redundant(tile)
 
 
 FAMILIES = {
+    "fwd_sm90": Family(
+        kernels="sm90",
+        tile=FwdTileSm90,
+        letters={
+            "s": "stages",
+            "q": "q_stages",
+            "c": "checks_sums",
+            "t": "takes_turns",
+            "d": "head_dim",
+        },
+        choices={
+            "tile_m": (64, 128, 192),
+            "tile_n": (64, 80, 96, 112, 128, 144, 160, 176, 192),
+            "stages": (1, 2, 4, 8),
+            "q_stages": (1, 2),
+            "checks_sums": (False, True),
+            "takes_turns": (False, True),
+        },
+        max_accumulators=lambda tile: SM90_REGISTERS[tile.num_warpgroups] - SM90_OTHER_REGISTERS,
+        # One warpgroup has nobody to take turns with.
+        is_redundant=lambda tile: tile.num_warpgroups == 1 and not tile.takes_turns,
+    ),
     "fwd_sm80": Family(
         kernels="sm80",
         tile=FwdTile,
@@ -65,6 +106,7 @@ FAMILIES = {
             "stages": (1, 2),
             "q_steps": (0, 1, 2, 4, 6, 8, 12, 16),
         },
+        max_accumulators=lambda tile: MAX_ACCUMULATORS,
     ),
 }
 
@@ -85,7 +127,7 @@ class Variant:
 
     family: str
     head_dim: int
-    tile: FwdTile
+    tile: Tile
 
     @property
     def text(self) -> str:
@@ -93,7 +135,7 @@ class Variant:
         tile = self.tile
         defaults = {f.name: f.default for f in fields(tile)} | {"head_dim": _width(self.head_dim)}
         told = [
-            f"{letter}{getattr(tile, name)}"
+            f"{letter}{int(getattr(tile, name))}"
             for letter, name in family_of(self.family).letters.items()
             if getattr(tile, name) != defaults[name]
         ]
@@ -114,19 +156,19 @@ class Variant:
         return f"{needed:.0f} KB of shared memory, {arch.name} has {there:.0f} KB a block"
 
 
-def sample_problem(head_dim: int, mask: str, dtype: str) -> Problem:
+def sample_problem(head_dim: int, mask: str, dtype: str, length: int = SAMPLE_LENGTHS[0]) -> Problem:
     """One for all that share a kernel: lengths and heads are no part of what is compiled."""
-    return Shape(1, 1, 1, 1024, head_dim, mask == "causal").problem(dtype)
+    return Shape(1, 1, 1, length, head_dim, mask == "causal").problem(dtype)
 
 
 def table_rows(family: str, head_dim: int, arch: ArchSpec, masks: Sequence[str] = MASKS) -> list[Variant]:
-    """What the library would run: often one tile for all masks."""
+    """What the library would run: often one tile for all masks and lengths."""
     known = family_of(family)
     names = {"tile_m", "tile_n", *known.letters.values()}
     found = []
-    for mask in masks:
+    for mask, length in itertools.product(masks, SAMPLE_LENGTHS):
         with use_kernels(known.kernels):
-            tile = plan(sample_problem(head_dim, mask, "bf16"), arch).tile
+            tile = plan(sample_problem(head_dim, mask, "bf16", length), arch).tile
         # Only what decides the kernel: a row also says when it is taken, and why.
         values: dict[str, Any] = {name: getattr(tile, name) for name in names}
         found.append(Variant(family, head_dim, known.tile(**values)))
@@ -154,12 +196,17 @@ def parse(text: str, family: str, head_dim: int) -> Variant:
 
 
 def _values(text: str, family: Family) -> Iterator[tuple[str, int]]:
+    flags = {f.name for f in fields(family.tile) if isinstance(f.default, bool)}
     for part in text.split():
         if shape := _SHAPE.fullmatch(part):
             yield "tile_m", int(shape[1])
             yield "tile_n", int(shape[2])
         elif (one := _FIELD.fullmatch(part)) and one[1] in family.letters:
-            yield family.letters[one[1]], int(one[2])
+            name, value = family.letters[one[1]], int(one[2])
+            if name in flags and value > 1:
+                raise ValueError(f"variant {text!r}: {part!r}: {name} is 0 or 1")
+            # A flag is a flag in the compile key too: True and 1 are equal, but not the same text.
+            yield name, bool(value) if name in flags else value
         else:
             raise ValueError(
                 f"variant {text!r}: {part!r} is no shape such as 128x64, "
@@ -230,7 +277,7 @@ def around(rows: Sequence[Variant], arch: ArchSpec) -> list[Variant]:
                 tile = family.tile(head_dim=row.tile.head_dim, **chosen)
             except ValueError:
                 continue
-            if tile.fits(arch) and tile.accumulator_registers <= MAX_ACCUMULATORS:
+            if family.is_worth_trying(tile, arch):
                 variant, steps = replace(row, tile=tile), _steps(tile, row.tile, choices)
                 found[variant] = min(steps, found.get(variant, steps))
     return sorted(found, key=lambda variant: (found[variant], variant.text))
@@ -240,7 +287,7 @@ def _with(values: Sequence[int], value: int) -> tuple[int, ...]:
     return tuple(sorted({*values, value}))
 
 
-def _steps(tile: FwdTile, row: FwdTile, choices: Mapping[str, tuple[int, ...]]) -> int:
+def _steps(tile: Tile, row: Tile, choices: Mapping[str, tuple[int, ...]]) -> int:
     """How far two tiles lie apart, in places of the lists of choices."""
     return sum(
         abs(values.index(getattr(tile, name)) - values.index(getattr(row, name)))
