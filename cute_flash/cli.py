@@ -15,7 +15,7 @@ from cute_flash.version import __version__
 if TYPE_CHECKING:
     from cute_flash.arch import ArchSpec
     from cute_flash.band import Band
-    from cute_flash.plan import Plan
+    from cute_flash.plan import CompileKey, Plan
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # Presence of a bound is compiled in, its value is not: 0 stands for any.
@@ -25,8 +25,8 @@ MASKS: dict[str, tuple[int | None, int | None]] = {
     "window": (0, 0),
     "left": (0, None),
 }
-# Any length: it is no part of a compiled kernel.
-LENGTH = 1024
+# Long enough for the tile of long sequences; otherwise no part of a compiled kernel.
+LENGTH = 1 << 16
 
 
 class Refused(Exception):
@@ -146,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("inspect", _inspect, "registers, spills and instructions of a kernel, compiled without a GPU")
     sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="default: %(default)s")
     _add_mask(sub)
+    sub.add_argument(
+        "--seqlen-k", type=_positive, metavar="S", help="short sequences may have a tile of their own"
+    )
     sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here, else sm_80")
     sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly")
     sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
@@ -179,12 +182,21 @@ def _arch(name: str | None) -> ArchSpec | None:
     return arch.override() or (arch.detect(0) if arch.has_gpu() else None)
 
 
-def _static_plan(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> Plan:
-    """A plan whose kernel serves every problem of this head dim, dtype and kind of mask."""
+def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan]:
+    """A plan for each kernel that a problem of this head dim, dtype and kind of mask may run."""
     from cute_flash.plan import plan
     from cute_flash.problem import Problem
+    from cute_flash.tiles import SM90_FWD
 
-    return plan(Problem(1, 1, 1, LENGTH, LENGTH, head_dim, dtype, band), arch)
+    # Short sequences may have a tile of their own, and so may the few rows of heads that share keys.
+    lengths = [LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys})]
+    shapes = [(heads, rows, keys) for keys in lengths for heads, rows in ((1, LENGTH), (64, 1))]
+    problems = [Problem(1, heads, 1, rows, keys, head_dim, dtype, band) for heads, rows, keys in shapes]
+    found: dict[CompileKey, Plan] = {}
+    for problem in problems:
+        chosen = plan(problem, arch, is_packable=True)
+        found.setdefault(chosen.key, chosen)
+    return list(found.values())
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -222,17 +234,20 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from cute_flash import plan as planning
     from cute_flash.arch import SM_80
     from cute_flash.band import Band
     from cute_flash.explain import aligned
+    from cute_flash.problem import Problem
     from cute_flash.resources import disassemble, nvdisasm, resources
     from cute_flash.ticker import ticking
 
     if args.sass and nvdisasm() is None:
         raise Refused("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
     with _refusing():
-        band = Band.of(args.causal, args.window)
-        plan = _static_plan(_arch(args.arch) or SM_80, args.head_dim, DTYPES[args.dtype], band)
+        sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
+        problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
+        plan = planning.plan(problem, _arch(args.arch) or SM_80)
     with ticking(f"compiling {plan.key.kernel} for {plan.key.target}"):
         found = resources(plan)
     lines = [f"kernel {plan.key.kernel}", f"tile {plan.tile}", *found.lines()]
@@ -257,24 +272,30 @@ def _precompile(args: argparse.Namespace) -> int:
     from cute_flash.compile import precompile_all
     from cute_flash.disk import DiskCache
 
-    wanted = list(itertools.product(args.head_dims, args.dtypes, args.masks))
+    wanted = itertools.product(args.head_dims, args.dtypes, args.masks)
     with _refusing():
         arch = _arch(args.arch)
         if arch is None:
             raise Refused("no GPU here: name the one to compile for, such as --arch sm_80")
         # All plans first: an unsupported head dim is refused before any time is spent.
-        plans = [_static_plan(arch, dim, DTYPES[dtype], Band(*MASKS[mask])) for dim, dtype, mask in wanted]
+        plans = [
+            (f"D={dim} {dtype} {mask}", plan)
+            for dim, dtype, mask in wanted
+            for plan in _kernels(arch, dim, DTYPES[dtype], Band(*MASKS[mask]))
+        ]
     cache = DiskCache.default()
     if not cache.is_persistent:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
         return 1
     compiled = 0
-    targets = ", ".join(sorted({plan.key.target for plan in plans}))
+    targets = ", ".join(sorted({plan.key.target for _, plan in plans}))
     print(f"{len(plans)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
-    for i, (is_new, (dim, dtype, mask)) in enumerate(zip(precompile_all(plans, args.jobs), wanted), 1):
+    results = precompile_all([plan for _, plan in plans], args.jobs)
+    for i, (is_new, (name, plan)) in enumerate(zip(results, plans), 1):
         compiled += is_new
+        tile = f"{plan.tile.tile_m}x{plan.tile.tile_n}{' packed' if plan.packs_heads else ''}"
         state = "compiled" if is_new else "already there"
-        print(f"[{i}/{len(plans)}] D={dim} {dtype} {mask}: {state}", file=sys.stderr, flush=True)
+        print(f"[{i}/{len(plans)}] {name} {tile}: {state}", file=sys.stderr, flush=True)
     print(f"{cache.folder}: {compiled} kernel(s) compiled, {len(plans) - compiled} already there")
     return 0
 

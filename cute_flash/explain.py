@@ -28,7 +28,8 @@ class Explanation:
 
     @staticmethod
     def of(problem: Problem, arch: ArchSpec) -> Explanation:
-        chosen = plan(problem, arch)
+        # Contiguous tensors, whose heads can be packed.
+        chosen = plan(problem, arch, is_packable=True)
         return Explanation(
             chosen,
             roofline.roofline(problem, arch),

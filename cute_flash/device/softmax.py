@@ -27,8 +27,6 @@ RESCALE_THRESHOLD = 8.0
 # block of FlashAttention-2 does. Measured on an H200, error against FlashAttention-2's at S=512 and speed of
 # short full tiles: first block only 1.056, 192 keys 1.038 and 3 % slower, 512 keys 1.00 and 8 % slower.
 EXACT_KEYS = 128
-# Independent chains of maxima that a thread keeps going.
-MAX_CHAINS = 4
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
@@ -70,22 +68,14 @@ class Softmax:
         """
         block_max = cute.make_fragment_like(self.row_max)
         if self.is_outgrown(acc_S_mn, block_max, keys_seen):
-            self.raise_max(block_max)
-            self.rescale(acc_O_mn)
+            self.raise_max(block_max, acc_O_mn)
         self.exponentiate(acc_S_mn, maybe_empty)
 
     @cute.jit
     def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor):
-        """The maximum of each row over this thread's columns, in as many chains as hide their latency."""
-        rows, columns = cute.size(acc_S_mn, mode=[0]), cute.size(acc_S_mn, mode=[1])
-        chains = max(1, MAX_CHAINS // rows)
-        for r in cutlass.range_constexpr(rows):
-            found = [acc_S_mn[r, c] for c in range(chains)]
-            for c in cutlass.range_constexpr(chains, columns):
-                found[c % chains] = cute.arch.fmax(found[c % chains], acc_S_mn[r, c])
-            for c in cutlass.range_constexpr(1, chains):
-                found[0] = cute.arch.fmax(found[0], found[c])
-            block_max[r] = found[0]
+        """The maximum of each row over this thread's columns."""
+        for r in cutlass.range_constexpr(cute.size(self.row_max)):
+            block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
 
     @cute.jit
     def is_outgrown(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32):
@@ -110,8 +100,8 @@ class Softmax:
         return cute.arch.vote_any_sync(exceeded)
 
     @cute.jit
-    def raise_max(self, block_max: cute.Tensor):
-        """m' = max(m, block_max); alpha = exp(scale * (m - m')); l is scaled by it."""
+    def raise_max(self, block_max: cute.Tensor, acc_O_mn: cute.Tensor | None = None):
+        """m' = max(m, block_max); alpha = exp(scale * (m - m')); l is scaled by it, and O, if it is given."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             m_old = self.row_max[r]
             m_new = cute.arch.fmax(m_old, _row_reduce(block_max[r], cute.arch.fmax))
@@ -120,6 +110,8 @@ class Softmax:
             self.alpha[r] = cute.math.exp2(grown * self.scale_log2, fastmath=True)
             self.row_max[r] = m_new
             self.row_sum[r] = self.row_sum[r] * self.alpha[r]
+            if cutlass.const_expr(acc_O_mn is not None):
+                acc_O_mn[r, None].store(acc_O_mn[r, None].load() * self.alpha[r])
 
     def rescale(self, acc_O_mn: cute.Tensor):
         """O is scaled by alpha."""
