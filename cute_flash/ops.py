@@ -48,6 +48,8 @@ MAX_LAUNCHES = 4096
 # Smallest |scale| the kernels see: at 0 a masked score would be 0 * -inf. Scores times 1e-30 are 0 to the
 # softmax.
 MIN_SCALE = 1e-30
+# There is a CUDA tensor, so torch has set up CUDA: what `torch.cuda.current_device` would make sure of.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Problem:
@@ -153,7 +155,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
         plan = planning.plan(problem, arch.detect(q.device.index), is_packable)
     from cute_flash.compile import compiled
 
-    function, arguments, device = compiled(plan), plan.launch_arguments, q.device
+    function, arguments = compiled(plan), plan.launch_arguments
+    device, index = q.device, q.device.index
     draws_tiles, packs_heads, group = plan.draws_tiles, plan.packs_heads, problem.group
     has_other_width = problem.head_dim_v is not None
     # Plain tuples: slicing a torch.Size costs as much as the allocation.
@@ -162,8 +165,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     lse_packed = (problem.batch, problem.heads_kv, group * problem.seqlen_q)
 
     def launch(q, k, v, scale, window_left, window_right):
-        if torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device.index):
+        if _current_device() != index:
+            with torch.cuda.device(index):
                 return launch(q, k, v, scale, window_left, window_right)
         out = _out_like(q, v) if has_other_width else torch.empty_like(q)
         lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=device)
@@ -174,7 +177,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
         if packs_heads:
             q, outputs = _packed(q, group), (_packed(target, group), lse.view(lse_packed))
         if draws_tiles:
-            _counter, address = counters.counter(device.index)
+            _counter, address = counters.counter(index)
             function(q, k, v, *outputs, scale, window_left, window_right, *arguments, address)
         else:
             function(q, k, v, *outputs, scale, window_left, window_right, *arguments)

@@ -29,7 +29,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 # The tensor cores, what feeds and drains them, the softmax, and who waits for whom.
 _SHOWN = (
-    "HMMA", "HGMMA", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG", "MUFU", "FFMA", "FMUL", "SHFL", "BAR", "SYNCS",
+    "HMMA", "HGMMA", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG", "MUFU", "FFMA", "FMUL", "SHFL",
+    "BAR", "SYNCS",
 )  # fmt: skip
 
 
