@@ -144,6 +144,13 @@ def _gpu() -> list[Case]:
     cases += [Case(2, 8, 2, 130, 700, 64, window), Case(17, 5, 5, 65, 65, 64, CAUSAL)]
     cases += [Case(1, 33, 11, 64, 192, 96), Case(1, 1, 1, 4097, 4097, 64, CAUSAL)]
     cases += [Case(1, 2, 1, 2048, 2048, 128), Case(1, 1, 1, 3, 8193, 128)]
+    # Few rows of heads that share keys, as in decoding: they may be rows of one tile.
+    cases += [Case(2, 16, 2, 1, 700, 128, band) for band in (FULL, CAUSAL, Band(100, 0))]
+    cases += [Case(2, 12, 3, rows, 333, d, CAUSAL) for d in (64, 128, 256) for rows in (5, 33, 100)]
+    cases += [Case(1, 8, 1, 40, 20, 64, CAUSAL), Case(3, 8, 2, 60, 500, 96, window)]
+    # Many more tiles than SMs: blocks that stay work on several each, some of which see no key.
+    for d in (64, 96, 128, 192, 256):
+        cases += [Case(4, 40, 8, 300, 150, d, band) for band in (FULL, CAUSAL, Band(30, 20))]
     # Nothing to compute, or almost nothing: 996 of these 999 rows see no key.
     cases += [Case(1, 2, 2, 5, 0, 64), Case(1, 2, 1, 0, 7, 64), Case(0, 2, 2, 4, 4, 64)]
     cases += [Case(1, 2, 2, 999, 3, 64, CAUSAL)]

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ void CuteDSLRT_TVMFFISetRaisedCudaError(void *where, int code) {}
 
 @dataclass(frozen=True)
 class Request:
-    """One call: a problem by its sizes, its mask, and the architecture to compile for."""
+    """One call: a problem by its sizes, its mask, and the architecture and kernel family to compile for."""
 
     target: str
     batch: int
@@ -79,11 +79,32 @@ class Request:
     head_dim: int
     left: int | None = None
     right: int | None = None
+    family: str = "sm80"
+    head_dim_v: int | None = None
+    is_bshd: bool = False  # heads inside the rows: strides out of order
+    is_packed: bool = False  # the heads of a group are rows of one tile
+    tile: dict[str, int] | None = None  # instead of the table's
 
     def plan(self) -> Plan:
         sizes = (self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim)
-        with use_kernels("sm80"):
-            return plan(Problem(*sizes, band=Band(self.left, self.right)), by_name(self.target))
+        with use_kernels(self.family):
+            problem = Problem(*sizes, band=Band(self.left, self.right), head_dim_v=self.head_dim_v)
+            found = plan(problem, by_name(self.target), is_packable=self.is_packed)
+        return replace(found, tile=type(found.tile)(**self.tile)) if self.tile else found
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v, out, lse."""
+
+        def tensor(heads: int, seqlen: int, width: int) -> Tensor:
+            order = (seqlen, heads) if self.is_bshd else (heads, seqlen)
+            zeros = torch.zeros(self.batch, *order, width, dtype=torch.bfloat16)
+            return zeros.transpose(1, 2) if self.is_bshd else zeros
+
+        group, width_v = self.heads // self.heads_kv, self.head_dim_v or self.head_dim
+        rows = (self.heads_kv, group * self.seqlen_q) if self.is_packed else (self.heads, self.seqlen_q)
+        q, out = tensor(*rows, self.head_dim), tensor(*rows, width_v)
+        k, v = (tensor(self.heads_kv, self.seqlen_k, width) for width in (self.head_dim, width_v))
+        return [q, k, v, out, torch.zeros(q.shape[:3])]
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,8 @@ class _Managed(ctypes.Structure):
 
 
 CUDA = 2
+# The address of a counter, which only a GPU would read.
+COUNTER = 1 << 40
 DTYPES = {torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1)}
 
 
@@ -187,13 +210,12 @@ def _build_stub(folder: Path) -> Path:
     return library
 
 
-def _call(function: Callable[..., None], request: Request, section: int) -> None:
+def _call(function: Callable[..., None], request: Request, chosen: Plan) -> None:
     import tvm_ffi
 
-    q = torch.zeros(request.batch, request.heads, request.seqlen_q, request.head_dim, dtype=torch.bfloat16)
-    k = torch.zeros(request.batch, request.heads_kv, request.seqlen_k, request.head_dim, dtype=torch.bfloat16)
-    tensors = [OnGpu(x) for x in (q, k, k, q, torch.zeros(q.shape[:3]))]
-    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, request.left or 0, request.right or 0, section)
+    tensors = [OnGpu(x) for x in request.tensors()]
+    arguments = (*chosen.launch_arguments, *([COUNTER] if chosen.draws_tiles else []))
+    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, request.left or 0, request.right or 0, *arguments)
 
 
 def main() -> None:
@@ -205,7 +227,7 @@ def main() -> None:
     answers = []
     for request in (Request(**fields) for fields in json.load(sys.stdin)):
         chosen = request.plan()
-        _call(compiling.compiled(chosen), request, chosen.section)
+        _call(compiling.compiled(chosen), request, chosen)
         numbers = (ctypes.c_int64 * 8)()
         captured(numbers)
         answers.append(asdict(Answer(numbers[0], tuple(numbers[1:4]), tuple(numbers[4:7]), numbers[7])))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from cute_flash.cli import main
 from cute_flash.disk import DiskCache
 from cute_flash.plan import Plan, plan
 from cute_flash.problem import Problem
-from cute_flash.ticker import CLEAR_LINE, ticking
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
@@ -32,10 +30,11 @@ def fake_resources(spill_bytes: int = 0, serialised: tuple[str, ...] = ()):
 
     def find(chosen: Plan) -> resources.Resources:
         asked.append(chosen)
-        mix = Counter({"HMMA": 320, "MUFU": 64})
-        return resources.Resources(
-            "symbol", chosen.key.target, 168, 0, spill_bytes, 0, chosen.tile.smem_bytes, serialised, mix
-        )
+        is_hopper = chosen.key.kernel == "fwd_sm90"
+        mix = Counter({"HGMMA": 48, "UTMALDG": 7} if is_hopper else {"HMMA": 320, "MUFU": 64})
+        moved = "setmaxnreg.dec.sync.aligned.u32 24;setmaxnreg.inc.sync.aligned.u32 240;" if is_hopper else ""
+        sizes = (168, 0, spill_bytes, 0, chosen.tile.smem_bytes)
+        return resources.Resources("symbol", chosen.key.target, *sizes, serialised, mix, ptx=moved)
 
     return find, asked
 
@@ -73,7 +72,8 @@ def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture
     tile = chosen.tile
     expected = roofline.roofline(problem, arch.SM_80)
     assert found["problem"]["band"] == {"left": 1000, "right": 0}
-    assert (found["arch"], found["kernel"]) == ("sm_80", chosen.key.kernel)
+    assert (found["arch"], found["kernel"], found["target"]) == ("sm_80", "fwd_sm80", "sm_80")
+    assert found["blocks"] == found["tiles"] == chosen.num_tiles
     assert (found["tile"]["tile_m"], found["tile"]["tile_n"]) == (tile.tile_m, tile.tile_n)
     assert found["smem_bytes"] == tile.smem_bytes <= found["smem_limit_bytes"] == arch.SM_80.smem_per_block
     assert found["flops"] == roofline.flops(problem) == expected.flops
@@ -99,6 +99,20 @@ def test_explain_text_holds_plan_and_roofline_of_every_shape(capsys: pytest.Capt
             assert line.split(None, 1)[1] in text
         labels = [line[: explain.LABEL_WIDTH].strip() for line in text.splitlines()]
         assert {"re-reads", "rescales", "SRAM"} < set(labels) and "" not in labels
+
+
+def test_explain_knows_the_hopper_kernel(capsys: pytest.CaptureFixture) -> None:
+    argv = ["explain", "2,16,4096,128", "--causal", "--gpu", "H200"]
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    chosen = plan(Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", Band(None, 0)), arch.H200)
+    assert (found["arch"], found["kernel"], found["target"]) == ("sm_90", "fwd_sm90", "sm_90a")
+    # Persistent: one block an SM for all tiles.
+    assert (found["tiles"], found["blocks"]) == (chosen.num_tiles, 132)
+    assert found["tile"]["tile_m"] == chosen.tile.tile_m and "q_stages" in found["tile"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "fwd_sm90" in text and f"132 blocks, {chosen.num_tiles} tiles" in text and str(chosen.tile) in text
 
 
 def test_explain_knows_parts_of_one_architecture(capsys: pytest.CaptureFixture) -> None:
@@ -175,15 +189,51 @@ def test_inspect_fails_on_spills_and_serialised_wgmma(
     assert ("C7510" in out) == bool(serialised)
 
 
+def test_inspect_knows_the_hopper_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    find, asked = fake_resources()
+    monkeypatch.setattr(resources, "resources", find)
+    assert main(["inspect", "--head-dim", "128", "--causal", "--arch", "sm_90"]) == 0
+    out, error = capsys.readouterr()
+    assert (asked[0].key.kernel, asked[0].key.target) == ("fwd_sm90", "sm_90a")
+    for part in ("fwd_sm90", "(sm_90a)", "168 at launch, then 24 or 240 a thread", "HGMMA 48, UTMALDG 7"):
+        assert part in out
+    assert str(asked[0].tile) in out and "HMMA 320" not in out
+    assert "compiling fwd_sm90 for sm_90a" in error
+    # The Ampere-style kernel is still there, and its code runs on any GPU of the architecture.
+    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm80")
+    assert main(["inspect", "--head-dim", "128", "--arch", "sm_90"]) == 0
+    assert (asked[1].key.kernel, asked[1].key.target) == ("fwd_sm80", "sm_90")
+    assert "HMMA 320" in capsys.readouterr().out
+
+
+def test_inspect_finds_the_tile_of_a_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    find, asked = fake_resources()
+    monkeypatch.setattr(resources, "resources", find)
+    for keys in ("100", "1000000"):
+        assert main(["inspect", "--head-dim", "256", "--arch", "sm_90", "--seqlen-k", keys]) == 0
+    assert main(["inspect", "--head-dim", "256", "--arch", "sm_90"]) == 0
+    expected = [plan(Problem(1, 1, 1, 9, keys, 256), arch.SM_90).tile for keys in (100, 1000000, 1000000)]
+    assert [chosen.tile for chosen in asked] == expected
+
+
 @pytest.mark.compiles
-def test_inspect_writes_the_code_it_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "target", "mma"), [("sm_80", "sm_80", "HMMA"), ("sm_90", "sm_90a", "HGMMA")]
+)
+def test_inspect_writes_the_code_it_counted(
+    name: str, target: str, mma: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     sass, ptx = tmp_path / "kernel.sass", tmp_path / "kernel.ptx"
-    argv = f"inspect --head-dim 64 --arch sm_80 --sass {sass} --ptx {ptx}"
+    argv = f"inspect --head-dim 64 --arch {name} --sass {sass} --ptx {ptx}"
     assert main(argv.split()) == 0
     out = capsys.readouterr().out
-    counted = Counter(resources._INSTRUCTION.findall(sass.read_text()))["HMMA"]
-    assert counted > 0 and f"HMMA {counted}," in out
-    assert ".target sm_80" in ptx.read_text()
+    counted = Counter(resources._INSTRUCTION.findall(sass.read_text()))[mma]
+    assert counted > 0 and f" {mma} {counted}," in out
+    assert f".target {target}\n" in ptx.read_text()
 
 
 # precompile and cache
@@ -214,8 +264,9 @@ def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.Captu
     assert {path.stem for path in DiskCache(fresh_cache).entries()} == set(map(compiling.digest, keys))
 
 
-def test_precompile_covers_the_product_of_its_lists(
-    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_precompile_leaves_nothing_to_compile(
+    name: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     keys = []
 
@@ -224,14 +275,21 @@ def test_precompile_covers_the_product_of_its_lists(
         return True
 
     monkeypatch.setattr(compiling, "precompile", precompile)
-    assert main(["precompile", "--arch", "sm_90"]) == 0
-    assert "12 kernel(s) compiled" in capsys.readouterr().out
-    assert len(set(keys)) == 12 and {key.target for key in keys} == {"sm_90"}
-    assert {(key.static.has_left, key.static.has_right) for key in keys} == {
-        (False, False),
-        (False, True),
-        (True, True),
+    assert main(["precompile", "--arch", name, "--head-dims", "64,128,256"]) == 0
+    out, error = capsys.readouterr()
+    target = {"sm_80": "sm_80", "sm_90": "sm_90a"}[name]
+    assert f"{len(keys)} kernel(s) compiled" in out and f"{len(keys)} kernel(s) for {target}," in error
+    assert len(set(keys)) == len(keys) and {key.target for key in keys} == {target}
+    # Whatever the dtype, mask, lengths and heads: each has its kernel, and there is none besides.
+    bands = (Band(), Band(None, 0), Band(100, 3))
+    lengths = list(itertools.product((1, 100, 5000), (1, 1000, 1024, 1025, 2048, 2049, 1 << 20)))
+    asked = {
+        plan(Problem(1, heads, 1, *length, dim, dtype, band), arch.ARCHS[name], is_packable).key
+        for dim, dtype, band in itertools.product((64, 128, 256), ("bfloat16", "float16"), bands)
+        for length, heads, is_packable in itertools.product(lengths, (1, 8), (False, True))
     }
+    assert asked == set(keys)
+    assert len(keys) == 18 if name == "sm_80" else len(keys) > 18
 
 
 @needs_no_gpu
@@ -264,8 +322,10 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert out.startswith("CPU path: torch sees no CUDA GPU")
     assert out.endswith("CPU path: the result is right\n")
     compiled = [(chosen.key.target, chosen.problem.head_dim) for chosen in asked]
-    assert compiled == [("sm_80", 64), ("sm_80", 128), ("sm_90", 64), ("sm_90", 128)]
-    assert out.count("168 registers a thread, 0 bytes spilled, 320 MMAs") == 4
+    assert compiled == [("sm_80", 64), ("sm_80", 128), ("sm_90a", 64), ("sm_90a", 128)]
+    assert out.count("for sm_80: 168 registers a thread, 0 bytes spilled, 320 HMMA,") == 2
+    hopper = "for sm_90a: 168 at launch, then 24 or 240 registers a thread, 0 bytes spilled, 48 HGMMA,"
+    assert out.count(hopper) == 2
     for line in explain.Explanation.of(demo.PROBLEM, arch.SM_90).lines():
         assert line in out
     assert error.count("took") == 4
@@ -294,37 +354,7 @@ def test_a_nan_or_a_bad_mean_is_wrong() -> None:
         assert not demo.Comparison(bad, right, right, right).is_right
 
 
-# progress and layouts
-
-
-class Terminal:
-    """A stream that keeps what is written, as a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_ticker_counts_on_a_terminal_and_tells_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cute_flash.ticker.TICK_SECONDS", 0.01)
-    stream = Terminal()
-    deadline = time.monotonic() + 10
-    with pytest.raises(KeyError), ticking("step", stream):  # type: ignore[arg-type]
-        while stream.text.count(CLEAR_LINE) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        raise KeyError
-    first, *ticks, last = stream.text.split(CLEAR_LINE)
-    assert first == "step ..."
-    assert len(ticks) >= 2 and all(re.fullmatch(r"step \.\.\. \d+ s", tick) for tick in ticks)
-    assert re.fullmatch(r"step: failed after \d+\.\d s\n", last)
+# layouts
 
 
 def test_layouts_is_passed_on(capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The compile cache: memory, then disk, then the compiler once; and what makes an entry another one.
+"""The compile cache: memory, then disk, then the compiler once. What makes an entry: see `test_digest`.
 
 Where the compiler's work does not matter, a stand-in writes a few bytes in its place.
 """
@@ -6,16 +6,14 @@ Where the compiler's work does not matter, a stand-in writes a few bytes in its 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,11 +27,10 @@ from cute_flash.plan import CompileKey, Plan, plan, use_kernels
 from cute_flash.problem import Problem
 
 OBJECT = b"an object file"
-ROOT = Path(compiling.__file__).parents[1]
 
 
-def plan_of(target: str = "sm_80", **fields: object) -> Plan:
-    with use_kernels("sm80"):
+def plan_of(target: str = "sm_80", family: str = "sm80", **fields: object) -> Plan:
+    with use_kernels(family):
         problem = dataclasses.replace(Problem(1, 2, 2, 100, 100, 64), **fields)  # type: ignore[arg-type]
         return plan(problem, ARCHS[target])
 
@@ -72,6 +69,7 @@ def test_every_key_has_its_own_entry(builds: list[CompileKey], fresh_cache: Path
     plans = [
         plan_of(),
         plan_of("sm_90"),
+        plan_of("sm_90", "sm90"),
         plan_of(dtype="float16"),
         plan_of(head_dim=128),
         plan_of(band=Band(None, 0)),
@@ -213,124 +211,6 @@ def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
     assert answers == [["0", "1"]] * 3 + [["1", "0"]]
 
 
-# What makes an entry another one
-
-
-@pytest.fixture
-def clear_facts() -> Iterator[Callable[[], None]]:
-    """Forget what was read of sources and versions: at will, and when the test is over."""
-
-    def clear() -> None:
-        for cached in (compiling.source_digest, compiling.toolchain, compiling.runtime_library):
-            cached.cache_clear()
-
-    yield clear
-    clear()
-
-
-def test_digest_changes_with_all_that_is_compiled_in() -> None:
-    key = plan_of().key
-    others = [
-        dataclasses.replace(key, kernel="fwd_sm90"),
-        dataclasses.replace(key, target="sm_86"),
-        *(dataclasses.replace(key, static=dataclasses.replace(key.static, **changed)) for changed in (
-            {"dtype": "float16"}, {"head_dim": 56}, {"has_left": True}, {"has_right": True},
-        )),
-        *(dataclasses.replace(key, tile=dataclasses.replace(key.tile, **changed)) for changed in (
-            {"tile_m": 2 * key.tile.tile_m}, {"tile_n": 2 * key.tile.tile_n}, {"stages": 3 - key.tile.stages},
-            {"q_steps": 0 if key.tile.q_steps else 1},
-        )),
-    ]  # fmt: skip
-    digests = [digest(each) for each in (key, *others)]
-    assert len(set(digests)) == len(digests)
-    assert digest(plan_of().key) == digests[0]
-
-
-def test_digest_does_not_change_with_evidence() -> None:
-    key = plan_of().key
-    cited = dataclasses.replace(key, tile=dataclasses.replace(key.tile, measured="H200: 700 TFLOP/s"))
-    assert digest(cited) == digest(key)
-
-
-def test_digest_changes_with_the_text_of_the_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
-) -> None:
-    for package in ("cute_flash", "layouts"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "compile.py"))
-
-    def digest_now() -> str:
-        clear_facts()
-        return digest(plan_of().key)
-
-    seen = [digest_now()]
-    assert digest_now() == seen[0]
-    deciding = ["kernels/fwd_sm80.py", "device/mask.py", "band.py", "tiles.py", "problem.py", "compile.py"]
-    for name in (*(f"cute_flash/{name}" for name in deciding), "layouts/smem.py", "layouts/swizzle.py"):
-        with open(tmp_path / name, "a") as file:
-            file.write("# one more line\n")
-        seen.append(digest_now())
-        assert len(set(seen)) == len(seen), name
-    for name in ("api.py", "ops.py", "cli.py", "reference.py"):
-        with open(tmp_path / "cute_flash" / name, "a") as file:
-            file.write("# one more line\n")
-        assert digest_now() == seen[-1], name
-
-
-@pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "apache-tvm-ffi"])
-def test_digest_changes_with_the_versions_of_the_tools(
-    package: str, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
-) -> None:
-    before = digest(plan_of().key)
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == package else real(name))
-    clear_facts()
-    assert digest(plan_of().key) != before
-
-
-def test_digest_changes_with_the_flavour_of_the_runtime(
-    monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
-) -> None:
-    digests = set()
-    for flavour in ("cu12", "cu13"):
-        clear_facts()
-        library = Path("site", flavour, "lib", "libcute_dsl_runtime.so")
-        with monkeypatch.context() as patch:
-            patch.setattr(compiling, "runtime_library", lambda library=library: library)
-            digests.add(digest(plan_of().key))
-    assert len(digests) == 2
-
-
-@pytest.mark.parametrize(
-    ("driver", "flavour"), [(0, "cu13"), (13000, "cu13"), (14010, "cu13"), (12090, "cu12")]
-)
-def test_the_runtime_is_the_newest_that_the_driver_serves(
-    driver: int,
-    flavour: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    clear_facts: Callable[[], None],
-) -> None:
-    clear_facts()
-    package = tmp_path / "dsl" / "python_packages" / "cutlass"
-    for name in ("cu12", "cu13"):
-        library = tmp_path / "dsl" / name / "lib" / "libcute_dsl_runtime.so"
-        library.parent.mkdir(parents=True)
-        library.touch()
-    monkeypatch.setattr(
-        compiling, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py"))
-    )
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
-    assert compiling.runtime_library() == tmp_path / "dsl" / flavour / "lib" / "libcute_dsl_runtime.so"
-    compiling.runtime_library.cache_clear()
-    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: 11080)
-    with pytest.raises(ModuleNotFoundError, match="no flavour of nvidia-cutlass-dsl for a CUDA 11 driver"):
-        compiling.runtime_library()
-    monkeypatch.setattr(compiling, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match="nvidia-cutlass-dsl is not installed"):
-        compiling.runtime_library()
-
-
 # The real compiler
 
 SECOND_PROCESS = """
@@ -340,8 +220,9 @@ from cute_flash import compile as compiling
 from cute_flash.arch import ARCHS
 from cute_flash.plan import plan, use_kernels
 from cute_flash.problem import Problem
-with use_kernels("sm80"):
-    function = compiling.compiled(plan(Problem(3, 4, 2, 777, 888, 64), ARCHS["sm_80"]))
+target, family = sys.argv[1:]
+with use_kernels(family):
+    function = compiling.compiled(plan(Problem(3, 4, 2, 777, 888, 64), ARCHS[target]))
 print(json.dumps({
     "seconds": time.perf_counter() - start,
     "imported": sorted({"cutlass", "tvm_ffi"} & set(sys.modules)),
@@ -351,20 +232,25 @@ print(json.dumps({
 """
 
 
-def assert_checks_its_arguments(function: Callable[..., None]) -> None:
-    """It is the kernel: it wants CUDA tensors of the shapes it was compiled for."""
+def assert_checks_its_arguments(function: Callable[..., None], num_numbers: int = 1) -> None:
+    """It is the kernel: it wants CUDA tensors of the shapes it was compiled for, and as many numbers."""
     q, lse = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 5)
     with pytest.raises(ValueError, match=r"Mismatched Tensor on argument #0 .*bfloat16"):
-        function(q, q, q, q, lse, 1.0, 0, 0, 1)
-    with pytest.raises(TypeError, match="Expects 9 parameters"):
+        function(q, q, q, q, lse, 1.0, 0, 0, *(1,) * num_numbers)
+    with pytest.raises(TypeError, match=f"Expects {8 + num_numbers} parameters"):
         function(q)
 
 
+# The section; on Hopper also the size of the grid, the rows of a head, and the address of a counter.
 @pytest.mark.compiles
-def test_a_second_process_loads_without_the_dsl(fresh_cache: Path) -> None:
-    assert_checks_its_arguments(compiled(plan_of()))
+@pytest.mark.parametrize(("target", "family", "num_numbers"), [("sm_80", "sm80", 1), ("sm_90", "sm90", 4)])
+def test_a_second_process_loads_without_the_dsl(
+    target: str, family: str, num_numbers: int, fresh_cache: Path
+) -> None:
+    assert_checks_its_arguments(compiled(plan_of(target, family)), num_numbers)
     assert cache_info() == CacheInfo(compiles=1)
-    done = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", SECOND_PROCESS, target, family]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
     assert answer["info"] == {"compiles": 0, "disk_hits": 1, "memory_hits": 0}
     assert answer["imported"] == ["tvm_ffi"]

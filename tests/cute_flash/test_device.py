@@ -150,7 +150,9 @@ def test_probabilities_are_an_operand_where_they_are(tile: FwdTile) -> None:
 # The mask
 
 
-def masked_tile(tile: FwdTile, has_left: bool, has_right: bool) -> Callable[..., torch.Tensor]:
+def masked_tile(
+    tile: FwdTile, has_left: bool, has_right: bool, wraps: bool = False
+) -> Callable[..., torch.Tensor]:
     """`f(sq, sk, left, right, first_row, first_col)`: a tile of ones after all threads have masked theirs."""
 
     @cute.jit
@@ -162,7 +164,7 @@ def masked_tile(tile: FwdTile, has_left: bool, has_right: bool) -> Callable[...,
             tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
             acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
             acc_S.fill(1.0)
-            Mask(band, sq, sk, first_row, tScS).apply(as_mn(acc_S), first_col)
+            Mask(band, sq, sk, first_row, tScS, wraps).apply(as_mn(acc_S), first_col)
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 row, col = tScS[i]
                 out[row, col] = acc_S[i]
@@ -194,6 +196,22 @@ def test_mask_is_the_band(tile: FwdTile, has_left: bool, has_right: bool) -> Non
             found = run(sq, sk, left, right, first_row, first_col)
             # Rows past the last query are never stored.
             assert torch.equal(found[: sq - first_row], expected[: sq - first_row])
+
+
+def test_mask_of_packed_heads_wraps_around() -> None:
+    """Rows are those of one head after the other, and the band begins anew with each."""
+    tile = TILES[0]
+    run, band = masked_tile(tile, True, True, wraps=True), Band(20, 9)
+    for sq, sk, group in ((1, 90, 200), (50, 90, 5), (100, 33, 3)):
+        for m_block, n_block in itertools.product(range(-(-group * sq // tile.tile_m)), range(-(-sk // 32))):
+            first_row, first_col = m_block * tile.tile_m, n_block * tile.tile_n
+            positions = [row % sq for row in range(first_row, min(first_row + tile.tile_m, group * sq))]
+            lo = torch.tensor([band.lo(i, sq, sk) for i in positions])[:, None]
+            hi = torch.tensor([band.hi(i, sq, sk) for i in positions])[:, None]
+            columns = torch.arange(first_col, first_col + tile.tile_n)
+            expected = torch.where((lo <= columns) & (columns < hi), 1.0, -torch.inf)
+            found = run(sq, sk, 20, 9, first_row, first_col)
+            assert torch.equal(found[: len(positions)], expected)
 
 
 # The softmax

@@ -20,8 +20,9 @@ ORDER = (
     *(
         f"cute_flash.{name}"
         for name in (
-            "version", "ranges", "disk", "ticker", "band", "problem", "arch", "tiles", "loops", "reference",
-            "roofline", "device", "kernels", "plan", "explain", "compile", "resources", "ops", "api",
+            "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles", "loops",
+            "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources", "ops",
+            "api",
         )
     ),
     "cute_flash",  # the public names

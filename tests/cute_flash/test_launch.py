@@ -1,135 +1,17 @@
-"""The way from a CUDA tensor to a launch, on CPU tensors: the kernel is one that checks what it is given.
-
-`ops.fwd_cuda` is called directly; the driver, the compiler and the kernel are stand-ins. The kernel refuses
-what a real one could not read, and computes by the reference: results must equal the CPU path's bit for bit.
-"""
+"""The way from a CUDA tensor to a launch, on CPU tensors: see `tests.fake_gpu`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from cute_flash import UnsupportedError, arch, ops, ranges, reference, use_kernels
+from cute_flash import UnsupportedError, arch, ops, ranges, use_kernels
 from cute_flash import compile as compiling
-from cute_flash.band import Band
 from cute_flash.plan import MAX_SEQLEN, Plan
-
-D = 16
-
-
-@dataclass
-class Launch:
-    """What a kernel was called with, and what was compiled into it."""
-
-    plan: Plan
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    scale: float
-    left: int
-    right: int
-    section: int
-
-
-@dataclass
-class FakeGpu:
-    plans: list[Plan] = field(default_factory=list)
-    launches: list[Launch] = field(default_factory=list)
-    current: int | None = None  # the index of a CPU device, where the tensors are
-    entered: list[int | None] = field(default_factory=list)
-
-    @property
-    def last(self) -> Launch:
-        return self.launches[-1]
-
-    def compiled(self, plan: Plan) -> Any:
-        self.plans.append(plan)
-
-        def kernel(*args: Any) -> None:
-            launch = Launch(plan, *args)
-            check(launch)
-            static = plan.problem.static
-            band = Band(launch.left if static.has_left else None, launch.right if static.has_right else None)
-            out, lse = reference.forward(launch.q, launch.k, launch.v, band, launch.scale)
-            launch.out.copy_(out)
-            launch.lse.copy_(lse)
-            self.launches.append(launch)
-
-        return kernel
-
-    @contextlib.contextmanager
-    def device(self, index: int | None) -> Iterator[None]:
-        self.entered.append(index)
-        before, self.current = self.current, index
-        yield
-        self.current = before
-
-
-def check(launch: Launch) -> None:
-    """What the kernels are compiled for: see `FwdSm80.fake_arguments`."""
-    for tensor in (launch.q, launch.k, launch.v, launch.out):
-        *outer, element = tensor.stride()
-        assert element == 1
-        assert all(stride % 8 == 0 for stride in outer)
-        # 32-bit offsets within a tile of up to 512 rows.
-        assert outer[-1] * 512 < 1 << 31
-        assert tensor.data_ptr() % 16 == 0
-        assert str(tensor.dtype) == f"torch.{launch.plan.problem.dtype}"
-    assert launch.lse.dtype == torch.float32
-    assert launch.lse.is_contiguous()
-    assert 0 < launch.scale < math.inf
-    assert 0 <= launch.left <= MAX_SEQLEN
-    assert 0 <= launch.right <= MAX_SEQLEN
-    assert launch.section == launch.plan.section
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    fake = FakeGpu()
-    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_80"])
-    monkeypatch.setattr(compiling, "compiled", fake.compiled)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
-    monkeypatch.setattr(torch.cuda, "device", fake.device)
-    monkeypatch.setattr(ops, "_launches", {})
-    # New memory holds NaN: what a launch forgets to write is seen.
-    torch.use_deterministic_algorithms(True)
-    yield fake
-    torch.use_deterministic_algorithms(False)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def inputs(heads_kv: int = 2, sk: int = 9, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    shapes = ((2, 4, 7, D), (2, heads_kv, sk, D), (2, heads_kv, sk, D))
-    return [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
-
-
-def run(
-    tensors: list[Tensor], scale: float = 0.3, left: int | None = None, right: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """The CUDA path, compared with the CPU path."""
-    before = [x.clone() for x in tensors]
-    out, lse = ops.fwd_cuda(*tensors, scale, left, right)
-    expected, expected_lse = ops.fwd(*tensors, scale, left, right)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    assert out.stride() == expected.stride()
-    assert (lse.dtype, lse.stride()) == (expected_lse.dtype, expected_lse.stride())
-    assert all(map(torch.equal, tensors, before)), "inputs were written"
-    return out, lse
-
+from tests.fake_gpu import D, FakeGpu, inputs, normal, run
 
 # Reading in place, and copies of what cannot be
 
@@ -194,10 +76,52 @@ def test_a_known_signature_still_looks_at_the_addresses(gpu: FakeGpu) -> None:
         assert shifted[position].data_ptr() % 16
         run(shifted)
         given = (gpu.last.q, gpu.last.k, gpu.last.v)
-        assert [seen is asked for seen, asked in zip(given, shifted, strict=True)] == [
-            i != position for i in range(3)
-        ]
+        in_place = [seen.data_ptr() == asked.data_ptr() for seen, asked in zip(given, shifted, strict=True)]
+        assert in_place == [i != position for i in range(3)]
     assert len(gpu.plans) == 1
+
+
+# Heads of a group that are rows of one tile, and values of another width
+
+
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (3, 1)])
+@pytest.mark.parametrize("rows", [1, 7, 33, 200])
+def test_few_rows_of_heads_that_share_keys_are_packed(
+    gpu: FakeGpu, rows: int, left: int | None, right: int | None
+) -> None:
+    k, v = normal(2, 2, 40, D), normal(2, 2, 40, D, seed=1)
+    layouts = {
+        "contiguous": normal(2, 16, rows, D),
+        "sequence before heads": normal(2, rows, 16, D).transpose(1, 2),
+        "heads expanded": normal(2, 1, rows, D).expand(2, 16, rows, D),
+        "columns of a wider row": normal(2, 16, rows, 3 * D)[..., 8 : 8 + D],
+    }
+    for name, q in layouts.items():
+        run([q, k, v], left=left, right=right)
+        # Rows of neighbouring heads must lie one row apart.
+        is_packable = rows == 1 or name in ("contiguous", "columns of a wider row")
+        assert gpu.last.plan.packs_heads == (gpu.name == "sm_90" and is_packable and rows < 128), name
+        assert gpu.last.q.data_ptr() == q.data_ptr()
+
+
+@pytest.mark.parametrize("heads_kv", [1, 4])
+@pytest.mark.parametrize("width", [8, 64])
+def test_values_of_another_width(gpu: FakeGpu, width: int, heads_kv: int) -> None:
+    k, v = normal(2, heads_kv, 9, D), normal(2, heads_kv, 9, width)
+    queries = {
+        "contiguous": normal(2, 4, 7, D),
+        "sequence before heads": normal(2, 7, 4, D).transpose(1, 2),
+        "columns late": normal(2, 4, D, 7).mT,
+    }
+    for q in queries.values():
+        if gpu.name == "sm_80":
+            with pytest.raises(UnsupportedError, match=f"head_dim={D} with values of {width}"):
+                ops.fwd_cuda(q, k, v, 0.3, None, 0)
+            continue
+        out, _ = run([q, k, v], right=0)
+        assert out.shape == (2, 4, 7, width)
+        # In the order of q.
+        assert sorted(range(4), key=out.stride) == sorted(range(4), key=q.stride)
 
 
 # Scale and window
@@ -212,7 +136,7 @@ def test_kernels_see_a_positive_scale(gpu: FakeGpu, scale: float, is_known: bool
     # |scale| below 1e-30 is 0 to the softmax, in both paths.
     run(tensors, scale, left=3, right=0)
     assert gpu.last.scale == max(abs(scale), ops.MIN_SCALE)
-    assert torch.equal(gpu.last.q, -tensors[0] if scale < 0 else tensors[0])
+    assert torch.equal(gpu.last.heads(gpu.last.q), -tensors[0] if scale < 0 else tensors[0])
     assert len(gpu.plans) == 1
 
 
@@ -288,6 +212,7 @@ def test_whatever_decides_a_launch_is_in_the_signature(gpu: FakeGpu) -> None:
         assert len(gpu.plans) == number
     with use_kernels("sm80"):
         run(inputs())
+    assert gpu.plans[-1].family == "sm80"
     assert len(gpu.plans) == len(calls) + 1
     assert len(gpu.launches) == 2 * len(calls) + 1
 
@@ -357,19 +282,14 @@ def test_launch_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize(
-    ("q_shape", "k_shape"),
-    [
-        ((0, 2, 3, D), (0, 2, 5, D)),
-        ((2, 0, 3, D), (2, 0, 5, D)),
-        ((2, 2, 0, D), (2, 2, 5, D)),
-        ((2, 4, 3, D), (2, 2, 0, D)),
-    ],
+    ("q", "k"),
+    [((0, 2, 3), (0, 2, 5)), ((2, 0, 3), (2, 0, 5)), ((2, 2, 0), (2, 2, 5)), ((2, 4, 3), (2, 2, 0))],
 )
 def test_empty_problems_compile_nothing(
-    gpu: FakeGpu, q_shape: tuple[int, ...], k_shape: tuple[int, ...], scale: float
+    gpu: FakeGpu, q: tuple[int, ...], k: tuple[int, ...], scale: float
 ) -> None:
     for _ in range(2):
-        out, lse = run([normal(*q_shape), normal(*k_shape), normal(*k_shape)], scale, right=0)
+        out, lse = run([normal(*shape, D) for shape in (q, k, k)], scale, right=0)
         assert torch.equal(out, torch.zeros_like(out))
         assert torch.equal(lse, torch.full_like(lse, -torch.inf))
     assert gpu.plans == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 
 import pytest
@@ -11,14 +12,15 @@ from cute_flash.arch import ARCHS, ArchSpec
 from cute_flash.band import Band
 from cute_flash.plan import FAMILIES, L2_SHARE, MAX_SEQLEN, CompileKey, plan, requested_family, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.tiles import FwdTile, FwdTileSm90
 
-A100 = ARCHS["sm_80"]
+A100, H100 = ARCHS["sm_80"], ARCHS["sm_90"]
 MIB = 1 << 20
 
 
-def with_l2(share_bytes: int) -> ArchSpec:
+def with_l2(share_bytes: int, arch: ArchSpec = A100) -> ArchSpec:
     """A GPU whose share of L2 for K and V is that many bytes (and a little, against rounding)."""
-    return dataclasses.replace(A100, l2_bytes=int((share_bytes + 1) / L2_SHARE) + 1)
+    return dataclasses.replace(arch, l2_bytes=int((share_bytes + 1) / L2_SHARE) + 1)
 
 
 # K and V of 4096 keys of 128 columns of 2 bytes are 2 MiB together.
@@ -52,13 +54,91 @@ def test_num_blocks_covers_every_row_once(batch: int, heads: int) -> None:
     for seqlen_q in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
         found = plan(Problem(batch, heads, 1, seqlen_q, 77, 64), A100)
         tiles = len(range(0, seqlen_q, found.tile.tile_m))
-        assert found.num_blocks == tiles * heads * batch
+        assert found.num_tiles == found.num_blocks == tiles * heads * batch
+        assert not found.is_persistent and not found.draws_tiles
+        assert found.launch_arguments == (found.section,)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 6), (17, 5)])
+@pytest.mark.parametrize("num_sms", [1, 78, 132])
+def test_persistent_blocks_are_as_many_as_tiles_or_sms(batch: int, heads: int, num_sms: int) -> None:
+    part = dataclasses.replace(H100, num_sms=num_sms)
+    for seqlen_q in (1, 64, 65, 128, 192, 193, 385, 1000, 5000):
+        found = plan(Problem(batch, heads, 1, seqlen_q, 77, 64), part)
+        tiles = len(range(0, seqlen_q, found.tile.tile_m)) * heads * batch
+        assert (found.num_tiles, found.num_blocks) == (tiles, min(tiles, num_sms))
+        assert found.is_persistent
+        assert found.launch_arguments[:3] == (found.section, found.num_blocks, seqlen_q)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(5, None), Band(None, 0), Band(5, 5)], ids=str)
+def test_tiles_of_different_length_are_drawn(band: Band) -> None:
+    problem = Problem(2, 4, 2, 1000, 1000, 128, band=band)
+    found = plan(problem, H100)
+    assert found.draws_tiles == (band != Band())
+    # The address of the counter comes last: a new one for each stream, so not with the plan.
+    assert len(found.launch_arguments) == (3 if found.draws_tiles else 4)
+    with use_kernels("sm80"):
+        assert not plan(problem, H100).draws_tiles
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
+def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
+    problem = Problem(3, 32, 4, 5, 1000, 128, band=band)
+    found, apart = plan(problem, H100, is_packable=True), plan(problem, H100)
+    assert found.packs_heads and not apart.packs_heads
+    # 8 heads of 5 rows are 40 rows of one tile.
+    assert (found.num_tiles, apart.num_tiles) == (3 * 4, 3 * 32)
+    # A section is of K/V heads then, and as many of them.
+    assert found.section * problem.group == apart.section
+    assert found.launch_arguments[2] == 5
+    # Only a mask asks for a row's position.
+    assert (found.key == apart.key) == (band == Band())
+    assert "packed" in found.lines()[-1] and "packed" not in apart.lines()[-1]
+    with use_kernels("sm80"):
+        assert not plan(problem, H100, is_packable=True).packs_heads
+    assert not plan(problem, A100, is_packable=True).packs_heads
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "pays"),
+    [
+        (8, 1, True),
+        (8, 64, True),
+        (8, 127, False),
+        (2, 64, True),
+        (2, 65, False),
+        (1, 5, False),
+        (8, 128, False),
+    ],
+)
+def test_heads_are_packed_where_they_fill_fewer_tiles(heads: int, seqlen_q: int, pays: bool) -> None:
+    found = plan(Problem(1, heads, 1, seqlen_q, 4000, 128), H100, is_packable=True)
+    assert found.tile.tile_m == 128
+    assert found.packs_heads == pays
+    assert found.num_tiles == (-(-heads * seqlen_q // 128) if pays else heads)
+
+
+def test_values_of_another_width_have_a_kernel_of_their_own() -> None:
+    problem = Problem(1, 4, 2, 100, 4096, 192, head_dim_v=128)
+    found = plan(problem, with_l2(8 * MIB, H100))
+    assert (found.key.static.head_dim, found.key.static.head_dim_v) == (192, 128)
+    assert found.key != plan(dataclasses.replace(problem, head_dim_v=None), H100).key
+    # K and V of 4096 keys are 2.5 MiB together: two heads of them fit, with two query heads each.
+    assert found.section == 4
+    assert "D=192/128 " in found.lines()[0]
+    # The same width said in words is no other kernel.
+    same = dataclasses.replace(problem, head_dim_v=192)
+    assert plan(same, H100).key == plan(dataclasses.replace(problem, head_dim_v=None), H100).key
+    with pytest.raises(UnsupportedError, match="head_dim=192 with values of 128: no tile of sm80 for sm_80"):
+        plan(problem, A100)
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_blocks_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> None:
-    for head_dim in (64, 128):
-        with use_kernels("sm80"):
+    families = [name for name, least in FAMILIES.items() if least <= arch.capability]
+    for head_dim, family in itertools.product((64, 128), families):
+        with use_kernels(family):
             found = plan(Problem(1, 1, 1, 100, 100, head_dim), arch)
         blocks = found.blocks_per_sm
         assert blocks >= 1
@@ -77,7 +157,20 @@ def test_the_key_is_what_is_compiled_in() -> None:
     assert longer.key == found.key
     assert other.key != found.key
     with use_kernels("sm80"):
-        assert plan(problem, ARCHS["sm_90"]).key.target == "sm_90"
+        assert plan(problem, H100).key.target == "sm_90"
+
+
+def test_the_key_of_a_hopper_kernel() -> None:
+    problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
+    found = plan(problem, H100)
+    # wgmma is in the code of "sm_90a" alone.
+    assert found.key == CompileKey("fwd_sm90", problem.static, found.tile, "sm_90a")
+    # The number of SMs is not compiled in, so all parts of the architecture share the kernel.
+    part = dataclasses.replace(H100, gpu="NVIDIA H100 PCIe", num_sms=114)
+    longer = dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77))
+    assert plan(longer, part).key == found.key
+    with use_kernels("sm80"):
+        assert plan(problem, H100).key != found.key
 
 
 def test_a_detected_gpu_has_the_key_of_its_architecture() -> None:
@@ -89,17 +182,20 @@ def test_a_detected_gpu_has_the_key_of_its_architecture() -> None:
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_the_family_is_the_first_that_the_gpu_can_run(arch: ArchSpec) -> None:
     found = plan(Problem(1, 1, 1, 10, 10, 64), arch)
-    assert found.family == next(name for name, least in FAMILIES.items() if least <= arch.capability)
+    assert found.family == {"sm_80": "sm80", "sm_86": "sm80", "sm_89": "sm80", "sm_90": "sm90"}[arch.name]
+    assert isinstance(found.tile, FwdTileSm90 if found.family == "sm90" else FwdTile)
 
 
 def test_use_kernels_nests_and_ends() -> None:
     assert requested_family() is None
     with use_kernels("sm80"):
         assert requested_family() == "sm80"
-        with use_kernels("sm80"):
-            assert requested_family() == "sm80"
+        with use_kernels("sm90"):
+            assert requested_family() == "sm90"
+            assert plan(Problem(1, 1, 1, 10, 10, 64), H100).family == "sm90"
         assert requested_family() == "sm80"
-        assert plan(Problem(1, 1, 1, 10, 10, 64), ARCHS["sm_90"]).family == "sm80"
+        found = plan(Problem(1, 1, 1, 10, 10, 64), H100)
+        assert (found.family, type(found.tile), found.key.kernel) == ("sm80", FwdTile, "fwd_sm80")
     assert requested_family() is None
     with pytest.raises(RuntimeError, match="inside"), use_kernels("sm80"):
         raise RuntimeError("inside")
@@ -128,9 +224,13 @@ def test_the_environment_chooses_the_family(monkeypatch: pytest.MonkeyPatch) -> 
     problem = Problem(1, 1, 1, 10, 10, 64)
     monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm80")
     assert requested_family() == "sm80"
-    assert plan(problem, ARCHS["sm_90"]).family == "sm80"
+    assert plan(problem, H100).family == "sm80"
+    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm90")
+    assert plan(problem, H100).family == "sm90"
+    with pytest.raises(UnsupportedError, match="kernel family 'sm90' needs more than sm_80"):
+        plan(problem, A100)
     monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm99")
-    with pytest.raises(UnsupportedError, match="kernel family 'sm99': there is sm80"):
+    with pytest.raises(UnsupportedError, match="kernel family 'sm99': there is sm90, sm80"):
         plan(problem, A100)
     with use_kernels("sm80"):
         # The nearer choice wins.
@@ -143,6 +243,11 @@ def test_a_family_that_the_gpu_cannot_run() -> None:
     old = dataclasses.replace(A100, name="sm_75")
     with use_kernels("sm80"), pytest.raises(UnsupportedError, match="family 'sm80' needs more than sm_75"):
         plan(Problem(1, 1, 1, 10, 10, 64), old)
+    for arch in ARCHS.values():
+        if arch is not H100:
+            refusal = f"family 'sm90' needs more than {arch.name}"
+            with use_kernels("sm90"), pytest.raises(UnsupportedError, match=refusal):
+                plan(Problem(1, 1, 1, 10, 10, 64), arch)
 
 
 @pytest.mark.parametrize("side", ["seqlen_q", "seqlen_k"])
@@ -154,11 +259,12 @@ def test_the_longest_sequence(side: str) -> None:
 
 
 def test_the_largest_grid() -> None:
-    # 2^31 blocks are one too many for the x dimension of a grid.
+    # 2^31 blocks are one too many for the x dimension of a grid, and as tiles for the indices of a kernel.
     most = (1 << 31) - 1
     assert plan(Problem(1, most, 1, 1, 1, 64), A100).num_blocks == most
-    with pytest.raises(UnsupportedError, match=f"^{most + 1} thread blocks: at most {most}; split the batch"):
-        plan(Problem(1 << 16, 1 << 15, 1, 1, 1, 64), A100)
+    for arch in (A100, H100):
+        with pytest.raises(UnsupportedError, match=f"^{most + 1} tiles: at most {most}; split the batch"):
+            plan(Problem(1 << 16, 1 << 15, 1, 1, 1, 64), arch)
 
 
 def test_a_plan_checks_its_problem() -> None:
@@ -170,17 +276,20 @@ def test_a_plan_checks_its_problem() -> None:
         plan(Problem(1, 4, 3, 10, 10, 64), A100)
 
 
-def test_a_plan_prints_what_it_decided() -> None:
-    found = plan(Problem(2, 16, 4, 1000, 3000, 64, band=Band(128, 0)), A100)
+@pytest.mark.parametrize(
+    ("arch", "part"), [(A100, "A100 (sm_80), 108 SMs"), (H100, "H100 (sm_90), 132 SMs")], ids=("A100", "H100")
+)
+def test_a_plan_prints_what_it_decided(arch: ArchSpec, part: str) -> None:
+    found = plan(Problem(2, 16, 4, 1000, 3000, 64, band=Band(128, 0)), arch)
     text = "\n".join(found.lines())
     expected = [
         "B=2 H=16 Hkv=4 Sq=1000 Sk=3000 D=64 bfloat16, window of 128 keys before and 0 after",
-        "A100 (sm_80), 108 SMs",
+        part,
         found.key.kernel,
         str(found.tile),
-        f"{found.tile.smem_bytes / 1024:.0f} KB of 163 KB",
-        f"{found.num_blocks} blocks, sections of {found.section} head(s)",
+        f"{found.tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block // 1024} KB",
+        f"{found.num_blocks} blocks, {found.num_tiles} tiles, sections of {found.section} head(s)",
     ]
-    assert [part for part in expected if part not in text] == []
+    assert [line for line in expected if line not in text] == []
     assert ", full" in plan(Problem(1, 1, 1, 10, 10, 64), A100).lines()[0]
     assert ", causal" in plan(Problem(1, 1, 1, 10, 10, 64, band=Band(None, 0)), A100).lines()[0]

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
+import itertools
 
 import pytest
 
-from cute_flash import tiles
 from cute_flash.arch import ARCHS, ArchSpec
 from cute_flash.band import Band
 from cute_flash.plan import FAMILIES, plan, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
-from cute_flash.tiles import FwdTile
+from cute_flash.tiles import SM80_FWD, SM90_FWD, FwdTile, FwdTileSm90, fwd_tile
 
 # Registers a thread can have at most, and those that addresses, loop counters and row statistics take.
 MAX_REGISTERS, OTHER_REGISTERS = 255, 30
+# With 24 left, ptxas serialises wgmma.
+OTHER_HOPPER_REGISTERS = 28
 
 
-Entry = tuple[str, ArchSpec, FwdTile]
-
-
-def all_rows() -> list[Entry]:
-    """(name of the table, architecture, row) of every table {architecture: rows} in the module."""
-    tables = {name: table for name, table in vars(tiles).items() if re.fullmatch(r"SM\d+_FWD", name)}
-    return [
-        (name, ARCHS[arch], row) for name, table in tables.items() for arch in table for row in table[arch]
-    ]
-
-
-ROWS = all_rows()
+SM_90 = ARCHS["sm_90"]
+Tile = FwdTile | FwdTileSm90
+# (name of the table, architecture, row) of every table.
+Entry = tuple[str, ArchSpec, Tile]
+AMPERE: list[tuple[str, ArchSpec, FwdTile]] = [
+    ("SM80_FWD", ARCHS[arch], row) for arch, rows in SM80_FWD.items() for row in rows
+]
+HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [("SM90_FWD", SM_90, row) for row in SM90_FWD]
+ROWS: list[Entry] = [*AMPERE, *HOPPER]
 MASKS = (Band(), Band(None, 0), Band(5, None), Band(100, 100))
+RUNNABLE = [(f, a.name) for f, least in FAMILIES.items() for a in ARCHS.values() if least <= a.capability]
 
 
 def row_id(entry: Entry) -> str:
@@ -40,12 +39,34 @@ def row_id(entry: Entry) -> str:
 
 
 def test_there_is_a_table_for_every_architecture() -> None:
-    assert {arch.name for name, arch, _ in ROWS if name == "SM80_FWD"} == set(ARCHS)
-    # Tried in order: a row after a wider one of the same size would never be taken.
-    for arch in ARCHS.values():
-        widths = [row.head_dim for name, spec, row in ROWS if (name, spec) == ("SM80_FWD", arch)]
+    assert set(SM80_FWD) == set(ARCHS)
+    # Tried in order: a row after a wider one would never be taken.
+    equal_widths = [row for row in SM90_FWD if row.head_dim_v is None]
+    for rows in (*SM80_FWD.values(), equal_widths):
+        widths = [row.head_dim for row in rows]
         assert widths == sorted(widths)
         assert widths[-1] == 256
+    # Any width of the values with any width of the keys.
+    assert max((row.head_dim, row.width_v) for row in SM90_FWD if row.head_dim_v) == (256, 256)
+
+
+def problem_of(head_dim: int, band: Band, keys: int = 1000, head_dim_v: int | None = None) -> Problem:
+    return Problem(1, 1, 1, 1000, keys, head_dim, band=band, head_dim_v=head_dim_v)
+
+
+@pytest.mark.parametrize("entry", ROWS, ids=row_id)
+def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
+    name, arch, row = entry
+    head_dim_v = row.head_dim_v if isinstance(row, FwdTileSm90) else None
+    # Of the same widths there is another row.
+    head_dim = row.head_dim - 8 if head_dim_v == row.head_dim else row.head_dim
+    taken = [
+        fwd_tile(
+            {"SM80_FWD": "sm80", "SM90_FWD": "sm90"}[name], arch, problem_of(head_dim, band, keys, head_dim_v)
+        )
+        for band, keys in itertools.product(MASKS, (100, 1 << 20))
+    ]
+    assert any(one is row for one in taken)
 
 
 @pytest.mark.parametrize("entry", ROWS, ids=row_id)
@@ -54,8 +75,10 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
     assert "TFLOP/s" in measured or "not measured" in measured
 
 
-@pytest.mark.parametrize("entry", ROWS, ids=row_id)
-def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", AMPERE, ids=row_id)
+def test_row_fits_the_shared_memory_and_registers_of_its_table(
+    entry: tuple[str, ArchSpec, FwdTile],
+) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v)
@@ -69,31 +92,96 @@ def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: Entry) -> 
     assert row.num_threads * row.accumulator_registers <= arch.registers_per_sm
 
 
+@pytest.mark.parametrize("entry", HOPPER, ids=row_id)
+def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec, FwdTileSm90]) -> None:
+    _, arch, row = entry
+    keys = row.stages * row.tile_n
+    matrices = 2 * (row.head_dim * (row.q_stages * row.tile_m + keys) + row.width_v * keys)
+    # What tells when they are full and empty is small beside them.
+    assert matrices < row.smem_bytes < matrices + 1024
+    assert row.smem_bytes <= arch.smem_per_block
+    assert row.smem_bytes + 1024 <= arch.smem_per_sm
+    assert row.num_threads <= 1024
+    # 64 x 8 accumulators over 128 threads are 4 registers; P, in 16 bits, lives beside the next S.
+    registers = row.width_v // 2 + row.tile_n // 2 + row.tile_n // 4
+    assert row.accumulator_registers == registers
+    for_load = 24 * 128
+    room = (arch.registers_per_sm - for_load) // (row.num_threads - 128)
+    assert registers + OTHER_HOPPER_REGISTERS <= min(room, MAX_REGISTERS)
+
+
 @pytest.mark.parametrize("band", MASKS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
-def test_every_head_dim_finds_a_row_that_fits(arch: ArchSpec, family: str, band: Band) -> None:
-    if arch.capability < FAMILIES[family]:
-        pytest.skip(f"{family} kernels do not run on {arch.name}")
-    for head_dim in range(8, 257, 8):
+@pytest.mark.parametrize(("family", "name"), RUNNABLE)
+def test_every_head_dim_finds_a_row_that_fits(family: str, name: str, band: Band) -> None:
+    arch = ARCHS[name]
+    for head_dim, keys in itertools.product(range(8, 257, 8), (1, 1000, 1 << 20)):
         with use_kernels(family):
-            tile = plan(Problem(1, 1, 1, 1000, 1000, head_dim, band=band), arch).tile
+            tile = plan(problem_of(head_dim, band, keys), arch).tile
         assert tile.head_dim >= head_dim
+        assert not isinstance(tile, FwdTileSm90) or tile.head_dim_v is None
         assert tile.fits(arch)
         assert tile.smem_bytes <= arch.smem_per_block, f"head_dim={head_dim} on {arch.name}"
 
 
-def test_no_row_is_taken_that_does_not_fit() -> None:
+@pytest.mark.parametrize(("family", "name"), RUNNABLE)
+def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
     found = {}
-    for kib in range(1, 164):
-        small = dataclasses.replace(ARCHS["sm_80"], smem_per_block=kib << 10)
-        with contextlib.suppress(UnsupportedError), use_kernels("sm80"):
+    sizes = range(1, ARCHS[name].smem_per_block // 1024 + 1)
+    for kib in sizes:
+        small = dataclasses.replace(ARCHS[name], smem_per_block=kib << 10)
+        with contextlib.suppress(UnsupportedError), use_kernels(family):
             found[kib] = plan(Problem(1, 1, 1, 100, 100, 64), small).tile.smem_bytes
     assert all(smem_bytes <= kib << 10 for kib, smem_bytes in found.items())
     # From some size on there always is one.
-    assert list(found) == list(range(min(found), 164))
-    with use_kernels("sm80"), pytest.raises(UnsupportedError, match=r"head_dim=64: no tile .*sm_80"):
-        plan(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS["sm_80"], smem_per_block=1024))
+    assert list(found) == list(range(min(found), sizes.stop))
+    refusal = f"^head_dim=64: no tile of {family} for {name}$"
+    with use_kernels(family), pytest.raises(UnsupportedError, match=refusal):
+        plan(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS[name], smem_per_block=1024))
+
+
+def test_the_family_decides_the_kind_of_tile() -> None:
+    problem = problem_of(128, Band(None, 0))
+    assert isinstance(fwd_tile("sm80", SM_90, problem), FwdTile)
+    assert isinstance(fwd_tile("sm90", SM_90, problem), FwdTileSm90)
+    # Rows of the other family are no way out, and wgmma is nothing that shared memory makes up for.
+    roomy = dataclasses.replace(ARCHS["sm_80"], smem_per_block=1 << 20)
+    with pytest.raises(UnsupportedError, match=r"^head_dim=128: no tile of sm90 for sm_80$"):
+        fwd_tile("sm90", roomy, problem)
+    for family in FAMILIES:
+        with pytest.raises(UnsupportedError, match=f"^head_dim=264: no tile of {family} for sm_90$"):
+            fwd_tile(family, SM_90, problem_of(264, Band()))
+
+
+@pytest.mark.parametrize("band", MASKS, ids=str)
+def test_values_of_another_width_find_a_row_on_hopper_alone(band: Band) -> None:
+    widths = range(8, 257, 24)
+    for head_dim, head_dim_v in itertools.product(widths, widths):
+        if head_dim == head_dim_v:
+            continue
+        problem = problem_of(head_dim, band, head_dim_v=head_dim_v)
+        tile = fwd_tile("sm90", SM_90, problem)
+        assert isinstance(tile, FwdTileSm90)
+        assert tile.head_dim >= head_dim and tile.width_v >= head_dim_v and tile.fits(SM_90)
+        refusal = f"^head_dim={head_dim} with values of {head_dim_v}: no tile of sm80 for sm_90$"
+        with pytest.raises(UnsupportedError, match=refusal):
+            fwd_tile("sm80", SM_90, problem)
+
+
+def test_rows_for_short_sequences_and_for_masks() -> None:
+    row = FwdTileSm90(64, 128, 128, 2, max_keys=1024, is_bounded=True)
+    causal, full = Band(None, 0), Band()
+    assert row.serves(problem_of(64, causal, 1024)) and row.serves(problem_of(40, Band(3, None), 1))
+    assert not row.serves(problem_of(64, causal, 1025))
+    assert not row.serves(problem_of(64, full, 1024))
+    assert not row.serves(problem_of(72, causal, 1024))
+    assert not row.serves(problem_of(64, causal, 1024, head_dim_v=32))
+    whole = dataclasses.replace(row, is_bounded=False, max_keys=None)
+    assert whole.serves(problem_of(64, full, 1 << 20)) and not whole.serves(problem_of(64, causal))
+    wide = dataclasses.replace(row, is_bounded=None, max_keys=None, head_dim_v=128)
+    assert wide.serves(problem_of(64, full, head_dim_v=128)) and wide.serves(
+        problem_of(64, full, head_dim_v=8)
+    )
+    assert not wide.serves(problem_of(64, full)) and not wide.serves(problem_of(64, full, head_dim_v=136))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +228,79 @@ def test_derived_numbers(
     assert tile.accumulator_registers == registers
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tile_m", "tile_n", "stages", "q_stages", "message"),
+    [
+        (64, 96, 64, 2, 1, "tile_m=96 must be 64 times 1, 2 or 3"),
+        (64, 0, 64, 2, 1, "tile_m=0 must be 64 times 1, 2 or 3"),
+        (64, -64, 64, 2, 1, "tile_m=-64 must be 64 times 1, 2 or 3"),
+        (64, 256, 64, 2, 1, "tile_m=256 must be 64 times 1, 2 or 3"),
+        (64, 128, 24, 2, 1, "tile_n=24 must be a multiple of 16 up to 256"),
+        (64, 128, 0, 2, 1, "tile_n=0 must be a multiple of 16 up to 256"),
+        (64, 128, 272, 2, 1, "tile_n=272 must be a multiple of 16 up to 256"),
+        (72, 128, 64, 2, 1, "head_dim=72 must be a multiple of 32 up to 256"),
+        (0, 128, 64, 2, 1, "head_dim=0 must be a multiple of 32 up to 256"),
+        (288, 128, 64, 2, 1, "head_dim=288 must be a multiple of 32 up to 256"),
+        # Powers of two, so that a fill's stage is its last bits.
+        (64, 128, 64, 0, 1, "stages=0 must be 1, 2, 4 or 8"),
+        (64, 128, 64, 3, 1, "stages=3 must be 1, 2, 4 or 8"),
+        (64, 128, 64, 2, 0, "q_stages=0 1 or 2"),
+        (64, 128, 64, 2, 3, "q_stages=3 1 or 2"),
+        (64, 128, 64, 2, 2, "an output of width 128 does not fit Q's stage"),
+    ],
+)
+def test_a_wrong_hopper_tile_names_the_value(
+    head_dim: int, tile_m: int, tile_n: int, stages: int, q_stages: int, message: str
+) -> None:
+    head_dim_v = 128 if "width 128" in message else None
+    with pytest.raises(ValueError, match=message):
+        FwdTileSm90(head_dim, tile_m, tile_n, stages, q_stages, head_dim_v=head_dim_v)
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 72, 288])
+def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
+    with pytest.raises(ValueError, match=f"head_dim_v={head_dim_v} must be a multiple of 32 up to 256"):
+        FwdTileSm90(64, 128, 64, 2, head_dim_v=head_dim_v)
+
+
+# Barriers of 8 bytes: two for each stage, one for each warpgroup and stage of Q; 16 bytes tell of the tile in
+# each stage of Q. `test_resources` asks the kernel.
+@pytest.mark.parametrize(
+    ("tile", "warpgroups", "threads", "smem_bytes"),
+    [
+        (FwdTileSm90(64, 192, 128, 4, 2), 3, 512, (176 << 10) + 8 * (2 * 10 + 6) + 32),
+        (FwdTileSm90(128, 128, 128, 2, 2), 2, 384, (192 << 10) + 8 * (2 * 6 + 4) + 32),
+        (FwdTileSm90(256, 128, 80, 2), 2, 384, (224 << 10) + 8 * (2 * 5 + 2) + 16),
+        (FwdTileSm90(32, 64, 256, 1, 2, takes_turns=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
+        (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 16),
+    ],
+    ids=str,
+)
+def test_derived_numbers_of_hopper_tiles(
+    tile: FwdTileSm90, warpgroups: int, threads: int, smem_bytes: int
+) -> None:
+    assert tile.num_warpgroups == warpgroups
+    assert tile.num_threads == threads
+    assert tile.smem_bytes == smem_bytes
+
+
+def test_hopper_tiles_need_wgmma_and_fit_exactly() -> None:
+    tile = FwdTileSm90(64, 128, 64, 2)
+    assert tile.fits(dataclasses.replace(SM_90, smem_per_block=tile.smem_bytes))
+    assert not tile.fits(dataclasses.replace(SM_90, smem_per_block=tile.smem_bytes - 1))
+    assert not tile.fits(dataclasses.replace(SM_90, has_wgmma=False))
+    assert not any(tile.fits(arch) for arch in ARCHS.values() if arch.capability < (9, 0))
+
+
+def test_hopper_tiles_say_what_they_are() -> None:
+    text = str(FwdTileSm90(128, 192, 80, 2, 2))
+    for part in ("192x80x128,", "1 + 3 warpgroups", "2 K/V stages, 2 of Q", "in turns"):
+        assert part in text
+    plain = str(FwdTileSm90(128, 64, 80, 1, takes_turns=False, checks_sums=True, head_dim_v=64))
+    assert "64x80x128/64," in plain and "1 K/V stage, 1 of Q" in plain
+    assert "turns" not in plain and "sums" in plain and "sums" not in text
+
+
 def test_fits_is_exact() -> None:
     tile = FwdTile(128, 128, 64, 4, 1)
     arch = ARCHS["sm_80"]
@@ -147,8 +308,9 @@ def test_fits_is_exact() -> None:
     assert not tile.fits(dataclasses.replace(arch, smem_per_block=tile.smem_bytes - 1))
 
 
-def test_evidence_is_not_part_of_a_tile() -> None:
-    tile = FwdTile(64, 128, 64, 4, 2)
-    cited = dataclasses.replace(tile, measured="H200, bf16, 16 K, 700 TFLOP/s")
+@pytest.mark.parametrize("tile", [FwdTile(64, 128, 64, 4, 2), FwdTileSm90(64, 128, 64, 2)], ids=str)
+def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
+    when = {"max_keys": 512, "is_bounded": True} if isinstance(tile, FwdTileSm90) else {}
+    cited = dataclasses.replace(tile, measured="H200, bf16, 16 K, 700 TFLOP/s", **when)  # type: ignore[arg-type]
     assert cited == tile
     assert hash(cited) == hash(tile)

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import itertools
+import json
+from dataclasses import asdict, fields
+
 import pytest
 
 from cute_flash.arch import ARCHS
+from cute_flash.plan import FAMILIES as KERNEL_FAMILIES
+from cute_flash.plan import plan as plan_of
+from cute_flash.plan import use_kernels
 from cute_flash.problem import UnsupportedError
-from cute_flash.tiles import FwdTile
+from cute_flash.tiles import FwdTile, FwdTileSm90
 from profiling.variants import (
     FAMILIES,
     MAX_ACCUMULATORS,
+    SM90_OTHER_REGISTERS,
+    SM90_REGISTERS,
     InfeasibleError,
     Variant,
     Wanted,
@@ -20,30 +29,55 @@ from profiling.variants import (
     table_rows,
 )
 
-FAMILY = "fwd_sm80"
+FAMILY, HOPPER = "fwd_sm80", "fwd_sm90"
 SM_80, SM_90 = ARCHS["sm_80"], ARCHS["sm_90"]
+RUNNABLE = [(FAMILY, arch) for arch in ARCHS.values()] + [(HOPPER, SM_90)]
+runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.name}" for f, a in RUNNABLE])
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "text", "tile"),
+    ("family", "head_dim", "text", "tile"),
     [
-        (64, "128x64 w4 s2 q4", FwdTile(64, 128, 64, 4, 2, q_steps=4)),
-        (128, "128x48 w4 s2", FwdTile(128, 128, 48, 4, 2)),
-        (72, "64x32 w4 s1", FwdTile(96, 64, 32, 4, 1)),
-        (160, "64x64 w4 s1 q12 d192", FwdTile(192, 64, 64, 4, 1, q_steps=12)),
+        (FAMILY, 64, "128x64 w4 s2 q4", FwdTile(64, 128, 64, 4, 2, q_steps=4)),
+        (FAMILY, 128, "128x48 w4 s2", FwdTile(128, 128, 48, 4, 2)),
+        (FAMILY, 72, "64x32 w4 s1", FwdTile(96, 64, 32, 4, 1)),
+        (FAMILY, 160, "64x64 w4 s1 q12 d192", FwdTile(192, 64, 64, 4, 1, q_steps=12)),
+        (HOPPER, 64, "192x128 s4 q2", FwdTileSm90(64, 192, 128, 4, 2)),
+        (HOPPER, 128, "128x176 s2", FwdTileSm90(128, 128, 176, 2)),
+        (HOPPER, 128, "128x80 s2 q2 c1 t0", FwdTileSm90(128, 128, 80, 2, 2, True, False)),
+        (HOPPER, 72, "64x64 s4 d128", FwdTileSm90(128, 64, 64, 4)),
     ],
 )
-def test_a_variant_is_read_and_written(head_dim, text, tile):
-    variant = parse(text, FAMILY, head_dim)
-    assert variant == Variant(FAMILY, head_dim, tile)
+def test_a_variant_is_read_and_written(family, head_dim, text, tile):
+    variant = parse(text, family, head_dim)
+    assert variant == Variant(family, head_dim, tile)
     assert variant.text == text and str(variant) == f"{head_dim}: {text}"
 
 
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_flags_are_flags_to_the_compile_key():
+    tile = parse("128x80 s2 q1 c1 t1", HOPPER, 128).tile
+    # 1 == True, but the digest of a key is that of its text.
+    assert json.dumps(asdict(tile)) == json.dumps(asdict(FwdTileSm90(128, 128, 80, 2, 1, True, True)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_a_tile_can_be_written(family):
+    """Or a row of the table would be tried as another tile than the one that runs.
+
+    But for when a row is taken, and values of another width than the keys', which are not tuned.
+    """
+    known = FAMILIES[family]
+    deciding = {f.name for f in fields(known.tile) if f.compare} - {"max_bounds", "head_dim_v"}
+    assert {"tile_m", "tile_n", *known.letters.values()} == deciding
+    assert set(known.choices) == deciding - {"head_dim"}
+    assert known.kernels in KERNEL_FAMILIES
+
+
+@runnable
 @pytest.mark.parametrize("head_dim", [32, 64, 72, 96, 128, 160, 192, 256])
-def test_every_neighbour_survives_the_round_trip(arch, head_dim):
-    found = around(table_rows(FAMILY, head_dim, arch), arch)
-    assert [parse(variant.text, FAMILY, head_dim) for variant in found] == found
+def test_every_neighbour_survives_the_round_trip(family, arch, head_dim):
+    found = around(table_rows(family, head_dim, arch), arch)
+    assert [parse(variant.text, family, head_dim) for variant in found] == found
     assert len({variant.text for variant in found}) == len(found)
 
 
@@ -76,6 +110,24 @@ def test_order_and_spaces_do_not_matter_and_defaults_may_be_told():
 def test_mistakes_are_named(text, part):
     with pytest.raises(ValueError) as raised:
         parse(text, FAMILY, 64)
+    assert repr(text) in str(raised.value) and part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("128x64 w4 s2", "no number after one of s, q, c, t, d, and no file"),
+        ("128x64", "s (stages) missing"),
+        ("128x64 s2 t2", "'t2': takes_turns is 0 or 1"),
+        ("128x64 s2 c3", "'c3': checks_sums is 0 or 1"),
+        ("96x64 s2", "self.tile_m=96 must be 64 times 1, 2 or 3"),
+        ("128x72 s2", "self.tile_n=72 must be a multiple of 16"),
+        ("128x64 s3", "self.stages=3"),
+    ],
+)
+def test_mistakes_in_hopper_variants_are_named(text, part):
+    with pytest.raises(ValueError) as raised:
+        parse(text, HOPPER, 64)
     assert repr(text) in str(raised.value) and part in str(raised.value)
 
 
@@ -133,21 +185,53 @@ def test_what_cannot_run_is_refused_alone_and_left_out_of_a_set():
         choose(Wanted(head_dims=(300,)), FAMILY, SM_80)
 
 
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@runnable
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_neighbours_respect_the_limits_and_begin_with_the_rows(arch, head_dim):
-    rows = table_rows(FAMILY, head_dim, arch)
+def test_neighbours_respect_the_limits_and_begin_with_the_rows(family, arch, head_dim):
+    rows = table_rows(family, head_dim, arch)
     found = around(rows, arch)
     assert found[: len(rows)] == sorted(rows, key=lambda row: row.text)
     assert len(found) > 30
     for variant in found[len(rows) :]:
         assert variant.tile.fits(arch) and variant.obstacle(arch) is None
-        assert variant.tile.accumulator_registers <= MAX_ACCUMULATORS
+        limit = MAX_ACCUMULATORS
+        if family == HOPPER:
+            limit = {64: 256, 128: 240, 192: 160}[variant.tile.tile_m] - SM90_OTHER_REGISTERS
+            # Turns are for two.
+            assert variant.tile.takes_turns or variant.tile.tile_m > 64
+        assert variant.tile.accumulator_registers <= limit
     # The nearest differs in one field.
-    nearest, fields = found[len(rows)].tile, FAMILIES[FAMILY].choices
-    assert 1 == min(sum(getattr(nearest, f) != getattr(row.tile, f) for f in fields) for row in rows)
-    capped = choose(Wanted(head_dims=(head_dim,), most=7), FAMILY, arch)
+    nearest, names = found[len(rows)].tile, FAMILIES[family].choices
+    assert 1 == min(sum(getattr(nearest, f) != getattr(row.tile, f) for f in names) for row in rows)
+    capped = choose(Wanted(head_dims=(head_dim,), most=7), family, arch)
     assert capped == found[:7]
+
+
+def test_registers_of_hopper_tiles():
+    fwd_sm90 = pytest.importorskip("cute_flash.kernels.fwd_sm90")
+    assert SM90_REGISTERS == {num: for_mma for num, (_, for_mma) in fwd_sm90.REGISTERS.items()}
+    # 128 threads hold 64 rows: D / 2 and N / 2 in fp32, N / 4 in 16 bits.
+    for text, registers in {"128x128 s2": 160, "128x80 s1": 124}.items():
+        assert parse(text, HOPPER, 128).tile.accumulator_registers == registers
+    # Just too many, by the compiler's own word: 192x96 has its wgmma serialised, 192x80 does not.
+    rows = [parse("128x80 s1", HOPPER, 128)]
+    near = {(variant.tile.tile_m, variant.tile.tile_n) for variant in around(rows, SM_90)}
+    assert (192, 80) in near and (192, 96) not in near and (128, 192) in near
+
+
+@runnable
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_are_those_of_every_length(family, arch, head_dim):
+    rows = {(row.tile.tile_m, row.tile.tile_n) for row in table_rows(family, head_dim, arch)}
+    for mask, length in itertools.product(("full", "causal"), (1, 512, 1024, 1025, 2048, 2049, 100_000)):
+        with use_kernels(FAMILIES[family].kernels):
+            tile = plan_of(sample_problem(head_dim, mask, "bf16", length), arch).tile
+        assert (tile.tile_m, tile.tile_n) in rows
+
+
+def test_a_family_that_the_gpu_cannot_run_is_refused():
+    with pytest.raises(UnsupportedError, match="family 'sm90' needs more than sm_80"):
+        choose(Wanted(), HOPPER, SM_80)
 
 
 def test_a_variant_is_planned_with_its_own_tile():
@@ -155,3 +239,8 @@ def test_a_variant_is_planned_with_its_own_tile():
     plan = variant.plan(sample_problem(64, "causal", "fp16"), SM_90)
     assert (plan.tile, plan.key.kernel, plan.key.target) == (variant.tile, FAMILY, "sm_90")
     assert plan.key.static.has_right and plan.key.static.dtype == "float16"
+    hopper = parse("64x80 s4", HOPPER, 64)
+    plan = hopper.plan(sample_problem(64, "full", "bf16"), SM_90)
+    assert (plan.tile, plan.key.kernel, plan.key.target) == (hopper.tile, HOPPER, "sm_90a")
+    # The grid is that of the variant's own tile.
+    assert plan.num_tiles == plan.num_blocks == 1024 // 64

@@ -1,0 +1,398 @@
+"""Parts of the Hopper kernel on the CPU, as in `test_device`: accumulators of wgmma, tiles, rings, turns."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
+from cute_flash.device.epilogue import store_rows
+from cute_flash.device.mask import column_offset
+from cute_flash.device.scheduler import TileQueue
+from cute_flash.device.softmax import LOG2_E, RESCALE_THRESHOLD, THREADS_PER_ROW, Softmax
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.fwd_sm90 import FwdSm90
+from cute_flash.problem import Static
+from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
+
+# Widths of one instruction, m64nN, that are a power of two and that are not.
+widths = pytest.mark.parametrize("width", [16, 80, 128])
+THREADS = torch.arange(WARPGROUP_THREADS)
+# wgmma is refused on any other architecture, though nothing of it runs here.
+FOR_HOPPER = "--gpu-arch sm_90a"
+
+
+def tiled_mma(width: int):  # type: ignore[no-untyped-def]
+    """That of Q Kᵀ, with `width` keys; all its accumulators are alike."""
+    kernel = FwdSm90(Static("bfloat16", 64, True, True), FwdTileSm90(64, 64, width, 1))
+    return kernel._tiled_mma(width, True, OperandMajorMode.K)
+
+
+# Views of accumulators
+
+
+@widths
+def test_accumulators_as_rows_and_columns(width: int) -> None:
+    """The (m, n) view is the fragment D of wgmma m64nN as the PTX manual draws it."""
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = tiled_mma(width)
+        for thread in range(WARPGROUP_THREADS):
+            whole = cute.make_identity_tensor((WARPGROUP_ROWS, width))
+            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            for r in cutlass.range_constexpr(cute.size(coords, mode=[0])):
+                for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
+                    out[thread, r, c, 0], out[thread, r, c, 1] = coords[r, c]
+
+    rows, cols = 2, width // THREADS_PER_ROW
+    out = torch.full((WARPGROUP_THREADS, rows, cols, 2), -1, dtype=torch.int32)
+    cute.compile(program, from_dlpack(out), options=FOR_HOPPER)(from_dlpack(out))
+    warp, lane = THREADS // 32, THREADS % 32
+    row = (lane // 4 + 16 * warp)[:, None] + torch.tensor([8 * i for i in range(rows)])
+    col = (lane % 4 * 2)[:, None] + torch.tensor([j + 8 * t for t in range(width // 8) for j in (0, 1)])
+    assert torch.equal(out[..., 0], row[:, :, None].expand(-1, -1, cols).int())
+    assert torch.equal(out[..., 1], col[:, None, :].expand(-1, rows, -1).int())
+    # What the mask relies on.
+    offsets = torch.tensor([column_offset(c) for c in range(cols)])
+    assert torch.equal(col - col[:, :1], offsets.expand(WARPGROUP_THREADS, -1))
+
+
+@widths
+def test_probabilities_are_an_operand_where_they_are(width: int) -> None:
+    """P stays in registers: what D left there is the fragment A of wgmma as the PTX manual draws it."""
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = tiled_mma(width)
+        for thread in range(WARPGROUP_THREADS):
+            whole = cute.make_identity_tensor((WARPGROUP_ROWS, width))
+            held = as_operand_a(mma.get_slice(Int32(thread)).partition_C(whole))
+            for k in cutlass.range_constexpr(cute.size(held, mode=[2])):
+                for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+                    out[thread, k, i, 0], out[thread, k, i, 1] = held[i, 0, k]
+
+    steps = width // 16
+    out = torch.full((WARPGROUP_THREADS, steps, 8, 2), -1, dtype=torch.int32)
+    cute.compile(program, from_dlpack(out), options=FOR_HOPPER)(from_dlpack(out))
+    warp, lane = THREADS // 32, THREADS % 32
+    # a0 a1: this row; a2 a3: 8 rows below; a4 ... a7: the same, 8 columns on.
+    i = torch.arange(8)
+    row = (lane // 4 + 16 * warp)[:, None] + 8 * (i // 2 % 2)
+    col = (lane % 4 * 2)[:, None] + i % 2 + 8 * (i // 4)
+    k = 16 * torch.arange(steps)[:, None]
+    assert torch.equal(out[..., 0], row[:, None].expand(-1, steps, -1).int())
+    assert torch.equal(out[..., 1], (col[:, None] + k).int())
+
+
+# Outputs that go to memory from registers
+
+
+@pytest.mark.parametrize(("width", "head_dim"), [(64, 64), (64, 40), (256, 200)])
+def test_rows_are_stored_where_they_exist(monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int) -> None:
+    """Every pair of columns, by its number in the tile, as far as rows and columns exist; no other word."""
+    now: dict[str, Any] = {}
+
+    def from_neighbour(value: Any, offset: int) -> Any:
+        # A lane gives its pair of one of two tiles of 4 pairs, and gets its neighbour's of the other.
+        assert offset == 1
+        return value - 3 + 6 * (now["lane"] % 2)
+
+    monkeypatch.setattr(cute.arch, "lane_idx", lambda: now["lane"])
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", from_neighbour)
+
+    @cute.jit
+    def program(out, rows_left):  # type: ignore[no-untyped-def]
+        mma = tiled_mma(width)
+        for thread in range(WARPGROUP_THREADS):
+            now["lane"] = Int32(thread) % 32
+            whole = cute.make_identity_tensor((WARPGROUP_ROWS, width))
+            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            packed = cute.make_rmem_tensor((2, width // 8), Int32)
+            for r, t in itertools.product(range(2), range(width // 8)):
+                row, col = coords[r, 2 * t]
+                packed[r, t] = row * (width // 2) + col // 2
+            store_rows(packed, out, coords, head_dim, rows_left)
+
+    out = torch.zeros(WARPGROUP_ROWS, width, dtype=torch.bfloat16)
+    compiled = cute.compile(program, from_dlpack(out), Int32(0), options=FOR_HOPPER)
+    for rows_left in (1, 33, WARPGROUP_ROWS, 1000):
+        out.view(torch.int32).fill_(-1)
+        compiled(from_dlpack(out), Int32(rows_left))
+        expected = torch.arange(WARPGROUP_ROWS * width // 2, dtype=torch.int32).view(WARPGROUP_ROWS, -1)
+        expected[rows_left:] = -1
+        expected[:, head_dim // 2 :] = -1
+        assert torch.equal(out.view(torch.int32), expected)
+
+
+# The softmax in steps
+
+
+@pytest.mark.parametrize("checks_sums", [False, True])
+@pytest.mark.parametrize("slope", [0.0, 0.5, 60.0, -60.0])
+def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, checks_sums: bool) -> None:
+    """As the main loop does it: P of a block by the old maximum, once more if its sums outgrew that."""
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
+    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
+    monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
+    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+    rows, cols, steps = 2, 8, 2
+
+    @cute.jit
+    def program(scores, out, lse, sums, scale_log2):  # type: ignore[no-untyped-def]
+        acc_O, block_max, block_sum, row_lse = (cute.make_rmem_tensor(rows, Float32) for _ in range(4))
+        acc_O_mn = cute.make_tensor(acc_O.iterator, cute.make_layout((rows, 1)))
+        acc_S, acc_P = (cute.make_rmem_tensor(((2, 2, 2 * steps), 1, 1), Float32) for _ in range(2))
+        acc_O.fill(0.0)
+        softmax = Softmax.start(acc_O_mn, scale_log2)
+        views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
+        for block in cutlass.range(scores.shape[0], unroll=1):
+            for r, c in itertools.product(range(rows), range(cols)):
+                as_mn(acc_S)[r, c] = scores[block, r, c]
+            block_sum.fill(0.0)
+            grew = cutlass.Boolean(False)
+            if cutlass.const_expr(not checks_sums):
+                grew = softmax.is_outgrown(as_mn(acc_S), block_max, Int32(0))
+                if grew:
+                    softmax.raise_max(block_max)
+            for k in cutlass.range_constexpr(steps):
+                softmax.exponentiate_steps(*views, range(k, k + 1), False)
+            if cutlass.const_expr(checks_sums):
+                grew = softmax.is_exceeded(block_sum)
+                if grew:
+                    softmax.block_max(as_mn(acc_S), block_max)
+                    softmax.raise_max(block_max)
+                    block_sum.fill(0.0)
+                    softmax.exponentiate_steps(*views, range(steps), False)
+            softmax.add_sums(block_sum)
+            if grew:
+                softmax.rescale(acc_O_mn)
+            for r in cutlass.range_constexpr(rows):
+                # Values of 1 and 2: each row's P is weighed by its column.
+                for c in cutlass.range_constexpr(cols):
+                    acc_O[r] = acc_O[r] + as_mn(acc_P)[r, c] * (1 + c % 2)
+                sums[block, r] = block_sum[r]
+        softmax.finish(acc_O_mn, row_lse)
+        for r in cutlass.range_constexpr(rows):
+            out[r], lse[r] = acc_O[r], row_lse[r]
+
+    scores = torch.randn((5, rows, cols), generator=torch.Generator().manual_seed(1))
+    scores += slope * torch.arange(5.0)[:, None, None]
+    out, lse, sums = torch.zeros(rows), torch.zeros(rows), torch.zeros(5, rows)
+    program(*map(from_dlpack, (scores, out, lse, sums)), Float32(LOG2_E))
+    S = scores.double().permute(1, 0, 2)
+    # As in `test_device`: four threads of a row, each with the same scores.
+    expected_lse = S.flatten(1).logsumexp(-1)
+    weights = torch.arange(cols).double() % 2 + 1
+    expected = ((S - expected_lse[:, None, None]).exp() * weights).sum((1, 2)) / THREADS_PER_ROW
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse + math.log(THREADS_PER_ROW), rtol=1e-5, atol=1e-5)
+    # P in 16 bits must not overflow, whatever the maximum it was taken with.
+    assert sums.max() <= 2.0**RESCALE_THRESHOLD * cols
+
+
+# Tiles of persistent blocks
+
+
+@pytest.fixture
+def queue_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., int]]:
+    """`queue_step(is_shared)(counter, num_tiles, grid, block, index)`: lane 0 asks what comes next.
+
+    Returns the next index; with index -1, the first one.
+    """
+    now: dict[str, Any] = {}
+
+    def atomic_add(pointer: Any, value: Any, sem: str, scope: str) -> Any:
+        number = cute.make_tensor(pointer, cute.make_layout(1))
+        old = number[0]
+        number[0] = old + value
+        return old
+
+    monkeypatch.setattr(cute.arch, "grid_dim", lambda: (now["grid"], 1, 1))
+    monkeypatch.setattr(cute.arch, "block_idx", lambda: (now["block"], 0, 0))
+    monkeypatch.setattr(cute.arch, "lane_idx", lambda: Int32(0))
+    monkeypatch.setattr(cute.arch, "shuffle_sync", lambda value, lane: value)
+    monkeypatch.setattr(cute.arch, "atomic_add", atomic_add)
+
+    def compile_step(is_shared: bool) -> Callable[..., int]:
+        @cute.jit
+        def program(out, address, num_tiles, grid, block, index):  # type: ignore[no-untyped-def]
+            now.update(grid=grid, block=block)
+            queue = TileQueue(num_tiles, address, is_shared)
+            if index < 0:
+                out[0] = queue.first()
+            else:
+                following = queue.following(index)
+                out[0] = following
+                if following >= num_tiles:
+                    queue.close(following)
+
+        out = torch.zeros(1, dtype=torch.int32)
+        compiled = cute.compile(program, from_dlpack(out), Int64(0), *map(Int32, (0, 0, 0, 0)))
+
+        def step(counter: torch.Tensor, *numbers: int) -> int:
+            compiled(from_dlpack(out), Int64(counter.data_ptr()), *map(Int32, numbers))
+            return int(out[0])
+
+        return step
+
+    return compile_step
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_persistent_blocks_do_every_tile_once(queue_step: Any, is_shared: bool) -> None:
+    """Whichever block is ready next, in whatever order; and the counter is left as it was found."""
+    step = queue_step(is_shared)
+    counter = torch.zeros(1, dtype=torch.int32)
+    order = random.Random(0)
+    for num_tiles, most in itertools.product((1, 2, 3, 7, 20, 41), (1, 2, 3, 5, 8, 19, 132)):
+        grid = min(num_tiles, most)
+        blocks = {block: step(counter, num_tiles, grid, block, -1) for block in range(grid)}
+        assert blocks == {block: block for block in range(grid)}
+        done = []
+        while blocks:
+            block = order.choice(list(blocks))
+            done.append(blocks[block])
+            blocks[block] = step(counter, num_tiles, grid, block, blocks[block])
+            if blocks[block] >= num_tiles:
+                del blocks[block]
+        assert sorted(done) == list(range(num_tiles))
+        assert counter.item() == 0
+
+
+def test_a_fast_block_takes_the_tiles_of_a_slow_one(queue_step: Any) -> None:
+    step, counter = queue_step(True), torch.zeros(1, dtype=torch.int32)
+    num_tiles, grid, index, done = 10, 2, 0, []
+    while index < num_tiles:
+        done.append(index)
+        index = step(counter, num_tiles, grid, 0, index)
+    # Block 1 is still at its first tile.
+    assert done == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert counter.item() == 9
+    assert step(counter, num_tiles, grid, 1, 1) == 11
+    assert counter.item() == 0
+
+
+# Rings
+
+
+class Barrier:
+    """An mbarrier as the PTX manual has it: a wait passes once the phase of that parity is over."""
+
+    def __init__(self) -> None:
+        self.phases = 0
+
+    def passes(self, parity: int) -> bool:
+        return self.phases % 2 != parity
+
+
+@pytest.fixture
+def ring_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[int], list[int]]]:
+    """`ring_waits(stages)(fill)`: stage, barrier and parity waited for by a consumer, and by the producer.
+
+    Barriers are numbered: those that tell of full stages from 100 on, of empty ones from 200 on.
+    """
+    asked: list[Any] = []
+    monkeypatch.setattr(cute.arch, "mbarrier_wait", lambda barrier, parity: asked.extend((barrier, parity)))
+
+    def compile_ring(stages: int) -> Callable[[int], list[int]]:
+        @cute.jit
+        def program(out, fill):  # type: ignore[no-untyped-def]
+            asked.clear()
+            ring = Ring(Int32(100), Int32(200), stages)
+            ring.wait_full(fill)
+            ring.wait_empty(fill)
+            for i, value in enumerate((ring.stage(fill), *asked)):
+                out[i] = Int32(value)
+
+        out = torch.zeros(5, dtype=torch.int32)
+        compiled = cute.compile(program, from_dlpack(out), Int32(0))
+
+        def waits(fill: int) -> list[int]:
+            compiled(from_dlpack(out), Int32(fill))
+            return out.tolist()
+
+        return waits
+
+    return compile_ring
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_rings_wait_for_their_own_fill_and_no_other(ring_waits: Any, stages: int) -> None:
+    waits = ring_waits(stages)
+    full, empty = ([Barrier() for _ in range(stages)] for _ in range(2))
+    for fill in range(4 * stages + 1):
+        stage, full_barrier, full_parity, empty_barrier, empty_parity = waits(fill)
+        assert (stage, full_barrier, empty_barrier) == (fill % stages, 100 + stage, 200 + stage)
+        # The producer is let in at once in the first round, and then by the consumers of this stage alone.
+        assert empty[stage].passes(empty_parity)
+        # The consumers see the bytes of this fill, not those of a round before.
+        assert not full[stage].passes(full_parity)
+        full[stage].phases += 1
+        assert full[stage].passes(full_parity)
+        next_empty_parity = waits(fill + stages)[4]
+        assert not empty[stage].passes(next_empty_parity)
+        empty[stage].phases += 1
+        assert empty[stage].passes(next_empty_parity)
+
+
+# Turns
+
+
+def turns_of(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[list[int]]:
+    """For every warpgroup: the barrier it arrives at when it begins, waits at, and arrives at afterwards.
+
+    -1: none.
+    """
+    now: dict[str, Any] = {}
+
+    def record(barrier_id: Any, number_of_threads: int) -> None:
+        assert number_of_threads == 2 * WARPGROUP_THREADS
+        now["out"][now["warpgroup"], now["event"]] = Int32(barrier_id)
+
+    monkeypatch.setattr(cute.arch, "barrier", record)
+    monkeypatch.setattr(cute.arch, "barrier_arrive", record)
+
+    @cute.jit
+    def program(out, warpgroup):  # type: ignore[no-untyped-def]
+        turns = Turns(1, num_warpgroups, warpgroup)
+        for event, method in enumerate((turns.begin, turns.wait, turns.pass_on)):
+            now.update(out=out, warpgroup=warpgroup, event=event)
+            method()
+
+    out = torch.full((num_warpgroups, 3), -1, dtype=torch.int32)
+    for warpgroup in range(num_warpgroups):
+        program(from_dlpack(out), Int32(warpgroup))
+    return out.tolist()
+
+
+@pytest.mark.parametrize("num_warpgroups", [2, 3])
+def test_warpgroups_take_turns(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> None:
+    events = turns_of(monkeypatch, num_warpgroups)
+    begins, waits, passes = zip(*events, strict=True)
+    # A barrier for each, none of them 0, which is the one of all threads.
+    assert sorted(waits) == list(range(1, num_warpgroups + 1))
+    # One turn is in the ring, and it goes round.
+    assert [begun for begun in begins if begun != -1] == [waits[0]]
+    turn, order = waits[0], []
+    for _ in range(3 * num_warpgroups):
+        order.append(waits.index(turn))
+        turn = passes[order[-1]]
+    assert order == list(range(num_warpgroups)) * 3
+
+
+def test_a_warpgroup_alone_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert turns_of(monkeypatch, 1) == [[-1, -1, -1]]

@@ -1,0 +1,152 @@
+"""What names an entry of the compile cache: all that decides its code, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cute_flash import compile as compiling
+from cute_flash.arch import ARCHS
+from cute_flash.compile import digest
+from cute_flash.plan import CompileKey, plan, use_kernels
+from cute_flash.problem import Problem
+
+ROOT = Path(compiling.__file__).parents[1]
+
+
+def key_of(family: str = "sm80") -> CompileKey:
+    with use_kernels(family):
+        return plan(Problem(1, 2, 2, 100, 100, 64), ARCHS[{"sm80": "sm_80", "sm90": "sm_90"}[family]]).key
+
+
+@pytest.fixture
+def clear_facts() -> Iterator[Callable[[], None]]:
+    """Forget what was read of sources and versions: at will, and when the test is over."""
+
+    def clear() -> None:
+        for cached in (compiling.source_digest, compiling.toolchain, compiling.runtime_library):
+            cached.cache_clear()
+
+    yield clear
+    clear()
+
+
+def test_digest_changes_with_all_that_is_compiled_in() -> None:
+    ampere, hopper = key_of("sm80"), key_of("sm90")
+    others = [hopper, replace(ampere, kernel="fwd_sm90"), replace(ampere, target="sm_86")]
+    statics = {"dtype": "float16", "head_dim": 56, "has_left": True, "has_right": True, "head_dim_v": 32}
+    statics["packs_heads"] = True
+    ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
+    hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
+    for key, values in ((ampere, {**ampere_tile, "max_bounds": 0}), (hopper, hopper_tile)):
+        flags = {f.name for f in fields(key.tile) if f.compare and isinstance(f.default, bool)}
+        values |= {name: not getattr(key.tile, name) for name in flags}
+        assert set(values) == {f.name for f in fields(key.tile) if f.compare}, "a field is left out"
+        others += [replace(key, tile=replace(key.tile, **{name: value})) for name, value in values.items()]
+    assert set(statics) == {f.name for f in fields(hopper.static)}, "a field is left out"
+    others += [replace(ampere, static=replace(ampere.static, **{name: statics[name]})) for name in statics]
+    digests = [digest(each) for each in (ampere, *others)]
+    assert len(set(digests)) == len(digests)
+    assert digest(key_of()) == digests[0]
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_digest_does_not_change_with_evidence(family: str) -> None:
+    key = key_of(family)
+    when = {} if family == "sm80" else {"max_keys": 77, "is_bounded": True}
+    cited = replace(key, tile=replace(key.tile, measured="H200: 700 TFLOP/s", **when))
+    assert digest(cited) == digest(key)
+
+
+def test_digest_changes_with_the_text_of_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
+) -> None:
+    for package in ("cute_flash", "layouts"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "compile.py"))
+
+    def digest_now() -> str:
+        clear_facts()
+        return digest(key_of())
+
+    seen = [digest_now()]
+    assert digest_now() == seen[0]
+    kernels = ["kernels/fwd_sm80.py", "kernels/fwd_sm90.py", "kernels/arguments.py"]
+    deciding = [
+        *kernels,
+        "device/mask.py",
+        "device/tma.py",
+        "band.py",
+        "tiles.py",
+        "problem.py",
+        "compile.py",
+    ]
+    for name in (*(f"cute_flash/{name}" for name in deciding), "layouts/smem.py", "layouts/swizzle.py"):
+        with open(tmp_path / name, "a") as file:
+            file.write("# one more line\n")
+        seen.append(digest_now())
+        assert len(set(seen)) == len(seen), name
+    for name in ("api.py", "ops.py", "cli.py", "reference.py"):
+        with open(tmp_path / "cute_flash" / name, "a") as file:
+            file.write("# one more line\n")
+        assert digest_now() == seen[-1], name
+
+
+@pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "apache-tvm-ffi"])
+def test_digest_changes_with_the_versions_of_the_tools(
+    package: str, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
+) -> None:
+    before = digest(key_of())
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == package else real(name))
+    clear_facts()
+    assert digest(key_of()) != before
+
+
+def test_digest_changes_with_the_flavour_of_the_runtime(
+    monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
+) -> None:
+    digests = set()
+    for flavour in ("cu12", "cu13"):
+        clear_facts()
+        library = Path("site", flavour, "lib", "libcute_dsl_runtime.so")
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling, "runtime_library", lambda library=library: library)
+            digests.add(digest(key_of()))
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "flavour"), [(0, "cu13"), (13000, "cu13"), (14010, "cu13"), (12090, "cu12")]
+)
+def test_the_runtime_is_the_newest_that_the_driver_serves(
+    driver: int,
+    flavour: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clear_facts: Callable[[], None],
+) -> None:
+    clear_facts()
+    package = tmp_path / "dsl" / "python_packages" / "cutlass"
+    for name in ("cu12", "cu13"):
+        library = tmp_path / "dsl" / name / "lib" / "libcute_dsl_runtime.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+    monkeypatch.setattr(
+        compiling, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py"))
+    )
+    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
+    assert compiling.runtime_library() == tmp_path / "dsl" / flavour / "lib" / "libcute_dsl_runtime.so"
+    compiling.runtime_library.cache_clear()
+    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: 11080)
+    with pytest.raises(ModuleNotFoundError, match="no flavour of nvidia-cutlass-dsl for a CUDA 11 driver"):
+        compiling.runtime_library()
+    monkeypatch.setattr(compiling, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match="nvidia-cutlass-dsl is not installed"):
+        compiling.runtime_library()

@@ -1,0 +1,138 @@
+"""A GPU on the CPU: `ops.fwd_cuda` is called directly, with stand-ins for the driver, compiler and kernel.
+
+The kernel refuses what a real one could not read, and computes by the reference: results must equal the CPU
+path's bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import ops, reference
+from cute_flash.band import Band
+from cute_flash.plan import MAX_SEQLEN, Plan
+
+D = 16
+# The address of a counter, which only a GPU would read.
+COUNTER = 1 << 40
+
+
+@dataclass
+class Launch:
+    """What a kernel was called with, and what was compiled into it."""
+
+    plan: Plan
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    left: int
+    right: int
+    arguments: tuple[int, ...]  # the plan's, and the address of a counter
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """(B, Hkv, group S, ...) as (B, Hkv, group, S, ...), in place."""
+        return tensor.unflatten(2, (self.plan.problem.group, self.plan.problem.seqlen_q))
+
+    def heads(self, tensor: Tensor) -> Tensor:
+        """The tensor (B, H, S, ...), where its heads are packed too."""
+        return self._by_head(tensor).flatten(1, 2) if self.plan.packs_heads else tensor
+
+    def write(self, target: Tensor, values: Tensor) -> None:
+        if self.plan.packs_heads:
+            target, values = self._by_head(target), values.unflatten(1, (target.shape[1], -1))
+        target.copy_(values)
+
+
+@dataclass
+class FakeGpu:
+    name: str
+    plans: list[Plan] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    current: int | None = None  # the index of a CPU device, where the tensors are
+    entered: list[int | None] = field(default_factory=list)
+
+    @property
+    def last(self) -> Launch:
+        return self.launches[-1]
+
+    def compiled(self, plan: Plan) -> Any:
+        self.plans.append(plan)
+
+        def kernel(*args: Any) -> None:
+            launch = Launch(plan, *args[:8], args[8:])
+            check(launch)
+            static = plan.problem.static
+            band = Band(launch.left if static.has_left else None, launch.right if static.has_right else None)
+            out, lse = reference.forward(launch.heads(launch.q), launch.k, launch.v, band, launch.scale)
+            launch.write(launch.out, out)
+            launch.write(launch.lse, lse)
+            self.launches.append(launch)
+
+        return kernel
+
+    @contextlib.contextmanager
+    def device(self, index: int | None) -> Iterator[None]:
+        self.entered.append(index)
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+def check(launch: Launch) -> None:
+    """What the kernels are compiled for: see their `fake_arguments`."""
+    for tensor in (launch.q, launch.k, launch.v, launch.out):
+        *outer, element = tensor.stride()
+        assert element == 1
+        assert all(stride % 8 == 0 for stride in outer)
+        # 32-bit offsets within a tile of up to 512 rows.
+        assert outer[-1] * 512 < 1 << 31
+        assert tensor.data_ptr() % 16 == 0
+        assert str(tensor.dtype) == f"torch.{launch.plan.problem.dtype}"
+    assert launch.lse.dtype == torch.float32
+    assert launch.lse.is_contiguous()
+    assert 0 < launch.scale < math.inf
+    assert 0 <= launch.left <= MAX_SEQLEN
+    assert 0 <= launch.right <= MAX_SEQLEN
+    p = launch.plan.problem
+    rows = (p.heads_kv, p.group * p.seqlen_q) if launch.plan.packs_heads else (p.heads, p.seqlen_q)
+    assert launch.q.shape == (p.batch, *rows, p.head_dim)
+    assert launch.out.shape == (p.batch, *rows, p.width_v)
+    assert launch.lse.shape == (p.batch, *rows)
+    counter = (COUNTER,) if launch.plan.draws_tiles else ()
+    assert launch.arguments == (*launch.plan.launch_arguments, *counter)
+    assert len(launch.arguments) == (4 if launch.plan.is_persistent else 1)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def inputs(heads_kv: int = 2, sk: int = 9, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    shapes = ((2, 4, 7, D), (2, heads_kv, sk, D), (2, heads_kv, sk, D))
+    return [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def run(
+    tensors: list[Tensor], scale: float = 0.3, left: int | None = None, right: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The CUDA path, compared with the CPU path."""
+    before = [x.clone() for x in tensors]
+    out, lse = ops.fwd_cuda(*tensors, scale, left, right)
+    expected, expected_lse = ops.fwd(*tensors, scale, left, right)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert out.stride() == expected.stride()
+    assert (lse.dtype, lse.stride()) == (expected_lse.dtype, expected_lse.stride())
+    assert all(map(torch.equal, tensors, before)), "inputs were written"
+    return out, lse

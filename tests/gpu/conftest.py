@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cute_flash.plan import FAMILIES, use_kernels
+from tests.gpu import families
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A test runs once with each family of kernels that the GPU can run."""
+    if reason := families.obstacle(request.param):
+        pytest.skip(reason)
+    with use_kernels(request.param):
+        yield request.param
