@@ -37,7 +37,8 @@ def attn(
 
     Args:
         q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
-        k, v: (B, Hkv, Sk, D) likewise. H must be a multiple of Hkv: each K/V head serves H / Hkv query heads.
+        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) likewise. H must be a multiple of Hkv: each K/V head serves
+        H / Hkv query heads. Dv is D, or any other width on the CPU and on sm_90; the output has it.
         causal: query i sees keys up to its own position (the same as `window=(…, 0)`). window: (left, right),
         how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
         before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
