@@ -131,6 +131,11 @@ class FwdTileSm90:
         return 128 * (1 + self.num_warpgroups)
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """What a thread of the loading warpgroup, and one of the others, may use."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_warpgroups]
+
+    @property
     def accumulator_registers(self) -> int:
         """Registers a thread for O, S and P; addresses, barriers and temporaries come on top."""
         return self.width_v // 2 + self.tile_n // 2 + self.tile_n // 4

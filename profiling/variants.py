@@ -32,11 +32,8 @@ WIDTH_STEP = 32
 SAMPLE_LENGTHS = (1024, 2048, 16384)
 # Of the 255 registers of a thread; the rest is for addresses and what is in flight. More would spill.
 MAX_ACCUMULATORS = 240
-# Registers of a thread that multiplies on Hopper, by the number of such warpgroups: `REGISTERS` of the
-# kernel, which is not imported here for the sake of the DSL.
-SM90_REGISTERS = {1: 256, 2: 240, 3: 160}
-# What the rest needs there. With 28 left, ptxas spills little or nothing; with 24 it serialises wgmma, in
-# every tile that was tried.
+# What a thread that multiplies on Hopper needs besides. With 28 left, ptxas spills little or nothing; with 24
+# it serialises wgmma, in every tile that was tried.
 SM90_OTHER_REGISTERS = 28
 
 _PREFIX = re.compile(r"\s*(\d+)\s*:(.*)", re.DOTALL)
@@ -91,7 +88,7 @@ FAMILIES = {
             "checks_sums": (False, True),
             "takes_turns": (False, True),
         },
-        max_accumulators=lambda tile: SM90_REGISTERS[tile.num_warpgroups] - SM90_OTHER_REGISTERS,
+        max_accumulators=lambda tile: tile.registers[1] - SM90_OTHER_REGISTERS,
         # One warpgroup has nobody to take turns with.
         is_redundant=lambda tile: tile.num_warpgroups == 1 and not tile.takes_turns,
     ),

@@ -49,8 +49,6 @@ from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
-# Registers a thread of the loading warpgroup and of the others may use, by the number of the others.
-REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
 
@@ -174,7 +172,7 @@ class FwdSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        for_load, for_mma = REGISTERS[self.tile.num_warpgroups]
+        for_load, for_mma = self.tile.registers
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(for_load)
             if warp_index == LOAD_QK_WARP:
@@ -363,12 +361,14 @@ class FwdSm90:
         """Wait for the next block's K, or give Q back after the last.
 
         The branch asks for the sums of the early exponentials, and so keeps ptxas from moving the wait for O,
-        which follows, up before them. It is always taken; with a constant to compare, ptxas would know that.
+        which follows, up before them. It is always taken but for NaN, where K is waited for later; with a
+        constant to compare, ptxas would know that.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -main.softmax.scale_log2):
             if n_block > tile.blocks.begin:
                 main.shared.k.wait_full(tile.fill + tile.blocks.end - n_block)
-            else:
+        if cutlass.const_expr(self.tile.q_stages == 1):
+            if n_block == tile.blocks.begin:
                 self.release_q(main, tile)
 
     @cute.jit
