@@ -101,6 +101,7 @@ class FwdTileSm90:
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
     head_dim_v: int | None = None  # width of V and of the output, where it is another one
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
+    max_queries: int | None = field(default=None, compare=False)  # for fewer queries only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
@@ -163,6 +164,7 @@ class FwdTileSm90:
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         is_short_enough = self.max_keys is None or problem.seqlen_k <= self.max_keys
+        is_short_enough &= self.max_queries is None or problem.seqlen_q <= self.max_queries
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
         return is_wide_enough and is_as_wide and is_short_enough and is_meant
@@ -210,6 +212,8 @@ SM90_FWD = (
     FwdTileSm90(128, 128, 128, 2, 2, True, measured=_FIRST),
     FwdTileSm90(192, 128, 96, 2, 1, measured=_FIRST),
     FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, measured=_FIRST),
+    # 80 keys spill where heads are packed under a window.
+    FwdTileSm90(256, 128, 64, 2, 1, max_queries=127, measured=_FIRST),
     FwdTileSm90(256, 128, 80, 2, 1, measured=_FIRST),
     # Values narrower or wider than keys.
     FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, measured=_FIRST),

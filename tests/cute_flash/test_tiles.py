@@ -60,12 +60,12 @@ def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
     head_dim_v = row.head_dim_v if isinstance(row, FwdTileSm90) else None
     # Of the same widths there is another row.
     head_dim = row.head_dim - 8 if head_dim_v == row.head_dim else row.head_dim
-    taken = [
-        fwd_tile(
-            {"SM80_FWD": "sm80", "SM90_FWD": "sm90"}[name], arch, problem_of(head_dim, band, keys, head_dim_v)
-        )
-        for band, keys in itertools.product(MASKS, (100, 1 << 20))
+    family = {"SM80_FWD": "sm80", "SM90_FWD": "sm90"}[name]
+    problems = [
+        dataclasses.replace(problem_of(head_dim, band, keys, head_dim_v), seqlen_q=queries)
+        for band, keys, queries in itertools.product(MASKS, (100, 1 << 20), (1, 1000))
     ]
+    taken = [fwd_tile(family, arch, problem) for problem in problems]
     assert any(one is row for one in taken)
 
 
