@@ -2,7 +2,7 @@
 
 The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all,
 hidden size 2048, as many key heads as query heads. So all cells read and write the same bytes, and differ in
-how the same tokens are cut into sequences and heads.
+how the same tokens are cut into sequences and heads. The `gqa` suites share key heads among query heads.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Suite:
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     masks: tuple[str, ...] = MASKS
+    group: int = 1  # query heads that share a key head
 
     def narrowed(
         self,
@@ -88,11 +89,14 @@ class Suite:
         if head_dim < 1 or seqlen < 1:
             raise ValueError(f"head dim {head_dim}, length {seqlen}: both must be 1 or more")
         # Whole heads and sequences: where the division leaves a rest, the cell is a little smaller.
-        heads, batch = max(1, self.hidden // head_dim), max(1, self.tokens // seqlen)
-        return Shape(batch, heads, heads, seqlen, head_dim, mask == "causal")
+        heads_kv, batch = max(1, self.hidden // (head_dim * self.group)), max(1, self.tokens // seqlen)
+        return Shape(batch, heads_kv * self.group, heads_kv, seqlen, head_dim, mask == "causal")
 
 
 SUITES = {
     "paper": Suite(16384, 2048, (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256)),
     "quick": Suite(16384, 2048, (1024, 8192), (64, 128)),
+    # 32 query heads on 8 key heads, and 64 on 8, at D=128.
+    "gqa": Suite(16384, 4096, (1024, 4096, 8192), (128,), group=4),
+    "gqa8": Suite(16384, 8192, (1024, 4096, 8192), (128,), group=8),
 }

@@ -44,3 +44,14 @@ def test_sizes_that_do_not_divide_are_rounded_down_to_whole_sequences_and_heads(
 def test_nonsense_is_refused(narrow):
     with pytest.raises(ValueError, match=r"diagonal|length 0|head dim -8"):
         SUITES["quick"].narrowed(**narrow).shapes()
+
+
+def test_grouped_heads():
+    for name, shape in {
+        "gqa": Shape(2, 32, 8, 8192, 128, False),
+        "gqa8": Shape(4, 64, 8, 4096, 128, True),
+    }.items():
+        shapes = SUITES[name].shapes()
+        assert shape in shapes
+        assert {one.batch * one.seqlen for one in shapes} == {16384}
+        assert {one.heads / one.heads_kv for one in shapes} == {shape.heads / shape.heads_kv}
