@@ -209,7 +209,9 @@ def _is_launchable(tensor: Tensor) -> bool:
 
 def _is_packable(tensor: Tensor) -> bool:
     """Whether the rows of neighbouring heads follow each other at the stride of rows."""
-    return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
+    if tensor.shape[2] == 1:
+        return tensor.stride(1) < MAX_ROW_STRIDE
+    return tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
 def _packed(tensor: Tensor, group: int) -> Tensor:

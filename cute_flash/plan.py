@@ -20,7 +20,8 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 L2_SHARE = 0.4
 # Sums of two lengths and a window stay below 2^31.
 MAX_SEQLEN = 1 << 29
-MAX_BLOCKS = (1 << 31) - 1
+# Persistent blocks count on past the last tile, by one for each block.
+MAX_BLOCKS = (1 << 31) - (1 << 16)
 
 _requested: ContextVar[str | None] = ContextVar("cute_flash_kernels", default=None)
 

@@ -92,12 +92,15 @@ class Softmax:
 
     @cute.jit
     def is_exceeded(self, block_sum: cute.Tensor):
-        """Whether the sums of a block, made with the old maximum, show that a row of this warp outgrew it."""
+        """Whether the sums of a block, made with the old maximum, show that a row of this warp outgrew it.
+
+        No number exceeds too: a row whose maximum is still -inf makes one of scores that are -inf.
+        """
         limit = Float32(2.0**RESCALE_THRESHOLD)
-        exceeded = cutlass.Boolean(False)
+        is_within = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
-            exceeded = exceeded | (block_sum[r] > limit)
-        return cute.arch.vote_any_sync(exceeded)
+            is_within = is_within & (block_sum[r] <= limit)
+        return cute.arch.vote_any_sync(not is_within)
 
     @cute.jit
     def raise_max(self, block_max: cute.Tensor, acc_O_mn: cute.Tensor | None = None):

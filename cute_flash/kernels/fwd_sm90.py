@@ -329,12 +329,14 @@ class FwdSm90:
         acc_P = cute.make_fragment_like(acc_S)
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
-        softmax.exponentiate_steps(*views, early, masked)
+        # A row may have seen no score but -inf yet; where sums are checked, that shows there.
+        maybe_empty = not checks_sums
+        softmax.exponentiate_steps(*views, early, maybe_empty)
         self.look_ahead(main, tile, n_block, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         self.convert(acc_P, main.rP, early)
-        softmax.exponentiate_steps(*views, late, masked)
+        softmax.exponentiate_steps(*views, late, maybe_empty)
         self.convert(acc_P, main.rP, late)
 
         if cutlass.const_expr(checks_sums):
@@ -344,7 +346,7 @@ class FwdSm90:
                 softmax.block_max(as_mn(acc_S), block_max)
                 softmax.raise_max(block_max)
                 block_sum.fill(0.0)
-                softmax.exponentiate_steps(*views, range(self.shapes.steps), False)
+                softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
                 self.convert(acc_P, main.rP, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -15,16 +16,29 @@ from cute_flash.counters import PER_THREAD_STREAM, counter
 class Current:
     stream: int = 0
     is_capturing: bool = False
+    is_external: bool = False
 
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     """The current stream; memory of the CPU in place of the GPU's."""
-    now, zeros = Current(), torch.zeros
+    now, main_thread = Current(), threading.get_ident()
     monkeypatch.setattr(counters, "_counters", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now.stream, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: now.is_capturing, raising=False)
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_getCurrentStream",
+        lambda device: (now.stream if now.is_external else 3, device, 1),
+        raising=False,
+    )
+    monkeypatch.setattr(counters, "_zero", lambda device: torch.zeros(1, dtype=torch.int32))
+
+    def lasting(device: int) -> torch.Tensor:
+        assert threading.get_ident() != main_thread, "memory of a pool that this thread allocates from"
+        return torch.zeros(1, dtype=torch.int32)
+
+    monkeypatch.setattr(counters, "_lasting_zero", lasting)
     return now
 
 
@@ -66,3 +80,13 @@ def test_the_handle_of_many_streams_shares_nothing(current: Current) -> None:
     found = [counter(0) for _ in range(3)]
     assert len({address for _, address in found}) == 3
     assert counters._counters == {}
+
+
+def test_a_stream_that_its_owner_may_destroy_shares_nothing(current: Current) -> None:
+    current.stream, current.is_external = 0x7F00, True
+    found = [counter(0) for _ in range(3)]
+    assert len({address for _, address in found}) == 3
+    assert counters._counters == {}
+    # The default stream has no handle of its own, and is always there.
+    current.stream = 0
+    assert counter(0) is counter(0)
