@@ -259,7 +259,7 @@ def test_the_longest_sequence(side: str) -> None:
 
 
 def test_the_largest_grid() -> None:
-    # Less than 2^31 by more than a GPU has SMs: persistent blocks count on past the last tile, each by one grid.
+    # Less than 2^31 by more than a GPU has SMs: persistent blocks count on past the last tile.
     most = (1 << 31) - (1 << 16)
     assert plan(Problem(1, most, 1, 1, 1, 64), A100).num_blocks == most
     for arch in (A100, H100):

@@ -51,6 +51,20 @@ def test_scores_that_grow_along_the_keys(dtype, growth):
     cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
 
 
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("num_hidden", (100, 300))
+def test_keys_that_score_minus_infinity(head_dim, num_hidden, family):
+    """The last keys, whole blocks of them and a part of one, before the first finite score."""
+    if family == "sm80":
+        pytest.xfail("the mma.sync kernels give NaN")
+    q, k, v = cases.make_inputs(cases.Case(1, 2, 2, 200, 600, head_dim, Band()), torch.bfloat16, "cuda")
+    q[..., 0] = 1.0
+    k[:, :, -num_hidden:, 0] = -torch.inf
+    out, lse = attend(q, k, v, Band())
+    shown = slice(0, 600 - num_hidden)
+    cases.assert_is_attention(out, lse, q, k[:, :, shown], v[:, :, shown], Band())
+
+
 def test_outliers():
     case = cases.Case(2, 4, 4, 512, 512, 64, CAUSAL)
     generator = torch.Generator("cuda").manual_seed(0)
