@@ -428,11 +428,17 @@ class FwdSm90:
             main.shared.q.release(tile.count)
 
     @cute.jit
-    def store_directly(self, p: Params, main: Main, tile: Tile):
-        """O / l -> global memory; the stage of Q is being filled for the next tile."""
+    def output(self, main: Main) -> cute.Tensor:
+        """O / l in the output's type."""
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
         rO = cute.make_fragment_like(main.acc_O, self.shapes.dtype)
         self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
+        return rO
+
+    @cute.jit
+    def store_directly(self, p: Params, main: Main, tile: Tile):
+        """O / l -> global memory; the stage of Q is being filled for the next tile."""
+        rO = self.output(main)
         first_row = tile.mask.first_row
         gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
@@ -446,10 +452,8 @@ class FwdSm90:
     @cute.jit
     def hand_over(self, main: Main, tile: Tile):
         """O / l -> the stage of Q in the output's type, visible to the copy engine."""
-        main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
+        rO = self.output(main)
         sO = main.shared.output_stage(main.warpgroup, tile.count)
-        rO = cute.make_fragment_like(main.acc_O, self.shapes.dtype)
-        self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
         copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
