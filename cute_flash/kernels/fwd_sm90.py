@@ -39,7 +39,7 @@ from cute_flash.device.epilogue import store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
+from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels import fwd_sm90_copies as copies
@@ -279,7 +279,7 @@ class FwdSm90:
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
-        softmax.exponentiate(as_mn(acc_S), True)
+        softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
@@ -301,8 +301,7 @@ class FwdSm90:
     @cute.jit
     def one_block(self, main: Main, tile: Tile, n_block: Int32, masked: cutlass.Constexpr):
         shared, softmax = main.shared, main.softmax
-        blocks_seen = tile.blocks.end - 1 - n_block
-        fill = tile.fill + blocks_seen
+        fill = tile.fill + tile.blocks.end - 1 - n_block
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         main.turns.wait()
@@ -321,7 +320,7 @@ class FwdSm90:
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
         if cutlass.const_expr(not checks_sums):
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(blocks_seen))
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max)
             if grew:
                 softmax.raise_max(block_max)
 
@@ -352,11 +351,6 @@ class FwdSm90:
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
-
-    def keys_seen(self, blocks_seen: Int32) -> Int32:
-        """Blocks so wide that the first one alone was to be exact need not ask how many keys were seen."""
-        tile_n = self.tile.tile_n
-        return Int32(EXACT_KEYS) if tile_n >= EXACT_KEYS else blocks_seen * tile_n
 
     @cute.jit
     def look_ahead(self, main: Main, tile: Tile, n_block: Int32, block_sum: cute.Tensor):
@@ -425,7 +419,7 @@ class FwdSm90:
     def release_q(self, main: Main, tile: Tile):
         """Q has been used for the last time. With two stages the output still leaves through it."""
         if cutlass.const_expr(self.tile.q_stages == 1):
-            main.shared.q.release(tile.count)
+            main.shared.release_q(tile.count)
 
     @cute.jit
     def output(self, main: Main) -> cute.Tensor:

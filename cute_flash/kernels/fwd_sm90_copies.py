@@ -46,7 +46,7 @@ def load_v(p: Params, shared: Shared):
     m_block = shared.m_block(count)
     while m_block != NO_TILE:
         head, batch = shared.head_and_batch(count)
-        shared.q.release(count)
+        shared.release_q(count)
         blocks = p.blocks(m_block)
         for n in cutlass.range(blocks.end - blocks.begin, unroll=1):
             coord = (blocks.end - 1 - n, head // p.heads_per_kv, batch)
@@ -80,7 +80,7 @@ def load_block(tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord:
 @cute.jit
 def store(p: Params, shared: Shared):
     """Send each warpgroup's output off as soon as it stands; then give the stage back to Q."""
-    num, ring = shared.shapes.tile.num_warpgroups, shared.q
+    num = shared.shapes.tile.num_warpgroups
     count = Int32(0)
     wait_output(shared, count, 0)
     m_block = shared.m_block(count)
@@ -94,7 +94,7 @@ def store(p: Params, shared: Shared):
                 cute.arch.cp_async_bulk_commit_group()
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        ring.release(count)
+        shared.release_q(count)
         count += 1
         wait_output(shared, count, 0)
         m_block = shared.m_block(count)

@@ -154,6 +154,12 @@ class Shared:
         stage, uniform = self.q.stage(count), cute.arch.make_warp_uniform
         return uniform(self.tiles[1, stage]), uniform(self.tiles[2, stage])
 
+    @cute.jit
+    def release_q(self, count: Int32):
+        """By a warp that is done with a stage of Q: all its threads have read the tile, one arrives."""
+        cute.arch.sync_warp()
+        self.q.release(count)
+
     def output_stage(self, warpgroup: Int32, count: Int32) -> cute.Tensor:
         """(64, tile_dv) over the stage of Q"""
         sQ = self.sQ[None, None, (warpgroup, self.q.stage(count))]

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from cute_flash.plan import FAMILIES, use_kernels
 from tests.gpu import families
@@ -13,5 +14,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """A test runs once with each family of kernels that the GPU can run."""
     if reason := families.obstacle(request.param):
         pytest.skip(reason)
+    # What was compiled for another family must not serve this one.
+    torch.compiler.reset()
     with use_kernels(request.param):
         yield request.param
