@@ -85,7 +85,8 @@ def _out_like(q: Tensor, v: Tensor) -> Tensor:
     if q.shape[3] == v.shape[3]:
         return torch.empty_like(q)
     # A tensor like q tells the order; the last dimension changes its size in it.
-    order = sorted(range(4), key=lambda i: torch.empty_like(q, device="meta").stride(i), reverse=True)
+    like_q = torch.empty_like(q).stride()
+    order = sorted(range(4), key=lambda i: like_q[i], reverse=True)
     out = torch.empty([(*q.shape[:3], v.shape[3])[i] for i in order], dtype=q.dtype, device=q.device)
     return out.permute([order.index(i) for i in range(4)])
 
@@ -146,11 +147,12 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     problem.check("cuda")
     if problem.is_empty:
         return _launch_empty
-    meta_out = _out_like(q.to("meta"), v.to("meta"))
+    # One to look at: on the meta device the first would import much of torch.
+    like_out = _out_like(q, v)
     # A dense output in q's order has launchable strides unless D comes late in that order.
     must_copy = not all(map(_is_launchable, (q, k, v)))
-    must_copy_out = not _is_launchable(meta_out)
-    is_packable = all(_is_packable(x) or not _is_launchable(x) for x in (q, meta_out))
+    must_copy_out = not _is_launchable(like_out)
+    is_packable = all(_is_packable(x) or not _is_launchable(x) for x in (q, like_out))
     with ranges.marked("plan"):
         plan = planning.plan(problem, arch.detect(q.device.index), is_packable)
     from cute_flash.compile import compiled

@@ -146,8 +146,8 @@ class FwdTileSm90:
         columns = self.q_stages * self.tile_m * self.head_dim
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
-        # What stands in each stage of Q, 16 bytes, begins at a multiple of 16.
-        return columns * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 16 * self.q_stages
+        # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
+        return columns * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"

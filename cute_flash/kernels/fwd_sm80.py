@@ -291,7 +291,8 @@ class FwdSm80:
 
         if cutlass.const_expr(masked):
             main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
-        main.softmax.step(as_mn(acc_S), as_mn(main.acc_O))
+        keys_seen = (main.blocks.end - 1 - n_block) * tile.tile_n
+        main.softmax.step(as_mn(acc_S), as_mn(main.acc_O), keys_seen)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
 

@@ -39,7 +39,7 @@ from cute_flash.device.epilogue import store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.softmax import LOG2_E, Softmax
+from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels import fwd_sm90_copies as copies
@@ -301,7 +301,8 @@ class FwdSm90:
     @cute.jit
     def one_block(self, main: Main, tile: Tile, n_block: Int32, masked: cutlass.Constexpr):
         shared, softmax = main.shared, main.softmax
-        fill = tile.fill + tile.blocks.end - 1 - n_block
+        blocks_seen = tile.blocks.end - 1 - n_block
+        fill = tile.fill + blocks_seen
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         main.turns.wait()
@@ -320,7 +321,7 @@ class FwdSm90:
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
         if cutlass.const_expr(not checks_sums):
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max)
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(blocks_seen))
             if grew:
                 softmax.raise_max(block_max)
 
@@ -339,18 +340,23 @@ class FwdSm90:
         self.convert(acc_P, main.rP, late)
 
         if cutlass.const_expr(checks_sums):
-            # P was made with m. Only if its sums show that m was outgrown is it made once more, with m'.
-            grew = softmax.is_exceeded(block_sum)
-            if grew:
+            # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
+            if softmax.is_suspicious(block_sum):
                 softmax.block_max(as_mn(acc_S), block_max)
-                softmax.raise_max(block_max)
-                block_sum.fill(0.0)
-                softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                self.convert(acc_P, main.rP, range(self.shapes.steps))
+                if softmax.is_outweighed(block_max, block_sum):
+                    softmax.raise_max(block_max, as_mn(main.acc_O))
+                    block_sum.fill(0.0)
+                    softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
+                    self.convert(acc_P, main.rP, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
+
+    def keys_seen(self, blocks_seen: Int32) -> Int32:
+        """With blocks so wide that only part of the second was to be exact, the first alone is."""
+        tile_n = self.tile.tile_n
+        return Int32(EXACT_KEYS) if 2 * tile_n > EXACT_KEYS else blocks_seen * tile_n
 
     @cute.jit
     def look_ahead(self, main: Main, tile: Tile, n_block: Int32, block_sum: cute.Tensor):

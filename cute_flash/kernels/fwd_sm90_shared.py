@@ -20,6 +20,8 @@ from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
 NO_TILE = -1
+# Tiles written down at a time, also beside one stage of Q: the next one is, before all have read this one.
+TILE_SLOTS = 2
 ALL_ROWS = 1 << 20
 
 
@@ -106,7 +108,7 @@ class Shared:
     k: Ring
     v: Ring
     o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
-    tiles: cute.Tensor  # (m_block, head, batch) of the tile in each q stage; told by q.full; NO_TILE: the end
+    tiles: cute.Tensor  # (m_block, head, batch) of the last tiles; told by q.full; NO_TILE: the end
 
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
@@ -122,7 +124,7 @@ class Shared:
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, tile.q_stages)), 16)
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, TILE_SLOTS)), 16)
         return Shared(shapes, sQ, sK, sV, *rings, o_full, tiles)
 
     @cute.jit
@@ -139,24 +141,26 @@ class Shared:
 
     @cute.jit
     def tell_tile(self, count: Int32, coord: tuple):
-        """Write down the tile of a stage of Q; the arrival at q.full that follows tells it."""
+        """Write down the tile that a stage of Q is filled for; the arrival at q.full that follows tells it."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(3):
-                self.tiles[i, self.q.stage(count)] = coord[i]
+                self.tiles[i, count % TILE_SLOTS] = coord[i]
 
     @cute.jit
     def m_block(self, count: Int32) -> Int32:
         """After q.full: the tile's rows, or NO_TILE."""
-        return cute.arch.make_warp_uniform(self.tiles[0, self.q.stage(count)])
+        return self._told(0, count)
 
     @cute.jit
     def head_and_batch(self, count: Int32):
-        stage, uniform = self.q.stage(count), cute.arch.make_warp_uniform
-        return uniform(self.tiles[1, stage]), uniform(self.tiles[2, stage])
+        return self._told(1, count), self._told(2, count)
+
+    def _told(self, i: int, count: Int32) -> Int32:
+        return cute.arch.make_warp_uniform(self.tiles[i, count % TILE_SLOTS])
 
     @cute.jit
     def release_q(self, count: Int32):
-        """By a warp that is done with a stage of Q: all its threads have read the tile, one arrives."""
+        """By a warp that is done with a stage of Q and has read its tile."""
         cute.arch.sync_warp()
         self.q.release(count)
 

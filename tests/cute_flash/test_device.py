@@ -19,7 +19,6 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.band import Band
-from cute_flash.device import softmax as softmax_module
 from cute_flash.device.copies import RowTiles, plain_row_copy
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.scheduler import TileOrder
@@ -221,9 +220,12 @@ ROWS, COLS, WIDTH = 2, 4, 3
 
 
 def online_softmax(
-    scores: torch.Tensor, values: torch.Tensor, scale: float
+    scores: torch.Tensor, values: torch.Tensor, scale: float, keys_per_block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On one thread: output, LSE of blocks of scores (block, ROWS, COLS) and values (block, COLS, WIDTH)."""
+    """On one thread, output and LSE of blocks of scores (block, ROWS, COLS) and values (block, COLS, WIDTH).
+
+    `keys_per_block`: as many are said to have been seen with each block.
+    """
 
     @cute.jit
     def program(scores, values, out, lse, scale_log2):  # type: ignore[no-untyped-def]
@@ -234,7 +236,7 @@ def online_softmax(
         for block in cutlass.range(scores.shape[0], unroll=1):
             for r, c in itertools.product(range(ROWS), range(COLS)):
                 acc_S[r, c] = scores[block, r, c]
-            softmax.step(acc_S, acc_O)
+            softmax.step(acc_S, acc_O, block * keys_per_block)
             for r, d, c in itertools.product(range(ROWS), range(WIDTH), range(COLS)):
                 acc_O[r, d] = acc_O[r, d] + acc_S[r, c] * values[block, c, d]
         row_lse = cute.make_rmem_tensor(ROWS, Float32)
@@ -255,7 +257,6 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
-    monkeypatch.setattr(cute.arch, "fmin", lambda a, b: cutlass.min(a, Float32(b)))
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
 
 
@@ -280,8 +281,8 @@ def block_scores(name: str) -> torch.Tensor:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-# How much of l a key must outweigh to raise the maximum: nothing, as usual, or more than ever happens.
-@pytest.mark.parametrize("share", [0.0, softmax_module.OUTWEIGHED_SHARE, 1e30])
+# Rescaled at every rise of a maximum, or only at steep ones: the result is the same.
+@pytest.mark.parametrize("keys_per_block", [0, 1 << 20])
 @pytest.mark.parametrize(
     "name",
     [
@@ -294,12 +295,10 @@ def block_scores(name: str) -> torch.Tensor:
         "one row hidden",
     ],
 )
-def test_online_softmax(monkeypatch: pytest.MonkeyPatch, name: str, share: float, scale: float) -> None:
-    """Rescaled at every rise of a maximum, or only at steep ones: the result is the same."""
-    monkeypatch.setattr(softmax_module, "OUTWEIGHED_SHARE", share)
+def test_online_softmax(name: str, keys_per_block: int, scale: float) -> None:
     scores = block_scores(name)
     values = torch.randn((6, COLS, WIDTH), generator=torch.Generator().manual_seed(4))
-    out, lse = online_softmax(scores, values, scale)
+    out, lse = online_softmax(scores, values, scale, keys_per_block)
     S = scale * scores.double().permute(1, 0, 2).flatten(1)
     is_empty = (S == -torch.inf).all(-1)
     expected_lse = S.logsumexp(-1)
