@@ -141,7 +141,7 @@ class Shared:
 
     @cute.jit
     def tell_tile(self, count: Int32, coord: tuple):
-        """Write down the tile that a stage of Q is filled for; the arrival at q.full that follows tells it."""
+        """Write down the tile of a stage of Q; the arrival at q.full that follows tells it."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(3):
                 self.tiles[i, count % TILE_SLOTS] = coord[i]
