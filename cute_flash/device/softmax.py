@@ -30,7 +30,7 @@ RESCALE_THRESHOLD = 3.0
 # slower, 512 keys 1.00 and 8 % slower.
 EXACT_KEYS = 128
 # Where P is made with the old maximum, its sums raise a suspicion: above this thread's part of l by so much.
-SUSPICIOUS_EXCESS = 7.0
+SUSPICIOUS_EXCESS = 6.0
 # It is confirmed by a single P above this share of the sums, or by a sum near what P in 16 bits can hold. In
 # the model: error up to 1.04; of the blocks of normal inputs one in 50 is suspicious, one in 300 done again.
 OUTWEIGHED_SHARE, OUTWEIGHED_BY = 0.5, 1.0
@@ -96,14 +96,15 @@ class Softmax:
         return cute.arch.vote_any_sync(grew)
 
     @cute.jit
-    def is_suspicious(self, block_sum: cute.Tensor):
+    def is_suspicious(self, block_sum: cute.Tensor, factors: cute.Tensor):
         """Whether the sums of a block, made with the old maximum, leave it open that a row outgrew that.
 
-        No number is suspicious too: a row whose maximum is still -inf makes one of scores that are -inf.
+        `factors`: as many times more keys has the block than those that the row has seen before. No number is
+        suspicious too: a row whose maximum is still -inf makes one of scores that are -inf.
         """
         is_usual = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
-            usual = cute.arch.fmin(self.row_sum[r] + SUSPICIOUS_EXCESS, MAX_BLOCK_SUM)
+            usual = cute.arch.fmin((self.row_sum[r] + SUSPICIOUS_EXCESS) * factors[r], MAX_BLOCK_SUM)
             is_usual = is_usual & (block_sum[r] <= usual)
         return cute.arch.vote_any_sync(not is_usual)
 
