@@ -37,6 +37,10 @@ from cute_flash.ranges import marked
 KERNELS = {
     "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
     "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
+    "bwd_sm90": ("cute_flash.kernels.bwd_sm90", "BwdSm90"),
+    "bwd_preprocess": ("cute_flash.kernels.bwd_around", "BwdPreprocess"),
+    "bwd_preprocess_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessWithDLSE"),
+    "bwd_postprocess": ("cute_flash.kernels.bwd_around", "BwdPostprocess"),
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
@@ -78,7 +82,11 @@ def compiled(plan: Plan) -> Callable[..., None]:
     """A plan's launch, on torch's current stream:
     `f(q, k, v, out, lse, scale, left, right, *plan.launch_arguments)`.
     """
-    key = plan.key
+    return compiled_kernel(plan.key)
+
+
+def compiled_kernel(key: CompileKey) -> Callable[..., None]:
+    """The launch of one kernel; its arguments are those of its `__call__`."""
     with _lock:
         if key in _functions:
             _count(memory_hits=1)

@@ -22,7 +22,7 @@ from torch import Tensor
 from cute_flash import arch, counters, ranges, reference
 from cute_flash import plan as planning
 from cute_flash.band import Band
-from cute_flash.problem import Problem, UnsupportedError, check_window
+from cute_flash.problem import Problem, check_window
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
@@ -248,9 +248,35 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
-    raise UnsupportedError(
-        "the gradient of attn on CUDA tensors: there is no backward kernel yet; move q, k, v to the CPU, "
-        "or call attn under torch.no_grad()"
+    """dq, dk, dv. Workspace: fp32 sums of dQ and two fp32 rows, padded to whole tiles of queries."""
+    problem = problem_of(q, k, v, (left, right))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if problem.is_empty:
+        return tuple(grad.zero_() for grad in grads)
+    from cute_flash.compile import compiled_kernel
+
+    plan = planning.bwd_plan(problem, arch.detect(q.device.index))
+    tile = plan.tile
+    # The forward has taken a negative scale for -q.
+    sign, scale = (-1 if scale < 0 else 1), max(abs(scale), MIN_SCALE)
+    q, k, v, out, dout = (_launchable(x) for x in (q if sign > 0 else -q, k, v, out, dout))
+    targets = [
+        x if _is_launchable(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in grads
+    ]
+    blocks = -(-problem.seqlen_q // tile.tile_m)
+    heads, device = (problem.batch, problem.heads), q.device
+    rows = [torch.empty((*heads, blocks * tile.tile_m), dtype=torch.float32, device=device) for _ in range(2)]
+    sums = torch.empty((*heads, blocks, tile.tile_m * tile.head_dim), dtype=torch.float32, device=device)
+    window = (0 if left is None else min(left, MAX_WINDOW), 0 if right is None else min(right, MAX_WINDOW))
+    with torch.cuda.device(device):
+        before = "bwd_preprocess" if dlse is None else "bwd_preprocess_dlse"
+        dlse = None if dlse is None else dlse.contiguous()
+        compiled_kernel(plan.key(before))(out, dout, lse.contiguous(), *rows, sums, dlse)
+        main = compiled_kernel(plan.key("bwd_sm90"))
+        main(q, k, v, dout, *rows, sums, *targets[1:], scale, *window, plan.section)
+        compiled_kernel(plan.key("bwd_postprocess"))(sums, targets[0], sign * scale)
+    return tuple(
+        grad if grad is target else grad.copy_(target) for grad, target in zip(grads, targets, strict=True)
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
 from cute_flash.problem import Problem, Static, UnsupportedError
-from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
+from cute_flash.tiles import ELEMENT_BYTES, BwdTileSm90, FwdTile, FwdTileSm90, bwd_tile, fwd_tile
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -60,7 +60,7 @@ class CompileKey:
 
     kernel: str
     static: Static
-    tile: FwdTile | FwdTileSm90
+    tile: FwdTile | FwdTileSm90 | BwdTileSm90
     target: str
 
 
@@ -133,6 +133,24 @@ class Plan:
             f"grid      {self.num_blocks} blocks, {self.num_tiles} tiles, sections of {self.section} head(s)"
             + (", the heads of a group packed" if self.packs_heads else ""),
         ]
+
+
+@dataclass(frozen=True)
+class BwdPlan:
+    problem: Problem
+    arch: ArchSpec
+    tile: BwdTileSm90
+    section: int
+
+    def key(self, kernel: str) -> CompileKey:
+        """Of `bwd_sm90`, `bwd_preprocess`, `bwd_preprocess_dlse` or `bwd_postprocess`."""
+        return CompileKey(kernel, self.problem.static, self.tile, self.arch.name + "a")
+
+
+def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
+    """The plan of the gradients; raises `UnsupportedError` if there is none."""
+    problem.check("cuda")
+    return BwdPlan(problem, arch, bwd_tile(arch, problem), problem.heads_kv * problem.batch)
 
 
 def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:

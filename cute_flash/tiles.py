@@ -170,6 +170,31 @@ class FwdTileSm90:
         return is_wide_enough and is_as_wide and is_short_enough and is_meant
 
 
+@dataclass(frozen=True)
+class BwdTileSm90:
+    """`tile_n` keys, 64 to each of two warpgroups, against blocks of `tile_m` queries."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    stages: int = 2  # buffers of Q, and of dO
+    measured: str = field(default="", compare=False)
+
+    @property
+    def num_threads(self) -> int:
+        return 3 * 128
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
+        halves = rows * self.head_dim + self.tile_m * self.tile_n
+        floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
+        return 2 * halves + 4 * floats + 8 * (2 + 4 * self.stages + 4)
+
+    def fits(self, arch: ArchSpec) -> bool:
+        return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
+
+
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
@@ -234,6 +259,20 @@ SM90_FWD = (
     FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
     FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, measured=_BY_WIDTH),
 )
+
+
+SM90_BWD = (
+    BwdTileSm90(64, 128, 128, measured=_FIRST),
+    BwdTileSm90(128, 64, 128, measured=_FIRST),
+)
+
+
+def bwd_tile(arch: ArchSpec, problem: Problem) -> BwdTileSm90:
+    static = problem.static
+    for tile in SM90_BWD:
+        if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
+            return tile
+    raise UnsupportedError(f"the gradient for head_dim={static.head_dim} on {arch.name}: no kernel yet")
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTileSm90:
