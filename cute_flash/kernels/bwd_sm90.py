@@ -20,7 +20,7 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 |---------------|-----------------------------|---------------------------------------------|
 | sK, sV        | tile_n x tile_d             | whole tile                                  |
 | sQ, sdO       | stages x tile_m x tile_d    | one block of queries                        |
-| sdS           | tile_n x tile_m             | one block: the halves of both warpgroups    |
+| sdS           | 2 x tile_n x tile_m         | one block: the halves of both warpgroups    |
 | sdQ           | tile_m x tile_d, fp32       | one block, in the order of the accumulators |
 | sLSE, sD      | stages x tile_m, fp32       | one block of queries                        |
 """
@@ -39,7 +39,7 @@ from cute_flash.band import Band, BlockRange
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
-from cute_flash.device.mask import Mask
+from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
@@ -52,8 +52,9 @@ from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 NUM_WARPGROUPS = 2
 BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
-# Named barriers: dS of both warpgroups stands in shared memory; both have read it.
-DS_FULL, DS_EMPTY = 1, 2
+# Named barrier: dS of both warpgroups stands in shared memory.
+DS_FULL = 1
+DS_STAGES = 2
 SMEM_ALIGN = 1024
 
 
@@ -93,7 +94,7 @@ class Shared:
     sV: cute.Tensor
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
     sdO: cute.Tensor
-    sdS: cute.Tensor  # (tile_n, tile_m)
+    sdS: cute.Tensor  # (tile_n, tile_m, stage)
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
@@ -101,6 +102,32 @@ class Shared:
     q: Ring  # with LSE
     do: Ring  # with D
     dq: Ring  # a stage for each warpgroup
+
+
+@dataclass(frozen=True)
+class Main:
+    """What a warpgroup works with."""
+
+    wg: Int32
+    thread: Int32
+    shared: Shared
+    rK: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K), its own keys
+    rV: cute.Tensor
+    rQ: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
+    rdO: cute.Tensor
+    rQt: cute.Tensor
+    rdOt: cute.Tensor
+    rdSt: cute.Tensor
+    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), its own columns of all keys
+    acc_S: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    tScS: cute.Tensor  # (key, query) of every element of S^T
+
+
+def transposed(sX: cute.Tensor) -> cute.Tensor:
+    modes = [1, 0, *range(2, cute.rank(sX))]
+    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=modes))
 
 
 class BwdSm90:
@@ -252,7 +279,7 @@ class BwdSm90:
 
         sK, sV = allocate(self.k_tile, 1)[None, None, 0], allocate(self.k_tile, 1)[None, None, 0]
         sQ, sdO = allocate(self.q_tile, tile.stages), allocate(self.q_tile, tile.stages)
-        sdS = allocate(self.ds_tile, 1)[None, None, 0]
+        sdS = allocate(self.ds_tile, DS_STAGES)
         rows = cute.make_layout((tile.tile_m, tile.stages))
         sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
         per_thread = tile.tile_m * tile.head_dim // BOTH
@@ -314,139 +341,156 @@ class BwdSm90:
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
+    def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
+        tile = self.tile
+        s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
+        rows = (WARPGROUP_ROWS, tile.head_dim)
+        acc_dK = cute.make_rmem_tensor(dkv.partition_shape_C(rows), Float32)
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_m))
+        return Main(
+            wg,
+            thread,
+            shared,
+            s.make_fragment_A(s.partition_A(cute.local_tile(shared.sK, rows, (wg, 0)))),
+            s.make_fragment_A(s.partition_A(cute.local_tile(shared.sV, rows, (wg, 0)))),
+            s.make_fragment_B(s.partition_B(shared.sQ)),
+            s.make_fragment_B(s.partition_B(shared.sdO)),
+            dkv.make_fragment_B(dkv.partition_B(transposed(shared.sQ))),
+            dkv.make_fragment_B(dkv.partition_B(transposed(shared.sdO))),
+            dq.make_fragment_A(dq.partition_A(transposed(shared.sdS))),
+            dq.make_fragment_B(
+                dq.partition_B(
+                    cute.local_tile(transposed(shared.sK), (tile.head_dim // 2, tile.tile_n), (wg, 0))
+                )
+            ),
+            cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tile.tile_m)), Float32),
+            acc_dK,
+            cute.make_fragment_like(acc_dK),
+            p.mma_s.get_slice(thread).partition_C(coords),
+        )
+
     @cute.jit
     def mma(self, p: Params, shared: Shared, where: tuple, blocks: BlockRange, wg: Int32, thread: Int32):
-        tile = self.tile
+        main = self._main(p, shared, wg, thread)
         n_block, head_kv, batch = where
-        first_row = n_block * tile.tile_n + wg * WARPGROUP_ROWS
-        s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
-        half = tile.head_dim // 2
-        mine = lambda sX: cute.local_tile(sX, (WARPGROUP_ROWS, tile.head_dim), (wg, 0))
-        turned = lambda sX: cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, 2]))
-        rK, rV = (
-            s.make_fragment_A(s.partition_A(mine(shared.sK))),
-            s.make_fragment_A(s.partition_A(mine(shared.sV))),
-        )
-        rQ, rdO = s.make_fragment_B(s.partition_B(shared.sQ)), s.make_fragment_B(s.partition_B(shared.sdO))
-        rQt = dkv.make_fragment_B(dkv.partition_B(turned(shared.sQ)))
-        rdOt = dkv.make_fragment_B(dkv.partition_B(turned(shared.sdO)))
-        sdSt = cute.make_tensor(shared.sdS.iterator, cute.select(shared.sdS.layout, mode=[1, 0]))
-        rdSt = dq.make_fragment_A(dq.partition_A(sdSt))
-        sKt = cute.make_tensor(shared.sK.iterator, cute.select(shared.sK.layout, mode=[1, 0]))
-        rKt = dq.make_fragment_B(dq.partition_B(cute.local_tile(sKt, (half, tile.tile_n), (wg, 0))))
-
-        acc_dK = cute.make_rmem_tensor(dkv.partition_shape_C((WARPGROUP_ROWS, tile.head_dim)), Float32)
-        acc_dV = cute.make_fragment_like(acc_dK)
-        acc_dK.fill(0.0)
-        acc_dV.fill(0.0)
-        coords = p.mma_s.get_slice(thread).partition_C(
-            cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_m))
-        )
-        mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, coords)
-        frags = (rK, rV, rQ, rdO, rQt, rdOt, rdSt, rKt)
+        first_row = n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
+        mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
+        main.acc_dK.fill(0.0)
+        main.acc_dV.fill(0.0)
+        num = blocks.end - blocks.begin
+        total = num * p.heads_per_kv
         cute.arch.mbarrier_wait(shared.kv_full, 0)
+        if total > 0:
+            shared.q.wait_full(0)
+            acc_S = self.start_s(p, main, Int32(0))
+            warpgroup.wait_group(0)
+            main.acc_S.store(acc_S.load())
         # Keys past the end must not reach dQ: all of the last block is masked.
         is_tail = first_row + WARPGROUP_ROWS > p.seqlen_k
-        num = blocks.end - blocks.begin
         for g in cutlass.range(p.heads_per_kv, unroll=1):
-            head = head_kv * p.heads_per_kv + g
             for i in cutlass.range(num, unroll=1):
                 m_block = blocks.begin + i
                 is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-                self.one_block(
-                    p,
-                    shared,
-                    frags,
-                    (acc_dK, acc_dV),
-                    mask,
-                    (head, batch, m_block, g * num + i),
-                    is_cut,
-                    (wg, thread),
-                )
-        self.write(p.mdV, acc_dV, where, wg, thread, p, Float32(1.0))
-        self.write(p.mdK, acc_dK, where, wg, thread, p, p.scale)
+                self.one_block(p, main, mask, m_block, g * num + i, total, is_cut)
+        self.write(p.mdV, main.acc_dV, where, wg, thread, p, Float32(1.0))
+        self.write(p.mdK, main.acc_dK, where, wg, thread, p, p.scale)
+
+    @cute.jit
+    def start_s(self, p: Params, main: Main, fill: Int32):
+        """S^T = K Q^T"""
+        rQ = main.rQ[None, None, None, main.shared.q.stage(fill)]
+        acc_S = cute.make_fragment_like(main.acc_S)
+        self.start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
+        return acc_S
 
     @cute.jit
     def one_block(
-        self,
-        p: Params,
-        shared: Shared,
-        frags: tuple,
-        accs: tuple,
-        mask: Mask,
-        what: tuple,
-        is_cut,
-        who: tuple,
+        self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, total: Int32, is_cut
     ):
-        tile = self.tile
-        rK, rV, rQ, rdO, rQt, rdOt, rdSt, rKt = frags
-        acc_dK, acc_dV = accs
-        head, batch, m_block, fill = what
-        wg, thread = who
+        """S^T of this block stands; that of the next is begun here."""
+        tile, shared = self.tile, main.shared
         stage = shared.q.stage(fill)
-        shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, tile.tile_m))
-        # S^T = K Q^T;  dP^T = V dO^T
-        shared.q.wait_full(fill)
-        acc_S = cute.make_rmem_tensor(shape, Float32)
-        self.start_gemm(p.mma_s, acc_S, rK, rQ[None, None, None, stage], False)
+        # dP^T = V dO^T, beside the exponentials
         shared.do.wait_full(fill)
-        acc_dP = cute.make_rmem_tensor(shape, Float32)
-        self.start_gemm(p.mma_s, acc_dP, rV, rdO[None, None, None, stage], False)
-        warpgroup.wait_group(1)
-
-        # P^T = exp(scale S^T - LSE)
-        S_mn, dP_mn, coords = as_mn(acc_S), as_mn(acc_dP), as_mn(mask.tScS)
+        acc_dP = cute.make_fragment_like(main.acc_S)
+        self.start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         if is_cut:
-            mask.apply(S_mn, m_block * tile.tile_m)
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                if mask.first_row + coords[r, 0][0] >= p.seqlen_k:
-                    S_mn[r, None].fill(-Float32.inf)
-        first = coords[0, 0][1]
+            self.mask(p, main, mask, m_block)
+        # P^T = exp(scale S^T - LSE)
+        acc_P = main.acc_S
+        S_mn, P_mn, dP_mn = as_mn(main.acc_S), as_mn(acc_P), as_mn(acc_dP)
+        first = as_mn(main.tScS)[0, 0][1]
         rows_LSE = cute.domain_offset((first,), shared.sLSE[None, stage])
         rows_D = cute.domain_offset((first,), shared.sD[None, stage])
         scale_log2 = p.scale * LOG2_E
-        rP, rdS = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
-        columns = cute.size(S_mn, mode=[1])
+        rP, rdS = (cute.make_fragment_like(main.acc_S, self.dtype) for _ in range(2))
+        rows, columns = cute.size(S_mn, mode=[0]), cute.size(S_mn, mode=[1])
         for c in cutlass.range_constexpr(columns):
-            lse = rows_LSE[c % 2 + c // 2 * 8]
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
-        # dS^T = P^T (dP^T - D)
-        warpgroup.wait_group(0)
+            lse = rows_LSE[column_offset(c)]
+            for r in cutlass.range_constexpr(rows):
+                P_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
+        self.convert(acc_P, rP)
+        # dV += P^T dO, beside dS^T = P^T (dP^T - D)
+        self.start_gemm(
+            p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True
+        )
+        warpgroup.wait_group(1)
         for c in cutlass.range_constexpr(columns):
-            d = rows_D[c % 2 + c // 2 * 8]
-            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                dP_mn[r, c] = S_mn[r, c] * (dP_mn[r, c] - d)
-        self.convert(acc_S, rP)
-        self.convert(acc_dP, rdS)
+            d = rows_D[column_offset(c)]
+            for r in cutlass.range_constexpr(rows):
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
+        self.convert(acc_P, rdS)
+        self.share_ds(p, main, rdS, fill)
 
-        # dS to shared memory, for both warpgroups
-        cute.arch.barrier(barrier_id=DS_EMPTY, number_of_threads=BOTH)
+        # dQ = dS K;  dK += dS^T Q;  S^T of the next block
+        acc_dQ = cute.make_rmem_tensor(
+            p.mma_dq.get_slice(0).partition_shape_C((tile.tile_m, tile.head_dim // 2)), Float32
+        )
+        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, fill % DS_STAGES], main.rKt, False)
+        warpgroup.wait_group(1)
+        shared.do.release(fill)
+        self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True)
+        warpgroup.wait_group(1)
+        self.hand_over_dq(main, acc_dQ, fill)
+        # After the last block, of what is left in the stage: for nothing, but without a branch.
+        if fill + 1 < total:
+            shared.q.wait_full(fill + 1)
+        acc_S = self.start_s(p, main, fill + 1)
+        warpgroup.wait_group(0)
+        shared.q.release(fill)
+        main.acc_S.store(acc_S.load())
+
+    @cute.jit
+    def mask(self, p: Params, main: Main, mask: Mask, m_block: Int32):
+        S_mn = as_mn(main.acc_S)
+        mask.apply(S_mn, m_block * self.tile.tile_m)
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            if mask.first_row + as_mn(main.tScS)[r, 0][0] >= p.seqlen_k:
+                S_mn[r, None].fill(-Float32.inf)
+
+    @cute.jit
+    def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
+        """dS to shared memory, for both warpgroups.
+
+        Whoever comes here has seen the product with dS of the block before the last: its stage is free.
+        """
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(thread)
-        sdS = cute.local_tile(shared.sdS, (WARPGROUP_ROWS, tile.tile_m), (wg, 0))
+        copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(main.thread)
+        stage = main.shared.sdS[None, None, fill % DS_STAGES]
+        sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=BOTH)
 
-        # dV += P^T dO;  dQ = dS K;  dK += dS^T Q
-        self.start_gemm(p.mma_dkv, acc_dV, as_operand_a(rP), rdOt[None, None, None, stage], True)
-        acc_dQ = cute.make_rmem_tensor(
-            p.mma_dq.get_slice(0).partition_shape_C((tile.tile_m, tile.head_dim // 2)), Float32
-        )
-        self.start_gemm(p.mma_dq, acc_dQ, rdSt, rKt, False)
-        self.start_gemm(p.mma_dkv, acc_dK, as_operand_a(rdS), rQt[None, None, None, stage], True)
-        warpgroup.wait_group(2)
-        shared.do.release(fill)
-        dq_fill = fill * NUM_WARPGROUPS + wg
-        shared.dq.wait_empty(dq_fill)
-        warpgroup.wait_group(1)
-        sdQ = shared.sdQ[None, thread, None, wg]
+    @cute.jit
+    def hand_over_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
+        ring = main.shared.dq
+        dq_fill = fill * NUM_WARPGROUPS + main.wg
+        ring.wait_empty(dq_fill)
+        sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(shared.dq.full_of(dq_fill))
-        warpgroup.wait_group(0)
-        shared.q.release(fill)
+        cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
 
     @cute.jit
     def write(
