@@ -58,6 +58,14 @@ DS_STAGES = 2
 SMEM_ALIGN = 1024
 
 
+def add_vector(target: cute.Pointer, values: cute.Tensor):
+    """Add four fp32 to global memory, without waiting."""
+    cute.arch.inline_ptx(
+        "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[target.toint(), *(values[i] for i in range(4))],
+    )
+
+
 def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
     """Start adding `num_bytes` of fp32 in shared memory to global memory; by one thread."""
     cute.arch.inline_ptx(
@@ -102,6 +110,7 @@ class Shared:
     q: Ring  # with LSE
     do: Ring  # with D
     dq: Ring  # a stage for each warpgroup
+    ds: Ring  # full: both warpgroups have written; empty: both have read
 
 
 @dataclass(frozen=True)
@@ -254,6 +263,7 @@ class BwdSm90:
                 shared.q.init(1, 4 * NUM_WARPGROUPS)
                 shared.do.init(1, 4 * NUM_WARPGROUPS)
                 shared.dq.init(WARPGROUP_THREADS, 1)
+                shared.ds.init(BOTH, 4 * NUM_WARPGROUPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
@@ -262,7 +272,7 @@ class BwdSm90:
             cute.arch.setmaxregister_decrease(24)
             if warp_index == 0:
                 self.load(p, shared, n_block, head_kv, batch, blocks)
-            if warp_index == 1:
+            if warp_index == 1 and not self.tile.direct:
                 self.add_dq(p, shared, head_kv, batch, blocks)
         else:
             cute.arch.setmaxregister_increase(240)
@@ -283,10 +293,10 @@ class BwdSm90:
         rows = cute.make_layout((tile.tile_m, tile.stages))
         sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
         per_thread = tile.tile_m * tile.head_dim // BOTH
-        order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
+        order = cute.make_layout((4, WARPGROUP_THREADS, 1 if tile.direct else per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
         kv_full = smem.allocate_array(cutlass.Int64, 2, byte_alignment=8)
-        rings = [Ring.allocate(smem, stages) for stages in (tile.stages, tile.stages, NUM_WARPGROUPS)]
+        rings = [Ring.allocate(smem, stages) for stages in (tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)]
         return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, kv_full, *rings)
 
     @cute.jit
@@ -391,7 +401,10 @@ class BwdSm90:
             for i in cutlass.range(num, unroll=1):
                 m_block = blocks.begin + i
                 is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-                self.one_block(p, main, mask, m_block, g * num + i, total, is_cut)
+                self.one_block(p, main, mask, (num, blocks.begin, head_kv, batch), m_block, g * num + i, total, is_cut)
+        if cutlass.const_expr(self.tile.lag == 1):
+            if total > 0:
+                self.finish_dq(p, main, (num, blocks.begin, head_kv, batch), total - 1, False, None, None)
         self.write(p.mdV, main.acc_dV, where, wg, thread, p, Float32(1.0))
         self.write(p.mdK, main.acc_dK, where, wg, thread, p, p.scale)
 
@@ -405,7 +418,7 @@ class BwdSm90:
 
     @cute.jit
     def one_block(
-        self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, total: Int32, is_cut
+        self, p: Params, main: Main, mask: Mask, where: tuple, m_block: Int32, fill: Int32, total: Int32, is_cut
     ):
         """S^T of this block stands; that of the next is begun here."""
         tile, shared = self.tile, main.shared
@@ -442,16 +455,18 @@ class BwdSm90:
         self.convert(acc_P, rdS)
         self.share_ds(p, main, rdS, fill)
 
-        # dQ = dS K;  dK += dS^T Q;  S^T of the next block
-        acc_dQ = cute.make_rmem_tensor(
-            p.mma_dq.get_slice(0).partition_shape_C((tile.tile_m, tile.head_dim // 2)), Float32
-        )
-        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, fill % DS_STAGES], main.rKt, False)
-        warpgroup.wait_group(1)
-        shared.do.release(fill)
-        self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-        self.hand_over_dq(main, acc_dQ, fill)
+        # dK += dS^T Q;  dQ = dS K of this block or the one before;  S^T of the next block
+        if cutlass.const_expr(tile.lag == 0):
+            self.finish_dq(p, main, where, fill, True, rdS, stage)
+        else:
+            if fill > 0:
+                self.finish_dq(p, main, where, fill - 1, True, rdS, stage)
+            else:
+                warpgroup.wait_group(0)
+                shared.do.release(fill)
+                self.start_gemm(
+                    p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True
+                )
         # After the last block, of what is left in the stage: for nothing, but without a branch.
         if fill + 1 < total:
             shared.q.wait_full(fill + 1)
@@ -459,6 +474,27 @@ class BwdSm90:
         warpgroup.wait_group(0)
         shared.q.release(fill)
         main.acc_S.store(acc_S.load())
+
+    @cute.jit
+    def finish_dq(self, p: Params, main: Main, where: tuple, fill: Int32, also_dk: cutlass.Constexpr, rdS, stage):
+        """dQ = dS K, and its addition to global memory; beside it dK += dS^T Q."""
+        tile, shared = self.tile, main.shared
+        shared.ds.wait_full(fill)
+        acc_dQ = cute.make_rmem_tensor(
+            p.mma_dq.get_slice(0).partition_shape_C((tile.tile_m, tile.head_dim // 2)), Float32
+        )
+        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, shared.ds.stage(fill)], main.rKt, False)
+        if cutlass.const_expr(also_dk):
+            warpgroup.wait_group(1)
+            shared.do.release(fill + tile.lag)
+            self.start_gemm(
+                p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True
+            )
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        shared.ds.release(fill)
+        self.hand_over_dq(p, main, where, acc_dQ, fill)
 
     @cute.jit
     def mask(self, p: Params, main: Main, mask: Mask, m_block: Int32):
@@ -470,27 +506,37 @@ class BwdSm90:
 
     @cute.jit
     def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
-        """dS to shared memory, for both warpgroups.
-
-        Whoever comes here has seen the product with dS of the block before the last: its stage is free.
-        """
+        """dS to shared memory, for both warpgroups."""
+        ring = main.shared.ds
+        ring.wait_empty(fill)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(main.thread)
-        stage = main.shared.sdS[None, None, fill % DS_STAGES]
+        stage = main.shared.sdS[None, None, ring.stage(fill)]
         sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=BOTH)
+        cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
-    def hand_over_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
-        ring = main.shared.dq
-        dq_fill = fill * NUM_WARPGROUPS + main.wg
-        ring.wait_empty(dq_fill)
-        sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
-        cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
+    def hand_over_dq(self, p: Params, main: Main, where: tuple, acc_dQ: cute.Tensor, fill: Int32):
+        if cutlass.const_expr(self.tile.direct):
+            num, begin, head_kv, batch = where
+            g = fill // num
+            i = fill - g * num
+            gdQ = p.mdQ[batch, head_kv * p.heads_per_kv + g, begin + i, None]
+            part = self.tile.tile_m * self.tile.head_dim // NUM_WARPGROUPS
+            base = gdQ.iterator + (main.wg * part + main.thread * 4)
+            for j in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
+                values = cute.make_tensor(acc_dQ.iterator + 4 * j, cute.make_layout(4))
+                add_vector(base + j * 4 * WARPGROUP_THREADS, values)
+        else:
+            ring = main.shared.dq
+            dq_fill = fill * NUM_WARPGROUPS + main.wg
+            ring.wait_empty(dq_fill)
+            sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
+            cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
 
     @cute.jit
     def write(
