@@ -150,7 +150,10 @@ class BwdPlan:
 def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
-    return BwdPlan(problem, arch, bwd_tile(arch, problem), problem.heads_kv * problem.batch)
+    # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
+    width = 2 * ELEMENT_BYTES + 4
+    head_bytes = problem.group * problem.seqlen_q * problem.head_dim * width
+    return BwdPlan(problem, arch, bwd_tile(arch, problem), _fitting_heads(problem, arch, head_bytes))
 
 
 def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:
@@ -187,10 +190,14 @@ def _section(problem: Problem, arch: ArchSpec) -> int:
     Sections of equal size: a small one at the end would start the longest tiles when nothing is left to run
     beside them.
     """
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * ELEMENT_BYTES
+    return _fitting_heads(problem, arch, kv_bytes) * problem.group
+
+
+def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
+    """K/V heads of all batches that fit a share of L2 together and divide their number."""
     kv_heads = problem.batch * problem.heads_kv
     if kv_heads == 0:
         return 1
-    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.width_v) * ELEMENT_BYTES)
-    most = min(max(1, int(arch.l2_bytes * L2_SHARE) // kv_bytes), kv_heads)
-    fitting = next(n for n in range(most, 0, -1) if kv_heads % n == 0)
-    return fitting * (problem.heads // problem.heads_kv)
+    most = min(max(1, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)), kv_heads)
+    return next(n for n in range(most, 0, -1) if kv_heads % n == 0)

@@ -178,8 +178,6 @@ class BwdTileSm90:
     tile_m: int
     tile_n: int
     stages: int = 2  # buffers of Q, and of dO
-    direct: bool = False
-    lag: int = 0
     measured: str = field(default="", compare=False)
 
     @property
@@ -190,7 +188,7 @@ class BwdTileSm90:
     def smem_bytes(self) -> int:
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
-        floats = (1024 if self.direct else self.tile_m * self.head_dim) + 2 * self.stages * self.tile_m
+        floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
         return 2 * halves + 4 * floats + 8 * (2 + 4 * self.stages + 8)
 
     def fits(self, arch: ArchSpec) -> bool:

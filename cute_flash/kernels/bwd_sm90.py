@@ -52,18 +52,8 @@ from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 NUM_WARPGROUPS = 2
 BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
-# Named barrier: dS of both warpgroups stands in shared memory.
-DS_FULL = 1
 DS_STAGES = 2
 SMEM_ALIGN = 1024
-
-
-def add_vector(target: cute.Pointer, values: cute.Tensor):
-    """Add four fp32 to global memory, without waiting."""
-    cute.arch.inline_ptx(
-        "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[target.toint(), *(values[i] for i in range(4))],
-    )
 
 
 def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
@@ -272,7 +262,7 @@ class BwdSm90:
             cute.arch.setmaxregister_decrease(24)
             if warp_index == 0:
                 self.load(p, shared, n_block, head_kv, batch, blocks)
-            if warp_index == 1 and not self.tile.direct:
+            if warp_index == 1:
                 self.add_dq(p, shared, head_kv, batch, blocks)
         else:
             cute.arch.setmaxregister_increase(240)
@@ -293,7 +283,7 @@ class BwdSm90:
         rows = cute.make_layout((tile.tile_m, tile.stages))
         sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
         per_thread = tile.tile_m * tile.head_dim // BOTH
-        order = cute.make_layout((4, WARPGROUP_THREADS, 1 if tile.direct else per_thread // 4, NUM_WARPGROUPS))
+        order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
         kv_full = smem.allocate_array(cutlass.Int64, 2, byte_alignment=8)
         rings = [Ring.allocate(smem, stages) for stages in (tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)]
@@ -382,7 +372,7 @@ class BwdSm90:
     @cute.jit
     def mma(self, p: Params, shared: Shared, where: tuple, blocks: BlockRange, wg: Int32, thread: Int32):
         main = self._main(p, shared, wg, thread)
-        n_block, head_kv, batch = where
+        n_block, _, _ = where
         first_row = n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
@@ -401,10 +391,11 @@ class BwdSm90:
             for i in cutlass.range(num, unroll=1):
                 m_block = blocks.begin + i
                 is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-                self.one_block(p, main, mask, (num, blocks.begin, head_kv, batch), m_block, g * num + i, total, is_cut)
-        if cutlass.const_expr(self.tile.lag == 1):
-            if total > 0:
-                self.finish_dq(p, main, (num, blocks.begin, head_kv, batch), total - 1, False, None, None)
+                self.one_block(p, main, mask, m_block, g * num + i, total, is_cut)
+        if total > 0:
+            acc_dQ = self.start_dq(p, main, total - 1)
+            warpgroup.wait_group(0)
+            self.hand_over_dq(main, acc_dQ, total - 1)
         self.write(p.mdV, main.acc_dV, where, wg, thread, p, Float32(1.0))
         self.write(p.mdK, main.acc_dK, where, wg, thread, p, p.scale)
 
@@ -412,16 +403,29 @@ class BwdSm90:
     def start_s(self, p: Params, main: Main, fill: Int32):
         """S^T = K Q^T"""
         rQ = main.rQ[None, None, None, main.shared.q.stage(fill)]
+        # New for every block: nothing of it lives on while it is made.
         acc_S = cute.make_fragment_like(main.acc_S)
         self.start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
         return acc_S
 
     @cute.jit
+    def start_dq(self, p: Params, main: Main, fill: Int32):
+        """dQ = dS K, as soon as both warpgroups have shared their dS"""
+        ring = main.shared.ds
+        ring.wait_full(fill)
+        shape = p.mma_dq.get_slice(0).partition_shape_C((self.tile.tile_m, self.tile.head_dim // 2))
+        acc_dQ = cute.make_rmem_tensor(shape, Float32)
+        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
+        return acc_dQ
+
+    @cute.jit
     def one_block(
-        self, p: Params, main: Main, mask: Mask, where: tuple, m_block: Int32, fill: Int32, total: Int32, is_cut
+        self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, total: Int32, is_cut
     ):
-        """S^T of this block stands; that of the next is begun here."""
-        tile, shared = self.tile, main.shared
+        """S^T of this block stands; that of the next is begun here. dQ is that of the block before: so the
+        warpgroups need not keep in step, and one multiplies while the other takes exponentials.
+        """
+        shared = main.shared
         stage = shared.q.stage(fill)
         # dP^T = V dO^T, beside the exponentials
         shared.do.wait_full(fill)
@@ -431,42 +435,29 @@ class BwdSm90:
             self.mask(p, main, mask, m_block)
         # P^T = exp(scale S^T - LSE)
         acc_P = main.acc_S
-        S_mn, P_mn, dP_mn = as_mn(main.acc_S), as_mn(acc_P), as_mn(acc_dP)
-        first = as_mn(main.tScS)[0, 0][1]
-        rows_LSE = cute.domain_offset((first,), shared.sLSE[None, stage])
-        rows_D = cute.domain_offset((first,), shared.sD[None, stage])
-        scale_log2 = p.scale * LOG2_E
         rP, rdS = (cute.make_fragment_like(main.acc_S, self.dtype) for _ in range(2))
-        rows, columns = cute.size(S_mn, mode=[0]), cute.size(S_mn, mode=[1])
-        for c in cutlass.range_constexpr(columns):
-            lse = rows_LSE[column_offset(c)]
-            for r in cutlass.range_constexpr(rows):
-                P_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
+        self.exponentiate(p, main, acc_P, stage)
         self.convert(acc_P, rP)
         # dV += P^T dO, beside dS^T = P^T (dP^T - D)
-        self.start_gemm(
-            p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True
-        )
+        self.start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        for c in cutlass.range_constexpr(columns):
-            d = rows_D[column_offset(c)]
-            for r in cutlass.range_constexpr(rows):
-                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
+        self.multiply(main, acc_P, acc_dP, stage)
         self.convert(acc_P, rdS)
         self.share_ds(p, main, rdS, fill)
 
-        # dK += dS^T Q;  dQ = dS K of this block or the one before;  S^T of the next block
-        if cutlass.const_expr(tile.lag == 0):
-            self.finish_dq(p, main, where, fill, True, rdS, stage)
+        # dQ = dS K of the block before;  dK += dS^T Q;  S^T of the next block
+        rQt = main.rQt[None, None, None, stage]
+        if fill > 0:
+            acc_dQ = self.start_dq(p, main, fill - 1)
+            warpgroup.wait_group(1)
+            shared.do.release(fill)
+            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
+            warpgroup.wait_group(1)
+            self.hand_over_dq(main, acc_dQ, fill - 1)
         else:
-            if fill > 0:
-                self.finish_dq(p, main, where, fill - 1, True, rdS, stage)
-            else:
-                warpgroup.wait_group(0)
-                shared.do.release(fill)
-                self.start_gemm(
-                    p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True
-                )
+            warpgroup.wait_group(0)
+            shared.do.release(fill)
+            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
         # After the last block, of what is left in the stage: for nothing, but without a branch.
         if fill + 1 < total:
             shared.q.wait_full(fill + 1)
@@ -476,25 +467,25 @@ class BwdSm90:
         main.acc_S.store(acc_S.load())
 
     @cute.jit
-    def finish_dq(self, p: Params, main: Main, where: tuple, fill: Int32, also_dk: cutlass.Constexpr, rdS, stage):
-        """dQ = dS K, and its addition to global memory; beside it dK += dS^T Q."""
-        tile, shared = self.tile, main.shared
-        shared.ds.wait_full(fill)
-        acc_dQ = cute.make_rmem_tensor(
-            p.mma_dq.get_slice(0).partition_shape_C((tile.tile_m, tile.head_dim // 2)), Float32
-        )
-        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, shared.ds.stage(fill)], main.rKt, False)
-        if cutlass.const_expr(also_dk):
-            warpgroup.wait_group(1)
-            shared.do.release(fill + tile.lag)
-            self.start_gemm(
-                p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True
-            )
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        shared.ds.release(fill)
-        self.hand_over_dq(p, main, where, acc_dQ, fill)
+    def exponentiate(self, p: Params, main: Main, acc: cute.Tensor, stage: Int32):
+        """S^T -> exp(scale S^T - LSE), in place; a column is a query."""
+        S_mn, first = as_mn(acc), as_mn(main.tScS)[0, 0][1]
+        rows_LSE = cute.domain_offset((first,), main.shared.sLSE[None, stage])
+        scale_log2 = p.scale * LOG2_E
+        for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+            lse = rows_LSE[column_offset(c)]
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
+
+    @cute.jit
+    def multiply(self, main: Main, acc_P: cute.Tensor, acc_dP: cute.Tensor, stage: Int32):
+        """P^T -> dS^T = P^T (dP^T - D), in place"""
+        P_mn, dP_mn, first = as_mn(acc_P), as_mn(acc_dP), as_mn(main.tScS)[0, 0][1]
+        rows_D = cute.domain_offset((first,), main.shared.sD[None, stage])
+        for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
+            d = rows_D[column_offset(c)]
+            for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
 
     @cute.jit
     def mask(self, p: Params, main: Main, mask: Mask, m_block: Int32):
@@ -518,25 +509,15 @@ class BwdSm90:
         cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
-    def hand_over_dq(self, p: Params, main: Main, where: tuple, acc_dQ: cute.Tensor, fill: Int32):
-        if cutlass.const_expr(self.tile.direct):
-            num, begin, head_kv, batch = where
-            g = fill // num
-            i = fill - g * num
-            gdQ = p.mdQ[batch, head_kv * p.heads_per_kv + g, begin + i, None]
-            part = self.tile.tile_m * self.tile.head_dim // NUM_WARPGROUPS
-            base = gdQ.iterator + (main.wg * part + main.thread * 4)
-            for j in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
-                values = cute.make_tensor(acc_dQ.iterator + 4 * j, cute.make_layout(4))
-                add_vector(base + j * 4 * WARPGROUP_THREADS, values)
-        else:
-            ring = main.shared.dq
-            dq_fill = fill * NUM_WARPGROUPS + main.wg
-            ring.wait_empty(dq_fill)
-            sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
-            cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
+    def hand_over_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
+        """dQ to the warp that adds it to global memory, in the order of the registers; dS has been read."""
+        main.shared.ds.release(fill)
+        ring, dq_fill = main.shared.dq, fill * NUM_WARPGROUPS + main.wg
+        ring.wait_empty(dq_fill)
+        sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
+        cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
 
     @cute.jit
     def write(
