@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cute_flash import roofline
 from profiling.accuracy import DISTRIBUTIONS, Accuracy, Oracle, draw, poison
+from profiling.oracles import forward_oracle
 from profiling.providers import Provider, as_bhsd
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import DTYPES, Shape
@@ -94,7 +95,7 @@ def _check(
     shape: Shape, providers: Sequence[Provider], distribution: str, settings: Settings, tools: Tools
 ) -> _Checked:
     inputs = draw(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
-    found = _Checked(oracle=attempt(partial(Oracle, *inputs, shape.causal), tools.timer))
+    found = _Checked(oracle=attempt(partial(forward_oracle, *inputs, shape.causal), tools.timer))
     for provider in providers:
         done = attempt(partial(_first_call, provider, inputs, shape.causal, tools.timer), tools.timer)
         if isinstance(done, Failure):
