@@ -98,10 +98,11 @@ def _gradients(attend: Attend, tensors: Sequence[Tensor], causal: bool) -> tuple
     for start in range(0, q.shape[2], BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, q.shape[2]))
         keys = _keys_of(rows, causal)
-        leaves = [x.detach().requires_grad_() for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys])]
+        parts = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        Q, K, V = leaves = [x.detach().requires_grad_() for x in parts]
         # Whoever measures does so under no_grad.
         with torch.enable_grad():
-            out, _ = attend(*leaves, _band(causal))
+            out, _ = attend(Q, K, V, _band(causal))
         grads = torch.autograd.grad(out, leaves, dout[:, :, rows])
         dq.append(grads[0])
         dk[:, :, keys] += grads[1]

@@ -44,7 +44,8 @@ class FakeTimer:
 
 @dataclass(frozen=True)
 class FakeProvider:
-    """Exact attention in the input's dtype that takes `call_ms`, then spoilt by `spoil`."""
+    """Attention in the input's dtype that takes `call_ms`, its results then spoilt by `spoil` and by
+    `spoil_gradients`."""
 
     name: str
     timer: FakeTimer
@@ -52,10 +53,12 @@ class FakeProvider:
     is_ours: bool = False
     is_bshd: bool = False
     spoil: Callable[[Tensor], Any] = lambda out: None
+    spoil_gradients: Callable[[Tensor, Tensor, Tensor], Any] = lambda dq, dk, dv: None
     reason: str | None = None
+    backward_reason: str | None = None
 
-    def available(self) -> str | None:
-        return self.reason
+    def available(self, direction: str = "fwd") -> str | None:
+        return self.reason or (self.backward_reason if direction == "bwd" else None)
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -68,6 +71,21 @@ class FakeProvider:
             out = exact.clone()
             self.spoil(out)
             return out.transpose(1, 2).contiguous() if self.is_bshd else out
+
+        return call
+
+    def prepare_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        band = Band.of(causal, (None, None))
+        out, lse = reference.forward(q, k, v, band)
+        exact = reference.backward(dout, q, k, v, out, lse, band)
+
+        def call() -> tuple[Tensor, ...]:
+            self.timer.now_ms += self.call_ms
+            grads = tuple(x.clone() for x in exact)
+            self.spoil_gradients(*grads)
+            return tuple(x.transpose(1, 2).contiguous() for x in grads) if self.is_bshd else grads
 
         return call
 

@@ -1,4 +1,4 @@
-"""The oracle of the gradients: exact on its sample, and a judge that lets right gradients pass and no others."""
+"""The oracles of the gradients: exact on their sample; right gradients pass, and no others."""
 
 from __future__ import annotations
 
