@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class FakeTimer:
     event_ms: float = 1e-9
     is_lost: bool = False
     turns: list[float] = field(default_factory=list)
+    is_on_stream: bool = False
 
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
         return Batch(lambda: repeat(call, calls), calls)
@@ -40,6 +41,12 @@ class FakeTimer:
     def synchronize(self) -> None:
         if self.is_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self.is_on_stream = True
+        yield
+        self.is_on_stream = False
 
 
 @dataclass(frozen=True)
