@@ -65,6 +65,12 @@ def hbm_bytes(problem: Problem) -> int:
     return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
 
 
+def hbm_bytes_backward(problem: Problem) -> int:
+    """Likewise for the gradients: Q, K, V, O, dO and the LSE read once, dQ, dK and dV written once."""
+    # dO and dQ beside O and Q, dK and dV beside K and V: every tensor of the forward has its equal in size.
+    return 2 * hbm_bytes(problem) - _lse_bytes(problem)
+
+
 def standard_bytes(problem: Problem) -> int:
     """Unfused attention: besides Q, K, V and O, all of S written and read, and all of P written and read."""
     p = problem

@@ -17,9 +17,10 @@ from cute_flash import arch
 from cute_flash.arch import ArchSpec
 from profiling import compare, host, machine, ranking, report, tune
 from profiling.bench import Settings, Tools, run_bench
+from profiling.directions import DIRECTIONS
 from profiling.providers import DEFAULT_NAMES, KERNELS, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
-from profiling.suites import DTYPES, FLOPS_FACTOR, MASKS, SUITES, Shape
+from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import progress, show
 from profiling.timing import EventTimer, GraphTimer
 from profiling.variants import FAMILIES, Wanted, choose
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="speed and accuracy, interleaved with the peers")
     _add_common(bench, DEFAULT_NAMES)
     bench.add_argument("--suite", choices=SUITES, default="quick")
-    bench.add_argument("--direction", choices=FLOPS_FACTOR, default="fwd")
+    bench.add_argument("--direction", choices=DIRECTIONS, default="fwd", help="default: %(default)s")
     bench.add_argument("--dtype", choices=DTYPES, default="bf16")
     bench.add_argument("--head-dims", type=_integers, metavar="64,128", help="instead of the suite's")
     bench.add_argument("--masks", type=_names, metavar=",".join(MASKS), help="instead of the suite's")
@@ -115,8 +116,8 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _available(args: argparse.Namespace) -> tuple[list[Provider], dict[str, str]]:
-    available, absent = split_available(select(args.providers, args.kernels))
+def _available(args: argparse.Namespace, direction: str) -> tuple[list[Provider], dict[str, str]]:
+    available, absent = split_available(select(args.providers, args.kernels), direction)
     _tell_absent(absent)
     return available, absent
 
@@ -160,7 +161,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _bench(args: argparse.Namespace) -> int:
     shapes, base = _shapes(args), load(args.base) if args.base else None
     select([args.reference])
-    available, absent = _available(args)
+    available, absent = _available(args, args.direction)
     if not available:
         return NOT_MEASURED
     keep: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
@@ -180,7 +181,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _host(args: argparse.Namespace) -> int:
-    available, absent = _available(args)
+    available, absent = _available(args, "fwd")
     if not available:
         return NOT_MEASURED
     start = partial(host.start_times, "cuda", args.kernels)

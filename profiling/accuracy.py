@@ -1,29 +1,26 @@
 """How far each provider is from exact attention, on the inputs that are timed.
 
-The oracle is fp64, computed on the same device for a sample: one batch, two heads, up to 1024 rows in blocks
-that cover the beginning, the middle and the end, against all their keys. Its yardstick is the same maths as
-unfused PyTorch does it in the input's precision: an output more than twice as far from the oracle as that, or
-as the reference peer's, is wrong. What the sample leaves out is covered by comparing whole outputs with that
-peer's.
+An oracle holds exact results for a sample of them, and a yardstick: the error of the same maths as unfused
+PyTorch does it in the input's precision. An output more than twice as far from the oracle as that, or as the
+reference peer's, is wrong. What the sample leaves out is covered by comparing whole outputs with that peer's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cute_flash import reference
-from cute_flash.band import Band, ceil_div
 from profiling.suites import Shape
 
-BLOCK_ROWS, MAX_BLOCKS = 256, 4
 MAX_TIMES = 2.0
 # N(0, 1) + N(0, 100) · Bernoulli(0.001): the outliers of the FlashAttention-3 paper.
 OUTLIER_STD, OUTLIER_RATE = 10.0, 0.001
+# With the seed of the inputs dout would be equal to q.
+DOUT_SEED = 1_000_003
 DISTRIBUTIONS = ("normal", "outliers")
 
 
@@ -42,6 +39,13 @@ def draw(
         return x.to(dtype)
 
     return tensor(shape.heads), tensor(shape.heads_kv), tensor(shape.heads_kv)
+
+
+def draw_dout(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """The gradient of the output: standard normal for every distribution of the inputs."""
+    generator = torch.Generator(device).manual_seed(seed + DOUT_SEED)
+    size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
+    return torch.randn(size, generator=generator, device=device).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -66,44 +70,21 @@ def _number(value: Tensor) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _blocks(seqlen: int) -> list[slice]:
-    rows = min(BLOCK_ROWS, seqlen)
-    count = min(MAX_BLOCKS, ceil_div(seqlen, rows))
-    starts = [round(i * (seqlen - rows) / max(count - 1, 1)) for i in range(count)]
-    return [slice(start, start + rows) for start in starts]
-
-
+@dataclass(frozen=True)
 class Oracle:
-    """Exact attention on the sample of one problem."""
+    """The exact values of a sample of one output."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-        heads, group = q.shape[1], q.shape[1] // k.shape[1]
-        # The last batch and the last head: where a wrong stride or a missing tail shows.
-        self.batch = slice(q.shape[0] - 1, None)
-        self.heads = [0, heads - 1] if heads > 1 else [0]
-        self.blocks = _blocks(q.shape[2])
-        kv_heads = [head // group for head in self.heads]
-        K, V = (x[self.batch][:, kv_heads] for x in (k, v))
-        exact, rough = [], []
-        for rows, Q in zip(self.blocks, self._pick(q), strict=True):
-            # Causal rows up to r are a causal problem on the keys up to r, aligned to the bottom right.
-            keys = slice(0, rows.stop if causal else None)
-            problem = (Q, K[:, :, keys], V[:, :, keys], Band.of(causal, (None, None)))
-            exact.append(reference.dense(*problem)[0])
-            rough.append(reference.dense_low_precision(*problem)[0])
-        self.exact = torch.stack(exact)
-        self.yardstick = self._distance(torch.stack(rough))
+    pick: Callable[[Tensor], Tensor]  # the sample of a whole output
+    exact: Tensor
+    yardstick: Errors
 
-    def _pick(self, x: Tensor) -> list[Tensor]:
-        return [x[self.batch][:, self.heads, rows] for rows in self.blocks]
-
-    def _distance(self, sample: Tensor) -> Errors:
-        error = sample.double() - self.exact
-        norm = torch.linalg.vector_norm
-        return Errors(_number(norm(error) / norm(self.exact)), _number(error.abs().max()))
+    @staticmethod
+    def of(pick: Callable[[Tensor], Tensor], exact: Tensor, rough: Tensor) -> Oracle:
+        """`rough`: the same sample by unfused PyTorch in the input's precision."""
+        return Oracle(pick, exact, _errors(rough, exact))
 
     def errors(self, out: Tensor) -> Errors:
-        return self._distance(torch.stack(self._pick(out)))
+        return _errors(self.pick(out), self.exact)
 
     def judge(self, out: Tensor, peer: Tensor | None = None) -> Accuracy:
         """The errors of an output (B, H, S, D), and whether it is wrong; `peer` is the reference's output."""
@@ -128,6 +109,12 @@ class Oracle:
         return _bound(errors.relative) <= relative and _bound(errors.max_abs) <= max_abs
 
 
+def _errors(sample: Tensor, exact: Tensor) -> Errors:
+    error = sample.double() - exact
+    norm = torch.linalg.vector_norm
+    return Errors(_number(norm(error) / norm(exact)), _number(error.abs().max()))
+
+
 def _bound(error: float | None) -> float:
     return math.inf if error is None else error
 
@@ -137,6 +124,7 @@ def relative_distance(out: Tensor, other: Tensor) -> float | None:
     return _number(norm(out.float() - other.float()) / norm(other.float()))
 
 
-def poison(like: Tensor) -> None:
-    """Leave NaN in memory that the next output of this size will likely get: an unwritten entry must show."""
-    torch.full_like(like, torch.nan)
+def poison(*like: Tensor) -> None:
+    """Leave NaN in memory that the next outputs of these sizes likely get: an unwritten entry must show."""
+    # Held together, so that they are as many places as there are outputs.
+    _held = [torch.full_like(x, torch.nan) for x in like]

@@ -7,7 +7,7 @@ lost CUDA context does, and then what was measured so far is kept.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import roofline
-from profiling.accuracy import DISTRIBUTIONS, Accuracy, Oracle, draw, poison
-from profiling.providers import Provider, as_bhsd
+from profiling.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
+from profiling.directions import DIRECTIONS, Direction, Inputs
+from profiling.providers import Provider
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import DTYPES, Shape
-from profiling.timing import Contender, DeviceLost, Failure, Timer, attempt, measure
+from profiling.timing import Contender, DeviceLost, Failure, Measured, Timer, attempt, measure
 
 METHOD = {
     "rounds": "in one process, every round times every provider once and begins with the next provider",
@@ -28,9 +28,7 @@ METHOD = {
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
     "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
-    "flops": "4 B H S^2 D, halved when causal",
     "inputs": "standard normal, (B, H, S, D) contiguous; peers that take (B, S, H, D) get contiguous copies",
-    "accuracy": "against fp64 on one batch, two heads, up to 1024 rows; yardstick: unfused PyTorch",
 }
 
 
@@ -63,58 +61,97 @@ class Tools:
 
 @dataclass
 class _Checked:
-    """The providers on one set of inputs, after their first call."""
+    """The providers on one set of inputs, after their first call; results by provider and output."""
 
     contenders: dict[str, Contender] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    accuracy: dict[str, Accuracy] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    accuracy: dict[str, dict[str, Accuracy]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    oracle: Oracle | Failure | None = None
+    oracles: dict[str, Oracle] | Failure = field(default_factory=dict)
+
+    def judge(self, outputs: Mapping[str, Tensor], reference: str) -> dict[str, Accuracy]:
+        peer = self.outputs.get(reference, {})
+        oracles = {} if isinstance(self.oracles, Failure) else self.oracles
+        return {name: oracle.judge(outputs[name], peer.get(name)) for name, oracle in oracles.items()}
 
 
-def _output(provider: Provider, contender: Contender, timer: Timer) -> Tensor:
-    with contender.context():
-        out = as_bhsd(provider, contender.call())
+def _outputs(
+    direction: Direction, provider: Provider, contender: Contender, timer: Timer
+) -> dict[str, Tensor]:
+    with contender.context(), timer.stream():
+        found = direction.named(provider, contender.call())
     timer.synchronize()
-    return out
+    return found
 
 
 def _first_call(
-    provider: Provider, inputs: tuple[Tensor, Tensor, Tensor], causal: bool, timer: Timer
-) -> tuple[Contender, Tensor]:
-    contender = Contender(provider.prepare(*inputs, causal), provider.context)
-    poison(inputs[0])
-    out = _output(provider, contender, timer)
-    if out.shape != inputs[0].shape:
-        raise ValueError(f"output of shape {tuple(out.shape)}, expected {tuple(inputs[0].shape)}")
-    return contender, out
+    direction: Direction, provider: Provider, inputs: Inputs, causal: bool, timer: Timer
+) -> tuple[Contender, dict[str, Tensor]]:
+    expected = dict(zip(direction.outputs, inputs, strict=False))
+    with provider.context(), timer.stream():
+        call = direction.prepare(provider, inputs, causal)
+        poison(*expected.values())
+    contender = Contender(call, provider.context)
+    found = _outputs(direction, provider, contender, timer)
+    for name, like in expected.items():
+        if found[name].shape != like.shape:
+            shape = tuple(found[name].shape)
+            raise ValueError(f"{name} of shape {shape}, expected {tuple(like.shape)}")
+    return contender, found
 
 
 def _check(
     shape: Shape, providers: Sequence[Provider], distribution: str, settings: Settings, tools: Tools
 ) -> _Checked:
-    inputs = draw(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
-    found = _Checked(oracle=attempt(partial(Oracle, *inputs, shape.causal), tools.timer))
+    direction, timer = DIRECTIONS[settings.direction], tools.timer
+    inputs = direction.draw(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
+    found = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
     for provider in providers:
-        done = attempt(partial(_first_call, provider, inputs, shape.causal, tools.timer), tools.timer)
+        done = attempt(partial(_first_call, direction, provider, inputs, shape.causal, timer), timer)
         if isinstance(done, Failure):
             found.errors[provider.name] = done.message
         else:
             found.contenders[provider.name], found.outputs[provider.name] = done
-    if isinstance(found.oracle, Oracle):
-        peer, judge = found.outputs.get(settings.reference), found.oracle.judge
-        found.accuracy = {name: judge(out, peer) for name, out in found.outputs.items()}
+    for name, outputs in found.outputs.items():
+        found.accuracy[name] = found.judge(outputs, settings.reference)
     return found
 
 
-def _is_repeatable(provider: Provider, contender: Contender, first: Tensor, timer: Timer) -> bool:
-    """The same input gives the same bits: a forward pass that does not is racing."""
-    return torch.equal(_output(provider, contender, timer), first)
+def _result(
+    provider: Provider,
+    checks: Mapping[str, _Checked],
+    measured: Measured,
+    cell: Cell,
+    settings: Settings,
+    timer: Timer,
+) -> Result:
+    direction, name = DIRECTIONS[settings.direction], provider.name
+    errors = [found.errors.get(name) for found in checks.values()] + [measured.errors.get(name)]
+    accuracy = {
+        direction.label(distribution, output): value
+        for distribution, found in checks.items()
+        for output, value in found.accuracy.get(name, {}).items()
+    }
+    result = Result(accuracy=accuracy, error=next((error for error in errors if error), None))
+    if name not in measured.samples:
+        return result
+    result = replace(result, **Result.timing(measured.samples[name], cell.flops))
+    normal = checks["normal"]
+    again = attempt(partial(_outputs, direction, provider, normal.contenders[name], timer), timer)
+    if isinstance(again, Failure):
+        return replace(result, error=again.message)
+    if direction.has_fixed_order:
+        # The same input gives the same bits: a forward pass that does not is racing.
+        first = normal.outputs[name]
+        return replace(result, is_repeatable=all(torch.equal(again[n], x) for n, x in first.items()))
+    # Right at the first call is not enough, where sums must begin at zero every time.
+    later = {direction.label("normal", n): x for n, x in normal.judge(again, settings.reference).items()}
+    return replace(result, accuracy={**accuracy, **{n: x for n, x in later.items() if x.is_wrong}})
 
 
 def _blank(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
     """What is known of a cell before anything runs."""
-    size = roofline.hbm_bytes(shape.problem(settings.dtype))
+    size = shape.hbm_bytes(settings.dtype, settings.direction)
     return Cell(
         direction=settings.direction,
         dtype=settings.dtype,
@@ -131,29 +168,21 @@ def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: 
     checks = {name: _check(cell.shape, providers, name, settings, tools) for name in wanted}
     normal = checks["normal"]
     measured = measure(normal.contenders, tools.timer, settings.rounds, settings.ms)
-    results = {}
-    for provider in providers:
-        name = provider.name
-        errors = [found.errors.get(name) for found in checks.values()] + [measured.errors.get(name)]
-        result = Result(
-            accuracy={d: found.accuracy[name] for d, found in checks.items() if name in found.accuracy},
-            error=next((error for error in errors if error), None),
-        )
-        if name in measured.samples:
-            again = partial(
-                _is_repeatable, provider, normal.contenders[name], normal.outputs[name], tools.timer
-            )
-            is_repeatable = attempt(again, tools.timer) is True
-            result = replace(
-                result, is_repeatable=is_repeatable, **Result.timing(measured.samples[name], cell.flops)
-            )
-        results[name] = result
-    oracles = {d: found.oracle for d, found in checks.items()}
-    failed = [oracle.message for oracle in oracles.values() if isinstance(oracle, Failure)]
+    label = DIRECTIONS[settings.direction].label
+    oracles = {distribution: found.oracles for distribution, found in checks.items()}
+    failed = [found.message for found in oracles.values() if isinstance(found, Failure)]
     return replace(
         cell,
-        results=results,
-        yardstick={d: oracle.yardstick for d, oracle in oracles.items() if isinstance(oracle, Oracle)},
+        results={
+            provider.name: _result(provider, checks, measured, cell, settings, tools.timer)
+            for provider in providers
+        },
+        yardstick={
+            label(distribution, output): oracle.yardstick
+            for distribution, found in oracles.items()
+            if not isinstance(found, Failure)
+            for output, oracle in found.items()
+        },
         oracle_error=failed[0] if failed else None,
     )
 
@@ -199,7 +228,7 @@ def run_bench(
     run = Run(
         settings=asdict(settings),
         machine=tools.facts(),
-        method=METHOD,
+        method={**METHOD, **DIRECTIONS[settings.direction].method},
         ours=tuple(provider.name for provider in providers if provider.is_ours),
         providers=tuple(provider.name for provider in providers),
         unavailable=unavailable,

@@ -1,8 +1,10 @@
-"""Who is measured: cute_flash and its peers, all behind the same three questions.
+"""Who is measured: cute_flash and its peers, all behind the same four questions.
 
-    available()            why it cannot run here, or None
-    context()              what must surround its calls (a backend switch): entered outside the timed part
-    prepare(q, k, v, ...)  a call without arguments that returns the output
+    available(direction)            why it cannot run that here, or None
+    context()                       what must surround its calls (a backend switch): entered outside the timed
+                                    part, and around what prepares them
+    prepare(q, k, v, ...)           a call without arguments that returns the output
+    prepare_backward(q, k, v, ...)  runs the forward pass, once; a call that returns only dq, dk and dv
 
 Inputs are (B, H, S, D) and contiguous. A peer that wants (B, S, H, D) gets its own contiguous copy, made here
 and never timed, so each runs on the memory layout it was written for. A new peer is one line in `registry`.
@@ -25,6 +27,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Call = Callable[[], Tensor]
+Gradients = tuple[Tensor, ...]  # dq, dk, dv
+BackwardCall = Callable[[], Gradients]
 
 KERNELS = ("auto", "sm80", "sm90")
 NO_GPU = "no CUDA device"
@@ -42,11 +46,15 @@ class Provider(Protocol):
         """Whether its output is (B, S, H, D)."""
         ...
 
-    def available(self) -> str | None: ...
+    def available(self, direction: str = "fwd") -> str | None: ...
 
     def context(self) -> AbstractContextManager[Any]: ...
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call: ...
+
+    def prepare_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
+    ) -> BackwardCall: ...
 
 
 def _missing(load: Callable[[], object]) -> str | None:
@@ -64,6 +72,20 @@ def _bshd(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _through_autograd(forward: Forward, inputs: Sequence[Tensor], dout: Tensor) -> BackwardCall:
+    """The gradients of one forward pass, computed again by every call."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    # Whoever measures does so under no_grad.
+    with torch.enable_grad():
+        out = forward(q, k, v)
+    # In the memory order of the output, as the next layer's gradient would be: nobody has to copy it first.
+    given = torch.empty_like(out).copy_(dout)
+    return lambda: torch.autograd.grad(out, (q, k, v), given, retain_graph=True)
+
+
 @dataclass(frozen=True)
 class CuteFlash:
     name: str = "cute_flash"
@@ -71,7 +93,10 @@ class CuteFlash:
     is_ours: ClassVar[bool] = True
     is_bshd: ClassVar[bool] = False
 
-    def available(self) -> str | None:
+    def available(self, direction: str = "fwd") -> str | None:
+        if direction == "bwd" and self.kernels != "auto":
+            # Autograd computes gradients in a thread of its own, which does not see what `context` chose.
+            return f"the family of its gradients is chosen by CUTE_FLASH_KERNELS={self.kernels} only"
         return _missing(lambda: importlib.import_module("cute_flash").attn)
 
     def context(self) -> AbstractContextManager[Any]:
@@ -83,6 +108,9 @@ class CuteFlash:
         attn = importlib.import_module("cute_flash").attn
         return lambda: attn(q, k, v, causal=causal)
 
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        return _through_autograd(lambda q, k, v: self.prepare(q, k, v, causal)(), (q, k, v), dout)
+
 
 @dataclass(frozen=True)
 class Sdpa:
@@ -93,7 +121,7 @@ class Sdpa:
     is_ours: ClassVar[bool] = False
     is_bshd: ClassVar[bool] = False
 
-    def available(self) -> str | None:
+    def available(self, direction: str = "fwd") -> str | None:
         return None if torch.cuda.is_available() else NO_GPU
 
     def context(self) -> AbstractContextManager[Any]:
@@ -104,10 +132,18 @@ class Sdpa:
         is_grouped = q.shape[1] != k.shape[1]
         return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=is_grouped)
 
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        return _through_autograd(lambda q, k, v: self.prepare(q, k, v, causal)(), (q, k, v), dout)
+
+
+# Of the flash-attn family, on (B, S, H, D) tensors: q, k, v, causal, and for gradients dout before it.
+BshdForward = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+BshdPrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
+
 
 @cache
-def _fa3_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    """FlashAttention-3's op, from the folder FA3_DIR (`_C.so`) or from its Python package."""
+def _fa3_ops() -> Any:
+    """FlashAttention-3's ops, from the folder FA3_DIR (`_C.so`) or from its Python package."""
     folder = os.environ.get("FA3_DIR")
     if folder and not (Path(folder) / "_C.so").exists():
         raise FileNotFoundError(f"FA3_DIR={folder} holds no _C.so")
@@ -119,7 +155,11 @@ def _fa3_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
         torch.ops.load_library(str(Path(folder) / "_C.so"))
     else:
         importlib.import_module("flash_attn_interface")
-    op = torch.ops.flash_attn_3.fwd
+    return torch.ops.flash_attn_3
+
+
+def _fa3_forward() -> BshdForward:
+    op = _fa3_ops().fwd
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return op(q, k, v, softmax_scale=q.shape[-1] ** -0.5, is_causal=causal, num_splits=1)[0]
@@ -127,12 +167,31 @@ def _fa3_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     return forward
 
 
-def _fa4_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+def _fa3_backward() -> BshdPrepareBackward:
+    """The op itself: it comes without an autograd of its own."""
+    forward, backward = _fa3_ops().fwd, _fa3_ops().bwd
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
+        out, lse = forward(q, k, v, num_splits=1, **options)[:2]
+
+        def call() -> Gradients:
+            # Given, as its own package does: what the op returns has changed between versions.
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
+            return dq, dk, dv
+
+        return call
+
+    return prepare
+
+
+def _fa4_forward() -> BshdForward:
     func = importlib.import_module("flash_attn.cute").flash_attn_func
     return lambda q, k, v, causal: func(q, k, v, causal=causal)[0]
 
 
-def _fa2_forward() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+def _fa2_forward() -> BshdForward:
     func = importlib.import_module("flash_attn").flash_attn_func
     return lambda q, k, v, causal: func(q, k, v, causal=causal)
 
@@ -142,12 +201,13 @@ class FlashAttention:
     """A member of the flash-attn family: (B, S, H, D) in and out."""
 
     name: str
-    load: Callable[[], Callable[[Tensor, Tensor, Tensor, bool], Tensor]]
+    load: Callable[[], BshdForward]
+    load_backward: Callable[[], BshdPrepareBackward] | None = None  # None: autograd knows
     is_ours: ClassVar[bool] = False
     is_bshd: ClassVar[bool] = True
 
-    def available(self) -> str | None:
-        return _missing(self.load)
+    def available(self, direction: str = "fwd") -> str | None:
+        return _missing((self.load_backward if direction == "bwd" else None) or self.load)
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -156,6 +216,13 @@ class FlashAttention:
         forward = self.load()
         Q, K, V = _bshd((q, k, v))
         return lambda: forward(Q, K, V, causal)
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        Q, K, V, dO = _bshd((q, k, v, dout))
+        if self.load_backward is not None:
+            return self.load_backward()(Q, K, V, dO, causal)
+        forward = self.load()
+        return _through_autograd(lambda Q, K, V: forward(Q, K, V, causal), (Q, K, V), dO)
 
 
 def registry(kernels: str = "auto") -> dict[str, Provider]:
@@ -168,7 +235,7 @@ def registry(kernels: str = "auto") -> dict[str, Provider]:
         Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
         Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
-        FlashAttention("fa3", _fa3_forward),
+        FlashAttention("fa3", _fa3_forward, _fa3_backward),
         FlashAttention("fa4", _fa4_forward),
         FlashAttention("flash_attn", _fa2_forward),
     ]
@@ -186,9 +253,11 @@ def select(names: Sequence[str], kernels: str = "auto") -> list[Provider]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def split_available(providers: Sequence[Provider]) -> tuple[list[Provider], dict[str, str]]:
-    """Those that can run here, and why each of the others cannot."""
-    reasons = {provider.name: provider.available() for provider in providers}
+def split_available(
+    providers: Sequence[Provider], direction: str = "fwd"
+) -> tuple[list[Provider], dict[str, str]]:
+    """Those that can run that direction here, and why each of the others cannot."""
+    reasons = {provider.name: provider.available(direction) for provider in providers}
     absent = {name: reason for name, reason in reasons.items() if reason is not None}
     return [provider for provider in providers if provider.name not in absent], absent
 

@@ -28,8 +28,10 @@ class Result:
     spread: float | None = None
     calls: int | None = None
     round_ms: tuple[float, ...] = ()
-    accuracy: dict[str, Accuracy] = field(default_factory=dict)  # by distribution of the inputs
-    is_repeatable: bool | None = None  # the same bits before and after the timed calls
+    # By distribution of the inputs, such as "normal"; for gradients by their name too, such as "normal dq".
+    accuracy: dict[str, Accuracy] = field(default_factory=dict)
+    # The same bits before and after the timed calls; None: not asked, for gradients may add in any order.
+    is_repeatable: bool | None = None
     error: str | None = None
 
     @staticmethod
@@ -61,10 +63,10 @@ class Cell:
     dtype: str
     shape: Shape
     flops: float
-    working_set_bytes: int  # Q, K, V, O and the LSE
+    working_set_bytes: int  # Q, K, V, O and the LSE; backward: dO, dQ, dK and dV too
     exceeds_l2: bool | None  # if not, repeated calls find their inputs in the cache
     results: dict[str, Result]
-    yardstick: dict[str, Errors] = field(default_factory=dict)  # by distribution of the inputs
+    yardstick: dict[str, Errors] = field(default_factory=dict)  # as the accuracy of a result
     oracle_error: str | None = None
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
@@ -81,12 +83,19 @@ class Cell:
         mine, theirs = self.tflops(name), self.tflops(other)
         return mine / theirs if mine and theirs else None
 
-    def error_ratio(self, name: str, other: str, distribution: str = "normal") -> float | None:
-        pair = [self.results[n].accuracy.get(distribution) for n in (name, other) if n in self.results]
+    def error_ratio(self, name: str, other: str, label: str) -> float | None:
+        pair = [self.results[n].accuracy.get(label) for n in (name, other) if n in self.results]
         values = [accuracy.relative for accuracy in pair if accuracy is not None]
         if len(values) != 2 or values[0] is None or not values[1]:
             return None
         return values[0] / values[1]
+
+    def worst_error_ratio(self, name: str, other: str, distribution: str = "normal") -> float | None:
+        """Of the output, or of the gradient where it is largest; None if one of them has none."""
+        labels = [label for label in self.yardstick if label.partition(" ")[0] == distribution]
+        ratios = [self.error_ratio(name, other, label) for label in labels]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return max(known) if known and len(known) == len(ratios) else None
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Cell:

@@ -16,7 +16,7 @@ NOISY_SPREAD = 0.05
 LEGEND = (
     "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
     "ours/ref, ours/best: our speed over that of the reference and of the best right peer; "
-    "err/ref: our error over that of the reference"
+    "err/ref: our error over that of the reference, of gradients the worst of dq, dk and dv"
 )
 NOTHING = "-"
 
@@ -65,7 +65,7 @@ def cell_tables(run: Run) -> list[Table]:
             if run.ours:
                 ours = run.ours[0]
                 row += [_ratio(cell.ratio(ours, run.reference)), _ratio(_best_ratio(run, cell, ours))]
-                row += [run.best_peer(cell) or NOTHING, _ratio(cell.error_ratio(ours, run.reference))]
+                row += [run.best_peer(cell) or NOTHING, _ratio(cell.worst_error_ratio(ours, run.reference))]
             rows.append(tuple(row))
         tables.append(Table(f"{direction} {dtype}, D={head_dim}, {mask}", tuple(columns), tuple(rows)))
     return tables
@@ -81,6 +81,10 @@ def _versus(ratios: Sequence[tuple[float | None, Cell]]) -> list[str]:
     mean = geometric_mean([ratio for ratio, _ in known])
     wins = sum(ratio >= 1.0 for ratio, _ in known)
     return [_ratio(mean), f"{wins}/{len(known)}", _lowest(known)] if known else [NOTHING, NOTHING, NOTHING]
+
+
+def _directions(run: Run) -> str:
+    return ", ".join(dict.fromkeys(cell.direction for cell in run.cells)) or NOTHING
 
 
 def summary_table(run: Run) -> Table:
@@ -102,32 +106,32 @@ def summary_table(run: Run) -> Table:
         ratios = [(_best_ratio(run, cell, run.ours[0]), cell) for cell in run.cells]
         rows.append(("best peer of each cell", NOTHING, NOTHING, NOTHING, *_versus(ratios)))
     matmul = f"{run.ceiling.name}: {_number(ceiling, 0)} TFLOP/s" if run.ceiling else "matmul not measured"
-    return Table(f"All cells ({matmul})", tuple(columns), tuple(rows))
+    return Table(f"All cells, {_directions(run)} ({matmul})", tuple(columns), tuple(rows))
 
 
 def accuracy_table(run: Run) -> Table | None:
-    """Largest relative error of each provider over the cells, per distribution, with the yardstick's."""
-    distributions = sorted({name for cell in run.cells for name in cell.yardstick})
-    if not distributions:
+    """Largest relative error of each provider and of the yardstick, per distribution and gradient."""
+    labels = list(dict.fromkeys(label for cell in run.cells for label in cell.yardstick))
+    if not labels:
         return None
     columns = ["provider"]
-    for distribution in distributions:
-        columns += [f"{distribution}: worst error", "worst err/ref"]
+    for label in labels:
+        columns += [f"{label}: worst error", "worst err/ref"]
     rows = []
     for name in run.providers:
         row = [name]
-        for distribution in distributions:
-            found = [c.results[name].accuracy.get(distribution) for c in run.cells if name in c.results]
+        for label in labels:
+            found = [c.results[name].accuracy.get(label) for c in run.cells if name in c.results]
             errors = [a.relative for a in found if a is not None and a.relative is not None]
-            ratios = [cell.error_ratio(name, run.reference, distribution) for cell in run.cells]
+            ratios = [cell.error_ratio(name, run.reference, label) for cell in run.cells]
             worst = max((ratio for ratio in ratios if ratio is not None), default=None)
             row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
         rows.append(tuple(row))
     last = ["unfused PyTorch"]
-    for distribution in distributions:
-        errors = [c.yardstick[distribution].relative or 0.0 for c in run.cells if distribution in c.yardstick]
+    for label in labels:
+        errors = [c.yardstick[label].relative or 0.0 for c in run.cells if label in c.yardstick]
         last += [f"{max(errors):.2e}", NOTHING]
-    return Table("Relative error against fp64", tuple(columns), (*rows, tuple(last)))
+    return Table(f"Relative error against fp64, {_directions(run)}", tuple(columns), (*rows, tuple(last)))
 
 
 def failures(run: Run) -> list[str]:
@@ -154,15 +158,17 @@ def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
         for name in names:
             result = cell.results[name]
             lines = [f"failed: {result.error}"] if result.error else []
-            lines += [_wrong(d, accuracy) for d, accuracy in result.accuracy.items() if accuracy.is_wrong]
+            lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]
             lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
             found += [(cell.key, f"{name} {line}") for line in lines]
     return found
 
 
-def _wrong(distribution: str, accuracy: Accuracy) -> str:
+def _wrong(label: str, accuracy: Accuracy) -> str:
+    distribution, _, gradient = label.partition(" ")
+    where = f"in {gradient} on {distribution}" if gradient else f"on {distribution}"
     return (
-        f"wrong on {distribution} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
+        f"wrong {where} inputs: relative error {accuracy.relative}, max {accuracy.max_abs}, "
         f"{accuracy.non_finite} entries not finite, distance from the reference {accuracy.distance}"
     )
 

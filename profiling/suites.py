@@ -19,7 +19,8 @@ from cute_flash.problem import Problem
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = ("full", "causal")
 # The directions that can be measured, with their FLOPs relative to the forward pass as the papers count them.
-FLOPS_FACTOR = {"fwd": 1.0}
+FLOPS_FACTOR = {"fwd": 1.0, "bwd": 2.5}
+HBM_BYTES = {"fwd": roofline.hbm_bytes, "bwd": roofline.hbm_bytes_backward}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Shape:
     def flops(self, direction: str = "fwd") -> float:
         """By the papers' convention: all pairs, half of them when causal."""
         return roofline.flops_nominal(self.problem("bf16")) * FLOPS_FACTOR[direction]
+
+    def hbm_bytes(self, dtype: str, direction: str = "fwd") -> int:
+        """Of the tensors that a call must read or write."""
+        return HBM_BYTES[direction](self.problem(dtype))
 
 
 @dataclass(frozen=True)

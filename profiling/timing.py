@@ -8,10 +8,10 @@ budget, between two events. Per contender: the median over rounds, and the sprea
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -77,6 +77,10 @@ class Timer(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def stream(self) -> AbstractContextManager[Any]:
+        """Around a forward pass whose gradients are to be timed: autograd computes them on its stream."""
+        ...
+
 
 def repeat(call: Callable[[], Any], count: int) -> None:
     for _ in range(count):
@@ -100,19 +104,31 @@ class EventTimer:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
 
 class GraphTimer(EventTimer):
     """CUDA events around replays of a captured graph: no host time between the calls."""
 
+    @cached_property
+    def _side(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """The one that is captured: a capture may not wait for another."""
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+        torch.cuda.current_stream().wait_stream(self._side)
+
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
         # Libraries allocate and choose kernels at the first call on a stream, which a capture does not allow.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with self.stream():
             call()
-        torch.cuda.current_stream().wait_stream(stream)
         graph, captured = torch.cuda.CUDAGraph(), min(calls, CALLS_PER_GRAPH)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self._side):
             repeat(call, captured)
         replays = max(1, round(calls / captured))
         return Batch(lambda: repeat(graph.replay, replays), captured * replays)

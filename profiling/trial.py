@@ -25,7 +25,7 @@ from cute_flash.plan import Plan
 from cute_flash.problem import Problem
 from cute_flash.resources import resources
 from profiling.bench import Settings, Tools, run_cell
-from profiling.providers import Call, Provider, select
+from profiling.providers import BackwardCall, Call, Provider, select
 from profiling.record import Cell
 from profiling.suites import DTYPES, MASKS
 from profiling.timing import DeviceLost, EventTimer, GraphTimer, describe
@@ -33,6 +33,7 @@ from profiling.variants import Variant
 from profiling.workers import Unusable, note
 from tests.cases import Case, assert_close, make_inputs
 
+FORWARD_ONLY = "a variant of a forward kernel"
 # Batch, heads, key heads, queries, keys. Under a causal mask the third has whole tiles that see no key.
 AWKWARD = (
     (2, 4, 2, 200, 333),
@@ -169,8 +170,8 @@ class TileProvider:
     def name(self) -> str:
         return self.variant.text
 
-    def available(self) -> str | None:
-        return None
+    def available(self, direction: str = "fwd") -> str | None:
+        return None if direction == "fwd" else FORWARD_ONLY
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -185,6 +186,9 @@ class TileProvider:
             return out
 
         return call
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        raise NotImplementedError(FORWARD_ONLY)
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,8 @@ class _Noted:
     def is_bshd(self) -> bool:
         return self.provider.is_bshd
 
-    def available(self) -> str | None:
-        return self.provider.available()
+    def available(self, direction: str = "fwd") -> str | None:
+        return self.provider.available(direction)
 
     def context(self) -> AbstractContextManager[Any]:
         note(self.name)
@@ -215,6 +219,10 @@ class _Noted:
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         note(self.name)
         return self.provider.prepare(q, k, v, causal)
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        note(self.name)
+        return self.provider.prepare_backward(q, k, v, dout, causal)
 
 
 @torch.no_grad()

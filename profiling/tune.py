@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from cute_flash import roofline
 from cute_flash.arch import ArchSpec
 from profiling import bench, trial
+from profiling.directions import DIRECTIONS
 from profiling.ranking import Entry, Tuning
 from profiling.record import Cell, Result
 from profiling.suites import SUITES, Shape
@@ -31,6 +32,7 @@ from profiling.workers import Outcome, Task
 COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
 METHOD = {
     **bench.METHOD,
+    **DIRECTIONS["fwd"].method,
     "check": f"against fp64 on {len(trial.AWKWARD)} small shapes, outputs poisoned with NaN, twice",
     "ranking": "geometric mean of the speed over the cells; only variants that are right in all of them",
     "isolation": "all launches in one process, which is replaced if a variant breaks or hangs it",

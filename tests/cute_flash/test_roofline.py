@@ -43,6 +43,8 @@ def test_least_and_unfused_bytes() -> None:
     tensors = 2 * (2 * 16 * 4096 * 128 + 2 * 4 * 4096 * 128) * 2
     lse = 2 * 16 * 4096 * 4
     assert roofline.hbm_bytes(LARGE) == tensors + lse
+    # Twice Q, K, V and O, but the LSE once.
+    assert roofline.hbm_bytes_backward(LARGE) == 2 * tensors + lse
     assert roofline.standard_bytes(LARGE) == tensors + 4 * 2 * 16 * 4096 * 4096 * 2
 
 

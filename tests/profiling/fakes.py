@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class FakeTimer:
     event_ms: float = 1e-9
     is_lost: bool = False
     turns: list[float] = field(default_factory=list)
+    is_on_stream: bool = False
 
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
         return Batch(lambda: repeat(call, calls), calls)
@@ -41,10 +42,17 @@ class FakeTimer:
         if self.is_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self.is_on_stream = True
+        yield
+        self.is_on_stream = False
+
 
 @dataclass(frozen=True)
 class FakeProvider:
-    """Exact attention in the input's dtype that takes `call_ms`, then spoilt by `spoil`."""
+    """Attention in the input's dtype that takes `call_ms`, its results then spoilt by `spoil` and by
+    `spoil_gradients`."""
 
     name: str
     timer: FakeTimer
@@ -52,10 +60,12 @@ class FakeProvider:
     is_ours: bool = False
     is_bshd: bool = False
     spoil: Callable[[Tensor], Any] = lambda out: None
+    spoil_gradients: Callable[[Tensor, Tensor, Tensor], Any] = lambda dq, dk, dv: None
     reason: str | None = None
+    backward_reason: str | None = None
 
-    def available(self) -> str | None:
-        return self.reason
+    def available(self, direction: str = "fwd") -> str | None:
+        return self.reason or (self.backward_reason if direction == "bwd" else None)
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -68,6 +78,21 @@ class FakeProvider:
             out = exact.clone()
             self.spoil(out)
             return out.transpose(1, 2).contiguous() if self.is_bshd else out
+
+        return call
+
+    def prepare_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        band = Band.of(causal, (None, None))
+        out, lse = reference.forward(q, k, v, band)
+        exact = reference.backward(dout, q, k, v, out, lse, band)
+
+        def call() -> tuple[Tensor, ...]:
+            self.timer.now_ms += self.call_ms
+            grads = tuple(x.clone() for x in exact)
+            self.spoil_gradients(*grads)
+            return tuple(x.transpose(1, 2).contiguous() for x in grads) if self.is_bshd else grads
 
         return call
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.band import Band
-from profiling.accuracy import OUTLIER_RATE, Oracle, draw, relative_distance
+from profiling.accuracy import OUTLIER_RATE, draw, draw_dout, relative_distance
+from profiling.oracles import forward_oracle
 from profiling.suites import Shape
 
 CPU = torch.device("cpu")
@@ -30,14 +31,14 @@ def exact(
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_oracle_is_attention_on_its_sample(shape):
     inputs, out = exact(shape)
-    errors = Oracle(*inputs, shape.causal).errors(out)
+    errors = forward_oracle(*inputs, shape.causal).errors(out)
     assert errors.relative is not None and errors.relative < 1e-12
     assert errors.max_abs is not None and errors.max_abs < 1e-12
 
 
 def test_the_sample_reaches_both_ends_and_the_last_batch_and_head():
     inputs, out = exact(SHAPES[2])
-    oracle = Oracle(*inputs, causal=True)
+    oracle = forward_oracle(*inputs, causal=True)
     for index in [(1, 0, 0, 0), (1, 3, 1099, 7), (1, 0, 1099, 0), (1, 3, 0, 0)]:
         spoilt = out.clone()
         spoilt[index] += 1.0
@@ -50,7 +51,7 @@ def test_the_sample_reaches_both_ends_and_the_last_batch_and_head():
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_the_rounded_exact_output_is_right(shape, dtype, distribution):
     inputs, out = exact(shape, dtype, distribution)
-    oracle, out = Oracle(*inputs, shape.causal), out.to(dtype)
+    oracle, out = forward_oracle(*inputs, shape.causal), out.to(dtype)
     accuracy = oracle.judge(out, out)
     assert not accuracy.is_wrong
     assert accuracy.relative is not None and 0 < accuracy.relative < torch.finfo(dtype).eps
@@ -92,13 +93,13 @@ def test_a_wrong_output_is_found(spoil):
     right = out.to(torch.bfloat16)
     wrong = right.clone()
     spoil(wrong)
-    oracle = Oracle(*inputs, causal=True)
+    oracle = forward_oracle(*inputs, causal=True)
     assert oracle.judge(wrong, right).is_wrong
 
 
 def test_without_the_reference_peer_the_sample_still_judges():
     inputs, out = exact(SHAPES[0])
-    oracle = Oracle(*inputs, causal=True)
+    oracle = forward_oracle(*inputs, causal=True)
     right = oracle.judge(out.bfloat16())
     assert right.distance is None and not right.is_wrong
     assert oracle.judge((1.02 * out).bfloat16()).is_wrong
@@ -106,7 +107,7 @@ def test_without_the_reference_peer_the_sample_still_judges():
 
 def test_a_broken_reference_peer_does_not_make_others_wrong():
     inputs, out = exact(SHAPES[2])
-    oracle, right = Oracle(*inputs, causal=True), out.bfloat16()
+    oracle, right = forward_oracle(*inputs, causal=True), out.bfloat16()
     for index in [(0, 1, 7), (-1, 0, 0)]:
         broken = right.clone()
         # Outside the sample, and in it.
@@ -116,7 +117,7 @@ def test_a_broken_reference_peer_does_not_make_others_wrong():
 
 def test_not_a_number_is_none_and_wrong():
     inputs, out = exact(SHAPES[1])
-    accuracy = Oracle(*inputs, causal=False).judge(torch.full_like(out, torch.nan).bfloat16())
+    accuracy = forward_oracle(*inputs, causal=False).judge(torch.full_like(out, torch.nan).bfloat16())
     assert (accuracy.relative, accuracy.max_abs) == (None, None)
     assert accuracy.is_wrong and accuracy.non_finite == out.numel()
 
@@ -132,6 +133,10 @@ def test_inputs_depend_on_the_seed_and_outliers_are_as_rare_and_as_large_as_said
     q, k, _ = draw(shape, torch.float16, CPU, seed=3)
     assert torch.equal(q, draw(shape, torch.float16, CPU, seed=3)[0])
     assert not torch.equal(q, k) and not torch.equal(q, draw(shape, torch.float16, CPU, seed=4)[0])
+    dout = draw_dout(shape, torch.float16, CPU, seed=3)
+    assert dout.shape == q.shape and not torch.equal(dout, q)
+    assert torch.equal(dout, draw_dout(shape, torch.float16, CPU, seed=3))
+    assert float(dout.float().std()) == pytest.approx(1.0, rel=0.01)
     with_outliers = draw(shape, torch.float16, CPU, seed=3, distribution="outliers")[1].float()
     # Of N(0, 101) 62 % lie beyond 5, of N(0, 1) almost none.
     rate = float((with_outliers.abs() > 5).float().mean())

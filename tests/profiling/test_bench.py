@@ -31,7 +31,7 @@ def test_speeds_ratios_and_errors_of_a_good_run():
         assert result.error is None and not result.is_wrong and result.is_repeatable
         assert set(result.accuracy) == {"normal", "outliers"}
     # All three compute the same bits.
-    assert cell.error_ratio("cute_flash", "fa3") == 1.0
+    assert cell.worst_error_ratio("cute_flash", "fa3") == 1.0
     assert cell.results["fa3"].accuracy["normal"].distance == 0.0
     assert run.is_complete and report.failures(run) == [] and report.notes(run) == []
 
@@ -100,7 +100,7 @@ def test_an_output_of_another_shape_is_an_error():
     # It says that its output is (B, H, S, D), which is not true.
     liar = FakeProvider("cute_flash", timer, is_ours=True, is_bshd=True)
     run = bench(timer, [type("Liar", (), {**_members(liar), "is_bshd": False})()])
-    assert "output of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in report.failures(run)[0]
+    assert "out of shape (2, 300, 3, 16), expected (2, 3, 300, 16)" in report.failures(run)[0]
 
 
 def _members(provider: FakeProvider):

@@ -23,11 +23,11 @@ def bench(monkeypatch):
     monkeypatch.setattr(machine, "card_state", dict)
     monkeypatch.setattr(torch, "device", lambda name, real=torch.device: real("cpu"))
 
-    def run(*args: str, ours_ms: float = 0.5, spoil=lambda out: None) -> int:
+    def run(*args: str, ours_ms: float = 0.5, peer_reason: str | None = None, **spoils) -> int:
         timer = FakeTimer()
         providers = [
-            FakeProvider("cute_flash", timer, ours_ms, is_ours=True, spoil=spoil),
-            FakeProvider("sdpa-flash", timer),
+            FakeProvider("cute_flash", timer, ours_ms, is_ours=True, **spoils),
+            FakeProvider("sdpa-flash", timer, backward_reason=peer_reason),
             FakeProvider("fa3", timer, reason="no folder"),
         ]
         monkeypatch.setattr(cli, "select", lambda names, kernels="auto": providers)
@@ -48,6 +48,36 @@ def test_bench_prints_the_tables_and_writes_the_file(bench, tmp_path, capsys):
     data = json.loads(out.read_text())
     assert data["is_complete"] and data["unavailable"] == {"fa3": "no folder"}
     assert data["settings"]["rounds"] == 2 and data["cells"][0]["shape"]["batch"] == 4
+
+
+def test_the_backward_is_measured_by_those_who_can(bench, tmp_path, capsys):
+    out = tmp_path / "run.json"
+    assert bench("--direction", "bwd", "--out", str(out)) == cli.OK
+    printed = capsys.readouterr().out
+    assert "bwd bf16, D=8, causal" in printed and "2.00" in printed and "normal dq: worst error" in printed
+    assert "All cells, bwd" in printed
+    data = json.loads(out.read_text())
+    (cell,) = data["cells"]
+    assert data["settings"]["direction"] == "bwd" and cell["key"].startswith("bwd-bf16-d8-causal-s16")
+    # 4 batches of 4 heads, half of 10 S^2 D each, in 0.5 ms.
+    assert cell["flops"] == 5 * 4 * 4 * 16**2 * 8
+    assert cell["results"]["cute_flash"]["tflops"] == pytest.approx(cell["flops"] / 0.5e-3 / 1e12)
+
+
+def test_a_peer_without_a_backward_is_listed_and_only_there(bench, capsys):
+    assert bench("--direction", "bwd", peer_reason="no gradients") == cli.OK
+    assert "sdpa-flash is not available: no gradients" in capsys.readouterr().out
+    assert bench("--direction", "fwd", peer_reason="no gradients") == cli.OK
+    assert "no gradients" not in capsys.readouterr().out
+
+
+def test_wrong_gradients_of_ours_decide_the_exit_status(bench, capsys):
+    def spoil(dq, dk, dv):
+        dv.zero_()
+
+    assert bench("--direction", "bwd", spoil_gradients=spoil) == cli.FOUND_WANTING
+    assert "cute_flash wrong in dv on normal inputs" in capsys.readouterr().out
+    assert bench("--direction", "fwd", spoil_gradients=spoil) == cli.OK
 
 
 def test_base_decides_the_exit_status(bench, tmp_path, capsys):

@@ -29,9 +29,10 @@ from profiling.providers import (
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    providers._fa3_forward.cache_clear()
+    forget = providers._fa3_ops.cache_clear
+    forget()
     yield
-    providers._fa3_forward.cache_clear()
+    forget()
 
 
 def inputs(heads_kv: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,3 +141,100 @@ def test_kernels_are_chosen_around_the_calls_not_in_them(monkeypatch):
     assert chosen == ["sm80"]
     assert provider.prepare(*inputs(), True)() == ("attn", True)
     assert chosen == ["sm80"]
+
+
+def exact_gradients(tensors, dout, causal) -> list[Tensor]:
+    q, k, v = leaves = [x.double().requires_grad_() for x in tensors]
+    out, _ = reference.dense(q, k, v, Band.of(causal, (None, None)))
+    return list(torch.autograd.grad(out, leaves, dout.double()))
+
+
+def assert_gradients(provider, grads, tensors, dout, causal):
+    exact = exact_gradients(tensors, dout, causal)
+    assert len(grads) == 3
+    for mine, theirs, like in zip(grads, exact, tensors, strict=True):
+        found = as_bhsd(provider, mine)
+        assert found.shape == like.shape and not found.requires_grad
+        torch.testing.assert_close(found.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("provider", [CuteFlash(), Sdpa("sdpa", SDPBackend.MATH)], ids=lambda p: p.name)
+def test_gradients_are_those_of_attention_and_can_be_had_again(provider, heads_kv, causal):
+    tensors, dout = inputs(heads_kv), torch.randn((2, 4, 33, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), provider.context():
+        call = provider.prepare_backward(*tensors, dout, causal)
+        first, second = call(), call()
+    assert_gradients(provider, first, tensors, dout, causal)
+    assert all(map(torch.equal, first, second))
+    # The inputs belong to all providers.
+    assert not any(x.requires_grad for x in (*tensors, dout))
+
+
+def dense_bshd(q, k, v, causal):
+    out, _ = reference.dense(*(x.transpose(1, 2) for x in (q, k, v)), Band.of(causal, (None, None)))
+    return out.transpose(1, 2).to(q.dtype)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_the_forward_of_a_bshd_peer_runs_once_and_its_gradients_are_bshd(heads_kv):
+    tensors, dout, forwards = inputs(heads_kv), torch.randn(2, 4, 33, 16), []
+
+    def forward(q, k, v, causal):
+        assert q.shape == (2, 33, 4, 16) and all(x.is_contiguous() and x.is_leaf for x in (q, k, v))
+        forwards.append(causal)
+        return dense_bshd(q, k, v, causal)
+
+    provider = FlashAttention("peer", lambda: forward)
+    call = provider.prepare_backward(*tensors, dout, True)
+    call()
+    assert_gradients(provider, call(), tensors, dout, True)
+    assert forwards == [True]
+
+
+class FakeFa3:
+    """Its two ops by their own signatures; the backward fills what it is given and returns something else."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def fwd(self, q, k, v, *, softmax_scale, is_causal, num_splits):
+        self.calls.append("fwd")
+        tensors, band = [x.transpose(1, 2) for x in (q, k, v)], Band.of(is_causal, (None, None))
+        out, lse = reference.forward(*tensors, band, softmax_scale)
+        return out.transpose(1, 2).contiguous(), lse, None, None
+
+    def bwd(self, dout, q, k, v, out, softmax_lse, *, dq, dk, dv, softmax_scale, is_causal):
+        self.calls.append("bwd")
+        assert all(x.is_contiguous() for x in (dout, q, k, v, out, dq, dk, dv))
+        dO, Q, K, V, O = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        band = Band.of(is_causal, (None, None))
+        grads = reference.backward(dO, Q, K, V, O, softmax_lse, band, softmax_scale)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad.transpose(1, 2))
+        return softmax_lse, None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
+    fake = FakeFa3()
+    monkeypatch.setattr(providers, "_fa3_ops", lambda: fake)
+    tensors, dout, provider = inputs(heads_kv), torch.randn(2, 4, 33, 16), registry()["fa3"]
+    call = provider.prepare_backward(*tensors, dout, causal)
+    first, second = call(), call()
+    assert fake.calls == ["fwd", "bwd", "bwd"]
+    assert_gradients(provider, second, tensors, dout, causal)
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
+def test_who_cannot_do_the_backward_says_so(pretend_gpu, monkeypatch):
+    # An FA3 that was built without it.
+    monkeypatch.setattr(providers, "_fa3_ops", lambda: SimpleNamespace(fwd=None))
+    chosen = select(["cute_flash", "cute_flash-sm80", "sdpa-cudnn", "fa3"])
+    assert split_available(chosen)[1] == {}
+    available, absent = split_available(chosen, "bwd")
+    assert [provider.name for provider in available] == ["cute_flash", "sdpa-cudnn"]
+    assert "CUTE_FLASH_KERNELS=sm80" in absent["cute_flash-sm80"]
+    assert absent["fa3"].startswith("AttributeError: ") and "bwd" in absent["fa3"]

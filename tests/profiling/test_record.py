@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from profiling import compare, record
+from profiling import compare, record, report
 from profiling.bench import run_bench
 from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, cell, result, run, tools
 
@@ -30,6 +32,41 @@ def test_a_real_run_survives_the_file(tmp_path):
     record.save(measured, path)
     assert record.load(path) == measured
     assert list(path.parent.iterdir()) == [path]
+
+
+RESULTS = sorted((Path(record.__file__).parent / "results").rglob("*-paper*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
+    earlier = record.load(path)
+    assert earlier.is_complete and len(report.cell_tables(earlier)) == 6
+    table = report.accuracy_table(earlier)
+    assert table is not None and table.columns[1] == "normal: worst error"
+    assert "-" not in {row[-1] for row in report.cell_tables(earlier)[0].rows}
+    unchanged = compare.changes(earlier, earlier)
+    assert len(unchanged) == 36 and all(change.relative == 0.0 for change in unchanged)
+
+
+def test_there_are_results_of_earlier_days():
+    assert RESULTS
+
+
+def test_gradients_survive_the_file_and_are_not_compared_with_outputs(tmp_path):
+    timer, path = FakeTimer(), tmp_path / "bwd.json"
+    providers = [FakeProvider("cute_flash", timer, is_ours=True), FakeProvider("sdpa-flash", timer)]
+    forward, backward = (
+        run_bench([SMALL], providers, {}, replace(SETTINGS, direction=direction), tools(timer))
+        for direction in ("fwd", "bwd")
+    )
+    record.save(backward, path)
+    assert record.load(path) == backward
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert cell["key"] == f"bwd-bf16-{SMALL.id}"
+    assert cell["key"] != forward.cells[0].key == f"fwd-bf16-{SMALL.id}"
+    assert sorted(cell["results"]["cute_flash"]["accuracy"]) == ["normal dk", "normal dq", "normal dv"]
+    assert compare.changes(backward, forward) == []
+    assert [change.relative for change in compare.changes(backward, backward)] == [0.0]
 
 
 def test_keys_are_stable_and_sorted_and_nothing_is_left_out(tmp_path):

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 
 from profiling import compare, report
+from profiling.accuracy import Accuracy, Errors
+from profiling.record import Cell, Result
 from profiling.terminal import Table, markdown, progress, show
 from tests.profiling.fakes import cell, result, run
 
@@ -42,9 +45,57 @@ def test_cells_show_speed_ratios_error_and_marks():
     assert (rows["2048"]["cute_flash"], rows["2048"]["ours/ref"]) == ("x", "-")
 
 
+def gradients(*errors: float, **fields) -> Result:
+    """A result whose dq, dk and dv have these errors."""
+    accuracy = {
+        f"normal d{x}": Accuracy(error, 1e-2, 0, 3e-3, error > 0.01)
+        for x, error in zip("qkv", errors, strict=True)
+    }
+    return replace(result(400.0, is_repeatable=None), accuracy=accuracy, **fields)
+
+
+def backward_cell(**results: Result) -> Cell:
+    yardstick = {f"normal d{x}": Errors(2.5e-3, 1.5e-2) for x in "qkv"}
+    return replace(cell(512, **results), direction="bwd", yardstick=yardstick)
+
+
+BACKWARD = run(
+    backward_cell(
+        cute_flash=gradients(2e-3, 3e-3, 1e-3), sdpa_flash=gradients(2e-3, 2e-3, 2e-3, tflops=200.0)
+    )
+)
+
+
+def test_gradients_are_told_apart_and_the_worst_of_them_counts():
+    (table,) = report.cell_tables(BACKWARD)
+    assert table.title == "bwd bf16, D=128, full"
+    assert rows_of(table)["512"]["err/ref"] == "1.50" and rows_of(table)["512"]["ours/ref"] == "2.00"
+    assert report.summary_table(BACKWARD).title.startswith("All cells, bwd (")
+    accuracy = report.accuracy_table(BACKWARD)
+    assert accuracy is not None and accuracy.title == "Relative error against fp64, bwd"
+    assert accuracy.columns[1::2] == tuple(f"normal {name}: worst error" for name in ("dq", "dk", "dv"))
+    ours, _, yardstick = accuracy.rows
+    assert ours == ("cute_flash", "2.00e-03", "1.00", "3.00e-03", "1.50", "1.00e-03", "0.50")
+    assert yardstick[1] == "2.50e-03"
+    assert report.failures(BACKWARD) == report.notes(BACKWARD) == []
+
+
+def test_a_wrong_gradient_is_named_and_one_that_is_no_number_has_no_ratio():
+    wrong = gradients(2e-3, 0.5, 1e-3)
+    broken = run(backward_cell(cute_flash=wrong, sdpa_flash=gradients(2e-3, 2e-3, 2e-3)))
+    (failure,) = report.failures(broken)
+    assert failure.startswith(
+        f"{broken.cells[0].key}: cute_flash wrong in dk on normal inputs: relative error 0.5"
+    )
+    assert rows_of(report.cell_tables(broken)[0])["512"]["cute_flash"] == "400!"
+    nan = {**wrong.accuracy, "normal dv": Accuracy(None, None, 5, None, True)}
+    cells = backward_cell(cute_flash=replace(wrong, accuracy=nan), sdpa_flash=gradients(2e-3, 2e-3, 2e-3))
+    assert rows_of(report.cell_tables(run(cells))[0])["512"]["err/ref"] == "-"
+
+
 def test_summary_has_geometric_means_the_lowest_cell_and_the_share_of_the_ceiling():
     table = report.summary_table(RUN)
-    assert "matmul bf16 8192^3: 800 TFLOP/s" in table.title
+    assert table.title == "All cells, fwd (matmul bf16 8192^3: 800 TFLOP/s)"
     rows = rows_of(table)
     assert rows["cute_flash"]["geomean TFLOP/s"] == "600"
     assert rows["fa3"]["best % of matmul"] == "81"

@@ -28,6 +28,16 @@ def test_flops_are_the_papers():
     full, causal = (Shape(2, 16, 16, 8192, 128, causal) for causal in (False, True))
     assert full.flops() == 4 * 2 * 16 * 8192**2 * 128
     assert causal.flops() == full.flops() / 2
+    # Five matrix products instead of two.
+    assert causal.flops("bwd") == 5 * 2 * 16 * 8192**2 * 128
+
+
+def test_bytes_of_both_directions_with_grouped_heads():
+    shape = Shape(batch=2, heads=6, heads_kv=2, seqlen=100, head_dim=32, causal=True)
+    q, k, lse = 2 * 6 * 100 * 32 * 2, 2 * 2 * 100 * 32 * 2, 2 * 6 * 100 * 4
+    assert shape.hbm_bytes("bf16") == 2 * q + 2 * k + lse
+    # Q, O, dO, dQ; K, V, dK, dV.
+    assert shape.hbm_bytes("bf16", "bwd") == 4 * q + 4 * k + lse
 
 
 def test_narrowed_keeps_tokens_and_hidden_size():

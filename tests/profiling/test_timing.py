@@ -140,6 +140,7 @@ class FakeCuda:
         self.now_ms = 0.0
         self.log: list[str] = []
         self.captured: list[float] | None = None
+        self.entered: list[SimpleNamespace] = []
 
     def call(self) -> None:
         if self.captured is not None:
@@ -165,6 +166,7 @@ class FakeCuda:
     current_stream = Stream
 
     def stream(self, stream: SimpleNamespace) -> AbstractContextManager[None]:
+        self.entered.append(stream)
         return nullcontext()
 
     def CUDAGraph(self) -> SimpleNamespace:
@@ -178,7 +180,9 @@ class FakeCuda:
         return graph
 
     @contextmanager
-    def graph(self, graph: SimpleNamespace):
+    def graph(self, graph: SimpleNamespace, stream: SimpleNamespace):
+        # The one on which the calls were warmed up.
+        assert self.entered[-1] is stream
         self.captured = graph.costs
         yield
         self.captured = None
@@ -205,3 +209,14 @@ def test_a_graph_replays_as_many_calls_as_it_says(cuda, calls, replays):
     assert batch.calls == min(calls, CALLS_PER_GRAPH) * replays
     assert timer.milliseconds(batch.run) / batch.calls == 0.25
     assert cuda.log == ["record", *["replay"] * replays, "record", "wait"]
+
+
+def test_what_is_prepared_for_a_graph_runs_on_the_stream_that_is_captured(cuda):
+    timer = GraphTimer()
+    with timer.stream():
+        prepared = cuda.entered[-1]
+    timer.batch(cuda.call, 4)
+    timer.batch(cuda.call, 4)
+    assert all(stream is prepared for stream in cuda.entered) and len(cuda.entered) == 3
+    with EventTimer().stream():
+        assert len(cuda.entered) == 3

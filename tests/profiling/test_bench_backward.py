@@ -1,0 +1,190 @@
+"""The backward direction of the benchmark, with fake providers on the CPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from profiling import report
+from profiling.bench import run_bench
+from profiling.providers import CuteFlash, Sdpa
+from profiling.record import Run
+from profiling.suites import Shape
+from tests.profiling.fakes import SETTINGS, SMALL, FakeProvider, FakeTimer, tools
+
+pytestmark = pytest.mark.usefixtures("few_calls")
+
+BACKWARD = replace(SETTINGS, direction="bwd")
+GROUPED = Shape(batch=2, heads=6, heads_kv=2, seqlen=70, head_dim=16, causal=False)
+LABELS = {f"normal {name}" for name in ("dq", "dk", "dv")}
+
+
+def bench(timer, providers, shapes=(SMALL,), settings=BACKWARD, **overrides) -> Run:
+    return run_bench(shapes, providers, {}, settings, tools(timer, **overrides))
+
+
+@pytest.mark.parametrize("shape", [SMALL, GROUPED, replace(GROUPED, causal=True)], ids=lambda shape: shape.id)
+def test_speeds_and_errors_of_a_good_run(shape):
+    timer = FakeTimer()
+    ours = FakeProvider("cute_flash", timer, call_ms=0.5, is_ours=True)
+    peers = [FakeProvider("sdpa-flash", timer, 1.0), FakeProvider("fa3", timer, 0.4, is_bshd=True)]
+    run = bench(timer, [ours, *peers], [shape], replace(BACKWARD, outliers=True))
+    (cell,) = run.cells
+    assert cell.key == f"bwd-bf16-{shape.id}"
+    assert cell.flops == 2.5 * shape.flops()
+    assert cell.results["cute_flash"].tflops == pytest.approx(2.5 * shape.flops() / 0.5e-3 / 1e12)
+    assert cell.ratio("cute_flash", "sdpa-flash") == pytest.approx(2.0) and run.best_peer(cell) == "fa3"
+    labels = LABELS | {label.replace("normal", "outliers") for label in LABELS}
+    assert set(cell.yardstick) == labels
+    for result in cell.results.values():
+        assert result.error is None and not result.is_wrong and set(result.accuracy) == labels
+        # Sums in any order are no fault.
+        assert result.is_repeatable is None
+    for label in LABELS:
+        found, yardstick = cell.results["cute_flash"].accuracy[label], cell.yardstick[label]
+        assert found.relative is not None and yardstick.relative is not None
+        assert 1e-4 < found.relative < yardstick.relative
+        assert cell.results["fa3"].accuracy[label].distance == 0.0
+    assert cell.worst_error_ratio("cute_flash", "fa3") == 1.0
+    assert report.failures(run) == [] and report.notes(run) == []
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_real_providers_through_autograd(causal):
+    peer = Sdpa("sdpa-flash", SDPBackend.MATH)
+    run = bench(FakeTimer(), [CuteFlash(), peer], [replace(GROUPED, causal=causal)])
+    (cell,) = run.cells
+    for result in cell.results.values():
+        assert result.error is None and not result.is_wrong and len(result.accuracy) == 3
+    assert all(cell.results[peer.name].accuracy[label].distance == 0.0 for label in LABELS)
+    # Other code than the peer's, which does not take its delta from a rounded output.
+    for label in ("normal dq", "normal dk"):
+        distance = cell.results["cute_flash"].accuracy[label].distance
+        assert distance is not None and 0.0 < distance < 1e-2
+
+
+def test_bytes_are_those_of_the_gradients_too():
+    timer = FakeTimer()
+    run = bench(timer, [FakeProvider("a", timer)], [GROUPED], facts=lambda: {"l2_bytes": 100_000})
+    # Q, O, dO, dQ of six heads, K, V, dK, dV of two in bf16, and the LSE in fp32.
+    expected = 2 * 70 * (4 * (6 + 2) * 16 * 2 + 6 * 4)
+    assert run.cells[0].working_set_bytes == expected and expected > 100_000
+    # The forward pass would fit.
+    assert run.cells[0].exceeds_l2 is True
+    assert bench(timer, [FakeProvider("a", timer)], [GROUPED], SETTINGS).cells[0].working_set_bytes < 100_000
+
+
+def test_other_bits_are_allowed_and_wrong_values_are_not():
+    timer, calls = FakeTimer(), []
+
+    def differ(dq, dk, dv):
+        calls.append(1)
+        # One unit in the last place of one entry.
+        dq[0, 0, -1, 0] *= 1 + 2**-7 * (len(calls) % 2)
+
+    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil_gradients=differ)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    assert len(calls) > 2 and not run.cells[0].results["cute_flash"].is_wrong
+    assert report.failures(run) == []
+
+
+def test_sums_that_do_not_begin_at_zero_again_are_seen():
+    timer, calls = FakeTimer(), []
+
+    def add_up(dq, dk, dv):
+        calls.append(1)
+        dq *= len(calls)
+
+    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil_gradients=add_up)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    accuracy = run.cells[0].results["cute_flash"].accuracy
+    assert {label for label, found in accuracy.items() if found.is_wrong} == {"normal dq"}
+    # Of the last call, not of the first, which was right.
+    assert accuracy["normal dq"].relative == pytest.approx(len(calls) - 1, rel=1e-2)
+    assert "cute_flash wrong in dq on normal inputs" in report.failures(run)[0]
+
+
+def unwritten(dq, dk, dv):
+    dk[0, 0, 3] = torch.nan
+
+
+def forget_a_query_head(dq, dk, dv):
+    dv *= 2 / 3
+
+
+def transpose_heads(dq, dk, dv):
+    dq.copy_(dq.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "label"),
+    [(unwritten, "normal dk"), (forget_a_query_head, "normal dv"), (transpose_heads, "normal dq")],
+)
+def test_a_wrong_peer_is_never_the_best(spoil, label):
+    timer = FakeTimer()
+    fast_and_wrong = FakeProvider("fa3", timer, 0.1, spoil_gradients=spoil)
+    ours = FakeProvider("cute_flash", timer, is_ours=True)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer, 2.0), fast_and_wrong], [GROUPED])
+    (cell,) = run.cells
+    wrong = {name for name, found in cell.results["fa3"].accuracy.items() if found.is_wrong}
+    assert wrong == {label} and not cell.results["cute_flash"].is_wrong
+    assert run.best_peer(cell) == "sdpa-flash"
+    assert report.failures(run) == [] and f"fa3 wrong in {label.split()[1]}" in report.notes(run)[0]
+
+
+def test_a_gradient_of_another_shape_is_an_error():
+    timer = FakeTimer()
+
+    class Expanded(FakeProvider):
+        """Gradients of K and V for every query head, as if none were shared."""
+
+        def prepare_backward(self, *inputs):
+            call = super().prepare_backward(*inputs)
+            return lambda: tuple(x.repeat_interleave(6 // x.shape[1], dim=1) for x in call())
+
+    class Missing(FakeProvider):
+        def prepare_backward(self, *inputs):
+            call = super().prepare_backward(*inputs)
+            return lambda: call()[:2]
+
+    run = bench(timer, [Expanded("a", timer), Missing("b", timer)], [GROUPED])
+    results = run.cells[0].results
+    assert results["a"].error == "ValueError: dk of shape (2, 6, 70, 16), expected (2, 2, 70, 16)"
+    assert results["b"].error == "ValueError: 2 tensors, expected dq, dk, dv"
+
+
+def test_the_forward_runs_once_in_its_context_on_the_timers_stream_and_is_not_timed():
+    timer, forwards, entered = FakeTimer(), [], []
+
+    class Slow(FakeProvider):
+        @contextmanager
+        def context(self):
+            entered.append(self.name)
+            yield
+            entered.pop()
+
+        def prepare_backward(self, *inputs):
+            forwards.append(timer.is_on_stream and entered == [self.name])
+            timer.now_ms += 1000.0
+            return super().prepare_backward(*inputs)
+
+    run = bench(timer, [Slow("a", timer, 0.25)])
+    assert forwards == [True]
+    assert run.cells[0].results["a"].round_ms == pytest.approx((0.25,) * 3)
+    assert "one forward pass that is not timed" in run.method["calls"]
+
+
+def test_no_backward_kernel_is_the_error_of_the_cell():
+    timer = FakeTimer()
+
+    def refuse(dq, dk, dv):
+        raise NotImplementedError("there is no backward kernel yet")
+
+    ours = FakeProvider("cute_flash", timer, is_ours=True, spoil_gradients=refuse)
+    run = bench(timer, [ours, FakeProvider("sdpa-flash", timer)])
+    assert run.cells[0].tflops("sdpa-flash") and run.cells[0].tflops("cute_flash") is None
+    assert "there is no backward kernel yet" in report.failures(run)[0]
