@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from cute_flash import compile as compiling
-from cute_flash.plan import Plan
+from cute_flash.plan import CompileKey, Plan
 
 _SPILLS = re.compile(
     r"(\d+)\s+bytes\s+stack\s+frame,\s+(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s+loads"
@@ -88,26 +88,30 @@ class Resources:
 
 def resources(plan: Plan) -> Resources:
     """Compile a plan's kernel for its target and read what it uses. Takes seconds; nothing is cached."""
+    return kernel_resources(plan.key)
+
+
+def kernel_resources(key: CompileKey) -> Resources:
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
         with contextlib.redirect_stderr(remarks):
             function = compiling.cute_compile(
-                plan.key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}"
+                key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}"
             )
         cubin, ptx = function.__cubin__, function.__ptx__
     log = _COLOUR.sub("", remarks.getvalue())
     spills, registers = _SPILLS.search(log), _REGISTERS.search(log)
     symbol = re.search(r"\.entry (\S+?)\(", ptx)
     if spills is None or registers is None or symbol is None:
-        raise RuntimeError(f"ptxas printed no resource usage for {plan.key}:\n{log}")
+        raise RuntimeError(f"ptxas printed no resource usage for {key}:\n{log}")
     return Resources(
         symbol=symbol[1],
-        target=plan.key.target,
+        target=key.target,
         registers=int(registers[1]),
         stack_bytes=int(spills[1]),
         spill_store_bytes=int(spills[2]),
         spill_load_bytes=int(spills[3]),
-        smem_bytes=plan.tile.smem_bytes,
+        smem_bytes=key.tile.smem_bytes,
         serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
         sass=Counter(_INSTRUCTION.findall(disassemble(cubin))),
         cubin=cubin,

@@ -268,11 +268,16 @@ SM90_BWD = (
 
 
 def bwd_tile(arch: ArchSpec, problem: Problem) -> BwdTileSm90:
+    """The tile of the gradients on an architecture."""
     static = problem.static
     for tile in SM90_BWD:
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
-    raise UnsupportedError(f"the gradient for head_dim={static.head_dim} on {arch.name}: no kernel yet")
+    width = str(static.head_dim) if static.head_dim_v is None else f"{static.head_dim}/{static.head_dim_v}"
+    raise UnsupportedError(
+        f"the gradient of attn with head_dim={width} on {arch.name}: there is no backward kernel yet (sm_90, "
+        "head_dim up to 128, as wide a V); move q, k, v to the CPU, or call attn under torch.no_grad()"
+    )
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTileSm90:

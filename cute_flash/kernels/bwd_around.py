@@ -34,7 +34,7 @@ class BeforeParams:
 
 
 class BwdPreprocess:
-    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and rows past the end; dQ = 0."""
+    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and past the end; dQ = 0."""
 
     has_dlse = False
 
@@ -46,13 +46,20 @@ class BwdPreprocess:
 
     def fake_arguments(self) -> tuple:
         batch, heads, seqlen, padded, blocks = (cute.sym_int() for _ in range(5))
-        strides = lambda: (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        rows = lambda n: make_fake_compact_tensor(
-            Float32, (batch, heads, n), stride_order=(2, 1, 0), assumed_align=4
-        )
-        x = lambda: make_fake_tensor(
-            self.dtype, (batch, heads, seqlen, self.static.width_v), strides(), assumed_align=16
-        )
+
+        def strides():
+            return (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+
+        def rows(n):
+            return make_fake_compact_tensor(
+                Float32, (batch, heads, n), stride_order=(2, 1, 0), assumed_align=4
+            )
+
+        def x():
+            return make_fake_tensor(
+                self.dtype, (batch, heads, seqlen, self.static.width_v), strides(), assumed_align=16
+            )
+
         size = self.tile_m * self.tile_d
         mdQ = make_fake_compact_tensor(
             Float32, (batch, heads, blocks, size), stride_order=(3, 2, 1, 0), assumed_align=16
@@ -164,7 +171,7 @@ class BwdPostprocess:
     def __call__(self, mdQ: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: CUstream):
         batch, heads, blocks, _ = mdQ.shape
         shape = (64, self.tile_d // 2, 16)
-        K, MN = OperandMajorMode.K, OperandMajorMode.MN
+        MN = OperandMajorMode.MN
         op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.SMEM, MN, MN)
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_postprocess_d{self.static.head_dim}_{self.static.dtype}",

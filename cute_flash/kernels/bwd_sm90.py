@@ -286,7 +286,9 @@ class BwdSm90:
         order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
         kv_full = smem.allocate_array(cutlass.Int64, 2, byte_alignment=8)
-        rings = [Ring.allocate(smem, stages) for stages in (tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)]
+        rings = [
+            Ring.allocate(smem, stages) for stages in (tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)
+        ]
         return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, kv_full, *rings)
 
     @cute.jit
@@ -419,9 +421,7 @@ class BwdSm90:
         return acc_dQ
 
     @cute.jit
-    def one_block(
-        self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, total: Int32, is_cut
-    ):
+    def one_block(self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, total: Int32, is_cut):
         """S^T of this block stands; that of the next is begun here. dQ is that of the block before: so the
         warpgroups need not keep in step, and one multiplies while the other takes exponentials.
         """
@@ -532,8 +532,7 @@ class BwdSm90:
     ):
         n_block, head_kv, batch = where
         first_row = n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * factor
+        acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
         self.convert(acc, rX)
         gX = row_tile(mX[batch, head_kv, None, None], first_row, WARPGROUP_ROWS, self.tile.head_dim)

@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cute_flash import UnsupportedError, api, arch, attn, ops, reference, supports
+from cute_flash.arch import ARCHS
 from cute_flash.band import Band
+from cute_flash.plan import bwd_plan
+from cute_flash.problem import Problem
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -298,11 +301,11 @@ def test_inference_mode_and_no_grad() -> None:
         assert torch.equal(out, expected)
 
 
-def test_cuda_has_no_gradient_yet_and_says_so() -> None:
-    q, k, v = (x.detach() for x in inputs(5, 6))
-    out, lse = ops.fwd(q, k, v, 0.3, None, None)
-    with pytest.raises(UnsupportedError, match="no backward kernel yet; move q, k, v to the CPU"):
-        ops._bwd_cuda(out, None, q, k, v, out, lse, 0.3, None, None)
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 64), ("sm_90", 136)])
+def test_gradients_that_no_kernel_computes_are_refused(arch: str, head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 100, 100, head_dim, "bfloat16", Band())
+    with pytest.raises(UnsupportedError, match=r"no backward kernel yet .*; move q, k, v to the CPU"):
+        bwd_plan(problem, ARCHS[arch])
 
 
 # Fake tensors

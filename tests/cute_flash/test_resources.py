@@ -10,10 +10,10 @@ import pytest
 from cute_flash import resources as reading
 from cute_flash.arch import ARCHS
 from cute_flash.band import Band, ceil_div
-from cute_flash.plan import Plan, plan, use_kernels
+from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
-from cute_flash.resources import Resources, disassemble, nvdisasm, resources
-from cute_flash.tiles import SM90_FWD, FwdTile, FwdTileSm90
+from cute_flash.resources import Resources, disassemble, kernel_resources, nvdisasm, resources
+from cute_flash.tiles import SM90_BWD, SM90_FWD, BwdTileSm90, FwdTile, FwdTileSm90
 from tests.launch_capture import Request, capture, has_compiler
 
 FULL, CAUSAL, WINDOW, LEFT = Band(), Band(None, 0), Band(128, 64), Band(128, None)
@@ -313,3 +313,24 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 @pytest.mark.parametrize("index", range(len(TILES)))
 def test_hopper_tiles_know_what_the_kernel_allocates(allocated: list[int], index: int) -> None:
     assert FwdTileSm90(**TILES[index]).smem_bytes == allocated[index]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("band", [FULL, CAUSAL, WINDOW], ids=MASKS.get)
+@pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"d{row.head_dim}-{row.tile_m}x{row.tile_n}")
+def test_hopper_backward_keeps_everything_in_registers(row: BwdTileSm90, band: Band) -> None:
+    dtype = "float16" if band == CAUSAL else "bfloat16"
+    the_plan = bwd_plan(Problem(2, 8, 4, 1000, 1000, row.head_dim, dtype, band), ARCHS["sm_90"])
+    assert the_plan.tile is row
+    found = kernel_resources(the_plan.key("bwd_sm90"))
+    assert found.symbol.startswith(f"cute_flash_bwd_sm90_d{row.head_dim}_{dtype}_")
+    assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert found.serialised_wgmma == ()
+    assert found.smem_bytes <= 227 << 10
+    if nvdisasm() is None:
+        pytest.skip("no disassembler: the instructions were not counted")
+    # K Qᵀ before the loop and in it, V dOᵀ, dV, and dK twice, with dQ of a block before and without, and that
+    # of the last block after the loop.
+    s, dkv = row.head_dim // 16, row.tile_m // 16
+    dq = row.tile_m // 64 * (row.tile_n // 16)
+    assert found.num_mma == 3 * s + 3 * dkv + 2 * dq
