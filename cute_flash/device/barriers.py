@@ -57,8 +57,13 @@ class Ring:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_of(fill), num_bytes)
 
     @cute.jit
+    def release_by_all(self, fill: Int32):
+        """One arrival a thread: for what threads have read by themselves."""
+        cute.arch.mbarrier_arrive(self.empty + self.stage(fill))
+
+    @cute.jit
     def release(self, fill: Int32):
-        """One arrival a warp."""
+        """One arrival a warp: for what tensor cores have read."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(fill))
 

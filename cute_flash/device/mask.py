@@ -44,11 +44,3 @@ class Mask:
                 if cutlass.const_expr(self.band.left is not None):
                     hidden = hidden or offset < lo
                 acc_S_mn[r, c] = -Float32.inf if hidden else acc_S_mn[r, c]
-
-    @cute.jit
-    def visible(self, r: cutlass.Constexpr, first_col: Int32, width: cutlass.Constexpr) -> Int32:
-        """How many of a block's keys the right bound leaves to a row of this thread, at least 1."""
-        row = self.first_row + as_mn(self.tScS)[r, 0][0]
-        if cutlass.const_expr(self.wraps):
-            row = row % self.seqlen_q
-        return cutlass.max(1, cutlass.min(width, self.band.hi(row, self.seqlen_q, self.seqlen_k) - first_col))

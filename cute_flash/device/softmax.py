@@ -96,15 +96,14 @@ class Softmax:
         return cute.arch.vote_any_sync(grew)
 
     @cute.jit
-    def is_suspicious(self, block_sum: cute.Tensor, factors: cute.Tensor):
+    def is_suspicious(self, block_sum: cute.Tensor):
         """Whether the sums of a block, made with the old maximum, leave it open that a row outgrew that.
 
-        `factors`: as many times more keys has the block than those that the row has seen before. No number is
-        suspicious too: a row whose maximum is still -inf makes one of scores that are -inf.
+        No number is suspicious too: a row whose maximum is still -inf makes one of scores that are -inf.
         """
         is_usual = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
-            usual = cute.arch.fmin((self.row_sum[r] + SUSPICIOUS_EXCESS) * factors[r], MAX_BLOCK_SUM)
+            usual = cute.arch.fmin(self.row_sum[r] + SUSPICIOUS_EXCESS, MAX_BLOCK_SUM)
             is_usual = is_usual & (block_sum[r] <= usual)
         return cute.arch.vote_any_sync(not is_usual)
 

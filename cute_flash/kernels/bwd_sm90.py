@@ -250,8 +250,8 @@ class BwdSm90:
         if warp_index == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(shared.kv_full, 1)
-                shared.q.init(1, 4 * NUM_WARPGROUPS)
-                shared.do.init(1, 4 * NUM_WARPGROUPS)
+                shared.q.init(1, BOTH)
+                shared.do.init(1, BOTH)
                 shared.dq.init(WARPGROUP_THREADS, 1)
                 shared.ds.init(BOTH, 4 * NUM_WARPGROUPS)
         cute.arch.mbarrier_init_fence()
@@ -450,20 +450,20 @@ class BwdSm90:
         if fill > 0:
             acc_dQ = self.start_dq(p, main, fill - 1)
             warpgroup.wait_group(1)
-            shared.do.release(fill)
+            shared.do.release_by_all(fill)
             self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
             warpgroup.wait_group(1)
             self.hand_over_dq(main, acc_dQ, fill - 1)
         else:
             warpgroup.wait_group(0)
-            shared.do.release(fill)
+            shared.do.release_by_all(fill)
             self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
         # After the last block, of what is left in the stage: for nothing, but without a branch.
         if fill + 1 < total:
             shared.q.wait_full(fill + 1)
         acc_S = self.start_s(p, main, fill + 1)
         warpgroup.wait_group(0)
-        shared.q.release(fill)
+        shared.q.release_by_all(fill)
         main.acc_S.store(acc_S.load())
 
     @cute.jit

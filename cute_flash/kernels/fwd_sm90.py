@@ -341,7 +341,7 @@ class FwdSm90:
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
-            if softmax.is_suspicious(block_sum, self.factors(main, tile, blocks_seen)):
+            if softmax.is_suspicious(block_sum):
                 softmax.block_max(as_mn(acc_S), block_max)
                 if softmax.is_outweighed(block_max, block_sum):
                     softmax.raise_max(block_max, as_mn(main.acc_O))
@@ -352,19 +352,6 @@ class FwdSm90:
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
-
-    @cute.jit
-    def factors(self, main: Main, tile: Tile, blocks_seen: Int32):
-        """For each row, how many times more keys a whole block has than it has seen, if it has seen few."""
-        factors = cute.make_fragment_like(main.softmax.row_sum)
-        factors.fill(1.0)
-        if cutlass.const_expr(self.static.has_right):
-            if blocks_seen == 1:
-                tile_n = self.tile.tile_n
-                for r in cutlass.range_constexpr(cute.size(factors)):
-                    seen = tile.mask.visible(r, (tile.blocks.end - 1) * tile_n, tile_n)
-                    factors[r] = cute.arch.rcp_approx(Float32(seen)) * tile_n
-        return factors
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
         """With blocks so wide that only part of the second was to be exact, the first alone is."""

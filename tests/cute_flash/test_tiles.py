@@ -263,17 +263,17 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
         FwdTileSm90(64, 128, 64, 2, head_dim_v=head_dim_v)
 
 
-# Barriers of 8 bytes: two for each stage, one for each warpgroup and stage of Q; 16 bytes tell of the tile in
-# each stage of Q, at multiples of 16. `test_resources` asks the kernel.
+# Barriers of 8 bytes: two for each stage, one for each warpgroup and stage of Q; 16 bytes for each of two
+# tiles, at multiples of 16. `test_resources` asks the kernel.
 @pytest.mark.parametrize(
     ("tile", "warpgroups", "threads", "smem_bytes"),
     [
         (FwdTileSm90(64, 192, 128, 4, 2), 3, 512, (176 << 10) + 8 * (2 * 10 + 6) + 32),
         (FwdTileSm90(128, 128, 128, 2, 2), 2, 384, (192 << 10) + 8 * (2 * 6 + 4) + 32),
-        (FwdTileSm90(256, 128, 80, 2), 2, 384, (224 << 10) + 8 * (2 * 5 + 2) + 16),
+        (FwdTileSm90(256, 128, 80, 2), 2, 384, (224 << 10) + 8 * (2 * 5 + 2) + 32),
         (FwdTileSm90(32, 64, 256, 1, 2, takes_turns=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
-        (FwdTileSm90(64, 64, 64, 2), 1, 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 16),
-        (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 16),
+        (FwdTileSm90(64, 64, 64, 2), 1, 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
+        (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
     ],
     ids=str,
 )
