@@ -185,6 +185,14 @@ class BwdTileSm90:
         return 3 * 128
 
     @property
+    def dq_part(self) -> tuple[int, int]:
+        """Rows and columns of a block of dQ that each warpgroup multiplies: half of the rows, if there are
+        enough; narrow instructions would read dS from shared memory more often than the tensor cores wait.
+        """
+        rows = 2 * WARPGROUP_ROWS
+        return (self.tile_m // 2, self.head_dim) if self.tile_m == rows else (self.tile_m, self.head_dim // 2)
+
+    @property
     def smem_bytes(self) -> int:
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n

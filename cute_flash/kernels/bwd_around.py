@@ -16,7 +16,7 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
-from cute_flash.tiles import BwdTileSm90
+from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
 
 VECTOR = 8  # elements in 16 bytes
 THREADS = 128
@@ -152,12 +152,12 @@ class BwdPostprocess:
     """dQ = scale times the fp32 sums, from the order of the accumulators to rows in the inputs' type."""
 
     def __init__(self, static: Static, tile: BwdTileSm90):
-        self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
+        self.static, self.tile = static, tile
         self.dtype = DTYPES[static.dtype]
 
     def fake_arguments(self) -> tuple:
         batch, heads, seqlen, blocks = (cute.sym_int() for _ in range(4))
-        size = self.tile_m * self.tile_d
+        size = self.tile.tile_m * self.tile.head_dim
         mdQ = make_fake_compact_tensor(
             Float32, (batch, heads, blocks, size), stride_order=(3, 2, 1, 0), assumed_align=16
         )
@@ -170,7 +170,7 @@ class BwdPostprocess:
     @cute.jit
     def __call__(self, mdQ: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: CUstream):
         batch, heads, blocks, _ = mdQ.shape
-        shape = (64, self.tile_d // 2, 16)
+        shape = (WARPGROUP_ROWS, self.tile.dq_part[1], 16)
         MN = OperandMajorMode.MN
         op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.SMEM, MN, MN)
         self.kernel.set_name_prefix(
@@ -187,25 +187,27 @@ class BwdPostprocess:
         thread, _, _ = cute.arch.thread_idx()
         m_block, head, batch = cute.arch.block_idx()
         wg, thread = thread // THREADS, thread % THREADS
-        half, seqlen = self.tile_d // 2, mOut.shape[2]
-        registers = self.tile_m * half // THREADS
+        rows, columns = self.tile.dq_part
+        by_rows = rows < self.tile.tile_m
+        first_row = m_block * self.tile.tile_m + (wg * rows if by_rows else 0)
+        first_column = 0 if by_rows else wg * columns
+        registers = rows * columns // THREADS
         gdQ = mdQ[batch, head, m_block, None]
         acc = cute.make_rmem_tensor(registers, Float32)
         for i in cutlass.range_constexpr(registers // 4):
-            offset = wg * (self.tile_m * half) + (i * THREADS + thread) * 4
+            offset = wg * (rows * columns) + (i * THREADS + thread) * 4
             source = cute.make_tensor((gdQ.iterator + offset).align(16), cute.make_layout(4))
             cute.autovec_copy(source, cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4)))
         rdQ = cute.make_rmem_tensor(registers // 2, Int32)
         for i in cutlass.range_constexpr(registers // 2):
             rdQ[i] = pack(acc[2 * i] * scale, acc[2 * i + 1] * scale, self.dtype)
         # (2 rows of each m64 tile, n8 tiles)
-        tiles = half // 8
+        tiles = columns // 8
         packed = cute.make_tensor(
-            rdQ.iterator, cute.make_layout(((2, self.tile_m // 64), tiles), stride=((1, 2 * tiles), 2))
+            rdQ.iterator, cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
         )
-        gOut = row_tile(mOut[batch, head, None, None], m_block * self.tile_m, self.tile_m, self.tile_d)
-        gHalf = cute.make_tensor((gOut.iterator + wg * half).align(16), gOut.layout)
-        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.tile_m, half)))
-        store_rows(
-            packed, gHalf, as_mn(coords), self.static.head_dim - wg * half, seqlen - m_block * self.tile_m
-        )
+        gOut = row_tile(mOut[batch, head, None, None], first_row, rows, self.tile.head_dim)
+        gPart = cute.make_tensor((gOut.iterator + first_column).align(16), gOut.layout)
+        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))
+        columns_left = self.static.head_dim - first_column
+        store_rows(packed, gPart, as_mn(coords), columns_left, mOut.shape[2] - first_row)

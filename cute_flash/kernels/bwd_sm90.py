@@ -14,7 +14,7 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 |-----------|-------|------------------------------------------------|
 | 0         | 0     | load: TMA of K and V once, of Q, dO, LSE and D |
 | 0         | 1     | dQ: bulk additions to global memory            |
-| 1, 2      | all   | mma: 64 keys of the tile each, half of dQ's columns each |
+| 1, 2      | all   | mma: 64 keys of the tile and half of dQ each   |
 
 | shared memory | elements                    | life                                        |
 |---------------|-----------------------------|---------------------------------------------|
@@ -83,7 +83,7 @@ class Params:
     order: TileOrder
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
-    mma_dq: cute.TiledMma  # dS K, half of the columns
+    mma_dq: cute.TiledMma  # dS K, a warpgroup's part
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Main:
     rdO: cute.Tensor
     rQt: cute.Tensor
     rdOt: cute.Tensor
-    rdSt: cute.Tensor
-    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), its own columns of all keys
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), its own rows or all
+    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), all columns or its own
     acc_S: cute.Tensor
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
@@ -225,7 +225,7 @@ class BwdSm90:
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
             self._mma(tile.tile_m, False, K, K),
             self._mma(tile.head_dim, True, K, MN),
-            self._mma(tile.head_dim // 2, False, MN, MN),
+            self._mma(tile.dq_part[1], False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -343,6 +343,13 @@ class BwdSm90:
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
+    def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
+        """A warpgroup's part of the first mode, or all of it."""
+        if cute.size(sX, mode=[0]) == size:
+            return sX
+        rest = (None,) * (cute.rank(sX) - 1)
+        return cute.logical_divide(sX, (size, *rest))[((None, wg), *rest)]
+
     def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
         tile = self.tile
         s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
@@ -359,12 +366,8 @@ class BwdSm90:
             s.make_fragment_B(s.partition_B(shared.sdO)),
             dkv.make_fragment_B(dkv.partition_B(transposed(shared.sQ))),
             dkv.make_fragment_B(dkv.partition_B(transposed(shared.sdO))),
-            dq.make_fragment_A(dq.partition_A(transposed(shared.sdS))),
-            dq.make_fragment_B(
-                dq.partition_B(
-                    cute.local_tile(transposed(shared.sK), (tile.head_dim // 2, tile.tile_n), (wg, 0))
-                )
-            ),
+            dq.make_fragment_A(dq.partition_A(self._part(transposed(shared.sdS), tile.dq_part[0], wg))),
+            dq.make_fragment_B(dq.partition_B(self._part(transposed(shared.sK), tile.dq_part[1], wg))),
             cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tile.tile_m)), Float32),
             acc_dK,
             cute.make_fragment_like(acc_dK),
@@ -415,7 +418,7 @@ class BwdSm90:
         """dQ = dS K, as soon as both warpgroups have shared their dS"""
         ring = main.shared.ds
         ring.wait_full(fill)
-        shape = p.mma_dq.get_slice(0).partition_shape_C((self.tile.tile_m, self.tile.head_dim // 2))
+        shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
         acc_dQ = cute.make_rmem_tensor(shape, Float32)
         self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
         return acc_dQ

@@ -332,5 +332,5 @@ def test_hopper_backward_keeps_everything_in_registers(row: BwdTileSm90, band: B
     # K Qᵀ before the loop and in it, V dOᵀ, dV, and dK twice, with dQ of a block before and without, and that
     # of the last block after the loop.
     s, dkv = row.head_dim // 16, row.tile_m // 16
-    dq = row.tile_m // 64 * (row.tile_n // 16)
+    dq = row.dq_part[0] // 64 * (row.tile_n // 16)
     assert found.num_mma == 3 * s + 3 * dkv + 2 * dq
