@@ -263,18 +263,22 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
     targets = [
         x if _is_launchable(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in grads
     ]
-    blocks = -(-problem.seqlen_q // tile.tile_m)
     heads, device = (problem.batch, problem.heads), q.device
+    blocks = plan.num_m_blocks
     rows = [torch.empty((*heads, blocks * tile.tile_m), dtype=torch.float32, device=device) for _ in range(2)]
     sums = torch.empty((*heads, blocks, tile.tile_m * tile.head_dim), dtype=torch.float32, device=device)
+    counters = torch.empty((*heads, blocks), dtype=torch.int32, device=device) if plan.is_ordered else None
+    dq_rows = targets[0] if plan.is_ordered else None
     window = (0 if left is None else min(left, MAX_WINDOW), 0 if right is None else min(right, MAX_WINDOW))
     with torch.cuda.device(device):
-        before = "bwd_preprocess" if dlse is None else "bwd_preprocess_dlse"
         dlse = None if dlse is None else dlse.contiguous()
-        compiled_kernel(plan.key(before))(out, dout, lse.contiguous(), *rows, sums, dlse)
-        main = compiled_kernel(plan.key("bwd_sm90"))
-        main(q, k, v, dout, *rows, sums, *targets[1:], scale, *window, plan.section)
-        compiled_kernel(plan.key("bwd_postprocess"))(sums, targets[0], sign * scale)
+        before = compiled_kernel(plan.before(dlse is not None))
+        before(out, dout, lse.contiguous(), *rows, dq_rows if plan.is_ordered else sums, counters, dlse)
+        main = compiled_kernel(plan.main)
+        scales = scale, sign * scale
+        main(q, k, v, dout, *rows, sums, dq_rows, counters, *targets[1:], *scales, *window, plan.section)
+        if plan.after is not None:
+            compiled_kernel(plan.after)(sums, targets[0], sign * scale)
     return tuple(
         grad if grad is target else grad.copy_(target) for grad, target in zip(grads, targets, strict=True)
     )

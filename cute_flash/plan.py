@@ -18,6 +18,8 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 # Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in
 # flight.
 L2_SHARE = 0.4
+# Tiles of keys up to which zeroing and converting the sums of dQ cost more than taking turns.
+MAX_ORDERED_TILES = 16
 # Sums of two lengths and a window stay below 2^31.
 MAX_SEQLEN = 1 << 29
 # Persistent blocks count on past the last tile, by one for each block.
@@ -140,20 +142,41 @@ class BwdPlan:
     problem: Problem
     arch: ArchSpec
     tile: BwdTileSm90
-    section: int
+    section: int  # K/V heads whose queries and gradients share L2, run side by side
+    is_ordered: bool  # tiles of keys add to dQ in turn
 
     def key(self, kernel: str) -> CompileKey:
-        """Of `bwd_sm90`, `bwd_preprocess`, `bwd_preprocess_dlse` or `bwd_postprocess`."""
+        """Of a kernel in `compile.KERNELS`."""
         return CompileKey(kernel, self.problem.static, self.tile, self.arch.name + "a")
+
+    def before(self, has_dlse: bool) -> CompileKey:
+        ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
+        return self.key(f"bwd_preprocess{ordered}{dlse}")
+
+    @property
+    def main(self) -> CompileKey:
+        return self.key("bwd_sm90" + "_ordered" * self.is_ordered)
+
+    @property
+    def after(self) -> CompileKey | None:
+        return None if self.is_ordered else self.key("bwd_postprocess")
+
+    @property
+    def num_m_blocks(self) -> int:
+        return ceil_div(self.problem.seqlen_q, self.tile.tile_m)
 
 
 def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
+    tile = bwd_tile(arch, problem)
+    num_n_blocks = ceil_div(problem.seqlen_k, tile.tile_n)
+    if num_n_blocks <= min(MAX_ORDERED_TILES, arch.num_sms):
+        # All tiles of a head next to each other: they wait for each other.
+        return BwdPlan(problem, arch, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
-    width = 2 * ELEMENT_BYTES + 4
-    head_bytes = problem.group * problem.seqlen_q * problem.head_dim * width
-    return BwdPlan(problem, arch, bwd_tile(arch, problem), _fitting_heads(problem, arch, head_bytes))
+    head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
+    return BwdPlan(problem, arch, tile, _fitting_heads(problem, arch, head_bytes), False)
 
 
 def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:

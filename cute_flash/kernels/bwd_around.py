@@ -9,12 +9,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import store_rows
-from cute_flash.device.ptx import pack
 from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.views import as_mn
 from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.bwd_dq import load_sums, store_dq
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
 
@@ -29,14 +26,19 @@ class BeforeParams:
     mLSE: cute.Tensor  # (B, H, Sq)
     mLSE_log2: cute.Tensor  # (B, H, Sq padded)
     mD: cute.Tensor
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
+    mdQ: cute.Tensor  # sums (B, H, m_block, elements of a tile) in fp32; ordered: the result (B, H, Sq, D)
+    mCounters: cute.Tensor | None  # (B, H, m_block)
     mdLSE: cute.Tensor | None
 
 
 class BwdPreprocess:
-    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and past the end; dQ = 0."""
+    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and past the end.
+
+    And dQ = 0; before `BwdSm90Ordered`, which needs no zeros, of rows without keys only, and the counters.
+    """
 
     has_dlse = False
+    is_ordered = False
 
     def __init__(self, static: Static, tile: BwdTileSm90):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
@@ -47,32 +49,29 @@ class BwdPreprocess:
     def fake_arguments(self) -> tuple:
         batch, heads, seqlen, padded, blocks = (cute.sym_int() for _ in range(5))
 
-        def strides():
-            return (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-
-        def rows(n):
-            return make_fake_compact_tensor(
-                Float32, (batch, heads, n), stride_order=(2, 1, 0), assumed_align=4
-            )
+        def compact(dtype, *shape):
+            order = tuple(reversed(range(len(shape))))
+            align = 16 if len(shape) == 4 else 4
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
         def x():
-            return make_fake_tensor(
-                self.dtype, (batch, heads, seqlen, self.static.width_v), strides(), assumed_align=16
-            )
+            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+            shape = (batch, heads, seqlen, self.static.width_v)
+            return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
 
-        size = self.tile_m * self.tile_d
-        mdQ = make_fake_compact_tensor(
-            Float32, (batch, heads, blocks, size), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-        dlse = rows(seqlen) if self.has_dlse else None
+        def rows(length):
+            return compact(Float32, batch, heads, length)
+
+        sums = compact(Float32, batch, heads, blocks, self.tile_m * self.tile_d)
         return (
             x(),
             x(),
             rows(seqlen),
             rows(padded),
             rows(padded),
-            mdQ,
-            dlse,
+            x() if self.is_ordered else sums,
+            compact(Int32, batch, heads, blocks) if self.is_ordered else None,
+            rows(seqlen) if self.has_dlse else None,
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -85,67 +84,90 @@ class BwdPreprocess:
         mLSE_log2: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
+        mCounters: cute.Tensor | None,
         mdLSE: cute.Tensor | None,
         stream: CUstream,
     ):
-        batch, heads, blocks, _ = mdQ.shape
+        batch, heads, padded = mLSE_log2.shape
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_preprocess_d{self.static.width_v}_{self.static.dtype}",
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
-        self.kernel(BeforeParams(mO, mdO, mLSE, mLSE_log2, mD, mdQ, mdLSE)).launch(
-            grid=(blocks, heads, batch), block=(THREADS, 1, 1), stream=stream
+        self.kernel(BeforeParams(mO, mdO, mLSE, mLSE_log2, mD, mdQ, mCounters, mdLSE)).launch(
+            grid=(padded // self.tile_m, heads, batch), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, p: BeforeParams):
         thread, _, _ = cute.arch.thread_idx()
         m_block, head, batch = cute.arch.block_idx()
-        gdQ = p.mdQ[batch, head, m_block, None]
+        if cutlass.const_expr(self.is_ordered):
+            if thread == 0:
+                p.mCounters[batch, head, m_block] = Int32(0)
+        else:
+            self.zero_sums(p.mdQ[batch, head, m_block, None], thread)
+        rows_at_once = THREADS // self.per_row
+        for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
+            row = m_block * self.tile_m + i * rows_at_once + thread // self.per_row
+            self.one_row(p, (batch, head), row, thread % self.per_row * VECTOR)
+
+    @cute.jit
+    def zero_sums(self, gdQ: cute.Tensor, thread: Int32):
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         for i in cutlass.range(self.tile_m * self.tile_d // (4 * THREADS), unroll=4):
-            cute.autovec_copy(
-                zeros,
-                cute.make_tensor((gdQ.iterator + 4 * (i * THREADS + thread)).align(16), cute.make_layout(4)),
-            )
+            target = (gdQ.iterator + 4 * (i * THREADS + thread)).align(16)
+            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
 
-        rows_at_once = THREADS // self.per_row
-        column = thread % self.per_row * VECTOR
+    @cute.jit
+    def one_row(self, p: BeforeParams, where: tuple, row: Int32, column: Int32):
+        """By as many neighbouring threads as a row has vectors, or a few more."""
+        batch, head = where
         seqlen = p.mO.shape[2]
-        gO, gdO = p.mO[batch, head, None, None], p.mdO[batch, head, None, None]
-        for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
-            row = m_block * self.tile_m + i * rows_at_once + thread // self.per_row
-            dot = Float32(0.0)
-            if row < seqlen and column < self.static.width_v:
-                products = self.vector(gO, row, column) * self.vector(gdO, row, column)
+        dot, lse = Float32(0.0), Float32.inf
+        if row < seqlen:
+            found = p.mLSE[batch, head, row]
+            lse = Float32.inf if found == -Float32.inf else found * LOG2_E
+            if column < self.static.width_v:
+                rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
+                cute.autovec_copy(self.vector(p.mO[batch, head, None, None], row, column), rO)
+                cute.autovec_copy(self.vector(p.mdO[batch, head, None, None], row, column), rdO)
+                products = rO.load().to(Float32) * rdO.load().to(Float32)
                 dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            offset = self.per_row // 2
-            while cutlass.const_expr(offset > 0):
-                dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=offset)
-                offset //= 2
-            if column == 0:
-                lse = Float32.inf
+                if cutlass.const_expr(self.is_ordered):
+                    if lse == Float32.inf:
+                        rO.fill(0.0)
+                        cute.autovec_copy(rO, self.vector(p.mdQ[batch, head, None, None], row, column))
+        offset = self.per_row // 2
+        while cutlass.const_expr(offset > 0):
+            dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=offset)
+            offset //= 2
+        if column == 0:
+            if cutlass.const_expr(self.has_dlse):
                 if row < seqlen:
-                    found = p.mLSE[batch, head, row]
-                    lse = Float32.inf if found == -Float32.inf else found * LOG2_E
-                    if cutlass.const_expr(self.has_dlse):
-                        dot = dot - p.mdLSE[batch, head, row]
-                p.mLSE_log2[batch, head, row] = lse
-                p.mD[batch, head, row] = dot
+                    dot = dot - p.mdLSE[batch, head, row]
+            p.mLSE_log2[batch, head, row] = lse
+            p.mD[batch, head, row] = dot
 
-    def vector(self, gX: cute.Tensor, row: Int32, column: Int32):
+    def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
         pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)
-        loaded = cute.make_rmem_tensor(VECTOR, self.dtype)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(VECTOR)), loaded)
-        return loaded.load().to(Float32)
+        return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 class BwdPreprocessWithDLSE(BwdPreprocess):
     """The same for an LSE that has a gradient of its own."""
 
     has_dlse = True
+
+
+class BwdPreprocessOrdered(BwdPreprocess):
+    is_ordered = True
+
+
+class BwdPreprocessOrderedWithDLSE(BwdPreprocess):
+    has_dlse = True
+    is_ordered = True
 
 
 class BwdPostprocess:
@@ -188,26 +210,8 @@ class BwdPostprocess:
         m_block, head, batch = cute.arch.block_idx()
         wg, thread = thread // THREADS, thread % THREADS
         rows, columns = self.tile.dq_part
-        by_rows = rows < self.tile.tile_m
-        first_row = m_block * self.tile.tile_m + (wg * rows if by_rows else 0)
-        first_column = 0 if by_rows else wg * columns
-        registers = rows * columns // THREADS
-        gdQ = mdQ[batch, head, m_block, None]
-        acc = cute.make_rmem_tensor(registers, Float32)
-        for i in cutlass.range_constexpr(registers // 4):
-            offset = wg * (rows * columns) + (i * THREADS + thread) * 4
-            source = cute.make_tensor((gdQ.iterator + offset).align(16), cute.make_layout(4))
-            cute.autovec_copy(source, cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4)))
-        rdQ = cute.make_rmem_tensor(registers // 2, Int32)
-        for i in cutlass.range_constexpr(registers // 2):
-            rdQ[i] = pack(acc[2 * i] * scale, acc[2 * i + 1] * scale, self.dtype)
-        # (2 rows of each m64 tile, n8 tiles)
-        tiles = columns // 8
-        packed = cute.make_tensor(
-            rdQ.iterator, cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
-        )
-        gOut = row_tile(mOut[batch, head, None, None], first_row, rows, self.tile.head_dim)
-        gPart = cute.make_tensor((gOut.iterator + first_column).align(16), gOut.layout)
-        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))
-        columns_left = self.static.head_dim - first_column
-        store_rows(packed, gPart, as_mn(coords), columns_left, mOut.shape[2] - first_row)
+        acc = cute.make_rmem_tensor(rows * columns // THREADS, Float32)
+        load_sums(mdQ[batch, head, m_block, None], acc, wg, thread)
+        acc.store(acc.load() * scale)
+        where, shape = (head, batch, m_block), (self.static, self.tile)
+        store_dq(acc, mOut, where, tiled_mma, shape, wg, thread)

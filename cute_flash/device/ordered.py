@@ -1,0 +1,94 @@
+"""Tiles in global memory that several blocks add to, one after the other, in a fixed order.
+
+Each tile has a counter, 0 before the launch: how many blocks have added to it. A block waits for its turn,
+adds, and passes the turn on. Nothing is zeroed beforehand, as the first block stores instead of adding, and
+the result does not depend on who was faster. Blocks that wait must not keep those they wait for from running:
+see `BwdSm90Ordered`.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_flash.band import Band
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The blocks of queries that a tile of keys meets, in order: `first` is the offset it begins with."""
+
+    begin: Int32
+    num: Int32
+    first: Int32
+
+    @cute.jit
+    def at(self, i: Int32) -> Int32:
+        offset = self.first + i
+        return self.begin + (offset - self.num if offset >= self.num else offset)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Whose turn it is: for a block of queries, the tiles of keys that add to its dQ from the diagonal down.
+
+    A tile of keys walks up from the diagonal. Without bounds it goes on from the first block after the last,
+    and the order follows: so no two tiles of keys are due at the same block at a time.
+    """
+
+    counters: cute.Tensor  # (B, H, m_block)
+    band: Band  # of queries over keys
+    seqlen_q: Int32
+    seqlen_k: Int32
+    tile_m: cutlass.Constexpr
+    tile_n: cutlass.Constexpr
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.band.left is not None or self.band.right is not None
+
+    @cute.jit
+    def first(self, n_block: Int32, num: Int32) -> Int32:
+        """Where a tile of keys begins, of `num` blocks of queries."""
+        first = Int32(0)
+        if cutlass.const_expr(not self.is_bounded):
+            diagonal = n_block * (self.tile_n // self.tile_m)
+            first = Int32(0) if diagonal >= num else diagonal
+        return first
+
+    @cute.jit
+    def turn(self, n_block: Int32, m_block: Int32):
+        """How many tiles of keys come before this one, and how many before the last."""
+        blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k)
+        last = blocks.end - blocks.begin - 1
+        rank = blocks.end - 1 - n_block
+        if cutlass.const_expr(not self.is_bounded):
+            after = cutlass.min(m_block // (self.tile_n // self.tile_m), last) - n_block
+            rank = after + last + 1 if after < 0 else after
+        return rank, last
+
+    def _counter(self, where: tuple):
+        head, batch, m_block = where
+        return cute.domain_offset((batch, head, m_block), self.counters).iterator.toint()
+
+    @cute.jit
+    def wait(self, where: tuple, rank: Int32):
+        """By one thread: until all before have added; what they wrote may then be read and added to."""
+        address = self._counter(where)
+        found = Int32(-1)
+        while found != rank:
+            found = cute.arch.inline_ptx(
+                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+                write_only_types=[Int32],
+                read_only_args=[address],
+            )
+        cute.arch.inline_ptx("fence.proxy.async.global;")
+
+    @cute.jit
+    def pass_on(self, where: tuple, rank: Int32):
+        """By the thread whose additions are complete."""
+        cute.arch.inline_ptx("fence.proxy.async.global;")
+        cute.arch.inline_ptx(
+            "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[self._counter(where), rank + 1]
+        )

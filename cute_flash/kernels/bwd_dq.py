@@ -1,0 +1,80 @@
+"""dQ on its way from the accumulators to global memory.
+
+The fp32 sums of a block of queries lie in the order of the registers: (part of a warpgroup, four registers,
+thread, register of the four), so that every access is of 16 bytes a thread, side by side.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_flash.device.copies import row_tile
+from cute_flash.device.epilogue import store_rows
+from cute_flash.device.ptx import pack
+from cute_flash.device.views import as_mn
+from cute_flash.tiles import WARPGROUP_ROWS
+
+THREADS = 128  # of a warpgroup
+
+
+def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
+    """Start adding `num_bytes` of fp32 in shared memory to global memory; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
+    )
+
+
+def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
+    """Start copying `num_bytes` in shared memory to global memory; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
+    )
+
+
+@cute.jit
+def load_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
+    """This thread's registers of the sums of a block. Not through L1, which other SMs do not write to."""
+    part = THREADS * cute.size(acc)
+    for i in cutlass.range_constexpr(cute.size(acc) // 4):
+        address = (gdQ.iterator + (wg * part + (i * THREADS + thread) * 4)).toint()
+        values = cute.arch.inline_ptx(
+            "ld.global.cg.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
+        for j in cutlass.range_constexpr(4):
+            acc[4 * i + j] = values[j]
+
+
+@cute.jit
+def store_dq(
+    acc: cute.Tensor,
+    mOut: cute.Tensor,
+    where: tuple,
+    tiled_mma: cute.TiledMma,
+    shape: tuple,
+    wg: Int32,
+    thread: Int32,
+):
+    """Rows of dQ in the inputs' type from a warpgroup's part of the registers, scaled before."""
+    head, batch, m_block = where
+    static, tile = shape
+    dtype = mOut.element_type
+    rows, columns = tile.dq_part
+    by_rows = rows < tile.tile_m
+    first_row = m_block * tile.tile_m + (wg * rows if by_rows else 0)
+    first_column = 0 if by_rows else wg * columns
+    rdQ = cute.make_rmem_tensor(cute.size(acc) // 2, Int32)
+    for i in cutlass.range_constexpr(cute.size(acc) // 2):
+        rdQ[i] = pack(acc[2 * i], acc[2 * i + 1], dtype)
+    # (2 rows of each m64 tile, n8 tiles)
+    tiles = columns // 8
+    packed = cute.make_tensor(
+        rdQ.iterator, cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
+    )
+    gOut = row_tile(mOut[batch, head, None, None], first_row, rows, tile.head_dim)
+    gPart = cute.make_tensor((gOut.iterator + first_column).align(16), gOut.layout)
+    coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))
+    store_rows(packed, gPart, as_mn(coords), static.head_dim - first_column, mOut.shape[2] - first_row)

@@ -1,0 +1,131 @@
+"""What the warps of the Hopper backward share: the arguments, shared memory with its barriers, and the tile."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from cute_flash.band import Band, BlockRange
+from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.ordered import Order, Walk
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.tma import TmaTiles
+from cute_flash.kernels.arguments import DTYPES
+from cute_flash.problem import Static
+from cute_flash.tiles import BwdTileSm90
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+NUM_WARPGROUPS = 2
+BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
+DS_STAGES = 2
+SMEM_ALIGN = 1024
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Compile-time facts: what a kernel is built for, and the tiles in shared memory that follow from it."""
+
+    static: Static
+    tile: BwdTileSm90
+
+    @property
+    def dtype(self):
+        return DTYPES[self.static.dtype]
+
+    @property
+    def q(self) -> SmemTile:
+        return SmemTile(self.tile.tile_m, self.tile.head_dim)
+
+    @property
+    def k(self) -> SmemTile:
+        return SmemTile(self.tile.tile_n, self.tile.head_dim)
+
+    @property
+    def ds(self) -> SmemTile:
+        return SmemTile(self.tile.tile_n, self.tile.tile_m)
+
+
+@dataclass(frozen=True)
+class Params:
+    shapes: cutlass.Constexpr  # Shapes
+    q: TmaTiles  # (tile_m, tile_d)
+    do: TmaTiles
+    k: TmaTiles  # (tile_n, tile_d)
+    v: TmaTiles
+    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
+    mD: cute.Tensor  # (B, H, Sq padded)
+    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    mdQ_rows: cute.Tensor | None  # (B, H, Sq, D), where tiles of keys add in order
+    turns: Order | None
+    dq_scale: Float32
+    mdK: cute.Tensor  # (B, Hkv, Sk, D)
+    mdV: cute.Tensor
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_per_kv: Int32
+    scale: Float32
+    band: Band  # of keys over queries: left and right change places
+    order: TileOrder
+    mma_s: cute.TiledMma  # K Q^T and V dO^T
+    mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
+    mma_dq: cute.TiledMma  # dS K, a warpgroup's part
+
+
+@dataclass(frozen=True)
+class Shared:
+    sK: cute.Tensor  # (tile_n, tile_d)
+    sV: cute.Tensor
+    sQ: cute.Tensor  # (tile_m, tile_d, stage)
+    sdO: cute.Tensor
+    sdS: cute.Tensor  # (tile_n, tile_m, stage)
+    sLSE: cute.Tensor  # (tile_m, stage)
+    sD: cute.Tensor
+    sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
+    kv_full: cute.Pointer
+    q: Ring  # with LSE
+    do: Ring  # with D
+    dq: Ring  # a stage for each warpgroup
+    ds: Ring  # full: both warpgroups have written; empty: both have read
+
+    @staticmethod
+    def allocate(shapes: Shapes) -> "Shared":
+        smem, tile = SmemAllocator(), shapes.tile
+
+        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
+            affine = to_cute(one.staged(stages).layout)
+            return smem.allocate_tensor(shapes.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
+
+        sK, sV = allocate(shapes.k, 1)[None, None, 0], allocate(shapes.k, 1)[None, None, 0]
+        sQ, sdO = allocate(shapes.q, tile.stages), allocate(shapes.q, tile.stages)
+        sdS = allocate(shapes.ds, DS_STAGES)
+        rows = cute.make_layout((tile.tile_m, tile.stages))
+        sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
+        per_thread = tile.tile_m * tile.head_dim // BOTH
+        order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
+        sdQ = smem.allocate_tensor(Float32, order, 128)
+        kv_full = smem.allocate_array(cutlass.Int64, 2, byte_alignment=8)
+        stages = (tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)
+        rings = [Ring.allocate(smem, number) for number in stages]
+        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, kv_full, *rings)
+
+    @cute.jit
+    def init_barriers(self):
+        """By one thread, before a fence and a barrier of all."""
+        cute.arch.mbarrier_init(self.kv_full, 1)
+        self.q.init(1, BOTH)
+        self.do.init(1, BOTH)
+        self.dq.init(WARPGROUP_THREADS, 1)
+        self.ds.init(BOTH, 4 * NUM_WARPGROUPS)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The keys that a thread block works on."""
+
+    n_block: Int32
+    head_kv: Int32
+    batch: Int32
+    blocks: BlockRange  # of queries that see them
+    walk: Walk
