@@ -1,4 +1,4 @@
-"""The warps of the Hopper backward that only move data: K, V, Q, dO and the statistics in, the sums of dQ out."""
+"""The warps of the Hopper backward that only move data: K, V, Q, dO, LSE and D in, the sums of dQ out."""
 
 import cutlass
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""What the warps of the Hopper backward share: the arguments, shared memory with its barriers, and the tile."""
+"""What the warps of the Hopper backward share: arguments, shared memory with its barriers, the tile."""
 
 from dataclasses import dataclass
 

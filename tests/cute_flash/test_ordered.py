@@ -1,4 +1,4 @@
-"""The order in which tiles of keys add to blocks of dQ: complete, without a deadlock, mostly without waiting."""
+"""The order in which tiles of keys add to blocks of dQ: complete, and nobody waits forever."""
 
 from __future__ import annotations
 
