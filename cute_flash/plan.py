@@ -171,7 +171,9 @@ def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
     problem.check("cuda")
     tile = bwd_tile(arch, problem)
     num_n_blocks = ceil_div(problem.seqlen_k, tile.tile_n)
-    if num_n_blocks <= min(MAX_ORDERED_TILES, arch.num_sms):
+    # With bounds on both sides the order would need more registers than there are at D=64.
+    has_both = problem.static.has_left and problem.static.has_right
+    if num_n_blocks <= min(MAX_ORDERED_TILES, arch.num_sms) and not has_both:
         # All tiles of a head next to each other: they wait for each other.
         return BwdPlan(problem, arch, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.

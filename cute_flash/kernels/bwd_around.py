@@ -11,7 +11,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.bwd_dq import load_sums, store_dq
+from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
 
@@ -211,7 +211,8 @@ class BwdPostprocess:
         wg, thread = thread // THREADS, thread % THREADS
         rows, columns = self.tile.dq_part
         acc = cute.make_rmem_tensor(rows * columns // THREADS, Float32)
-        load_sums(mdQ[batch, head, m_block, None], acc, wg, thread)
+        acc.fill(0.0)
+        add_sums(mdQ[batch, head, m_block, None], acc, wg, thread)
         acc.store(acc.load() * scale)
         where, shape = (head, batch, m_block), (self.static, self.tile)
         store_dq(acc, mOut, where, tiled_mma, shape, wg, thread)

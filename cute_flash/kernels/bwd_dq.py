@@ -34,8 +34,8 @@ def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
 
 
 @cute.jit
-def load_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
-    """This thread's registers of the sums of a block. Not through L1, which other SMs do not write to."""
+def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
+    """Add the sums of a block to this thread's registers. Not through L1, which other SMs do not write to."""
     part = THREADS * cute.size(acc)
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
         address = (gdQ.iterator + (wg * part + (i * THREADS + thread) * 4)).toint()
@@ -45,7 +45,7 @@ def load_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
             read_only_args=[address],
         )
         for j in cutlass.range_constexpr(4):
-            acc[4 * i + j] = values[j]
+            acc[4 * i + j] = acc[4 * i + j] + values[j]
 
 
 @cute.jit

@@ -46,7 +46,7 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels import bwd_sm90_copies as copies
-from cute_flash.kernels.bwd_dq import load_sums, store_dq
+from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
@@ -458,10 +458,7 @@ class BwdSm90:
             if main.thread % 32 == 0:
                 p.turns.wait(where, rank)
             cute.arch.sync_warp()
-            sums = cute.make_rmem_tensor(cute.size(acc_dQ), Float32)
-            load_sums(p.mdQ[batch, head, m_block, None], sums, main.wg, main.thread)
-            for i in cutlass.range_constexpr(cute.size(acc_dQ)):
-                acc_dQ[i] = acc_dQ[i] + sums[i]
+            add_sums(p.mdQ[batch, head, m_block, None], acc_dQ, main.wg, main.thread)
         acc_dQ.store(acc_dQ.load() * p.dq_scale)
         shape = (self.static, self.tile)
         store_dq(acc_dQ, p.mdQ_rows, where, p.mma_dq, shape, main.wg, main.thread)

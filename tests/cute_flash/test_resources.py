@@ -322,7 +322,7 @@ def test_hopper_tiles_know_what_the_kernel_allocates(allocated: list[int], index
 def test_hopper_backward_keeps_everything_in_registers(row: BwdTileSm90, seqlen: int, band: Band) -> None:
     dtype = "float16" if band == CAUSAL else "bfloat16"
     the_plan = bwd_plan(Problem(2, 8, 4, seqlen, seqlen, row.head_dim, dtype, band), ARCHS["sm_90"])
-    assert the_plan.is_ordered == (seqlen == 1000)
+    assert the_plan.is_ordered == (seqlen == 1000 and band != WINDOW)
     assert the_plan.tile is row
     found = kernel_resources(the_plan.main)
     assert found.symbol.startswith(f"cute_flash_bwd_sm90_d{row.head_dim}_{dtype}_")
