@@ -178,6 +178,7 @@ class BwdTileSm90:
     tile_m: int
     tile_n: int
     stages: int = 2  # buffers of Q, and of dO
+    takes_turns: bool = False  # one warpgroup at a time takes exponentials
     measured: str = field(default="", compare=False)
 
     @property

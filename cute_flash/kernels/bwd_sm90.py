@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_flash.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS
+from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
@@ -50,6 +50,9 @@ from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
+
+# Named barrier 0 is the one of all threads.
+FIRST_TURN = 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Main:
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
+    turns: Turns
 
 
 def transposed(sX: cute.Tensor) -> cute.Tensor:
@@ -273,6 +277,7 @@ class BwdSm90:
             acc_dK,
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
+            Turns(FIRST_TURN, NUM_WARPGROUPS if tile.takes_turns else 1, wg),
         )
 
     @cute.jit
@@ -282,6 +287,8 @@ class BwdSm90:
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
+        if cutlass.const_expr(self.tile.takes_turns):
+            main.turns.begin()
         num, blocks = tile.walk.num, tile.blocks
         total = num * p.heads_per_kv
         cute.arch.mbarrier_wait(shared.kv_full, 0)
@@ -334,6 +341,7 @@ class BwdSm90:
         stage = shared.q.stage(fill)
         # dP^T = V dO^T, beside the exponentials
         shared.do.wait_full(fill)
+        main.turns.wait()
         acc_dP = cute.make_fragment_like(main.acc_S)
         self.start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         if is_cut:
@@ -345,6 +353,7 @@ class BwdSm90:
         self.convert(acc_P, rP)
         # dV += P^T dO, beside dS^T = P^T (dP^T - D)
         self.start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
+        main.turns.pass_on()
         warpgroup.wait_group(1)
         self.multiply(main, acc_P, acc_dP, stage)
         self.convert(acc_P, rdS)
