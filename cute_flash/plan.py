@@ -145,9 +145,12 @@ class BwdPlan:
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
 
-    def key(self, kernel: str) -> CompileKey:
+    def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
-        return CompileKey(kernel, self.problem.static, self.tile, self.arch.name + "a")
+        static = self.problem.static
+        if not sees_mask:
+            static = replace(static, has_left=False, has_right=False)
+        return CompileKey(kernel, static, self.tile, self.arch.name + "a")
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
@@ -155,7 +158,7 @@ class BwdPlan:
 
     @property
     def main(self) -> CompileKey:
-        return self.key("bwd_sm90" + "_ordered" * self.is_ordered)
+        return self.key("bwd_sm90" + "_ordered" * self.is_ordered, sees_mask=True)
 
     @property
     def after(self) -> CompileKey | None:

@@ -131,8 +131,8 @@ def test_an_unusable_folder_costs_the_cache_and_nothing_else(
 
 
 def test_precompile(builds: list[CompileKey]) -> None:
-    assert precompile(plan_of()) is True
-    assert precompile(plan_of()) is False
+    assert precompile(plan_of().key) is True
+    assert precompile(plan_of().key) is False
     assert compiled(plan_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=1, disk_hits=1)
     assert builds == [plan_of().key]
@@ -266,6 +266,6 @@ def test_without_a_linker_the_entry_is_an_object_file(
     assert_checks_its_arguments(compiled(plan_of()))
     assert DiskCache(fresh_cache).entries() == [fresh_cache / f"{digest(plan_of().key)}.o"]
     forget()
-    assert precompile(plan_of()) is False
+    assert precompile(plan_of().key) is False
     assert_checks_its_arguments(compiled(plan_of()))
     assert cache_info() == CacheInfo(compiles=1, disk_hits=1)
