@@ -310,8 +310,8 @@ def test_compile_only_ranks_by_spills_and_then_by_registers(world, monkeypatch):
 
     def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
         assert reads_resources and not keeps_kernel
-        registers, spills = uses[world.text(plan)]
-        notes = ("C7512",) if world.text(plan) == NOTED.text and plan.key.static.has_right else ()
+        registers, spills = uses[world.text(plan.key)]
+        notes = ("C7512",) if world.text(plan.key) == NOTED.text and plan.key.static.has_right else ()
         registers += plan.key.static.has_right
         return Build(1.0, registers, 0, spills, 2, notes)
 
