@@ -204,6 +204,86 @@ class BwdTileSm90:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
 
 
+@dataclass(frozen=True)
+class BwdTile:
+    """`tile_n` keys against blocks of `tile_m` queries, on mma.sync.
+
+    The warps share the tile of each product in their own way: so many along its rows, the others along its
+    columns. Where all lie along the keys, P and dS pass from product to product in registers; else through
+    shared memory, and fewer operands are read twice.
+    """
+
+    head_dim: int  # width of the tile; smaller head dims are padded to it
+    tile_m: int
+    tile_n: int
+    stages: int  # buffers of Q, and of dO; with 1 their copies overlap with dQ only
+    warps_s: int = 8  # along the keys of S^T and dP^T (keys x queries)
+    warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
+    warps_q: int = 4  # along the queries of dQ (queries x head_dim)
+    num_warps: int = 8
+    measured: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.num_warps not in (4, 8) or self.stages not in (1, 2):
+            raise ValueError(f"{self.num_warps=} must be 4 or 8, and {self.stages=} 1 or 2")
+        if self.tile_m not in (32, 64, 128):
+            raise ValueError(f"{self.tile_m=} must be 32, 64 or 128")
+        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
+            raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
+        for name, rows, columns in (
+            ("warps_s", self.tile_n, self.tile_m),
+            ("warps_kv", self.tile_n, self.head_dim),
+            ("warps_q", self.tile_m, self.head_dim),
+        ):
+            along = getattr(self, name)
+            if along not in (1, 2, 4, 8) or along > self.num_warps:
+                raise ValueError(f"{name}={along} must be 1, 2, 4 or 8, up to {self.num_warps=}")
+            across = self.num_warps // along
+            if rows % (WARP_ROWS * along) or columns % (WARP_KEYS * across) or rows <= 0:
+                raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
+        if self.tile_n % self.copy_rows or self.tile_m % self.copy_rows:
+            raise ValueError(
+                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, "
+                "the rows one copy covers"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
+        row_bytes = 128 if self.head_dim % 64 == 0 else 64
+        return self.num_threads * 16 // row_bytes
+
+    @property
+    def keeps_p(self) -> bool:
+        """P and dS are operands of dV and dK where they are made, in registers."""
+        return self.warps_s == self.warps_kv == self.num_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """K and V, stages of Q and dO with their fp32 statistics, dS and, unless it stays in registers, P."""
+        rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
+        scores = (1 if self.keeps_p else 2) * self.tile_m * self.tile_n
+        statistics = 2 * self.stages * self.tile_m
+        return (rows * self.head_dim + scores) * ELEMENT_BYTES + 4 * statistics
+
+    @property
+    def accumulator_registers(self) -> int:
+        """fp32 registers a thread needs for dK, dV, S and dP."""
+        return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
+
+    def fits(self, arch: ArchSpec) -> bool:
+        return self.smem_bytes <= arch.smem_per_block
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''} of Q and dO"
+        where = "P in registers" if self.keeps_p else "P in shared memory"
+        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}"
+
+
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 

@@ -1,4 +1,5 @@
-"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR.
+"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR, and accumulators on their way
+there.
 
 A thread's 16 bytes of a 16x16 sub-tile lie at row r, chunk c ^ (r mod 8) (the swizzle). Going 16 columns to
 the right flips bits of c only: the address is XORed with a constant. Going to other rows of sub-tiles, to the
@@ -26,19 +27,38 @@ class Operand:
     fragment: cute.Tensor
     view: cute.Tensor  # the fragment as ldmatrix fills it: (registers, m or n, k)
     is_transposed: bool
+    column_stride: int = STEP  # columns from one of this warp's sub-tiles to the next
 
     def load(self, column_step: int, stage: Int32) -> None:
-        """Fill the fragments of all sub-tiles of rows at one step of 16 columns."""
-        tile, dtype = self.tile, self.fragment.element_type
+        """Fill the fragments of all sub-tiles of rows at one step of columns."""
         slot = (None, column_step, None) if self.is_transposed else (None, None, column_step)
         target = self.view[slot]
-        atom, inside = divmod(column_step * STEP, tile.atom_cols)
+        layout = cute.make_layout(
+            ((8, 1), cute.size(target, mode=[1])), stride=((1, 0), self.row_step * self.tile.atom_cols)
+        )
+        cute.copy(self.copy, cute.make_tensor(self._pointer(column_step, stage), layout), target)
+
+    def load_k(self, k: int, stage: Int32) -> None:
+        """Fill the fragments of one k-step: of all columns at a step of rows, if those are what is summed
+        over.
+        """
+        if not self.is_transposed:
+            self.load(k, stage)
+            return
+        offset = k * self.row_step * self.tile.atom_cols
+        for column_step in range(cute.size(self.view, mode=[1])):
+            source = cute.make_tensor(
+                self._pointer(column_step, stage) + offset, cute.make_layout(((8, 1),), stride=((1, 0),))
+            )
+            cute.copy(self.copy, source, self.view[None, column_step, k])
+
+    def _pointer(self, column_step: int, stage: Int32) -> cute.Pointer:
+        """This thread's 16 bytes in the first sub-tile of rows at a step of columns."""
+        tile, dtype = self.tile, self.fragment.element_type
+        atom, inside = divmod(column_step * self.column_stride, tile.atom_cols)
         address = (self.address + stage * tile.bytes) ^ (inside * tile.element_bytes)
         pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
-        layout = cute.make_layout(
-            ((8, 1), cute.size(target, mode=[1])), stride=((1, 0), self.row_step * tile.atom_cols)
-        )
-        cute.copy(self.copy, cute.make_tensor(pointer + atom * tile.rows * tile.atom_cols, layout), target)
+        return pointer + atom * tile.rows * tile.atom_cols
 
 
 def operand(
@@ -49,11 +69,13 @@ def operand(
     row_step: int,
     fragment: cute.Tensor,
     is_transposed: bool = False,
+    column_stride: int = STEP,
 ) -> Operand:
     """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`."""
     thr_copy = copy.get_slice(thread)
     address = swizzled(Int32(thr_copy.partition_S(sX).iterator.toint()), tile)
-    return Operand(copy, address, tile, row_step, fragment, thr_copy.retile(fragment), is_transposed)
+    view = thr_copy.retile(fragment)
+    return Operand(copy, address, tile, row_step, fragment, view, is_transposed, column_stride)
 
 
 def swizzled(address: Int32, tile: SmemTile) -> Int32:
@@ -62,3 +84,36 @@ def swizzled(address: Int32, tile: SmemTile) -> Int32:
     base = swizzle.base + tile.element_bytes.bit_length() - 1
     mask = ((1 << swizzle.bits) - 1) << base
     return address ^ ((address >> swizzle.shift) & mask)
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where a thread's accumulators of a tile go as pairs of 16-bit elements.
+
+    Eight rows of four threads each write whole chunks, and the swizzle puts those of different rows into
+    different banks. Columns of a warp lie side by side: from one n8 tile to the next it is a chunk.
+    """
+
+    address: Int32  # of this thread's first pair, swizzled
+    tile: SmemTile
+    row_step: int  # rows from one of this warp's m16 tiles to the next
+
+    @staticmethod
+    def of(tiled_mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, row_step: int):
+        first = tiled_mma.get_slice(thread).partition_C(sX).iterator
+        return Landing(swizzled(Int32(first.toint()), tile), tile, row_step)
+
+    def store(self, fragment: cute.Tensor) -> None:
+        """`fragment`: ((2, 2), MMA_M, MMA_N), compact."""
+        tile, (_, tiles_m, tiles_n) = self.tile, fragment.shape
+        pairs = cute.recast_tensor(fragment, Int32)
+        # In pairs: rows 8 apart in an m16 tile, then the m16 tiles.
+        rows = cute.make_layout((2, tiles_m), stride=(4 * tile.atom_cols, self.row_step * tile.atom_cols // 2))
+        for n in range(tiles_n):
+            atom, inside = divmod(n * tile.chunk_cols, tile.atom_cols)
+            pointer = cute.make_ptr(
+                Int32, self.address ^ (inside * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
+            )
+            target = cute.make_tensor(pointer + atom * tile.rows * tile.atom_cols // 2, rows)
+            for i in range(2 * tiles_m):
+                target[i] = pairs[2 * tiles_m * n + i]

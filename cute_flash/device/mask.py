@@ -44,3 +44,11 @@ class Mask:
                 if cutlass.const_expr(self.band.left is not None):
                     hidden = hidden or offset < lo
                 acc_S_mn[r, c] = -Float32.inf if hidden else acc_S_mn[r, c]
+
+    @cute.jit
+    def hide_tail(self, acc_S_mn: cute.Tensor):
+        """Rows past the end: the band knows the ends of columns only."""
+        coords = as_mn(self.tScS)
+        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+            if self.first_row + coords[r, 0][0] >= self.seqlen_q:
+                acc_S_mn[r, None].fill(-Float32.inf)

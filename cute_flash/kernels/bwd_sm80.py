@@ -1,0 +1,437 @@
+"""Backward attention with mma.sync, ldmatrix and cp.async: Ampere, Ada, and any later GPU.
+
+For each tile of keys, over the query heads that share them and blocks i of queries:
+
+    S^T  = K Qi^T                       keys are rows
+    P^T  = exp(scale S^T - LSE)         0 outside the band
+    dP^T = V dOi^T
+    dS^T = P^T (dP^T - D),  D = rowsum(dO O) - dLSE
+    dV  += P^T dOi
+    dK  += dS^T Qi                      times scale at the end
+    dQi += dS K                         fp32 additions in global memory, times scale at the end
+
+| warps      | part of each product                                                              |
+|------------|-----------------------------------------------------------------------------------|
+| all, alike | a grid of warps over its tile, see `BwdTile`; all along the keys: P^T and dS^T of |
+|            | a warp are operands of its dV and dK where they are, in registers                 |
+
+| shared memory | elements                 | life                                             |
+|---------------|--------------------------|--------------------------------------------------|
+| sK, sV        | tile_n x tile_d          | whole tile; dK and dV pass through at the end    |
+| sQ, sdO       | stages x tile_m x tile_d | one block of queries                             |
+| sP            | tile_n x tile_m          | one block, unless it stays in registers          |
+| sdS           | tile_n x tile_m          | one block                                        |
+| sLSE, sD      | stages x tile_m, fp32    | one block of queries                             |
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_flash.band import Band, BlockRange
+from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
+from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.ldmatrix import Landing, Operand, operand
+from cute_flash.device.mask import Mask
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.arguments import DTYPES
+from cute_flash.problem import Static
+from cute_flash.tiles import BwdTile
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+SMEM_ALIGN = 1024
+FLOATS = 4  # in 16 bytes
+
+
+@dataclass(frozen=True)
+class Params:
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
+    mD: cute.Tensor  # (B, H, Sq padded)
+    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    scale: Float32
+    band: Band  # of keys over queries: left and right change places
+    order: TileOrder
+    copy_in: cute.TiledCopy
+    copy_out: cute.TiledCopy
+    mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
+    mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
+    mma_q: cute.TiledMma  # dS K: queries x head_dim
+
+
+@dataclass(frozen=True)
+class Shared:
+    sK: cute.Tensor  # (tile_n, tile_d, 1)
+    sV: cute.Tensor
+    sQ: cute.Tensor  # (tile_m, tile_d, stage)
+    sdO: cute.Tensor
+    sP: cute.Tensor  # (tile_n, tile_m, 1); that of dS, where P stays in registers
+    sdS: cute.Tensor
+    sLSE: cute.Tensor  # (tile_m, stage)
+    sD: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Main:
+    """What one block of the main loop works on."""
+
+    thread: Int32
+    loader: RowTiles
+    shared: Shared
+    k: Operand  # S^T = K Q^T
+    q: Operand
+    v: Operand  # dP^T = V dO^T
+    do: Operand
+    p: Operand  # dV += P^T dO, where P is in shared memory
+    do_t: Operand
+    ds: Operand  # dK += dS^T Q, likewise
+    q_t: Operand
+    ds_t: Operand  # dQ = dS K
+    k_t: Operand
+    p_landing: Landing
+    ds_landing: Landing
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    mask: Mask
+
+
+def transposed(sX: cute.Tensor) -> cute.Tensor:
+    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, 2]))
+
+
+def grid_mma(tile: BwdTile, dtype, along: int, side_by_side: int) -> cute.TiledMma:
+    """`along` of the warps stacked along the rows, the others next to each other over the columns.
+
+    A warp's columns are runs of `side_by_side`, whose halves of 16 are one ldmatrix.x4.
+    """
+    op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))
+    across = tile.num_warps // along
+    columns = cute.make_layout((8, across, side_by_side // 8), stride=(1, side_by_side, 8))
+    return cute.make_tiled_mma(
+        op, (along, across, 1), permutation_mnk=(16 * along, columns if across > 1 else 16, 16)
+    )
+
+
+def dq_mma(tile: BwdTile, dtype) -> cute.TiledMma:
+    """The one whose accumulators are the order of dQ in global memory."""
+    return grid_mma(tile, dtype, tile.warps_q, 16)
+
+
+class BwdSm80:
+    def __init__(self, static: Static, tile: BwdTile):
+        self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
+        self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
+        self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
+        self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
+
+    @property
+    def name(self) -> str:
+        t, s = self.tile, self.static
+        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
+        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+
+    def fake_arguments(self) -> tuple:
+        batch, heads, heads_kv, seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(7))
+
+        def tensor(num_heads, seqlen):
+            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+            shape = (batch, num_heads, seqlen, self.static.head_dim)
+            return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
+
+        def floats(*shape):
+            order = tuple(reversed(range(len(shape))))
+            return make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=16)
+
+        queries, keys = (heads, seqlen_q), (heads_kv, seqlen_k)
+        inputs = [tensor(*rows) for rows in (queries, keys, keys, queries)]
+        statistics = [floats(batch, heads, padded) for _ in range(2)]
+        mdQ = floats(batch, heads, blocks, self.tile.tile_m * self.tile.head_dim)
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (*inputs, *statistics, mdQ, tensor(*keys), tensor(*keys), *scalars, stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mD: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        section: Int32,
+        stream: CUstream,
+    ):
+        tile, static = self.tile, self.static
+        batch, heads_kv, seqlen_k, _ = mK.shape
+        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        row_elements = self.k_tile.atom_cols
+        across_s = tile.num_warps // tile.warps_s
+        params = Params(
+            mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale,
+            Band(window_right if static.has_right else None, window_left if static.has_left else None),
+            TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            async_row_copy(tile.num_threads, row_elements, self.dtype),
+            plain_row_copy(tile.num_threads, row_elements, self.dtype),
+            # A warp's queries lie side by side: the mask counts on it.
+            grid_mma(tile, self.dtype, tile.warps_s, tile.tile_m // across_s),
+            grid_mma(tile, self.dtype, tile.warps_kv, 16),
+            dq_mma(tile, self.dtype),
+        )  # fmt: skip
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(params).launch(
+            grid=(num_n_blocks * heads_kv * batch, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        tile = self.tile
+        thread, _, _ = cute.arch.thread_idx()
+        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
+        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        first_row = n_block * tile.tile_n
+        shared = self._allocate()
+        main = self._main(p, shared, thread, first_row)
+        main.acc_dK.fill(0.0)
+        main.acc_dV.fill(0.0)
+
+        # Keys that no query sees load nothing: a late copy would land on what passes through sK and sV.
+        blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
+        if blocks.begin < blocks.end:
+            rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
+            for mX, sX in ((p.mK, shared.sK), (p.mV, shared.sV)):
+                gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
+                rows.load(gX, sX[None, None, 0], seqlen_k - first_row, True)
+            self.main_loop(p, main, blocks, head_kv, batch)
+
+        main.acc_dK.store(main.acc_dK.load() * p.scale)
+        rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
+        epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
+        for mX, acc, sX in ((p.mdV, main.acc_dV, shared.sV), (p.mdK, main.acc_dK, shared.sK)):
+            gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
+            epilogue.store(acc, sX[None, None, 0], gX)
+
+    def _allocate(self) -> Shared:
+        smem, tile = SmemAllocator(), self.tile
+
+        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
+            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
+            affine = to_cute(one.staged(stages).layout)
+            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
+
+        sK, sV = allocate(self.k_tile, 1), allocate(self.k_tile, 1)
+        sQ, sdO = allocate(self.q_tile, tile.stages), allocate(self.q_tile, tile.stages)
+        sdS = allocate(self.s_tile, 1)
+        sP = sdS if tile.keeps_p else allocate(self.s_tile, 1)
+        rows = cute.make_layout((tile.tile_m, tile.stages))
+        sLSE, sD = (smem.allocate_tensor(Float32, rows, 16) for _ in range(2))
+        return Shared(sK, sV, sQ, sdO, sP, sdS, sLSE, sD)
+
+    def _main(self, p: Params, shared: Shared, thread: Int32, first_row: Int32) -> Main:
+        tile = self.tile
+        s, kv, q = p.mma_s, p.mma_kv, p.mma_q
+        along_s, along_kv = 16 * tile.warps_s, 16 * tile.warps_kv
+        across_kv, across_q = (16 * tile.num_warps // n for n in (tile.warps_kv, tile.warps_q))
+        A, B = self._operand_a, self._operand_b
+        acc_shape = kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
+        coords = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
+        tScS = s.get_slice(thread).partition_C(coords)
+        return Main(
+            thread,
+            RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim),
+            shared,
+            # What is summed over lies along the rows of shared memory, or (with a stride) along its columns.
+            A(s, thread, shared.sK, self.k_tile, along_s),
+            B(s, thread, shared.sQ, self.q_tile),
+            A(s, thread, shared.sV, self.k_tile, along_s),
+            B(s, thread, shared.sdO, self.q_tile),
+            A(kv, thread, shared.sP, self.s_tile, along_kv),
+            B(kv, thread, shared.sdO, self.q_tile, across_kv),
+            A(kv, thread, shared.sdS, self.s_tile, along_kv),
+            B(kv, thread, shared.sQ, self.q_tile, across_kv),
+            A(q, thread, shared.sdS, self.s_tile, column_stride=16 * tile.warps_q),
+            B(q, thread, shared.sK, self.k_tile, across_q),
+            Landing.of(s, thread, shared.sP[None, None, 0], self.s_tile, along_s),
+            Landing.of(s, thread, shared.sdS[None, None, 0], self.s_tile, along_s),
+            cute.make_rmem_tensor(acc_shape, Float32),
+            cute.make_rmem_tensor(acc_shape, Float32),
+            Mask(p.band, p.mK.shape[2], p.mQ.shape[2], first_row, tScS),
+        )
+
+    def _ldmatrix(self, is_transposed: bool) -> cute.CopyAtom:
+        op = warp.LdMatrix8x8x16bOp(transpose=is_transposed, num_matrices=4)
+        return cute.make_copy_atom(op, self.dtype)
+
+    def _operand_a(self, mma, thread, sX, tile, row_step=16, column_stride=None) -> Operand:
+        """Rows of sX are rows of A; with a `column_stride` its columns are, and `trans` turns them."""
+        is_transposed = column_stride is not None
+        sX = transposed(sX) if is_transposed else sX
+        thr_mma = mma.get_slice(thread)
+        copy = cute.make_tiled_copy_A(self._ldmatrix(is_transposed), mma)
+        fragment = thr_mma.make_fragment_A(thr_mma.partition_A(sX[None, None, 0]))
+        return operand(copy, thread, sX, tile, row_step, fragment, is_transposed, column_stride or 16)
+
+    def _operand_b(self, mma, thread, sX, tile, column_stride=None) -> Operand:
+        """Rows of sX are columns of B; with a `column_stride` its columns are, and `trans` turns them."""
+        is_transposed = column_stride is not None
+        sX = transposed(sX) if is_transposed else sX
+        thr_mma = mma.get_slice(thread)
+        copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed), mma)
+        fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))
+        return operand(copy, thread, sX, tile, 16, fragment, is_transposed, column_stride or 16)
+
+    @cute.jit
+    def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
+        heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
+        first_head, num = head_kv * heads_per_kv, blocks.end - blocks.begin
+        self.load_block(p, main, (blocks.begin, first_head, batch), Int32(0))
+        cute.arch.cp_async_commit_group()
+        # Keys past the end must not reach dQ: all blocks of the last tile are masked.
+        is_tail = main.mask.first_row + self.tile.tile_n > main.mask.seqlen_q
+        for g in cutlass.range(heads_per_kv, unroll=1):
+            for i in cutlass.range(num, unroll=1):
+                m_block, head = blocks.begin + i, first_head + g
+                is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
+                is_last_of_head = i + 1 == num
+                following = (
+                    blocks.begin if is_last_of_head else m_block + 1,
+                    head + 1 if is_last_of_head else head,
+                    batch,
+                )
+                is_last = is_last_of_head and g + 1 == heads_per_kv
+                gdQ = p.mdQ[batch, head, m_block, None]
+                self.one_block(p, main, (m_block, g * num + i), gdQ, is_cut, (following, is_last))
+
+    @cute.jit
+    def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
+        """Start the copies of a block of Q and dO, and of the statistics of its rows."""
+        m_block, head, batch = where
+        tile, shared = self.tile, main.shared
+        first = m_block * tile.tile_m
+        for mX, sX in ((p.mQ, shared.sQ), (p.mdO, shared.sdO)):
+            gX = row_tile(mX[batch, head, None, None], first, tile.tile_m, tile.head_dim)
+            main.loader.load(gX, sX[None, None, stage], p.mQ.shape[2] - first, True)
+        op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
+        atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
+        if main.thread < tile.tile_m // FLOATS:
+            for mY, sY in ((p.mLSE, shared.sLSE), (p.mD, shared.sD)):
+                here = first + main.thread * FLOATS
+                source = (mY[batch, head, None].iterator + here).align(16)
+                target = (sY[None, stage].iterator + main.thread * FLOATS).align(16)
+                four = cute.make_layout(FLOATS)
+                cute.copy(atom, cute.make_tensor(source, four), cute.make_tensor(target, four))
+
+    @cute.jit
+    def load_following(self, p: Params, main: Main, following: tuple, fill: Int32):
+        where, is_last = following
+        if not is_last:
+            self.load_block(p, main, where, self.stage_of(fill + 1))
+        cute.arch.cp_async_commit_group()
+
+    def stage_of(self, fill):
+        return fill % 2 if self.tile.stages == 2 else 0
+
+    @cute.jit
+    def one_block(self, p: Params, main: Main, at: tuple, gdQ: cute.Tensor, is_cut, following: tuple):
+        m_block, fill = at
+        tile, stage = self.tile, self.stage_of(fill)
+        acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
+
+        # The block has landed, and every warp is done with the other stage, P and dS of the block before.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(tile.stages == 2):
+            self.load_following(p, main, following, fill)
+
+        # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
+        self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
+        if is_cut:
+            main.mask.apply(as_mn(acc_S), m_block * tile.tile_m)
+            main.mask.hide_tail(as_mn(acc_S))
+        lse, scale_log2 = self.of_columns(main, main.shared.sLSE, stage), p.scale * LOG2_E
+        S_mn = as_mn(acc_S)
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * scale_log2 - lse.load(), fastmath=True))
+        rP = cute.make_fragment_like(acc_S, self.dtype)
+        rP.store(acc_S.load().to(self.dtype))
+
+        # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
+        self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
+        d, dP_mn = self.of_columns(main, main.shared.sD, stage), as_mn(acc_dP)
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
+        rdS = cute.make_fragment_like(acc_dP, self.dtype)
+        rdS.store(acc_dP.load().to(self.dtype))
+        main.ds_landing.store(rdS)
+
+        # dV += P^T dO;  dK += dS^T Q
+        if cutlass.const_expr(tile.keeps_p):
+            self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
+            self.gemm(p.mma_kv, main.acc_dK, as_operand_a(rdS), main.q_t, stage)
+            cute.arch.sync_threads()
+        else:
+            main.p_landing.store(rP)
+            cute.arch.sync_threads()
+            self.gemm(p.mma_kv, main.acc_dV, main.p, main.do_t, stage)
+            self.gemm(p.mma_kv, main.acc_dK, main.ds, main.q_t, stage)
+        if cutlass.const_expr(tile.stages == 1):
+            if cutlass.const_expr(not tile.keeps_p):
+                # Every warp is done with Q and dO.
+                cute.arch.sync_threads()
+            self.load_following(p, main, following, fill)
+
+        # dQ += dS K
+        acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
+        self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
+        for i in cutlass.range_constexpr(cute.size(acc_dQ)):
+            # A warp's additions are 128 bytes side by side.
+            target = gdQ.iterator + (i * tile.num_threads + main.thread)
+            cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
+
+    def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:
+        acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
+        acc.fill(0.0)
+        return acc
+
+    def of_columns(self, main: Main, sY: cute.Tensor, stage) -> cute.Tensor:
+        """A statistic of the queries in this thread's columns of S^T, which `column_offset` tells of."""
+        columns = as_mn(main.mask.tScS)
+        pairs = cute.make_layout((2, cute.size(columns, mode=[1]) // 2), stride=(1, 8))
+        first = (sY[None, stage].iterator + columns[0, 0][1]).align(8)
+        values = cute.make_rmem_tensor(pairs.shape, Float32)
+        cute.autovec_copy(cute.make_tensor(first, pairs), values)
+        return cute.group_modes(values, 0, 2)
+
+    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage):
+        """acc += A B, with A in registers or, like B, in shared memory.
+
+        Loads stand right before their use: ptxas hoists them as far as registers allow. Of what is staged
+        only B changes with the block.
+        """
+        rA = a.fragment if isinstance(a, Operand) else a
+        for k in range(cute.size(b.fragment, mode=[2])):
+            if isinstance(a, Operand):
+                a.load_k(k, 0)
+            b.load_k(k, stage)
+            cute.gemm(mma, acc, rA[None, None, k], b.fragment[None, None, k], acc)
