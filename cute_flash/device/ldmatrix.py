@@ -7,7 +7,7 @@ next atom of columns or to another stage adds a multiple of the swizzle's period
 compiler, every ldmatrix of a column step would compute its swizzle anew.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -28,6 +28,11 @@ class Operand:
     view: cute.Tensor  # the fragment as ldmatrix fills it: (registers, m or n, k)
     is_transposed: bool
     column_stride: int = STEP  # columns from one of this warp's sub-tiles to the next
+    offset: int = 0  # elements to the tile that is meant
+
+    def shifted(self, tiles: int) -> "Operand":
+        """The same of the tile so many further: at the same addresses, with another immediate."""
+        return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     def load(self, column_step: int, stage: Int32) -> None:
         """Fill the fragments of all sub-tiles of rows at one step of columns."""
@@ -39,9 +44,7 @@ class Operand:
         cute.copy(self.copy, cute.make_tensor(self._pointer(column_step, stage), layout), target)
 
     def load_k(self, k: int, stage: Int32) -> None:
-        """Fill the fragments of one k-step: of all columns at a step of rows, if those are what is summed
-        over.
-        """
+        """Fill the fragments of one k-step: of all columns at a step of rows, if rows are summed over."""
         if not self.is_transposed:
             self.load(k, stage)
             return
@@ -58,7 +61,7 @@ class Operand:
         atom, inside = divmod(column_step * self.column_stride, tile.atom_cols)
         address = (self.address + stage * tile.bytes) ^ (inside * tile.element_bytes)
         pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
-        return pointer + atom * tile.rows * tile.atom_cols
+        return pointer + (atom * tile.rows * tile.atom_cols + self.offset)
 
 
 def operand(
@@ -74,8 +77,23 @@ def operand(
     """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`."""
     thr_copy = copy.get_slice(thread)
     address = swizzled(Int32(thr_copy.partition_S(sX).iterator.toint()), tile)
-    view = thr_copy.retile(fragment)
+    view = _by_instruction(thr_copy.retile(fragment))
     return Operand(copy, address, tile, row_step, fragment, view, is_transposed, column_stride)
+
+
+def _by_instruction(view: cute.Tensor) -> cute.Tensor:
+    """((registers, loads), 1, k) -> ((registers, 1), loads, k), where one tile of the copy takes several loads
+    because a warp's sub-tiles lie side by side in it.
+    """
+    (registers, loads), tiles, steps = view.layout.shape
+    if cute.size(loads) == 1:
+        return view
+    assert cute.size(tiles) == 1, "the sub-tiles of a warp lie side by side, and yet elsewhere"
+    (register_stride, load_stride), _, step_stride = view.layout.stride
+    layout = cute.make_layout(
+        ((registers, 1), loads, steps), stride=((register_stride, 0), load_stride, step_stride)
+    )
+    return cute.make_tensor(view.iterator, layout)
 
 
 def swizzled(address: Int32, tile: SmemTile) -> Int32:
@@ -97,6 +115,10 @@ class Landing:
     address: Int32  # of this thread's first pair, swizzled
     tile: SmemTile
     row_step: int  # rows from one of this warp's m16 tiles to the next
+    offset: int = 0  # elements to the tile that is meant
+
+    def shifted(self, tiles: int) -> "Landing":
+        return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     @staticmethod
     def of(tiled_mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, row_step: int):
@@ -114,6 +136,8 @@ class Landing:
             pointer = cute.make_ptr(
                 Int32, self.address ^ (inside * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
             )
-            target = cute.make_tensor(pointer + atom * tile.rows * tile.atom_cols // 2, rows)
+            target = cute.make_tensor(
+                pointer + (atom * tile.rows * tile.atom_cols + self.offset) // 2, rows
+            )
             for i in range(2 * tiles_m):
                 target[i] = pairs[2 * tiles_m * n + i]

@@ -17,11 +17,10 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 
 | shared memory | elements                 | life                                             |
 |---------------|--------------------------|--------------------------------------------------|
-| sK, sV        | tile_n x tile_d          | whole tile; dK and dV pass through at the end    |
-| sQ, sdO       | stages x tile_m x tile_d | one block of queries                             |
-| sP            | tile_n x tile_m          | one block, unless it stays in registers          |
-| sdS           | tile_n x tile_m          | one block                                        |
-| sLSE, sD      | stages x tile_m, fp32    | one block of queries                             |
+| sKV           | 2 x tile_n x tile_d      | whole tile; dK and dV pass through at the end    |
+| sQdO          | 2 stages x tile_m x tile_d | one block of queries                           |
+| sdSP          | 2 x tile_n x tile_m      | one block; dS alone where P stays in registers   |
+| sRows         | 2 stages x tile_m, fp32  | LSE and D of one block of queries                |
 """
 
 from dataclasses import dataclass
@@ -76,14 +75,12 @@ class Params:
 
 @dataclass(frozen=True)
 class Shared:
-    sK: cute.Tensor  # (tile_n, tile_d, 1)
-    sV: cute.Tensor
-    sQ: cute.Tensor  # (tile_m, tile_d, stage)
-    sdO: cute.Tensor
-    sP: cute.Tensor  # (tile_n, tile_m, 1); that of dS, where P stays in registers
-    sdS: cute.Tensor
-    sLSE: cute.Tensor  # (tile_m, stage)
-    sD: cute.Tensor
+    """Tiles of one kind stand in one tensor, so that their operands share addresses."""
+
+    sKV: cute.Tensor  # (tile_n, tile_d, K or V)
+    sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
+    sdSP: cute.Tensor  # (tile_n, tile_m, dS or P)
+    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
 
 
 @dataclass(frozen=True)
@@ -216,21 +213,21 @@ class BwdSm80:
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
 
-        # Keys that no query sees load nothing: a late copy would land on what passes through sK and sV.
+        # Keys that no query sees load nothing: a late copy would land on what passes through sKV.
         blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
         if blocks.begin < blocks.end:
             rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
-            for mX, sX in ((p.mK, shared.sK), (p.mV, shared.sV)):
+            for i, mX in enumerate((p.mK, p.mV)):
                 gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
-                rows.load(gX, sX[None, None, 0], seqlen_k - first_row, True)
+                rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             self.main_loop(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
-        for mX, acc, sX in ((p.mdV, main.acc_dV, shared.sV), (p.mdK, main.acc_dK, shared.sK)):
+        for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
             gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
-            epilogue.store(acc, sX[None, None, 0], gX)
+            epilogue.store(acc, shared.sKV[None, None, i], gX)
 
     def _allocate(self) -> Shared:
         smem, tile = SmemAllocator(), self.tile
@@ -240,40 +237,45 @@ class BwdSm80:
             affine = to_cute(one.staged(stages).layout)
             return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
 
-        sK, sV = allocate(self.k_tile, 1), allocate(self.k_tile, 1)
-        sQ, sdO = allocate(self.q_tile, tile.stages), allocate(self.q_tile, tile.stages)
-        sdS = allocate(self.s_tile, 1)
-        sP = sdS if tile.keeps_p else allocate(self.s_tile, 1)
-        rows = cute.make_layout((tile.tile_m, tile.stages))
-        sLSE, sD = (smem.allocate_tensor(Float32, rows, 16) for _ in range(2))
-        return Shared(sK, sV, sQ, sdO, sP, sdS, sLSE, sD)
+        statistics = smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128)
+        return Shared(
+            allocate(self.k_tile, 2),
+            allocate(self.q_tile, 2 * tile.stages),
+            allocate(self.s_tile, 1 if tile.keeps_p else 2),
+            statistics,
+        )
 
     def _main(self, p: Params, shared: Shared, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
-        s, kv, q = p.mma_s, p.mma_kv, p.mma_q
+        s, kv, q_mma = p.mma_s, p.mma_kv, p.mma_q
         along_s, along_kv = 16 * tile.warps_s, 16 * tile.warps_kv
         across_kv, across_q = (16 * tile.num_warps // n for n in (tile.warps_kv, tile.warps_q))
         A, B = self._operand_a, self._operand_b
         acc_shape = kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         coords = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
         tScS = s.get_slice(thread).partition_C(coords)
+        # With a stride of columns: what is summed over lies along the rows of shared memory.
+        k = A(s, thread, shared.sKV, self.k_tile, along_s)
+        q = B(s, thread, shared.sQdO, self.q_tile)
+        ds = A(kv, thread, shared.sdSP, self.s_tile, along_kv)
+        q_t = B(kv, thread, shared.sQdO, self.q_tile, across_kv)
+        landing = Landing.of(s, thread, shared.sdSP[None, None, 0], self.s_tile, along_s)
         return Main(
             thread,
             RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim),
             shared,
-            # What is summed over lies along the rows of shared memory, or (with a stride) along its columns.
-            A(s, thread, shared.sK, self.k_tile, along_s),
-            B(s, thread, shared.sQ, self.q_tile),
-            A(s, thread, shared.sV, self.k_tile, along_s),
-            B(s, thread, shared.sdO, self.q_tile),
-            A(kv, thread, shared.sP, self.s_tile, along_kv),
-            B(kv, thread, shared.sdO, self.q_tile, across_kv),
-            A(kv, thread, shared.sdS, self.s_tile, along_kv),
-            B(kv, thread, shared.sQ, self.q_tile, across_kv),
-            A(q, thread, shared.sdS, self.s_tile, column_stride=16 * tile.warps_q),
-            B(q, thread, shared.sK, self.k_tile, across_q),
-            Landing.of(s, thread, shared.sP[None, None, 0], self.s_tile, along_s),
-            Landing.of(s, thread, shared.sdS[None, None, 0], self.s_tile, along_s),
+            k,
+            q,
+            k.shifted(1),
+            q.shifted(tile.stages),
+            ds.shifted(1),
+            q_t.shifted(tile.stages),
+            ds,
+            q_t,
+            A(q_mma, thread, shared.sdSP, self.s_tile, column_stride=16 * tile.warps_q),
+            B(q_mma, thread, shared.sKV, self.k_tile, across_q),
+            landing.shifted(1),
+            landing,
             cute.make_rmem_tensor(acc_shape, Float32),
             cute.make_rmem_tensor(acc_shape, Float32),
             Mask(p.band, p.mK.shape[2], p.mQ.shape[2], first_row, tScS),
@@ -304,24 +306,21 @@ class BwdSm80:
     @cute.jit
     def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
         heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
-        first_head, num = head_kv * heads_per_kv, blocks.end - blocks.begin
-        self.load_block(p, main, (blocks.begin, first_head, batch), Int32(0))
+        total = (blocks.end - blocks.begin) * heads_per_kv
+        m_block, head = blocks.begin, head_kv * heads_per_kv
+        self.load_block(p, main, (m_block, head, batch), Int32(0))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not reach dQ: all blocks of the last tile are masked.
         is_tail = main.mask.first_row + self.tile.tile_n > main.mask.seqlen_q
-        for g in cutlass.range(heads_per_kv, unroll=1):
-            for i in cutlass.range(num, unroll=1):
-                m_block, head = blocks.begin + i, first_head + g
-                is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-                is_last_of_head = i + 1 == num
-                following = (
-                    blocks.begin if is_last_of_head else m_block + 1,
-                    head + 1 if is_last_of_head else head,
-                    batch,
-                )
-                is_last = is_last_of_head and g + 1 == heads_per_kv
-                gdQ = p.mdQ[batch, head, m_block, None]
-                self.one_block(p, main, (m_block, g * num + i), gdQ, is_cut, (following, is_last))
+        for fill in cutlass.range(total, unroll=1):
+            is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
+            gdQ = p.mdQ[batch, head, m_block, None]
+            is_last_of_head = m_block + 1 == blocks.end
+            next_block = blocks.begin if is_last_of_head else m_block + 1
+            next_head = head + 1 if is_last_of_head else head
+            following = ((next_block, next_head, batch), fill + 1 < total)
+            self.one_block(p, main, (m_block, fill), gdQ, is_cut, following)
+            m_block, head = next_block, next_head
 
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
@@ -329,23 +328,25 @@ class BwdSm80:
         m_block, head, batch = where
         tile, shared = self.tile, main.shared
         first = m_block * tile.tile_m
-        for mX, sX in ((p.mQ, shared.sQ), (p.mdO, shared.sdO)):
+        for i, mX in enumerate((p.mQ, p.mdO)):
             gX = row_tile(mX[batch, head, None, None], first, tile.tile_m, tile.head_dim)
-            main.loader.load(gX, sX[None, None, stage], p.mQ.shape[2] - first, True)
+            sX = shared.sQdO[None, None, stage + i * tile.stages]
+            main.loader.load(gX, sX, p.mQ.shape[2] - first, True)
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
         if main.thread < tile.tile_m // FLOATS:
-            for mY, sY in ((p.mLSE, shared.sLSE), (p.mD, shared.sD)):
+            for i, mY in enumerate((p.mLSE, p.mD)):
                 here = first + main.thread * FLOATS
                 source = (mY[batch, head, None].iterator + here).align(16)
-                target = (sY[None, stage].iterator + main.thread * FLOATS).align(16)
+                sY = shared.sRows[None, stage + i * tile.stages]
+                target = (sY.iterator + main.thread * FLOATS).align(16)
                 four = cute.make_layout(FLOATS)
                 cute.copy(atom, cute.make_tensor(source, four), cute.make_tensor(target, four))
 
     @cute.jit
     def load_following(self, p: Params, main: Main, following: tuple, fill: Int32):
-        where, is_last = following
-        if not is_last:
+        where, is_any = following
+        if is_any:
             self.load_block(p, main, where, self.stage_of(fill + 1))
         cute.arch.cp_async_commit_group()
 
@@ -369,29 +370,32 @@ class BwdSm80:
         if is_cut:
             main.mask.apply(as_mn(acc_S), m_block * tile.tile_m)
             main.mask.hide_tail(as_mn(acc_S))
-        lse, scale_log2 = self.of_columns(main, main.shared.sLSE, stage), p.scale * LOG2_E
+        lse, scale_log2 = self.of_columns(main, stage), p.scale * LOG2_E
         S_mn = as_mn(acc_S)
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
             S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * scale_log2 - lse.load(), fastmath=True))
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
+        # dV += P^T dO, at once where P is at hand
+        if cutlass.const_expr(tile.keeps_p):
+            self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
+        else:
+            main.p_landing.store(rP)
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
         self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
-        d, dP_mn = self.of_columns(main, main.shared.sD, stage), as_mn(acc_dP)
+        d, dP_mn = self.of_columns(main, stage + tile.stages), as_mn(acc_dP)
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
             dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
         rdS = cute.make_fragment_like(acc_dP, self.dtype)
         rdS.store(acc_dP.load().to(self.dtype))
         main.ds_landing.store(rdS)
 
-        # dV += P^T dO;  dK += dS^T Q
+        # dK += dS^T Q
         if cutlass.const_expr(tile.keeps_p):
-            self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
             self.gemm(p.mma_kv, main.acc_dK, as_operand_a(rdS), main.q_t, stage)
             cute.arch.sync_threads()
         else:
-            main.p_landing.store(rP)
             cute.arch.sync_threads()
             self.gemm(p.mma_kv, main.acc_dV, main.p, main.do_t, stage)
             self.gemm(p.mma_kv, main.acc_dK, main.ds, main.q_t, stage)
@@ -414,20 +418,19 @@ class BwdSm80:
         acc.fill(0.0)
         return acc
 
-    def of_columns(self, main: Main, sY: cute.Tensor, stage) -> cute.Tensor:
+    def of_columns(self, main: Main, stage) -> cute.Tensor:
         """A statistic of the queries in this thread's columns of S^T, which `column_offset` tells of."""
         columns = as_mn(main.mask.tScS)
         pairs = cute.make_layout((2, cute.size(columns, mode=[1]) // 2), stride=(1, 8))
-        first = (sY[None, stage].iterator + columns[0, 0][1]).align(8)
+        first = (main.shared.sRows[None, stage].iterator + columns[0, 0][1]).align(8)
         values = cute.make_rmem_tensor(pairs.shape, Float32)
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
     def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage):
-        """acc += A B, with A in registers or, like B, in shared memory.
+        """acc += A B, with A in registers or, like B, in shared memory; of what is staged only B changes.
 
-        Loads stand right before their use: ptxas hoists them as far as registers allow. Of what is staged
-        only B changes with the block.
+        Loads stand right before their use: ptxas hoists them as far as registers allow.
         """
         rA = a.fragment if isinstance(a, Operand) else a
         for k in range(cute.size(b.fragment, mode=[2])):
