@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.device.ptx import rederived
 from layouts.smem import SmemTile
 
 STEP = 16  # rows and columns of one ldmatrix.x4
@@ -33,6 +34,10 @@ class Operand:
     def shifted(self, tiles: int) -> "Operand":
         """The same of the tile so many further: at the same addresses, with another immediate."""
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
+
+    def rederived(self) -> "Operand":
+        """The same, for addresses of column steps that are not worth a register from block to block."""
+        return replace(self, address=rederived(self.address))
 
     def load(self, column_step: int, stage: Int32) -> None:
         """Fill the fragments of all sub-tiles of rows at one step of columns."""
@@ -128,13 +133,14 @@ class Landing:
     def store(self, fragment: cute.Tensor) -> None:
         """`fragment`: ((2, 2), MMA_M, MMA_N), compact."""
         tile, (_, tiles_m, tiles_n) = self.tile, fragment.shape
+        first = rederived(self.address)
         pairs = cute.recast_tensor(fragment, Int32)
         # In pairs: rows 8 apart in an m16 tile, then the m16 tiles.
         rows = cute.make_layout((2, tiles_m), stride=(4 * tile.atom_cols, self.row_step * tile.atom_cols // 2))
         for n in range(tiles_n):
             atom, inside = divmod(n * tile.chunk_cols, tile.atom_cols)
             pointer = cute.make_ptr(
-                Int32, self.address ^ (inside * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
+                Int32, first ^ (inside * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
             )
             target = cute.make_tensor(
                 pointer + (atom * tile.rows * tile.atom_cols + self.offset) // 2, rows

@@ -12,3 +12,10 @@ def pack(low: Float32, high: Float32, dtype) -> Int32:
     return cute.arch.inline_ptx(
         _CONVERT[dtype] + " {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
     )
+
+
+def rederived(value: Int32) -> Int32:
+    """The same value, of which the compiler knows nothing more: what follows from it is computed where it is
+    used instead of being kept in registers over a loop.
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])

@@ -38,6 +38,7 @@ from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, r
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.ldmatrix import Landing, Operand, operand
 from cute_flash.device.mask import Mask
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
@@ -64,6 +65,7 @@ class Params:
     mdK: cute.Tensor
     mdV: cute.Tensor
     scale: Float32
+    scale_log2: Float32
     band: Band  # of keys over queries: left and right change places
     order: TileOrder
     copy_in: cute.TiledCopy
@@ -88,8 +90,8 @@ class Main:
     """What one block of the main loop works on."""
 
     thread: Int32
-    loader: RowTiles
     shared: Shared
+    first_row: Int32
     k: Operand  # S^T = K Q^T
     q: Operand
     v: Operand  # dP^T = V dO^T
@@ -104,7 +106,6 @@ class Main:
     ds_landing: Landing
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
-    mask: Mask
 
 
 def transposed(sX: cute.Tensor) -> cute.Tensor:
@@ -186,7 +187,7 @@ class BwdSm80:
         row_elements = self.k_tile.atom_cols
         across_s = tile.num_warps // tile.warps_s
         params = Params(
-            mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale,
+            mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
             Band(window_right if static.has_right else None, window_left if static.has_left else None),
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
             async_row_copy(tile.num_threads, row_elements, self.dtype),
@@ -252,8 +253,6 @@ class BwdSm80:
         across_kv, across_q = (16 * tile.num_warps // n for n in (tile.warps_kv, tile.warps_q))
         A, B = self._operand_a, self._operand_b
         acc_shape = kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
-        coords = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
-        tScS = s.get_slice(thread).partition_C(coords)
         # With a stride of columns: what is summed over lies along the rows of shared memory.
         k = A(s, thread, shared.sKV, self.k_tile, along_s)
         q = B(s, thread, shared.sQdO, self.q_tile)
@@ -262,8 +261,8 @@ class BwdSm80:
         landing = Landing.of(s, thread, shared.sdSP[None, None, 0], self.s_tile, along_s)
         return Main(
             thread,
-            RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim),
             shared,
+            first_row,
             k,
             q,
             k.shifted(1),
@@ -278,7 +277,6 @@ class BwdSm80:
             landing,
             cute.make_rmem_tensor(acc_shape, Float32),
             cute.make_rmem_tensor(acc_shape, Float32),
-            Mask(p.band, p.mK.shape[2], p.mQ.shape[2], first_row, tScS),
         )
 
     def _ldmatrix(self, is_transposed: bool) -> cute.CopyAtom:
@@ -311,7 +309,7 @@ class BwdSm80:
         self.load_block(p, main, (m_block, head, batch), Int32(0))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not reach dQ: all blocks of the last tile are masked.
-        is_tail = main.mask.first_row + self.tile.tile_n > main.mask.seqlen_q
+        is_tail = main.first_row + self.tile.tile_n > p.mK.shape[2]
         for fill in cutlass.range(total, unroll=1):
             is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
             gdQ = p.mdQ[batch, head, m_block, None]
@@ -326,20 +324,21 @@ class BwdSm80:
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
         """Start the copies of a block of Q and dO, and of the statistics of its rows."""
         m_block, head, batch = where
-        tile, shared = self.tile, main.shared
+        tile, shared, thread = self.tile, main.shared, rederived(main.thread)
+        loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
             gX = row_tile(mX[batch, head, None, None], first, tile.tile_m, tile.head_dim)
             sX = shared.sQdO[None, None, stage + i * tile.stages]
-            main.loader.load(gX, sX, p.mQ.shape[2] - first, True)
+            loader.load(gX, sX, p.mQ.shape[2] - first, True)
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
-        if main.thread < tile.tile_m // FLOATS:
+        if thread < tile.tile_m // FLOATS:
             for i, mY in enumerate((p.mLSE, p.mD)):
-                here = first + main.thread * FLOATS
+                here = first + thread * FLOATS
                 source = (mY[batch, head, None].iterator + here).align(16)
                 sY = shared.sRows[None, stage + i * tile.stages]
-                target = (sY.iterator + main.thread * FLOATS).align(16)
+                target = (sY.iterator + thread * FLOATS).align(16)
                 four = cute.make_layout(FLOATS)
                 cute.copy(atom, cute.make_tensor(source, four), cute.make_tensor(target, four))
 
@@ -368,12 +367,12 @@ class BwdSm80:
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
         if is_cut:
-            main.mask.apply(as_mn(acc_S), m_block * tile.tile_m)
-            main.mask.hide_tail(as_mn(acc_S))
-        lse, scale_log2 = self.of_columns(main, stage), p.scale * LOG2_E
-        S_mn = as_mn(acc_S)
+            mask = Mask(p.band, p.mK.shape[2], p.mQ.shape[2], main.first_row, self.coordinates(p, main))
+            mask.apply(as_mn(acc_S), m_block * tile.tile_m)
+            mask.hide_tail(as_mn(acc_S))
+        lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * scale_log2 - lse.load(), fastmath=True))
+            S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True))
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
@@ -384,7 +383,7 @@ class BwdSm80:
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
         self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
-        d, dP_mn = self.of_columns(main, stage + tile.stages), as_mn(acc_dP)
+        d, dP_mn = self.of_columns(p, main, stage + tile.stages), as_mn(acc_dP)
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
             dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
         rdS = cute.make_fragment_like(acc_dP, self.dtype)
@@ -418,9 +417,14 @@ class BwdSm80:
         acc.fill(0.0)
         return acc
 
-    def of_columns(self, main: Main, stage) -> cute.Tensor:
+    def coordinates(self, p: Params, main: Main) -> cute.Tensor:
+        """(key, query) within the tile of every element of S^T."""
+        whole = cute.make_identity_tensor((self.tile.tile_n, self.tile.tile_m))
+        return p.mma_s.get_slice(rederived(main.thread)).partition_C(whole)
+
+    def of_columns(self, p: Params, main: Main, stage) -> cute.Tensor:
         """A statistic of the queries in this thread's columns of S^T, which `column_offset` tells of."""
-        columns = as_mn(main.mask.tScS)
+        columns = as_mn(self.coordinates(p, main))
         pairs = cute.make_layout((2, cute.size(columns, mode=[1]) // 2), stride=(1, 8))
         first = (main.shared.sRows[None, stage].iterator + columns[0, 0][1]).align(8)
         values = cute.make_rmem_tensor(pairs.shape, Float32)
@@ -432,6 +436,8 @@ class BwdSm80:
 
         Loads stand right before their use: ptxas hoists them as far as registers allow.
         """
+        a = a.rederived() if isinstance(a, Operand) else a
+        b = b.rederived()
         rA = a.fragment if isinstance(a, Operand) else a
         for k in range(cute.size(b.fragment, mode=[2])):
             if isinstance(a, Operand):
