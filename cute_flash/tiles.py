@@ -350,6 +350,40 @@ SM90_FWD = (
 )
 
 
+# Rules for the backward on mma.sync, none of it measured: 8 warps, as many keys as registers allow (a tile of
+# keys reads all of Q and dO, and adds to all of dQ), grids of warps that read the least shared memory per MMA,
+# two stages where they fit, no spills for any mask.
+_BWD_163 = (
+    BwdTile(64, 128, 128, 2, 4, 4, 4, measured=_BY_RULE),
+    BwdTile(96, 64, 128, 2, 4, 4, 4, measured=_BY_RULE),
+    BwdTile(128, 64, 128, 2, 4, 4, 2, measured=_BY_RULE),
+    BwdTile(192, 64, 96, 1, 2, 2, 2, measured=_BY_RULE),
+    BwdTile(256, 64, 64, 1, 4, 2, 2, measured=_BY_RULE),
+)
+_BWD_99 = (
+    BwdTile(64, 64, 128, 2, 4, 4, 4, measured=_BY_RULE),
+    BwdTile(96, 64, 128, 1, 8, 8, 4, measured=_BY_RULE),
+    BwdTile(128, 32, 128, 1, 4, 4, 2, measured=_BY_RULE),
+    BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
+    BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
+)
+SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
+
+
+def bwd_tile_sm80(arch: ArchSpec, problem: Problem) -> BwdTile:
+    """The tile of the backward on mma.sync."""
+    static = problem.static
+    if static.head_dim_v is not None:
+        raise UnsupportedError(
+            f"the gradient for head_dim={static.head_dim} with values of {static.head_dim_v}: "
+            "the kernel on mma.sync takes values as wide as keys"
+        )
+    for tile in SM80_BWD[arch.name]:
+        if tile.head_dim >= static.head_dim and tile.fits(arch):
+            return tile
+    raise UnsupportedError(f"the gradient for head_dim={static.head_dim} on {arch.name}: no tile of sm80")
+
+
 SM90_BWD = (
     BwdTileSm90(64, 128, 128, measured="not measured yet"),
     BwdTileSm90(128, 64, 128, measured="not measured yet"),

@@ -1,4 +1,4 @@
-"""The tensors that every forward kernel is compiled for: dynamic sizes and strides, static D."""
+"""The tensors that every kernel of a direction is compiled for: dynamic sizes and strides, static D."""
 
 import cutlass
 import cutlass.cute as cute
@@ -25,4 +25,30 @@ def fake_tensors(static: Static) -> tuple[cute.Tensor, ...]:
         tensor(heads_kv, seqlen_k, static.width_v),
         tensor(heads, seqlen_q, static.width_v),
         make_fake_compact_tensor(Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4),
+    )
+
+
+def fake_gradients(static: Static, dq_elements: int) -> tuple[cute.Tensor, ...]:
+    """q, k, v, dO; LSE and D (B, H, Sq padded), fp32; dQ (B, H, m_block, `dq_elements`), fp32; dK, dV."""
+    batch, heads, heads_kv, seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(7))
+
+    def tensor(num_heads, seqlen, width):
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        shape = (batch, num_heads, seqlen, width)
+        return make_fake_tensor(DTYPES[static.dtype], shape, strides, assumed_align=16)
+
+    def floats(*shape):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=16)
+
+    return (
+        tensor(heads, seqlen_q, static.head_dim),
+        tensor(heads_kv, seqlen_k, static.head_dim),
+        tensor(heads_kv, seqlen_k, static.width_v),
+        tensor(heads, seqlen_q, static.width_v),
+        floats(batch, heads, padded),
+        floats(batch, heads, padded),
+        floats(batch, heads, blocks, dq_elements),
+        tensor(heads_kv, seqlen_k, static.head_dim),
+        tensor(heads_kv, seqlen_k, static.width_v),
     )

@@ -44,7 +44,8 @@ class BwdPreprocess:
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = DTYPES[static.dtype]
         vectors = -(-static.width_v // VECTOR)
-        self.per_row = 1 << (vectors - 1).bit_length()  # threads of a row
+        # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
+        self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
 
     def fake_arguments(self) -> tuple:
         batch, heads, seqlen, padded, blocks = (cute.sym_int() for _ in range(5))

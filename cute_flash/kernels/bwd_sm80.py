@@ -29,20 +29,21 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
-from cute_flash.device.ldmatrix import Landing, Operand, operand
+from cute_flash.device.grid import WarpGrid
+from cute_flash.device.ldmatrix import Landing, Operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.arguments import DTYPES, fake_gradients
 from cute_flash.problem import Static
 from cute_flash.tiles import BwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
@@ -108,26 +109,9 @@ class Main:
     acc_dV: cute.Tensor
 
 
-def transposed(sX: cute.Tensor) -> cute.Tensor:
-    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, 2]))
-
-
-def grid_mma(tile: BwdTile, dtype, along: int, side_by_side: int) -> cute.TiledMma:
-    """`along` of the warps stacked along the rows, the others next to each other over the columns.
-
-    A warp's columns are runs of `side_by_side`, whose halves of 16 are one ldmatrix.x4.
-    """
-    op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))
-    across = tile.num_warps // along
-    columns = cute.make_layout((8, across, side_by_side // 8), stride=(1, side_by_side, 8))
-    return cute.make_tiled_mma(
-        op, (along, across, 1), permutation_mnk=(16 * along, columns if across > 1 else 16, 16)
-    )
-
-
-def dq_mma(tile: BwdTile, dtype) -> cute.TiledMma:
+def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
     """The one whose accumulators are the order of dQ in global memory."""
-    return grid_mma(tile, dtype, tile.warps_q, 16)
+    return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
 
 class BwdSm80:
@@ -136,6 +120,11 @@ class BwdSm80:
         self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
         self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
+        # A warp's queries lie side by side: the mask counts on it.
+        queries = tile.tile_m * tile.warps_s // tile.num_warps
+        self.s_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_s, queries)
+        self.kv_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_kv)
+        self.q_grid = dq_grid(tile, self.dtype)
 
     @property
     def name(self) -> str:
@@ -144,24 +133,9 @@ class BwdSm80:
         return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
-        batch, heads, heads_kv, seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(7))
-
-        def tensor(num_heads, seqlen):
-            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-            shape = (batch, num_heads, seqlen, self.static.head_dim)
-            return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
-
-        def floats(*shape):
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=16)
-
-        queries, keys = (heads, seqlen_q), (heads_kv, seqlen_k)
-        inputs = [tensor(*rows) for rows in (queries, keys, keys, queries)]
-        statistics = [floats(batch, heads, padded) for _ in range(2)]
-        mdQ = floats(batch, heads, blocks, self.tile.tile_m * self.tile.head_dim)
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (*inputs, *statistics, mdQ, tensor(*keys), tensor(*keys), *scalars, stream)
+        tensors = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
+        return (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -185,17 +159,13 @@ class BwdSm80:
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         row_elements = self.k_tile.atom_cols
-        across_s = tile.num_warps // tile.warps_s
         params = Params(
             mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
             Band(window_right if static.has_right else None, window_left if static.has_left else None),
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
-            # A warp's queries lie side by side: the mask counts on it.
-            grid_mma(tile, self.dtype, tile.warps_s, tile.tile_m // across_s),
-            grid_mma(tile, self.dtype, tile.warps_kv, 16),
-            dq_mma(tile, self.dtype),
+            self.s_grid.mma(), self.kv_grid.mma(), self.q_grid.mma(),
         )  # fmt: skip
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -238,27 +208,22 @@ class BwdSm80:
             affine = to_cute(one.staged(stages).layout)
             return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
 
-        statistics = smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128)
         return Shared(
             allocate(self.k_tile, 2),
             allocate(self.q_tile, 2 * tile.stages),
             allocate(self.s_tile, 1 if tile.keeps_p else 2),
-            statistics,
+            smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
         )
 
     def _main(self, p: Params, shared: Shared, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
-        s, kv, q_mma = p.mma_s, p.mma_kv, p.mma_q
-        along_s, along_kv = 16 * tile.warps_s, 16 * tile.warps_kv
-        across_kv, across_q = (16 * tile.num_warps // n for n in (tile.warps_kv, tile.warps_q))
-        A, B = self._operand_a, self._operand_b
-        acc_shape = kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
-        # With a stride of columns: what is summed over lies along the rows of shared memory.
-        k = A(s, thread, shared.sKV, self.k_tile, along_s)
-        q = B(s, thread, shared.sQdO, self.q_tile)
-        ds = A(kv, thread, shared.sdSP, self.s_tile, along_kv)
-        q_t = B(kv, thread, shared.sQdO, self.q_tile, across_kv)
-        landing = Landing.of(s, thread, shared.sdSP[None, None, 0], self.s_tile, along_s)
+        # Tiles of one kind stand one after the other: dO's operands are Q's, shifted; V's are K's, P's are dS's.
+        k = self.s_grid.a(p.mma_s, thread, shared.sKV, self.k_tile)
+        q = self.s_grid.b(p.mma_s, thread, shared.sQdO, self.q_tile)
+        ds = self.kv_grid.a(p.mma_kv, thread, shared.sdSP, self.s_tile)
+        q_t = self.kv_grid.b(p.mma_kv, thread, shared.sQdO, self.q_tile, turned=True)
+        landing = self.s_grid.landing(p.mma_s, thread, shared.sdSP, self.s_tile)
+        acc_shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         return Main(
             thread,
             shared,
@@ -271,41 +236,19 @@ class BwdSm80:
             q_t.shifted(tile.stages),
             ds,
             q_t,
-            A(q_mma, thread, shared.sdSP, self.s_tile, column_stride=16 * tile.warps_q),
-            B(q_mma, thread, shared.sKV, self.k_tile, across_q),
+            self.q_grid.a(p.mma_q, thread, shared.sdSP, self.s_tile, turned=True),
+            self.q_grid.b(p.mma_q, thread, shared.sKV, self.k_tile, turned=True),
             landing.shifted(1),
             landing,
             cute.make_rmem_tensor(acc_shape, Float32),
             cute.make_rmem_tensor(acc_shape, Float32),
         )
 
-    def _ldmatrix(self, is_transposed: bool) -> cute.CopyAtom:
-        op = warp.LdMatrix8x8x16bOp(transpose=is_transposed, num_matrices=4)
-        return cute.make_copy_atom(op, self.dtype)
-
-    def _operand_a(self, mma, thread, sX, tile, row_step=16, column_stride=None) -> Operand:
-        """Rows of sX are rows of A; with a `column_stride` its columns are, and `trans` turns them."""
-        is_transposed = column_stride is not None
-        sX = transposed(sX) if is_transposed else sX
-        thr_mma = mma.get_slice(thread)
-        copy = cute.make_tiled_copy_A(self._ldmatrix(is_transposed), mma)
-        fragment = thr_mma.make_fragment_A(thr_mma.partition_A(sX[None, None, 0]))
-        return operand(copy, thread, sX, tile, row_step, fragment, is_transposed, column_stride or 16)
-
-    def _operand_b(self, mma, thread, sX, tile, column_stride=None) -> Operand:
-        """Rows of sX are columns of B; with a `column_stride` its columns are, and `trans` turns them."""
-        is_transposed = column_stride is not None
-        sX = transposed(sX) if is_transposed else sX
-        thr_mma = mma.get_slice(thread)
-        copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed), mma)
-        fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))
-        return operand(copy, thread, sX, tile, 16, fragment, is_transposed, column_stride or 16)
-
     @cute.jit
     def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
         heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
         total = (blocks.end - blocks.begin) * heads_per_kv
-        m_block, head = blocks.begin, head_kv * heads_per_kv
+        m_block, head = Int32(blocks.begin), head_kv * heads_per_kv
         self.load_block(p, main, (m_block, head, batch), Int32(0))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not reach dQ: all blocks of the last tile are masked.

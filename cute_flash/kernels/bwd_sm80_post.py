@@ -1,0 +1,66 @@
+"""After the backward with mma.sync: dQ in the inputs' type."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32
+from cutlass.memory import SmemAllocator
+
+from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
+from cute_flash.device.epilogue import Epilogue
+from cute_flash.kernels.bwd_around import BwdPostprocess
+from cute_flash.kernels.bwd_sm80 import SMEM_ALIGN, dq_grid
+from cute_flash.problem import Static
+from cute_flash.tiles import BwdTile
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+
+@dataclass(frozen=True)
+class Params:
+    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
+    mOut: cute.Tensor  # (B, H, Sq, D)
+    scale: Float32
+    tiled_mma: cute.TiledMma
+    copy_out: cute.TiledCopy
+
+
+class BwdPostprocessSm80(BwdPostprocess):
+    """dQ = scale times the fp32 sums, from the order of the accumulators to rows in the inputs' type."""
+
+    def __init__(self, static: Static, tile: BwdTile):
+        super().__init__(static, tile)
+        self.num_threads, self.grid = tile.num_threads, dq_grid(tile, self.dtype)
+        self.out_tile = SmemTile(tile.tile_m, tile.head_dim)
+
+    @cute.jit
+    def __call__(self, mdQ: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: CUstream):
+        batch, heads, blocks, _ = mdQ.shape
+        copy_out = plain_row_copy(self.num_threads, self.out_tile.atom_cols, self.dtype)
+        self.kernel.set_name_prefix(
+            f"cute_flash_bwd_postprocess_sm80_d{self.static.head_dim}_{self.static.dtype}",
+            remove_cutlass_symbol=True,
+            keep_mangled_name=False,
+        )
+        self.kernel(Params(mdQ, mOut, scale, self.grid.mma(), copy_out)).launch(
+            grid=(blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        m_block, head, batch = cute.arch.block_idx()
+        first_row = m_block * self.tile_m
+        gdQ = p.mdQ[batch, head, m_block, None]
+        shape = p.tiled_mma.get_slice(thread).partition_shape_C((self.tile_m, self.tile_d))
+        acc = cute.make_rmem_tensor(shape, Float32)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = gdQ[i * self.num_threads + thread] * p.scale
+        affine = to_cute(self.out_tile.layout.layout)
+        sOut = SmemAllocator().allocate_tensor(
+            self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(self.out_tile)
+        )
+        gOut = row_tile(p.mOut[batch, head, None, None], first_row, self.tile_m, self.tile_d)
+        rows = RowTiles(p.copy_out, thread, self.tile_m, self.tile_d, self.static.head_dim)
+        Epilogue(p.tiled_mma, rows, thread, p.mOut.shape[2] - first_row).store(acc, sOut, gOut)

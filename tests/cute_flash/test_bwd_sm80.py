@@ -1,0 +1,273 @@
+"""Which elements of shared memory the backward's warps read and write, on the CPU.
+
+A jit function that launches nothing runs on the host: it computes the addresses of all threads, and what
+ldmatrix and the tensor cores make of them is written out here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash.device import ldmatrix
+from cute_flash.device.mask import column_offset
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.bwd_sm80 import BwdSm80
+from cute_flash.problem import Static
+from cute_flash.tiles import BwdTile
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+# Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
+
+TILES = [
+    BwdTile(64, 64, 128, 2, 4, 4, 4),
+    BwdTile(96, 64, 128, 1, 8, 8, 4),
+    BwdTile(128, 32, 128, 1, 4, 4, 2),
+    BwdTile(128, 64, 128, 2, 4, 2, 2),
+    BwdTile(192, 64, 96, 1, 2, 2, 2),
+    BwdTile(256, 32, 32, 1, 2, 1, 1, 4),
+]
+tiles = pytest.mark.parametrize("tile", TILES, ids=str)
+
+# (operand, product, side, is it turned, tile in shared memory)
+OPERANDS = {
+    "K of S": ("s", "a", False, "k"),
+    "Q of S": ("s", "b", False, "q"),
+    "dS of dK": ("kv", "a", False, "s"),
+    "Q of dK": ("kv", "b", True, "q"),
+    "dS of dQ": ("q", "a", True, "s"),
+    "K of dQ": ("q", "b", True, "k"),
+}
+LANES, VALUES = 32, 8  # values of 16 bits a thread gets from one ldmatrix.x4
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are numbers here, and nothing is behind them."""
+    monkeypatch.setattr(ldmatrix, "rederived", lambda value: value)
+
+
+def kernel(tile: BwdTile) -> BwdSm80:
+    return BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
+
+
+def tensor_at_0(tile: SmemTile, stages: int):  # type: ignore[no-untyped-def]
+    pointer = cute.make_ptr(
+        cutlass.BFloat16, Int32(0), cutlass.AddressSpace.smem, assumed_align=1024
+    )
+    return cute.make_tensor(
+        cute.recast_ptr(pointer, byte_swizzle(tile), cutlass.BFloat16), to_cute(tile.staged(stages).layout)
+    )
+
+
+def coordinates_at(smem: SmemTile) -> torch.Tensor:
+    """Element index -> (row, col)."""
+    found = torch.full((smem.cosize, 2), -1)
+    for row in range(smem.rows):
+        for col in range(smem.cols):
+            found[smem.layout(row, col)] = torch.tensor((row, col))
+    assert found.min() >= 0
+    return found
+
+
+def addresses(operand):  # type: ignore[no-untyped-def]
+    """The elements that a thread points at in all its loads: while `operand` is traced."""
+    found = []
+
+    def note(_, source, target):  # type: ignore[no-untyped-def]
+        assert cute.size(source) == cute.size(target)
+        for i in range(cute.size(source) // VALUES):
+            element = cute.crd2idx(VALUES * i, source.layout)
+            found.append(Int32(source.iterator.toint()) // 2 + element)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute, "copy", note)
+        for k in range(cute.size(operand.view, mode=[2])):
+            operand.load_k(k, 0)
+    return found
+
+
+def stores(landing, fragment):  # type: ignore[no-untyped-def]
+    """(number of a pair, its element), for all stores of a thread: while `landing` is traced."""
+    found = []
+
+    class Target:
+        def __init__(self, pointer, layout):  # type: ignore[no-untyped-def]
+            self.pointer, self.layout = pointer, layout
+
+        def __setitem__(self, i, pair):  # type: ignore[no-untyped-def]
+            found.append((pair, Int32(self.pointer.toint()) // 2 + 2 * cute.crd2idx(i, self.layout)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute, "make_tensor", Target)
+        # In the place of pairs: their numbers.
+        patch.setattr(cute, "recast_tensor", lambda *_: range(cute.size(fragment) // 2))
+        landing.store(fragment)
+    return found
+
+
+@tiles
+@pytest.mark.parametrize("name", OPERANDS)
+def test_ldmatrix_reads_what_the_product_needs(tile: BwdTile, name: str) -> None:
+    product, side, turned, where = OPERANDS[name]
+    bwd = kernel(tile)
+    grid, smem = getattr(bwd, f"{product}_grid"), getattr(bwd, f"{where}_tile")
+    shape = (smem.cols, smem.rows) if turned else (smem.rows, smem.cols)
+    sizes = {}
+
+    def operand_of(mma, thread):  # type: ignore[no-untyped-def]
+        return getattr(grid, side)(mma, thread, tensor_at_0(smem, 2), smem, turned).shifted(1)
+
+    @cute.jit
+    def program(read, wanted):  # type: ignore[no-untyped-def]
+        mma = grid.mma()
+        for thread in range(tile.num_threads):
+            # The address that each thread hands to ldmatrix, in elements of the tile that is meant.
+            operand = operand_of(mma, Int32(thread))
+            steps, last = cute.size(operand.view, mode=[1]), cute.size(operand.view, mode=[2])
+            sizes["loads"], sizes["k"] = steps, last
+            for index, address in enumerate(addresses(operand)):
+                read[thread, index] = address - smem.cosize
+            # What every register must hold, by the definition of the product.
+            thr_mma = mma.get_slice(Int32(thread))
+            held = getattr(thr_mma, f"partition_{side.upper()}")(cute.make_identity_tensor(shape))
+            codes = cute.make_rmem_tensor(operand.fragment.layout, Int32)
+            for i in cutlass.range_constexpr(cute.size(codes)):
+                first, second = held[i]
+                codes[i] = first * 1024 + second
+            view = cute.make_tensor(codes.iterator, operand.view.layout)
+            for k in cutlass.range_constexpr(last):
+                for i in cutlass.range_constexpr(steps):
+                    for v in cutlass.range_constexpr(VALUES):
+                        wanted[thread, k * steps + i, v] = view[v, i, k]
+
+    most = 64
+    read = torch.full((tile.num_threads, most), -1, dtype=torch.int32)
+    wanted = torch.full((tile.num_threads, most, VALUES), -1, dtype=torch.int32)
+    program(from_dlpack(read), from_dlpack(wanted))
+    count = sizes["loads"] * sizes["k"]
+    read, wanted = read[:, :count], wanted[:, :count]
+
+    # ldmatrix.x4: lane 8 r + i hands over row i of the 8x8 matrix r, of which lane l gets the elements
+    # (l / 4, 2 (l % 4) + j), or, transposed, (2 (l % 4) + j, l / 4).
+    at = coordinates_at(smem)
+    rows = read.view(tile.num_warps, LANES, count)
+    lanes = torch.arange(LANES)
+    for r in range(4):
+        for j in range(2):
+            pair, other = 2 * (lanes % 4) + j, lanes // 4
+            row, column = (pair, other) if turned else (other, pair)
+            element = rows[:, 8 * r + row] + column[None, :, None]
+            found = at[element.long()]  # (warp, lane, load, coordinate)
+            need = wanted.view(tile.num_warps, LANES, count, VALUES)[..., 2 * r + j]
+            need = torch.stack((need // 1024, need % 1024), -1)
+            assert torch.equal(found, need.flip(-1) if turned else need)
+
+
+@tiles
+def test_scores_land_where_they_are_read(tile: BwdTile) -> None:
+    bwd = kernel(tile)
+    smem = bwd.s_tile
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = bwd.s_grid.mma()
+        for thread in range(tile.num_threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
+            held = thr_mma.partition_C(whole)
+            landing = bwd.s_grid.landing(mma, Int32(thread), tensor_at_0(smem, 2), smem).shifted(1)
+            fragment = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_n, tile.tile_m)), Float32)
+            for pair, element in stores(landing, fragment):
+                row, col = held[2 * pair]
+                out[thread, pair, 0], out[thread, pair, 1] = row, col
+                out[thread, pair, 2] = element - smem.cosize
+
+    out = torch.full((tile.num_threads, tile.tile_m * tile.tile_n // tile.num_threads // 2, 3), -1)
+    out = out.to(torch.int32)
+    program(from_dlpack(out))
+    at = coordinates_at(smem)
+    assert torch.equal(at[out[..., 2].long()], out[..., :2].long())
+    # The second of a pair is the next element, and all of the tile is covered.
+    assert torch.equal(at[out[..., 2].long() + 1] - at[out[..., 2].long()], torch.tensor((0, 1)).expand_as(out[..., :2]))
+    assert sorted(out[..., 2].flatten().tolist()) == list(range(0, smem.cosize, 2))
+
+
+@tiles
+def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTile) -> None:
+    bwd = kernel(tile)
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = bwd.s_grid.mma()
+        for thread in range(tile.num_threads):
+            whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
+            coords = as_mn(mma.get_slice(Int32(thread)).partition_C(whole))
+            for c in cutlass.range_constexpr(cute.size(coords, mode=[1])):
+                out[thread, c] = coords[0, c][1] - coords[0, 0][1]
+
+    columns = tile.tile_m * tile.warps_s // tile.num_warps // 4
+    out = torch.full((tile.num_threads, columns), -1, dtype=torch.int32)
+    program(from_dlpack(out))
+    assert torch.equal(out, torch.tensor([column_offset(c) for c in range(columns)]).expand_as(out).int())
+
+
+def test_scores_are_an_operand_where_they_are() -> None:
+    """All warps along the keys: what a thread holds of S^T is what it must hold of A, in the same order."""
+    tile = TILES[1]
+    assert tile.keeps_p
+    bwd = kernel(tile)
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        s, kv = bwd.s_grid.mma(), bwd.kv_grid.mma()
+        for thread in range(tile.num_threads):
+            whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
+            held = as_operand_a(s.get_slice(Int32(thread)).partition_C(whole))
+            wanted = kv.get_slice(Int32(thread)).partition_A(whole)
+            for i in cutlass.range_constexpr(cute.size(wanted)):
+                out[0, thread, i, 0], out[0, thread, i, 1] = held[i]
+                out[1, thread, i, 0], out[1, thread, i, 1] = wanted[i]
+
+    elements = tile.tile_m * tile.tile_n // tile.num_threads
+    out = torch.full((2, tile.num_threads, elements, 2), -1, dtype=torch.int32)
+    program(from_dlpack(out))
+    assert out.min() >= 0
+    assert torch.equal(out[0], out[1])
+
+
+@tiles
+@pytest.mark.parametrize("product", ["kv", "q"])
+def test_gradients_leave_in_order(tile: BwdTile, product: str) -> None:
+    """What the epilogue writes to an element of the tile is that element's accumulator."""
+    bwd = kernel(tile)
+    grid = getattr(bwd, f"{product}_grid")
+    shape = (tile.tile_n if product == "kv" else tile.tile_m, tile.head_dim)
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        mma = grid.mma()
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), cutlass.Int32), mma)
+        for thread in range(tile.num_threads):
+            thr_mma, thr_copy = mma.get_slice(Int32(thread)), copy.get_slice(Int32(thread))
+            codes = cute.make_rmem_tensor(thr_mma.partition_shape_C(shape), Int32)
+            held = thr_mma.partition_C(cute.make_identity_tensor(shape))
+            for i in cutlass.range_constexpr(cute.size(codes)):
+                row, col = held[i]
+                codes[i] = row * 1024 + col
+            source = thr_copy.retile(codes)
+            target = thr_copy.partition_D(cute.make_identity_tensor(shape))
+            for i in cutlass.range_constexpr(cute.size(source)):
+                row, col = target[i]
+                out[row, col] = source[i]
+
+    out = torch.full(shape, -1, dtype=torch.int32)
+    program(from_dlpack(out))
+    rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
+    assert torch.equal(out, (rows * 1024 + columns).int())
