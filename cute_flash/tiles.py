@@ -15,6 +15,11 @@ WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 
 
+def copy_rows(head_dim: int, num_threads: int) -> int:
+    """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
+    return num_threads * 16 // (128 if head_dim % 64 == 0 else 64)
+
+
 @dataclass(frozen=True)
 class FwdTile:
     """`tile_m` query rows, in `num_warps` warps stacked along them, against blocks of `tile_n` keys."""
@@ -60,9 +65,7 @@ class FwdTile:
 
     @property
     def copy_rows(self) -> int:
-        """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
-        row_bytes = 128 if self.head_dim % 64 == 0 else 64
-        return self.num_threads * 16 // row_bytes
+        return copy_rows(self.head_dim, self.num_threads)
 
     @property
     def smem_bytes(self) -> int:
@@ -241,21 +244,15 @@ class BwdTile:
             across = self.num_warps // along
             if rows % (WARP_ROWS * along) or columns % (WARP_KEYS * across) or rows <= 0:
                 raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
-        if self.tile_n % self.copy_rows or self.tile_m % self.copy_rows:
+        at_once = copy_rows(self.head_dim, self.num_threads)
+        if self.tile_n % at_once or self.tile_m % at_once:
             raise ValueError(
-                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, "
-                "the rows one copy covers"
+                f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy"
             )
 
     @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
-
-    @property
-    def copy_rows(self) -> int:
-        """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
-        row_bytes = 128 if self.head_dim % 64 == 0 else 64
-        return self.num_threads * 16 // row_bytes
 
     @property
     def keeps_p(self) -> bool:
@@ -350,14 +347,14 @@ SM90_FWD = (
 )
 
 
-# Rules for the backward on mma.sync, none of it measured: 8 warps, as many keys as registers allow (a tile of
-# keys reads all of Q and dO, and adds to all of dQ), grids of warps that read the least shared memory per MMA,
-# two stages where they fit, no spills for any mask.
+# Rules for the backward on mma.sync, none of them measured: 8 warps, as many keys as registers allow (a tile
+# of keys reads all of Q and dO, and adds to all of dQ), grids of warps that read the least shared memory per
+# MMA, two stages where they fit, no spills for any mask.
 _BWD_163 = (
     BwdTile(64, 128, 128, 2, 4, 4, 4, measured=_BY_RULE),
     BwdTile(96, 64, 128, 2, 4, 4, 4, measured=_BY_RULE),
     BwdTile(128, 64, 128, 2, 4, 4, 2, measured=_BY_RULE),
-    BwdTile(192, 64, 96, 1, 2, 2, 2, measured=_BY_RULE),
+    BwdTile(192, 64, 64, 2, 4, 2, 2, measured=_BY_RULE),
     BwdTile(256, 64, 64, 1, 4, 2, 2, measured=_BY_RULE),
 )
 _BWD_99 = (
@@ -373,15 +370,11 @@ SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD
 def bwd_tile_sm80(arch: ArchSpec, problem: Problem) -> BwdTile:
     """The tile of the backward on mma.sync."""
     static = problem.static
-    if static.head_dim_v is not None:
-        raise UnsupportedError(
-            f"the gradient for head_dim={static.head_dim} with values of {static.head_dim_v}: "
-            "the kernel on mma.sync takes values as wide as keys"
-        )
+    widths = f"head_dim={static.head_dim} with values of {static.width_v}"
     for tile in SM80_BWD[arch.name]:
-        if tile.head_dim >= static.head_dim and tile.fits(arch):
+        if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
-    raise UnsupportedError(f"the gradient for head_dim={static.head_dim} on {arch.name}: no tile of sm80")
+    raise UnsupportedError(f"the gradient for {widths} on {arch.name}: use values as wide as keys")
 
 
 SM90_BWD = (

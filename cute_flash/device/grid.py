@@ -16,7 +16,7 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class WarpGrid:
-    """`along` of the warps are stacked along the rows of the product, the others side by side over its columns.
+    """`along` of the warps are stacked along the rows of the product, the others lie side by side.
 
     Rows go around in steps of 16: a warp's m16 tiles lie 16 * along apart. Columns go around in runs.
     """
@@ -40,7 +40,7 @@ class WarpGrid:
         return cute.make_tiled_mma(op, shape, permutation_mnk=(STEP * self.along, columns, STEP))
 
     def a(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, turned=False) -> Operand:
-        """Rows of the product are rows of sX (rows, cols, stage); if it is turned, they are its columns."""
+        """Rows of the product are rows of sX (rows, cols, stage); turned, they are its columns."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if turned else sX
         fragment = thr_mma.make_fragment_A(thr_mma.partition_A(sX[None, None, 0]))
         copy = cute.make_tiled_copy_A(self._ldmatrix(turned), mma)
@@ -48,7 +48,7 @@ class WarpGrid:
         return operand(copy, thread, sX, tile, rows, fragment, turned, columns)
 
     def b(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, turned=False) -> Operand:
-        """Columns of the product are rows of sX (rows, cols, stage); if it is turned, they are its columns."""
+        """Columns of the product are rows of sX (rows, cols, stage); turned, they are its columns."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if turned else sX
         fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))
         copy = cute.make_tiled_copy_B(self._ldmatrix(turned), mma)

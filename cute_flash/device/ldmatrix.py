@@ -1,4 +1,4 @@
-"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR, and accumulators on their way
+"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR; accumulators on their way
 there.
 
 A thread's 16 bytes of a 16x16 sub-tile lie at row r, chunk c ^ (r mod 8) (the swizzle). Going 16 columns to
@@ -87,8 +87,8 @@ def operand(
 
 
 def _by_instruction(view: cute.Tensor) -> cute.Tensor:
-    """((registers, loads), 1, k) -> ((registers, 1), loads, k), where one tile of the copy takes several loads
-    because a warp's sub-tiles lie side by side in it.
+    """((registers, loads), 1, k) -> ((registers, 1), loads, k), where one tile of the copy takes several
+    loads because a warp's sub-tiles lie side by side in it.
     """
     (registers, loads), tiles, steps = view.layout.shape
     if cute.size(loads) == 1:
@@ -136,14 +136,14 @@ class Landing:
         first = rederived(self.address)
         pairs = cute.recast_tensor(fragment, Int32)
         # In pairs: rows 8 apart in an m16 tile, then the m16 tiles.
-        rows = cute.make_layout((2, tiles_m), stride=(4 * tile.atom_cols, self.row_step * tile.atom_cols // 2))
+        rows = cute.make_layout(
+            (2, tiles_m), stride=(4 * tile.atom_cols, self.row_step * tile.atom_cols // 2)
+        )
         for n in range(tiles_n):
             atom, inside = divmod(n * tile.chunk_cols, tile.atom_cols)
             pointer = cute.make_ptr(
                 Int32, first ^ (inside * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
             )
-            target = cute.make_tensor(
-                pointer + (atom * tile.rows * tile.atom_cols + self.offset) // 2, rows
-            )
+            target = cute.make_tensor(pointer + (atom * tile.rows * tile.atom_cols + self.offset) // 2, rows)
             for i in range(2 * tiles_m):
                 target[i] = pairs[2 * tiles_m * n + i]

@@ -193,9 +193,12 @@ class BwdSm80:
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             self.main_loop(p, main, blocks, head_kv, batch)
 
+        # Decoded again: not worth registers over the loop.
+        n_block, head_kv, batch = p.order.decode(rederived(cute.arch.block_idx()[0]))
+        first_row = n_block * tile.tile_n
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
+        epilogue = Epilogue(p.mma_kv, rows, thread, p.mK.shape[2] - first_row)
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
             gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
             epilogue.store(acc, shared.sKV[None, None, i], gX)
@@ -217,7 +220,7 @@ class BwdSm80:
 
     def _main(self, p: Params, shared: Shared, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
-        # Tiles of one kind stand one after the other: dO's operands are Q's, shifted; V's are K's, P's are dS's.
+        # Tiles of a kind follow each other: V's operands are K's, shifted, dO's are Q's, P's are dS's.
         k = self.s_grid.a(p.mma_s, thread, shared.sKV, self.k_tile)
         q = self.s_grid.b(p.mma_s, thread, shared.sQdO, self.q_tile)
         ds = self.kv_grid.a(p.mma_kv, thread, shared.sdSP, self.s_tile)
@@ -255,12 +258,11 @@ class BwdSm80:
         is_tail = main.first_row + self.tile.tile_n > p.mK.shape[2]
         for fill in cutlass.range(total, unroll=1):
             is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-            gdQ = p.mdQ[batch, head, m_block, None]
             is_last_of_head = m_block + 1 == blocks.end
             next_block = blocks.begin if is_last_of_head else m_block + 1
             next_head = head + 1 if is_last_of_head else head
             following = ((next_block, next_head, batch), fill + 1 < total)
-            self.one_block(p, main, (m_block, fill), gdQ, is_cut, following)
+            self.one_block(p, main, (m_block, head, batch), fill, is_cut, following)
             m_block, head = next_block, next_head
 
     @cute.jit
@@ -296,8 +298,8 @@ class BwdSm80:
         return fill % 2 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def one_block(self, p: Params, main: Main, at: tuple, gdQ: cute.Tensor, is_cut, following: tuple):
-        m_block, fill = at
+    def one_block(self, p: Params, main: Main, where: tuple, fill: Int32, is_cut, following: tuple):
+        m_block, head, batch = where
         tile, stage = self.tile, self.stage_of(fill)
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
@@ -315,7 +317,9 @@ class BwdSm80:
             mask.hide_tail(as_mn(acc_S))
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True))
+            S_mn[r, None].store(
+                cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
+            )
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
@@ -350,6 +354,7 @@ class BwdSm80:
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
         self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
+        gdQ = p.mdQ[batch, head, m_block, None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
             # A warp's additions are 128 bytes side by side.
             target = gdQ.iterator + (i * tile.num_threads + main.thread)

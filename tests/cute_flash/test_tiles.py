@@ -12,7 +12,16 @@ from cute_flash.arch import ARCHS, ArchSpec
 from cute_flash.band import Band
 from cute_flash.plan import FAMILIES, plan, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
-from cute_flash.tiles import SM80_FWD, SM90_FWD, FwdTile, FwdTileSm90, fwd_tile
+from cute_flash.tiles import (
+    SM80_BWD,
+    SM80_FWD,
+    SM90_FWD,
+    BwdTile,
+    FwdTile,
+    FwdTileSm90,
+    bwd_tile_sm80,
+    fwd_tile,
+)
 
 # Registers a thread can have at most, and those that addresses, loop counters and row statistics take.
 MAX_REGISTERS, OTHER_REGISTERS = 255, 30
@@ -315,3 +324,44 @@ def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
     cited = dataclasses.replace(tile, measured="H200, bf16, 16 K, 700 TFLOP/s", **when)  # type: ignore[arg-type]
     assert cited == tile
     assert hash(cited) == hash(tile)
+
+
+# The backward on mma.sync
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
+    assert set(SM80_BWD) == set(ARCHS)
+    for head_dim in range(8, 257, 8):
+        tile = bwd_tile_sm80(ARCHS[arch], problem_of(head_dim, Band()))
+        assert tile in SM80_BWD[arch]
+        assert tile.head_dim >= head_dim
+        assert tile.fits(ARCHS[arch])
+        # The next narrower row would do for no wider problem than its own.
+        assert tile.head_dim == min(row.head_dim for row in SM80_BWD[arch] if row.head_dim >= head_dim)
+        # dK and dV stay; beside them stand S and dP, then dQ.
+        dq = tile.tile_m * tile.head_dim // tile.num_threads
+        kept = 2 * tile.tile_n * tile.head_dim // tile.num_threads
+        assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS
+    with pytest.raises(UnsupportedError, match="values of 64"):
+        bwd_tile_sm80(ARCHS[arch], problem_of(128, Band(), head_dim_v=64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_warps": 6}, "num_warps"),
+        ({"stages": 3}, "stages"),
+        ({"tile_m": 48}, "tile_m"),
+        ({"head_dim": 100}, "head_dim"),
+        ({"warps_s": 3}, "warps_s"),
+        ({"warps_kv": 1, "head_dim": 96}, "warps_kv"),
+        ({"warps_q": 8}, "warps_q"),
+        ({"tile_n": 40}, "warps_s"),
+        ({"head_dim": 96, "tile_m": 32, "warps_q": 2, "warps_s": 4}, "rows of one copy|warps_q"),
+    ],
+)
+def test_backward_tiles_check_themselves(change: dict[str, int], message: str) -> None:
+    good = BwdTile(128, 64, 128, 2, 4, 4, 2)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(good, **change)
