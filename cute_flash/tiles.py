@@ -347,9 +347,8 @@ SM90_FWD = (
 )
 
 
-# Rules for the backward on mma.sync, none of them measured: 8 warps, as many keys as registers allow (a tile
-# of keys reads all of Q and dO, and adds to all of dQ), grids of warps that read the least shared memory per
-# MMA, two stages where they fit, no spills for any mask.
+# Rules for the backward on mma.sync, none measured: many keys (a tile of them reads all of Q and dO, and adds
+# to all of dQ), warps arranged to read little shared memory per MMA, two stages where they fit, no spills.
 _BWD_163 = (
     BwdTile(64, 128, 128, 2, 4, 4, 4, measured=_BY_RULE),
     BwdTile(96, 64, 128, 2, 4, 4, 4, measured=_BY_RULE),
@@ -364,7 +363,9 @@ _BWD_99 = (
     BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
     BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
 )
-SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
+# 128x128 spills a register there.
+_BWD_90 = (_BWD_99[0], *_BWD_163[1:])
+SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_90}
 
 
 def bwd_tile_sm80(arch: ArchSpec, problem: Problem) -> BwdTile:

@@ -193,9 +193,6 @@ class BwdSm80:
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             self.main_loop(p, main, blocks, head_kv, batch)
 
-        # Decoded again: not worth registers over the loop.
-        n_block, head_kv, batch = p.order.decode(rederived(cute.arch.block_idx()[0]))
-        first_row = n_block * tile.tile_n
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.mma_kv, rows, thread, p.mK.shape[2] - first_row)
@@ -250,20 +247,22 @@ class BwdSm80:
     @cute.jit
     def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
         heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
-        total = (blocks.end - blocks.begin) * heads_per_kv
+        # Blocks that are left, this one included: their number tells the stages apart.
+        left = (blocks.end - blocks.begin) * heads_per_kv
         m_block, head = Int32(blocks.begin), head_kv * heads_per_kv
-        self.load_block(p, main, (m_block, head, batch), Int32(0))
+        self.load_block(p, main, (m_block, head, batch), self.stage_of(left))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not reach dQ: all blocks of the last tile are masked.
         is_tail = main.first_row + self.tile.tile_n > p.mK.shape[2]
-        for fill in cutlass.range(total, unroll=1):
-            is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
+        full_end = Int32(0) if is_tail else Int32(blocks.full_end)
+        while left > 0:
+            is_cut = m_block < blocks.full_begin or m_block >= full_end
             is_last_of_head = m_block + 1 == blocks.end
             next_block = blocks.begin if is_last_of_head else m_block + 1
             next_head = head + 1 if is_last_of_head else head
-            following = ((next_block, next_head, batch), fill + 1 < total)
-            self.one_block(p, main, (m_block, head, batch), fill, is_cut, following)
-            m_block, head = next_block, next_head
+            following = (next_block, next_head, batch)
+            self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
+            m_block, head, left = next_block, next_head, left - 1
 
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
@@ -288,26 +287,25 @@ class BwdSm80:
                 cute.copy(atom, cute.make_tensor(source, four), cute.make_tensor(target, four))
 
     @cute.jit
-    def load_following(self, p: Params, main: Main, following: tuple, fill: Int32):
-        where, is_any = following
-        if is_any:
-            self.load_block(p, main, where, self.stage_of(fill + 1))
+    def load_following(self, p: Params, main: Main, following: tuple, left: Int32):
+        if left > 1:
+            self.load_block(p, main, following, self.stage_of(left - 1))
         cute.arch.cp_async_commit_group()
 
-    def stage_of(self, fill):
-        return fill % 2 if self.tile.stages == 2 else 0
+    def stage_of(self, left: Int32):
+        return left & 1 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def one_block(self, p: Params, main: Main, where: tuple, fill: Int32, is_cut, following: tuple):
+    def one_block(self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple):
         m_block, head, batch = where
-        tile, stage = self.tile, self.stage_of(fill)
+        tile, stage = self.tile, self.stage_of(left)
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
         # The block has landed, and every warp is done with the other stage, P and dS of the block before.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 2):
-            self.load_following(p, main, following, fill)
+            self.load_following(p, main, following, left)
 
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
@@ -349,7 +347,7 @@ class BwdSm80:
             if cutlass.const_expr(not tile.keeps_p):
                 # Every warp is done with Q and dO.
                 cute.arch.sync_threads()
-            self.load_following(p, main, following, fill)
+            self.load_following(p, main, following, left)
 
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
