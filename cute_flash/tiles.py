@@ -363,8 +363,7 @@ _BWD_99 = (
     BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
     BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
 )
-# 128x128 spills a register there.
-_BWD_90 = (_BWD_99[0], *_BWD_163[1:])
+_BWD_90 = (_BWD_99[0], *_BWD_163[1:])  # D=64 at 128x128 spills a register there
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_90}
 
 
