@@ -31,6 +31,7 @@ class BwdPostprocessSm80(BwdPostprocess):
 
     def __init__(self, static: Static, tile: BwdTile):
         super().__init__(static, tile)
+        self.tile_m, self.tile_d = tile.tile_m, tile.head_dim
         self.num_threads, self.grid = tile.num_threads, dq_grid(tile, self.dtype)
         self.out_tile = SmemTile(tile.tile_m, tile.head_dim)
 
