@@ -14,7 +14,7 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 |-----------|-------|------------------------------------------------|
 | 0         | 0     | load: TMA of K and V once, of Q, dO, LSE and D |
 | 0         | 1     | dQ: bulk additions to global memory            |
-| 1, 2      | all   | mma: 64 keys of the tile each, half of dQ's columns each |
+| 1, 2      | all   | mma: 64 keys of the tile and half of dQ each   |
 
 | shared memory | elements                    | life                                        |
 |---------------|-----------------------------|---------------------------------------------|
@@ -33,75 +33,26 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
-from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.band import Band
+from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
+from cute_flash.device.ordered import Order, Walk
 from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels import bwd_sm90_copies as copies
+from cute_flash.kernels.bwd_dq import add_sums, store_dq
+from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
-from layouts.smem import SmemTile, byte_swizzle, to_cute
 
-NUM_WARPGROUPS = 2
-BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
-# Named barrier: dS of both warpgroups stands in shared memory.
-DS_FULL = 1
-DS_STAGES = 2
-SMEM_ALIGN = 1024
-
-
-def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
-    """Start adding `num_bytes` of fp32 in shared memory to global memory; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
-    )
-
-
-@dataclass(frozen=True)
-class Params:
-    q: TmaTiles  # (tile_m, tile_d)
-    do: TmaTiles
-    k: TmaTiles  # (tile_n, tile_d)
-    v: TmaTiles
-    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    mdK: cute.Tensor  # (B, Hkv, Sk, D)
-    mdV: cute.Tensor
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_per_kv: Int32
-    scale: Float32
-    band: Band  # of keys over queries: left and right change places
-    order: TileOrder
-    mma_s: cute.TiledMma  # K Q^T and V dO^T
-    mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
-    mma_dq: cute.TiledMma  # dS K, half of the columns
-
-
-@dataclass(frozen=True)
-class Shared:
-    sK: cute.Tensor  # (tile_n, tile_d)
-    sV: cute.Tensor
-    sQ: cute.Tensor  # (tile_m, tile_d, stage)
-    sdO: cute.Tensor
-    sdS: cute.Tensor  # (tile_n, tile_m, stage)
-    sLSE: cute.Tensor  # (tile_m, stage)
-    sD: cute.Tensor
-    sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    kv_full: cute.Pointer
-    q: Ring  # with LSE
-    do: Ring  # with D
-    dq: Ring  # a stage for each warpgroup
+# Named barrier 0 is the one of all threads.
+FIRST_TURN = 1
 
 
 @dataclass(frozen=True)
@@ -117,12 +68,13 @@ class Main:
     rdO: cute.Tensor
     rQt: cute.Tensor
     rdOt: cute.Tensor
-    rdSt: cute.Tensor
-    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), its own columns of all keys
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), its own rows or all
+    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), all columns or its own
     acc_S: cute.Tensor
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
+    turns: Turns
 
 
 def transposed(sX: cute.Tensor) -> cute.Tensor:
@@ -131,17 +83,19 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 
 
 class BwdSm90:
+    is_ordered = False
+
     def __init__(self, static: Static, tile: BwdTileSm90):
-        self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
-        self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
-        self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
-        self.ds_tile = SmemTile(tile.tile_n, tile.tile_m)
+        self.static, self.tile = static, tile
+        self.shapes = Shapes(static, tile)
+        self.dtype = self.shapes.dtype
 
     @property
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        ordered = "_ordered" if self.is_ordered else ""
+        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}"
 
     def fake_arguments(self) -> tuple:
         batch, heads, heads_kv, seqlen_q, seqlen_k, padded = (cute.sym_int() for _ in range(6))
@@ -168,6 +122,10 @@ class BwdSm90:
             tensor(heads, seqlen_q),
         )
         dk, dv = tensor(heads_kv, seqlen_k), tensor(heads_kv, seqlen_k)
+        order = (2, 1, 0)
+        counters = make_fake_compact_tensor(
+            Int32, (batch, heads, blocks), stride_order=order, assumed_align=4
+        )
         return (
             q,
             k,
@@ -176,8 +134,11 @@ class BwdSm90:
             rows(),
             rows(),
             mdQ,
+            tensor(heads, seqlen_q) if self.is_ordered else None,
+            counters if self.is_ordered else None,
             dk,
             dv,
+            Float32(1.0),
             Float32(1.0),
             Int32(0),
             Int32(0),
@@ -195,9 +156,12 @@ class BwdSm90:
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
+        mdQ_rows: cute.Tensor | None,
+        mCounters: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
+        dq_scale: Float32,
         window_left: Int32,
         window_right: Int32,
         section: Int32,
@@ -208,25 +172,35 @@ class BwdSm90:
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
+        left = window_left if static.has_left else None
+        right = window_right if static.has_right else None
+        turns = None
+        if cutlass.const_expr(self.is_ordered):
+            band = Band(left, right)
+            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         params = Params(
-            TmaTiles.of(load, mQ, self.q_tile),
-            TmaTiles.of(load, mdO, self.q_tile),
-            TmaTiles.of(load, mK, self.k_tile),
-            TmaTiles.of(load, mV, self.k_tile),
+            self.shapes,
+            TmaTiles.of(load, mQ, self.shapes.q),
+            TmaTiles.of(load, mdO, self.shapes.q),
+            TmaTiles.of(load, mK, self.shapes.k),
+            TmaTiles.of(load, mV, self.shapes.k),
             mLSE,
             mD,
             mdQ,
+            mdQ_rows,
+            turns,
+            dq_scale,
             mdK,
             mdV,
             mQ.shape[2],
             seqlen_k,
             mQ.shape[1] // heads_kv,
             scale,
-            Band(window_right if static.has_right else None, window_left if static.has_left else None),
+            Band(right, left),
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
             self._mma(tile.tile_m, False, K, K),
             self._mma(tile.head_dim, True, K, MN),
-            self._mma(tile.head_dim // 2, False, MN, MN),
+            self._mma(tile.dq_part[1], False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -247,99 +221,39 @@ class BwdSm90:
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = self._allocate()
+        shared = Shared.allocate(self.shapes)
         if warp_index == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(shared.kv_full, 1)
-                shared.q.init(1, 4 * NUM_WARPGROUPS)
-                shared.do.init(1, 4 * NUM_WARPGROUPS)
-                shared.dq.init(WARPGROUP_THREADS, 1)
+                shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
-        blocks = p.band.blocks(n_block, self.tile.tile_n, self.tile.tile_m, p.seqlen_k, p.seqlen_q)
+        tile = self._tile(p)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp_index == 0:
-                self.load(p, shared, n_block, head_kv, batch, blocks)
+                copies.load(p, shared, tile)
             if warp_index == 1:
-                self.add_dq(p, shared, head_kv, batch, blocks)
+                if cutlass.const_expr(self.is_ordered):
+                    copies.add_dq_in_order(p, shared, tile)
+                else:
+                    copies.add_dq(p, shared, tile)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.mma(
-                p, shared, (n_block, head_kv, batch), blocks, warp_index // 4 - 1, thread % WARPGROUP_THREADS
-            )
+            self.mma(p, shared, tile, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
-    def _allocate(self) -> Shared:
-        smem, tile = SmemAllocator(), self.tile
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
-        sK, sV = allocate(self.k_tile, 1)[None, None, 0], allocate(self.k_tile, 1)[None, None, 0]
-        sQ, sdO = allocate(self.q_tile, tile.stages), allocate(self.q_tile, tile.stages)
-        sdS = allocate(self.ds_tile, DS_STAGES)
-        rows = cute.make_layout((tile.tile_m, tile.stages))
-        sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
-        per_thread = tile.tile_m * tile.head_dim // BOTH
-        order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
-        sdQ = smem.allocate_tensor(Float32, order, 128)
-        kv_full = smem.allocate_array(cutlass.Int64, 2, byte_alignment=8)
-        rings = [Ring.allocate(smem, stages) for stages in (tile.stages, tile.stages, NUM_WARPGROUPS)]
-        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, kv_full, *rings)
-
-    @cute.jit
-    def load(
-        self, p: Params, shared: Shared, n_block: Int32, head_kv: Int32, batch: Int32, blocks: BlockRange
-    ):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_full, 2 * self.k_tile.bytes)
-        p.k.load(shared.sK, n_block, head_kv, batch, shared.kv_full)
-        p.v.load(shared.sV, n_block, head_kv, batch, shared.kv_full)
+    def _tile(self, p: Params) -> Tile:
+        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
+        blocks = p.band.blocks(n_block, self.tile.tile_n, self.tile.tile_m, p.seqlen_k, p.seqlen_q)
         num = blocks.end - blocks.begin
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            head = head_kv * p.heads_per_kv + g
-            for i in cutlass.range(num, unroll=1):
-                fill, m_block = g * num + i, blocks.begin + i
-                where = (m_block, head, batch)
-                self.load_rows(p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
-                self.load_rows(p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
+        first = p.turns.first(n_block, num) if self.is_ordered else Int32(0)
+        return Tile(n_block, head_kv, batch, blocks, Walk(blocks.begin, num, first))
 
-    @cute.jit
-    def load_rows(
-        self, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, statistic: tuple, fill: Int32, where: tuple
-    ):
-        """A block of Q or dO, and the fp32 statistic of its rows."""
-        m_block, head, batch = where
-        mY, sY = statistic
-        tile_m, stage = self.tile.tile_m, ring.stage(fill)
-        ring.wait_empty(fill)
-        ring.expect(fill, self.q_tile.bytes + 4 * tile_m)
-        tiles.load(sX[None, None, stage], *where, ring.full_of(fill))
-        gY = cute.local_tile(mY[batch, head, None], (tile_m,), (m_block,))
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        with cute.arch.elect_one():
-            cute.copy(atom, gY, sY[None, stage], mbar_ptr=ring.full_of(fill))
-
-    @cute.jit
-    def add_dq(self, p: Params, shared: Shared, head_kv: Int32, batch: Int32, blocks: BlockRange):
-        """Add each warpgroup's half of dQ to global memory as soon as it stands."""
-        num, part = blocks.end - blocks.begin, self.tile.tile_m * self.tile.head_dim // NUM_WARPGROUPS
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            head = head_kv * p.heads_per_kv + g
-            for i in cutlass.range(num, unroll=1):
-                gdQ = p.mdQ[batch, head, blocks.begin + i, None]
-                for w in cutlass.range_constexpr(NUM_WARPGROUPS):
-                    fill = (g * num + i) * NUM_WARPGROUPS + w
-                    shared.dq.wait_full(fill)
-                    with cute.arch.elect_one():
-                        bulk_add(gdQ.iterator + w * part, shared.sdQ[None, None, None, w].iterator, 4 * part)
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    shared.dq.release(fill)
-        with cute.arch.elect_one():
-            cute.arch.cp_async_bulk_wait_group(0)
+    def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
+        """A warpgroup's part of the first mode, or all of it."""
+        if cute.size(sX, mode=[0]) == size:
+            return sX
+        rest = (None,) * (cute.rank(sX) - 1)
+        return cute.logical_divide(sX, (size, *rest))[((None, wg), *rest)]
 
     def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -357,27 +271,25 @@ class BwdSm90:
             s.make_fragment_B(s.partition_B(shared.sdO)),
             dkv.make_fragment_B(dkv.partition_B(transposed(shared.sQ))),
             dkv.make_fragment_B(dkv.partition_B(transposed(shared.sdO))),
-            dq.make_fragment_A(dq.partition_A(transposed(shared.sdS))),
-            dq.make_fragment_B(
-                dq.partition_B(
-                    cute.local_tile(transposed(shared.sK), (tile.head_dim // 2, tile.tile_n), (wg, 0))
-                )
-            ),
+            dq.make_fragment_A(dq.partition_A(self._part(transposed(shared.sdS), tile.dq_part[0], wg))),
+            dq.make_fragment_B(dq.partition_B(self._part(transposed(shared.sK), tile.dq_part[1], wg))),
             cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tile.tile_m)), Float32),
             acc_dK,
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
+            Turns(FIRST_TURN, NUM_WARPGROUPS if tile.takes_turns else 1, wg),
         )
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, where: tuple, blocks: BlockRange, wg: Int32, thread: Int32):
+    def mma(self, p: Params, shared: Shared, tile: Tile, wg: Int32, thread: Int32):
         main = self._main(p, shared, wg, thread)
-        n_block, head_kv, batch = where
-        first_row = n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
+        first_row = tile.n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
-        num = blocks.end - blocks.begin
+        if cutlass.const_expr(self.tile.takes_turns):
+            main.turns.begin()
+        num, blocks = tile.walk.num, tile.blocks
         total = num * p.heads_per_kv
         cute.arch.mbarrier_wait(shared.kv_full, 0)
         if total > 0:
@@ -387,78 +299,116 @@ class BwdSm90:
             main.acc_S.store(acc_S.load())
         # Keys past the end must not reach dQ: all of the last block is masked.
         is_tail = first_row + WARPGROUP_ROWS > p.seqlen_k
+        head, m_block, count = Int32(0), Int32(0), Int32(0)
         for g in cutlass.range(p.heads_per_kv, unroll=1):
             for i in cutlass.range(num, unroll=1):
-                m_block = blocks.begin + i
+                before = (head, tile.batch, m_block)
+                head, m_block = tile.head_kv * p.heads_per_kv + g, tile.walk.at(i)
                 is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-                self.one_block(p, main, mask, m_block, g * num + i, total, is_cut)
-        self.write(p.mdV, main.acc_dV, where, wg, thread, p, Float32(1.0))
-        self.write(p.mdK, main.acc_dK, where, wg, thread, p, p.scale)
+                fill = g * num + i
+                acc_dS = self.probabilities(p, main, mask, m_block, fill, is_cut)
+                count = self.products(p, main, tile, acc_dS, fill, (before, count, total))
+        if total > 0:
+            acc_dQ = self.start_dq(p, main, total - 1)
+            warpgroup.wait_group(0)
+            self.leave_dq(p, main, tile, acc_dQ, total - 1, (head, tile.batch, m_block), count)
+        self.write(p.mdV, main.acc_dV, tile, main, p, Float32(1.0))
+        self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
 
     @cute.jit
     def start_s(self, p: Params, main: Main, fill: Int32):
         """S^T = K Q^T"""
         rQ = main.rQ[None, None, None, main.shared.q.stage(fill)]
+        # New for every block: nothing of it lives on while it is made.
         acc_S = cute.make_fragment_like(main.acc_S)
         self.start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
         return acc_S
 
     @cute.jit
-    def one_block(
-        self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, total: Int32, is_cut
-    ):
-        """S^T of this block stands; that of the next is begun here."""
-        tile, shared = self.tile, main.shared
+    def start_dq(self, p: Params, main: Main, fill: Int32):
+        """dQ = dS K, as soon as both warpgroups have shared their dS"""
+        ring = main.shared.ds
+        ring.wait_full(fill)
+        shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
+        acc_dQ = cute.make_rmem_tensor(shape, Float32)
+        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
+        return acc_dQ
+
+    @cute.jit
+    def probabilities(self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, is_cut):
+        """P^T and dS^T of a block whose S^T stands; dV += P^T dO is begun."""
+        shared = main.shared
         stage = shared.q.stage(fill)
         # dP^T = V dO^T, beside the exponentials
         shared.do.wait_full(fill)
+        main.turns.wait()
         acc_dP = cute.make_fragment_like(main.acc_S)
         self.start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         if is_cut:
             self.mask(p, main, mask, m_block)
         # P^T = exp(scale S^T - LSE)
         acc_P = main.acc_S
-        S_mn, P_mn, dP_mn = as_mn(main.acc_S), as_mn(acc_P), as_mn(acc_dP)
-        first = as_mn(main.tScS)[0, 0][1]
-        rows_LSE = cute.domain_offset((first,), shared.sLSE[None, stage])
-        rows_D = cute.domain_offset((first,), shared.sD[None, stage])
-        scale_log2 = p.scale * LOG2_E
         rP, rdS = (cute.make_fragment_like(main.acc_S, self.dtype) for _ in range(2))
-        rows, columns = cute.size(S_mn, mode=[0]), cute.size(S_mn, mode=[1])
-        for c in cutlass.range_constexpr(columns):
-            lse = rows_LSE[column_offset(c)]
-            for r in cutlass.range_constexpr(rows):
-                P_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
+        self.exponentiate(p, main, acc_P, stage)
         self.convert(acc_P, rP)
         # dV += P^T dO, beside dS^T = P^T (dP^T - D)
-        self.start_gemm(
-            p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True
-        )
+        self.start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
+        main.turns.pass_on()
         warpgroup.wait_group(1)
-        for c in cutlass.range_constexpr(columns):
-            d = rows_D[column_offset(c)]
-            for r in cutlass.range_constexpr(rows):
-                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
+        self.multiply(main, acc_P, acc_dP, stage)
         self.convert(acc_P, rdS)
         self.share_ds(p, main, rdS, fill)
+        return rdS
 
-        # dQ = dS K;  dK += dS^T Q;  S^T of the next block
-        acc_dQ = cute.make_rmem_tensor(
-            p.mma_dq.get_slice(0).partition_shape_C((tile.tile_m, tile.head_dim // 2)), Float32
-        )
-        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, fill % DS_STAGES], main.rKt, False)
-        warpgroup.wait_group(1)
-        shared.do.release(fill)
-        self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), main.rQt[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-        self.hand_over_dq(main, acc_dQ, fill)
+    @cute.jit
+    def products(self, p: Params, main: Main, tile: Tile, rdS: cute.Tensor, fill: Int32, state: tuple):
+        """dK += dS^T Q;  dQ = dS K of the block before: so the warpgroups need not keep in step, and one
+        multiplies while the other takes exponentials;  S^T of the next block. Returns the blocks of dQ handed
+        over.
+        """
+        shared = main.shared
+        before, count, total = state
+        rQt = main.rQt[None, None, None, shared.q.stage(fill)]
+        if fill > 0:
+            acc_dQ = self.start_dq(p, main, fill - 1)
+            warpgroup.wait_group(1)
+            shared.do.release_by_all(fill)
+            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
+            warpgroup.wait_group(1)
+            count = self.leave_dq(p, main, tile, acc_dQ, fill - 1, before, count)
+        else:
+            warpgroup.wait_group(0)
+            shared.do.release_by_all(fill)
+            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
         # After the last block, of what is left in the stage: for nothing, but without a branch.
         if fill + 1 < total:
             shared.q.wait_full(fill + 1)
         acc_S = self.start_s(p, main, fill + 1)
         warpgroup.wait_group(0)
-        shared.q.release(fill)
+        shared.q.release_by_all(fill)
         main.acc_S.store(acc_S.load())
+        return count
+
+    @cute.jit
+    def exponentiate(self, p: Params, main: Main, acc: cute.Tensor, stage: Int32):
+        """S^T -> exp(scale S^T - LSE), in place; a column is a query."""
+        S_mn, first = as_mn(acc), as_mn(main.tScS)[0, 0][1]
+        rows_LSE = cute.domain_offset((first,), main.shared.sLSE[None, stage])
+        scale_log2 = p.scale * LOG2_E
+        for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+            lse = rows_LSE[column_offset(c)]
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
+
+    @cute.jit
+    def multiply(self, main: Main, acc_P: cute.Tensor, acc_dP: cute.Tensor, stage: Int32):
+        """P^T -> dS^T = P^T (dP^T - D), in place"""
+        P_mn, dP_mn, first = as_mn(acc_P), as_mn(acc_dP), as_mn(main.tScS)[0, 0][1]
+        rows_D = cute.domain_offset((first,), main.shared.sD[None, stage])
+        for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
+            d = rows_D[column_offset(c)]
+            for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
 
     @cute.jit
     def mask(self, p: Params, main: Main, mask: Mask, m_block: Int32):
@@ -470,22 +420,39 @@ class BwdSm90:
 
     @cute.jit
     def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
-        """dS to shared memory, for both warpgroups.
-
-        Whoever comes here has seen the product with dS of the block before the last: its stage is free.
-        """
+        """dS to shared memory, for both warpgroups."""
+        ring = main.shared.ds
+        ring.wait_empty(fill)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(main.thread)
-        stage = main.shared.sdS[None, None, fill % DS_STAGES]
+        stage = main.shared.sdS[None, None, ring.stage(fill)]
         sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=BOTH)
+        cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
-    def hand_over_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
-        ring = main.shared.dq
-        dq_fill = fill * NUM_WARPGROUPS + main.wg
+    def leave_dq(
+        self, p: Params, main: Main, tile: Tile, acc_dQ: cute.Tensor, fill: Int32, where: tuple, count: Int32
+    ):
+        """dQ to the warp that adds it to global memory, or the result to its rows; dS has been read."""
+        main.shared.ds.release(fill)
+        if cutlass.const_expr(self.is_ordered):
+            rank, last = p.turns.turn(tile.n_block, where[2])
+            if rank < last:
+                self.hand_over_dq(main, acc_dQ, count)
+                count += 1
+            else:
+                self.close_dq(p, main, acc_dQ, where, rank)
+        else:
+            self.hand_over_dq(main, acc_dQ, count)
+            count += 1
+        return count
+
+    @cute.jit
+    def hand_over_dq(self, main: Main, acc_dQ: cute.Tensor, count: Int32):
+        """In the order of the registers."""
+        ring, dq_fill = main.shared.dq, count * NUM_WARPGROUPS + main.wg
         ring.wait_empty(dq_fill)
         sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
@@ -493,30 +460,32 @@ class BwdSm90:
         cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
 
     @cute.jit
-    def write(
-        self,
-        mX: cute.Tensor,
-        acc: cute.Tensor,
-        where: tuple,
-        wg: Int32,
-        thread: Int32,
-        p: Params,
-        factor: Float32,
-    ):
-        n_block, head_kv, batch = where
-        first_row = n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * factor
+    def close_dq(self, p: Params, main: Main, acc_dQ: cute.Tensor, where: tuple, rank: Int32):
+        """The last tile of keys: its own products and the sums of all others, scaled, to the rows of dQ."""
+        head, batch, m_block = where
+        if rank > 0:
+            if main.thread % 32 == 0:
+                p.turns.wait(where, rank)
+            cute.arch.sync_warp()
+            add_sums(p.mdQ[batch, head, m_block, None], acc_dQ, main.wg, main.thread)
+        acc_dQ.store(acc_dQ.load() * p.dq_scale)
+        shape = (self.static, self.tile)
+        store_dq(acc_dQ, p.mdQ_rows, where, p.mma_dq, shape, main.wg, main.thread)
+
+    @cute.jit
+    def write(self, mX: cute.Tensor, acc: cute.Tensor, tile: Tile, main: Main, p: Params, factor: Float32):
+        first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
+        acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
         self.convert(acc, rX)
-        gX = row_tile(mX[batch, head_kv, None, None], first_row, WARPGROUP_ROWS, self.tile.head_dim)
-        coords = p.mma_dkv.get_slice(thread).partition_C(
-            cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.head_dim))
-        )
+        head_dim = self.tile.head_dim
+        gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
+        coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
+        tXcX = p.mma_dkv.get_slice(main.thread).partition_C(coords)
         packed = cute.make_tensor(
-            cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, self.tile.head_dim // 8))
+            cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
-        store_rows(packed, gX, as_mn(coords), self.static.head_dim, p.seqlen_k - first_row)
+        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, p.seqlen_k - first_row)
 
     @cute.jit
     def convert(self, acc: cute.Tensor, fragment: cute.Tensor):
@@ -539,3 +508,13 @@ class BwdSm90:
             atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
             cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
         warpgroup.commit_group()
+
+
+class BwdSm90Ordered(BwdSm90):
+    """Tiles of keys add to a block of dQ in turn, the first by storing, and the last writes the result: no
+    sums to zero before and none to convert after, and the same bits every time. Worth it where there are few
+    tiles of keys; all those of a head must be able to run at the same time, and must be next to each other in
+    the grid.
+    """
+
+    is_ordered = True
