@@ -46,7 +46,8 @@ def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
     assert earlier.is_complete and len(report.cell_tables(earlier)) == tables
     table = report.accuracy_table(earlier)
     assert table is not None
-    assert table.columns[1] == ("normal dq: worst error" if is_backward else "normal: worst error")
+    names = [f"normal {name}" for name in ("dk", "dq", "dv")] if is_backward else ["normal"]
+    assert list(table.columns[1::2]) == [f"{name}: worst error" for name in names]
     assert "-" not in {row[-1] for row in report.cell_tables(earlier)[0].rows}
     unchanged = compare.changes(earlier, earlier)
     assert len(unchanged) == 6 * tables and all(change.relative == 0.0 for change in unchanged)
