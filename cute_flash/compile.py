@@ -44,10 +44,12 @@ KERNELS = {
     "bwd_preprocess_ordered": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrdered"),
     "bwd_preprocess_ordered_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrderedWithDLSE"),
     "bwd_postprocess": ("cute_flash.kernels.bwd_around", "BwdPostprocess"),
+    "bwd_sm80": ("cute_flash.kernels.bwd_sm80", "BwdSm80"),
+    "bwd_postprocess_sm80": ("cute_flash.kernels.bwd_sm80_post", "BwdPostprocessSm80"),
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/*.py", "device/*.py", "band.py", "tiles.py", "problem.py", "compile.py", "../layouts/*.py",
+    "kernels/*.py", "device/*.py", "band.py", "tiles*.py", "problem.py", "compile.py", "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")

@@ -276,7 +276,10 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
         before(out, dout, lse.contiguous(), *rows, dq_rows if plan.is_ordered else sums, counters, dlse)
         main = compiled_kernel(plan.main)
         scales = scale, sign * scale
-        main(q, k, v, dout, *rows, sums, dq_rows, counters, *targets[1:], *scales, *window, plan.section)
+        if plan.family == "sm90":
+            main(q, k, v, dout, *rows, sums, dq_rows, counters, *targets[1:], *scales, *window, plan.section)
+        else:
+            main(q, k, v, dout, *rows, sums, *targets[1:], scale, *window, plan.section)
         if plan.after is not None:
             compiled_kernel(plan.after)(sums, targets[0], sign * scale)
     return tuple(

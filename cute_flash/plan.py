@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
 from cute_flash.problem import Problem, Static, UnsupportedError
-from cute_flash.tiles import ELEMENT_BYTES, BwdTileSm90, FwdTile, FwdTileSm90, bwd_tile, fwd_tile
+from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
+from cute_flash.tiles_bwd import BwdTile, BwdTileSm90, bwd_tile
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -62,7 +63,7 @@ class CompileKey:
 
     kernel: str
     static: Static
-    tile: FwdTile | FwdTileSm90 | BwdTileSm90
+    tile: FwdTile | FwdTileSm90 | BwdTile | BwdTileSm90
     target: str
 
 
@@ -141,7 +142,8 @@ class Plan:
 class BwdPlan:
     problem: Problem
     arch: ArchSpec
-    tile: BwdTileSm90
+    family: str
+    tile: BwdTile | BwdTileSm90
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
 
@@ -150,7 +152,7 @@ class BwdPlan:
         static = self.problem.static
         if not sees_mask:
             static = replace(static, has_left=False, has_right=False)
-        return CompileKey(kernel, static, self.tile, self.arch.name + "a")
+        return CompileKey(kernel, static, self.tile, self.arch.name + "a" * (self.family == "sm90"))
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
@@ -158,11 +160,13 @@ class BwdPlan:
 
     @property
     def main(self) -> CompileKey:
-        return self.key("bwd_sm90" + "_ordered" * self.is_ordered, sees_mask=True)
+        return self.key(f"bwd_{self.family}" + "_ordered" * self.is_ordered, sees_mask=True)
 
     @property
     def after(self) -> CompileKey | None:
-        return None if self.is_ordered else self.key("bwd_postprocess")
+        if self.is_ordered:
+            return None
+        return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"))
 
     @property
     def num_m_blocks(self) -> int:
@@ -172,16 +176,31 @@ class BwdPlan:
 def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
-    tile = bwd_tile(arch, problem)
+    asked = requested_family()
+    for family, least in FAMILIES.items():
+        if arch.capability < least or asked not in (None, family):
+            continue
+        tile = bwd_tile(family, arch, problem)
+        if tile is not None:
+            return _bwd_plan(problem, arch, family, tile)
+    of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
+    raise UnsupportedError(
+        f"the gradient of attn with head_dim={problem.head_dim}{of_values} on {arch.name}: there is no "
+        "backward kernel yet (only for V as wide as K); move q, k, v to the CPU, or call attn under "
+        "torch.no_grad()"
+    )
+
+
+def _bwd_plan(problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90) -> BwdPlan:
     num_n_blocks = ceil_div(problem.seqlen_k, tile.tile_n)
     # With bounds on both sides the order would need more registers than there are at D=64.
     has_both = problem.static.has_left and problem.static.has_right
-    if num_n_blocks <= min(MAX_ORDERED_TILES, arch.num_sms) and not has_both:
+    if family == "sm90" and num_n_blocks <= min(MAX_ORDERED_TILES, arch.num_sms) and not has_both:
         # All tiles of a head next to each other: they wait for each other.
-        return BwdPlan(problem, arch, tile, 1, True)
+        return BwdPlan(problem, arch, family, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
     head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    return BwdPlan(problem, arch, tile, _fitting_heads(problem, arch, head_bytes), False)
+    return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), False)
 
 
 def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:

@@ -13,7 +13,8 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
+from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.tiles_bwd import BwdTileSm90
 
 VECTOR = 8  # elements in 16 bytes
 THREADS = 128

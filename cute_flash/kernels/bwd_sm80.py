@@ -45,7 +45,7 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_gradients
 from cute_flash.problem import Static
-from cute_flash.tiles import BwdTile
+from cute_flash.tiles_bwd import BwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024

@@ -13,7 +13,7 @@ from cute_flash.device.epilogue import Epilogue
 from cute_flash.kernels.bwd_around import BwdPostprocess
 from cute_flash.kernels.bwd_sm80 import SMEM_ALIGN, dq_grid
 from cute_flash.problem import Static
-from cute_flash.tiles import BwdTile
+from cute_flash.tiles_bwd import BwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 

@@ -49,7 +49,8 @@ from cute_flash.kernels import bwd_sm90_copies as copies
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
+from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.tiles_bwd import BwdTileSm90
 
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1

@@ -14,7 +14,7 @@ from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
-from cute_flash.tiles import BwdTileSm90
+from cute_flash.tiles_bwd import BwdTileSm90
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 NUM_WARPGROUPS = 2

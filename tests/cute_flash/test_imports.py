@@ -20,7 +20,8 @@ ORDER = (
     *(
         f"cute_flash.{name}"
         for name in (
-            "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles", "loops",
+            "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles",
+            "tiles_bwd", "loops",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources", "ops",
             "api",
         )

@@ -13,7 +13,8 @@ from cute_flash.band import Band, ceil_div
 from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
 from cute_flash.resources import Resources, disassemble, kernel_resources, nvdisasm, resources
-from cute_flash.tiles import SM90_BWD, SM90_FWD, BwdTileSm90, FwdTile, FwdTileSm90
+from cute_flash.tiles import SM90_FWD, FwdTile, FwdTileSm90
+from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90
 from tests.launch_capture import Request, capture, has_compiler
 
 FULL, CAUSAL, WINDOW, LEFT = Band(), Band(None, 0), Band(128, 64), Band(128, None)
@@ -336,3 +337,21 @@ def test_hopper_backward_keeps_everything_in_registers(row: BwdTileSm90, seqlen:
     s, dkv = row.head_dim // 16, row.tile_m // 16
     dq = row.dq_part[0] // 64 * (row.tile_n // 16)
     assert found.num_mma == 3 * s + 3 * dkv + 2 * dq
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_backward_keeps_everything_in_registers(target: str, head_dim: int) -> None:
+    band, dtype = (CAUSAL, "bfloat16") if head_dim % 128 else (WINDOW, "float16")
+    with use_kernels("sm80"):
+        the_plan = bwd_plan(Problem(2, 8, 4, 1000, 1000, head_dim, dtype, band), ARCHS[target])
+    assert isinstance(the_plan.tile, BwdTile) and the_plan.tile in SM80_BWD[target]
+    found = kernel_resources(the_plan.main)
+    assert found.target == target and found.symbol.startswith(f"cute_flash_bwd_sm80_d{head_dim}_{dtype}_")
+    assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert the_plan.tile.accumulator_registers < found.registers <= 255
+    assert found.smem_bytes <= the_plan.arch.smem_per_block
+    if nvdisasm() is None:
+        pytest.skip("no disassembler: the instructions were not counted")
+    assert found.sass["HGMMA"] == 0 and found.sass["HMMA"] > 0 and found.sass["LDGSTS"] > 0

@@ -29,6 +29,17 @@ def problems() -> Iterator[Problem]:
         yield Problem(2, 8, 2, rows, 333, head_dim, "bfloat16", band, head_dim_v)
 
 
+def gradient_keys(problem: Problem, family: str) -> Iterator[CompileKey]:
+    try:
+        with use_kernels(family):
+            gradients = bwd_plan(problem, detect(0))
+    except UnsupportedError:
+        return
+    yield from (gradients.before(False), gradients.before(True), gradients.main)
+    if gradients.after is not None:
+        yield gradients.after
+
+
 def keys() -> Iterator[CompileKey]:
     arch = detect(0)
     for problem in problems():
@@ -40,13 +51,7 @@ def keys() -> Iterator[CompileKey]:
                     yield plan(problem, arch, is_packable=True).key
             except UnsupportedError:
                 continue
-        try:
-            gradients = bwd_plan(problem, arch)
-        except UnsupportedError:
-            continue
-        yield from (gradients.before(False), gradients.before(True), gradients.main)
-        if gradients.after is not None:
-            yield gradients.after
+            yield from gradient_keys(problem, family)
 
 
 def main() -> None:

@@ -8,12 +8,17 @@ from cute_flash import reference
 from cute_flash.band import Band
 from tests import cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("everywhere")]
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAUSAL = Band(None, 0)
-# What there is a kernel for.
-CASES = [case for case in cases.GPU if case.head_dim <= 128 and case.seqlen_q and case.seqlen_k]
+CASES = [case for case in cases.GPU if case.seqlen_q and case.seqlen_k]
+
+
+@pytest.fixture
+def everywhere(family, monkeypatch):
+    """The family for autograd's threads too, which do not see `use_kernels`."""
+    monkeypatch.setenv("CUTE_FLASH_KERNELS", family)
 
 
 @pytest.fixture(autouse=True)
