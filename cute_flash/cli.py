@@ -290,7 +290,7 @@ def _precompile(args: argparse.Namespace) -> int:
     compiled = 0
     targets = ", ".join(sorted({plan.key.target for _, plan in plans}))
     print(f"{len(plans)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
-    results = precompile_all([plan for _, plan in plans], args.jobs)
+    results = precompile_all([plan.key for _, plan in plans], args.jobs)
     for i, (is_new, (name, plan)) in enumerate(zip(results, plans), 1):
         compiled += is_new
         tile = f"{plan.tile.tile_m}x{plan.tile.tile_n}{' packed' if plan.packs_heads else ''}"

@@ -104,9 +104,9 @@ def compiled_kernel(key: CompileKey) -> Callable[..., None]:
         return found
 
 
-def precompile(plan: Plan) -> bool:
-    """Put a plan's kernel on disk, without a GPU; False if it was there already."""
-    key, cache = plan.key, DiskCache.default()
+def precompile(key: CompileKey) -> bool:
+    """Put a kernel on disk, without a GPU; False if it was there already."""
+    cache = DiskCache.default()
     with _lock, cache.locked(digest(key)):
         if any(cache.find(digest(key), suffix) for suffix in (".so", ".o")):
             return False
@@ -115,14 +115,14 @@ def precompile(plan: Plan) -> bool:
         return True
 
 
-def precompile_all(plans: Sequence[Plan], jobs: int) -> Iterator[bool]:
-    """`precompile` for each plan, in order, by `jobs` processes; in each, one kernel at a time."""
+def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
+    """`precompile` for each key, in order, by `jobs` processes; in each, one kernel at a time."""
     if jobs <= 1:
-        yield from map(precompile, plans)
+        yield from map(precompile, keys)
         return
     # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(precompile, plans)
+        yield from pool.map(precompile, keys)
 
 
 def forget() -> None:

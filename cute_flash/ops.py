@@ -269,12 +269,11 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
     sums = torch.empty((*heads, blocks, tile.tile_m * tile.head_dim), dtype=torch.float32, device=device)
     window = (0 if left is None else min(left, MAX_WINDOW), 0 if right is None else min(right, MAX_WINDOW))
     with torch.cuda.device(device):
-        before = "bwd_preprocess" if dlse is None else "bwd_preprocess_dlse"
         dlse = None if dlse is None else dlse.contiguous()
-        compiled_kernel(plan.key(before))(out, dout, lse.contiguous(), *rows, sums, dlse)
-        main = compiled_kernel(plan.key("bwd_sm90"))
+        compiled_kernel(plan.before(dlse is not None))(out, dout, lse.contiguous(), *rows, sums, dlse)
+        main = compiled_kernel(plan.main)
         main(q, k, v, dout, *rows, sums, *targets[1:], scale, *window, plan.section)
-        compiled_kernel(plan.key("bwd_postprocess"))(sums, targets[0], sign * scale)
+        compiled_kernel(plan.after)(sums, targets[0], sign * scale)
     return tuple(
         grad if grad is target else grad.copy_(target) for grad, target in zip(grads, targets, strict=True)
     )

@@ -142,9 +142,23 @@ class BwdPlan:
     tile: BwdTileSm90
     section: int
 
-    def key(self, kernel: str) -> CompileKey:
-        """Of `bwd_sm90`, `bwd_preprocess`, `bwd_preprocess_dlse` or `bwd_postprocess`."""
-        return CompileKey(kernel, self.problem.static, self.tile, self.arch.name + "a")
+    def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
+        """Of a kernel in `compile.KERNELS`."""
+        static = self.problem.static
+        if not sees_mask:
+            static = replace(static, has_left=False, has_right=False)
+        return CompileKey(kernel, static, self.tile, self.arch.name + "a")
+
+    def before(self, has_dlse: bool) -> CompileKey:
+        return self.key("bwd_preprocess" + "_dlse" * has_dlse)
+
+    @property
+    def main(self) -> CompileKey:
+        return self.key("bwd_sm90", sees_mask=True)
+
+    @property
+    def after(self) -> CompileKey:
+        return self.key("bwd_postprocess")
 
 
 def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:

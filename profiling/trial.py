@@ -65,7 +65,7 @@ def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
     """Compile into the cache, and once more to read what the compiler says of it. Needs no GPU."""
     start = time.perf_counter()
     if keeps_kernel:
-        precompile(plan)
+        precompile(plan.key)
     if not reads_resources:
         return Build(time.perf_counter() - start)
     found = resources(plan)

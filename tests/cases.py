@@ -65,6 +65,11 @@ def make_inputs(
     return q, normal(case.heads_kv, case.seqlen_k), normal(case.heads_kv, case.seqlen_k)
 
 
+# Values of another width than queries and keys (D, Dv), and the masks they are tested with.
+OTHER_WIDTHS = ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256))
+OTHER_WIDTH_BANDS = (Band(), Band(None, 0), Band(100, 30))
+
+
 def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision: Tensor) -> None:
     """The error rule for an output or a gradient, whose dtype chooses the floor."""
     assert value.shape == oracle.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(oracle.shape)}"

@@ -18,7 +18,7 @@ from cute_flash import compile as compiling
 from cute_flash.band import Band
 from cute_flash.cli import main
 from cute_flash.disk import DiskCache
-from cute_flash.plan import Plan, plan
+from cute_flash.plan import CompileKey, Plan, plan
 from cute_flash.problem import Problem
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -271,8 +271,8 @@ def test_precompile_leaves_nothing_to_compile(
 ) -> None:
     keys = []
 
-    def precompile(chosen: Plan) -> bool:
-        keys.append(chosen.key)
+    def precompile(key: CompileKey) -> bool:
+        keys.append(key)
         return True
 
     monkeypatch.setattr(compiling, "precompile", precompile)

@@ -86,8 +86,8 @@ def test_any_finite_scale(scale):
     cases.assert_close(out, lse, oracle, oracle_lse, low)
 
 
-@pytest.mark.parametrize("band", (Band(), CAUSAL, Band(100, 30)), ids=str)
-@pytest.mark.parametrize("widths", ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256)), ids=str)
+@pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
+@pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
 def test_values_of_another_width(widths, band, family):
     head_dim, head_dim_v = widths
     q, k, _ = cases.make_inputs(cases.Case(2, 8, 2, 200, 333, head_dim), torch.bfloat16, "cuda")

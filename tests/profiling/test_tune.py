@@ -14,7 +14,7 @@ import torch
 from cute_flash import reference
 from cute_flash.arch import ARCHS
 from cute_flash.band import Band
-from cute_flash.plan import Plan
+from cute_flash.plan import CompileKey, Plan
 from profiling import __main__ as cli
 from profiling import machine, ranking, trial, tune
 from profiling.record import write_json
@@ -51,18 +51,18 @@ class World:
     last_note: str | None = None
 
     @staticmethod
-    def text(plan: Plan) -> str:
-        return Variant(plan.key.kernel, plan.problem.head_dim, plan.tile).text
+    def text(key: CompileKey) -> str:
+        return Variant(key.kernel, key.static.head_dim, key.tile).text
 
-    def precompile(self, plan: Plan) -> bool:
-        text = self.text(plan)
-        self.built.append((text, plan.key.static.has_right))
+    def precompile(self, key: CompileKey) -> bool:
+        text = self.text(key)
+        self.built.append((text, key.static.has_right))
         if text in self.build_errors:
             raise RuntimeError(self.build_errors[text])
         return True
 
     def compiled(self, plan: Plan) -> Callable[..., None]:
-        text = self.text(plan)
+        text = self.text(plan.key)
 
         def launch(q, k, v, out, lse, scale, left, right, *arguments) -> None:
             counter = (COUNTER,) if plan.draws_tiles else ()
@@ -310,8 +310,8 @@ def test_compile_only_ranks_by_spills_and_then_by_registers(world, monkeypatch):
 
     def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
         assert reads_resources and not keeps_kernel
-        registers, spills = uses[world.text(plan)]
-        notes = ("C7512",) if world.text(plan) == NOTED.text and plan.key.static.has_right else ()
+        registers, spills = uses[world.text(plan.key)]
+        notes = ("C7512",) if world.text(plan.key) == NOTED.text and plan.key.static.has_right else ()
         registers += plan.key.static.has_right
         return Build(1.0, registers, 0, spills, 2, notes)
 
