@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from cute_flash import ops
 from cute_flash.arch import detect
 from cute_flash.band import Band
-from cute_flash.plan import plan
+from cute_flash.plan import bwd_plan, plan
 from cute_flash.problem import Support, UnsupportedError, check_window
 
 LAYOUTS = ("bhsd", "bshd")
@@ -32,6 +32,7 @@ def attn(
     scale: float | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
+    deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
@@ -43,7 +44,8 @@ def attn(
         how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
         before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
         the sum of the exponentials of each row. layout: order of the dimensions of 4-D tensors, "bhsd" (as in
-        torch SDPA) or "bshd" (as in flash-attn).
+        torch SDPA) or "bshd" (as in flash-attn). deterministic: gradients with the same bits every time, also
+        asked for by `torch.use_deterministic_algorithms`.
 
     Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left
     <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are
@@ -69,9 +71,9 @@ def attn(
     if scale is None:
         scale = _default_scale(q)
     if layout == "bhsd" and q.dim() == 4:
-        out, lse = _fwd(q, k, v, scale, left, right)
+        out, lse = _fwd(q, k, v, scale, left, right, deterministic)
         return (out, lse) if return_lse else out
-    out, lse = _fwd(*_to_bhsd(q, k, v, layout), scale, left, right)
+    out, lse = _fwd(*_to_bhsd(q, k, v, layout), scale, left, right, deterministic)
     if q.dim() == 4:
         out = out.transpose(1, 2)
     else:
@@ -90,6 +92,7 @@ def supports(
     scale: float | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
+    deterministic: bool = False,
 ) -> Support:
     """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
 
@@ -102,18 +105,20 @@ def supports(
         problem.check(q.device.type)
         if q.device.type == "cuda":
             plan(problem, detect(q.device.index))
+            if deterministic:
+                bwd_plan(problem, detect(q.device.index), True)
     except ValueError as error:
         return Support(False, str(error))
     return Support(True)
 
 
 def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
-        return ops.fwd(q, k, v, scale, left, right)
+        return ops.fwd(q, k, v, scale, left, right, deterministic)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
     if q.is_cuda and type(q) is type(k) is type(v) is Tensor and not _is_watched():

@@ -3,8 +3,10 @@
 Both take (B, H, S, D) tensors of any strides, the softmax scale, and the two bounds of the band (None:
 unbounded):
 
-    fwd(q, k, v, scale, window_left, window_right) -> (out, lse)
-    bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right) -> (dq, dk, dv)
+    fwd(q, k, v, scale, window_left, window_right, deterministic=False) -> (out, lse)
+    bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right, deterministic=False) -> (dq, dk, dv)
+
+`deterministic` asks for gradients with the same bits every time; the forward has them anyway.
 
 `out` has q's strides (dense, in q's order); `lse` is fp32 (fp64 for fp64 inputs), natural log, (B, H, Sq).
 They are defined through `torch.library.Library`: `custom_op` would cost more host time than a whole call may.
@@ -26,13 +28,14 @@ from cute_flash.problem import Problem, check_window
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
-    "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right) "
-    "-> (Tensor, Tensor)",
+    "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right, "
+    "bool deterministic=False) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
     "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float scale, SymInt? window_left, SymInt? window_right) -> (Tensor, Tensor, Tensor)",
+    "float scale, SymInt? window_left, SymInt? window_right, bool deterministic=False) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -99,12 +102,12 @@ def _lse_like(q: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+def _fwd_fake(q, k, v, scale, left, right, deterministic=False) -> Any:
     problem_of(q, k, v, (left, right)).check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     return _out_like(q, v), _lse_like(q)
 
 
-def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+def _fwd_cpu(q, k, v, scale, left, right, deterministic=False) -> Any:
     problem = problem_of(q, k, v, (left, right))
     problem.check("cpu")
     check_scale(scale)
@@ -117,7 +120,7 @@ Launch = Callable[[Tensor, Tensor, Tensor, float, int, int], tuple[Tensor, Tenso
 _launches: dict[tuple, Launch] = {}
 
 
-def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Any:
+def fwd_cuda(q, k, v, scale, left, right, deterministic=False) -> Any:
     """The CUDA kernel of `cute_flash::fwd`."""
     # Everything that decides the launch but the addresses and the values of the window: a hit needs no
     # further check.
@@ -238,16 +241,16 @@ def _launchable(tensor: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------
 
 
-def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
+def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
+def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
     grads = reference.backward(dout, q, k, v, out, lse, Band(left, right), scale, dlse)
     return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
 
 
-def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
+def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
     """dq, dk, dv. Workspace: fp32 sums of dQ and two fp32 rows, padded to whole tiles of queries."""
     problem = problem_of(q, k, v, (left, right))
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -255,7 +258,7 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
         return tuple(grad.zero_() for grad in grads)
     from cute_flash.compile import compiled_kernel
 
-    plan = planning.bwd_plan(problem, arch.detect(q.device.index))
+    plan = planning.bwd_plan(problem, arch.detect(q.device.index), deterministic or _is_mode_deterministic())
     tile = plan.tile
     # The forward has taken a negative scale for -q.
     sign, scale = (-1 if scale < 0 else 1), max(abs(scale), MIN_SCALE)
@@ -287,8 +290,15 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
     )
 
 
+def _is_mode_deterministic() -> bool:
+    """Whether torch was told to be deterministic, and not just to warn."""
+    return torch.are_deterministic_algorithms_enabled() and (
+        not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.scale, ctx.left, ctx.right = inputs
+    q, k, v, ctx.scale, ctx.left, ctx.right, ctx.deterministic = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
 
@@ -296,10 +306,11 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return None, None, None, None, None, None
+        return (None,) * 7
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = torch.ops.cute_flash.bwd(dout, dlse, q, k, v, out, lse, ctx.scale, ctx.left, ctx.right)
-    return *grads, None, None, None
+    how = ctx.scale, ctx.left, ctx.right, ctx.deterministic
+    grads = torch.ops.cute_flash.bwd(dout, dlse, q, k, v, out, lse, *how)
+    return *grads, None, None, None, None
 
 
 LIBRARY.impl("fwd", _fwd_cpu, "CPU")

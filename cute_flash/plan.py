@@ -173,7 +173,7 @@ class BwdPlan:
         return ceil_div(self.problem.seqlen_q, self.tile.tile_m)
 
 
-def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
+def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
     asked = requested_family()
@@ -181,8 +181,13 @@ def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
         if arch.capability < least or asked not in (None, family):
             continue
         tile = bwd_tile(family, arch, problem)
-        if tile is not None:
-            return _bwd_plan(problem, arch, family, tile)
+        if tile is not None and (not deterministic or _can_order(problem, arch, family, tile)):
+            return _bwd_plan(problem, arch, family, tile, deterministic)
+    if deterministic:
+        raise UnsupportedError(
+            f"deterministic gradients with head_dim={problem.head_dim} and {problem.seqlen_k} keys on "
+            f"{arch.name}: only on sm_90, up to head_dim=128 and 128 keys for each SM ({arch.num_sms} here)"
+        )
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     raise UnsupportedError(
         f"the gradient of attn with head_dim={problem.head_dim}{of_values} on {arch.name}: there is no "
@@ -191,12 +196,19 @@ def bwd_plan(problem: Problem, arch: ArchSpec) -> BwdPlan:
     )
 
 
-def _bwd_plan(problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90) -> BwdPlan:
-    num_n_blocks = ceil_div(problem.seqlen_k, tile.tile_n)
-    # With bounds on both sides the order would need more registers than there are at D=64.
+def _can_order(problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90) -> bool:
+    """Whether all tiles of keys of a head can run at the same time: they wait for each other."""
+    return family == "sm90" and ceil_div(problem.seqlen_k, tile.tile_n) <= arch.num_sms
+
+
+def _bwd_plan(
+    problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90, deterministic: bool
+) -> BwdPlan:
+    # With bounds on both sides the order needs a few registers more than there are at D=64.
     has_both = problem.static.has_left and problem.static.has_right
-    if family == "sm90" and num_n_blocks <= min(MAX_ORDERED_TILES, arch.num_sms) and not has_both:
-        # All tiles of a head next to each other: they wait for each other.
+    is_short = problem.seqlen_k <= MAX_ORDERED_TILES * tile.tile_n and not has_both
+    if _can_order(problem, arch, family, tile) and (deterministic or is_short):
+        # All tiles of a head next to each other in the grid.
         return BwdPlan(problem, arch, family, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
     head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)

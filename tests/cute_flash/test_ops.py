@@ -15,10 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cute_flash import UnsupportedError, api, arch, attn, ops, reference, supports
-from cute_flash.arch import ARCHS
 from cute_flash.band import Band
-from cute_flash.plan import bwd_plan, use_kernels
-from cute_flash.problem import Problem
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -301,25 +298,13 @@ def test_inference_mode_and_no_grad() -> None:
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_gradients_that_no_kernel_computes_are_refused(arch: str) -> None:
-    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band(), 128)
-    message = r"head_dim=64 and values of 128 .* no backward kernel yet .*; move q, k, v to the CPU"
-    with pytest.raises(UnsupportedError, match=message):
-        bwd_plan(problem, ARCHS[arch])
-
-
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "family"), [("sm_80", 64, "sm80"), ("sm_90", 128, "sm90"), ("sm_90", 136, "sm80")]
-)
-def test_family_of_the_gradients(arch: str, head_dim: int, family: str) -> None:
-    """wgmma up to 128, mma.sync beyond and elsewhere."""
-    found = bwd_plan(Problem(1, 2, 2, 3000, 3000, head_dim, "bfloat16", Band(None, 0)), ARCHS[arch])
-    assert found.family == family and found.main.kernel == f"bwd_{family}"
-    assert found.main.target == (arch + "a" if family == "sm90" else arch)
-    assert found.main.static.has_right and not found.before(True).static.has_right
-    with use_kernels("sm80"):
-        assert bwd_plan(found.problem, found.arch).family == "sm80"
+def test_the_cpu_takes_deterministic_for_what_it_is() -> None:
+    q, k, v = inputs(5, 6)
+    grads = [
+        torch.autograd.grad(attn(q, k, v, deterministic=asked).sum(), (q, k, v)) for asked in (True, False)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert supports(q, k, v, deterministic=True)
 
 
 # Fake tensors

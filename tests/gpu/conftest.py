@@ -7,6 +7,7 @@ import torch
 
 from cute_flash.plan import FAMILIES, use_kernels
 from tests.gpu import families
+from tests.gpu.poison import poisoned_memory as poisoned_memory
 
 
 @pytest.fixture(params=FAMILIES)

@@ -8,25 +8,18 @@ from cute_flash import reference
 from cute_flash.band import Band
 from tests import cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("everywhere")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("everywhere", "poisoned_memory")]
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAUSAL = Band(None, 0)
 CASES = [case for case in cases.GPU if case.seqlen_q and case.seqlen_k]
+DETERMINISTIC = (cases.Case(2, 8, 2, 1000, 1000, 64), cases.Case(1, 4, 4, 3000, 5000, 128))
 
 
 @pytest.fixture
 def everywhere(family, monkeypatch):
     """The family for autograd's threads too, which do not see `use_kernels`."""
     monkeypatch.setenv("CUTE_FLASH_KERNELS", family)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """In deterministic mode torch fills fresh memory with NaN: what a kernel does not write is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def gradients(attend, inputs, dout, dlse):
@@ -174,3 +167,42 @@ def test_captured_training_step():
     torch.cuda.synchronize()
     for replayed, expected in zip(captured, step(), strict=True):
         torch.testing.assert_close(replayed, expected, rtol=0.02, atol=0.01 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
+@pytest.mark.parametrize(
+    "case", (cases.Case(2, 8, 2, 1000, 1000, 64), cases.Case(1, 4, 4, 3000, 5000, 128)), ids=str
+)
+def test_deterministic_gradients_have_the_same_bits(case, band, family):
+    inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
+    dout = torch.randn_like(inputs[0])
+    window = (band.left, band.right)
+    first = None
+    for _ in range(50):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = cute_flash.attn(*leaves, window=window, deterministic=True)
+        if family == "sm80":
+            with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+                out.backward(dout)
+            return
+        grads = torch.autograd.grad(out, leaves, dout)
+        first = grads if first is None else first
+        assert all(torch.equal(a, b) for a, b in zip(grads, first, strict=True))
+    plain = torch.autograd.grad(cute_flash.attn(*leaves, window=window), leaves, dout)
+    for value, expected in zip(first, plain, strict=True):
+        assert_roughly(value, expected)
+
+
+def test_torch_asks_for_deterministic_gradients(family):
+    if family == "sm80":
+        pytest.skip("no deterministic gradients by mma.sync")
+    inputs = cases.make_inputs(cases.Case(1, 2, 2, 4000, 4000, 64), torch.bfloat16, "cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        grads = []
+        for _ in range(5):
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            grads.append(torch.autograd.grad(cute_flash.attn(*leaves).float().square().sum(), leaves))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for again in grads[1:] for a, b in zip(again, grads[0], strict=True))

@@ -1,0 +1,49 @@
+"""Which kernels compute the gradients of a problem, and which problems are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cute_flash import UnsupportedError
+from cute_flash.arch import ARCHS
+from cute_flash.band import Band
+from cute_flash.plan import bwd_plan, use_kernels
+from cute_flash.problem import Problem
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients_that_no_kernel_computes_are_refused(arch: str) -> None:
+    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band(), 128)
+    message = r"head_dim=64 and values of 128 .* no backward kernel yet .*; move q, k, v to the CPU"
+    with pytest.raises(UnsupportedError, match=message):
+        bwd_plan(problem, ARCHS[arch])
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "family"), [("sm_80", 64, "sm80"), ("sm_90", 128, "sm90"), ("sm_90", 136, "sm80")]
+)
+def test_family_of_the_gradients(arch: str, head_dim: int, family: str) -> None:
+    """wgmma up to 128, mma.sync beyond and elsewhere."""
+    found = bwd_plan(Problem(1, 2, 2, 3000, 3000, head_dim, "bfloat16", Band(None, 0)), ARCHS[arch])
+    assert found.family == family and found.main.kernel == f"bwd_{family}"
+    assert found.main.target == (arch + "a" if family == "sm90" else arch)
+    assert found.main.static.has_right and not found.before(True).static.has_right
+    with use_kernels("sm80"):
+        assert bwd_plan(found.problem, found.arch).family == "sm80"
+
+
+def test_deterministic_gradients_are_ordered_or_refused() -> None:
+    sm_90 = ARCHS["sm_90"]
+    long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
+    assert not bwd_plan(long, sm_90).is_ordered
+    assert bwd_plan(long, sm_90, deterministic=True).is_ordered
+    window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
+    assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
+    longer = dataclasses.replace(long, seqlen_k=long.seqlen_k + 1)
+    wide = dataclasses.replace(long, head_dim=136)
+    for problem, found in ((longer, sm_90), (wide, sm_90), (window, ARCHS["sm_80"])):
+        assert bwd_plan(problem, found).problem is problem
+        with pytest.raises(UnsupportedError, match="deterministic gradients"):
+            bwd_plan(problem, found, deterministic=True)
