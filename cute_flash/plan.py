@@ -19,6 +19,8 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 # Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in
 # flight.
 L2_SHARE = 0.4
+# Blocks along y and z of a grid.
+MAX_GRID_YZ = 65535
 # Tiles of keys up to which zeroing and converting the sums of dQ cost more than taking turns.
 MAX_ORDERED_TILES = 16
 # Sums of two lengths and a window stay below 2^31.
@@ -146,6 +148,7 @@ class BwdPlan:
     tile: BwdTile | BwdTileSm90
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
+    rotates: bool = False  # without bounds, from the diagonal on: see `device.ordered`
 
     def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
@@ -181,12 +184,13 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         if arch.capability < least or asked not in (None, family):
             continue
         tile = bwd_tile(family, arch, problem)
-        if tile is not None and (not deterministic or _can_order(problem, arch, family, tile)):
+        if tile is not None and (family == "sm90" or not deterministic):
+            _check_grid(problem, tile)
             return _bwd_plan(problem, arch, family, tile, deterministic)
     if deterministic:
         raise UnsupportedError(
-            f"deterministic gradients with head_dim={problem.head_dim} and {problem.seqlen_k} keys on "
-            f"{arch.name}: only on sm_90, up to head_dim=128 and 128 keys for each SM ({arch.num_sms} here)"
+            f"deterministic gradients with head_dim={problem.head_dim} on {arch.name}: only on sm_90, up to "
+            "head_dim=128"
         )
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     raise UnsupportedError(
@@ -196,20 +200,27 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
     )
 
 
-def _can_order(problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90) -> bool:
-    """Whether all tiles of keys of a head can run at the same time: they wait for each other."""
-    return family == "sm90" and ceil_div(problem.seqlen_k, tile.tile_n) <= arch.num_sms
+def _check_grid(problem: Problem, tile: BwdTile | BwdTileSm90) -> None:
+    for name in ("batch", "heads"):
+        if getattr(problem, name) > MAX_GRID_YZ:
+            raise UnsupportedError(
+                f"the gradient of attn with {name}={getattr(problem, name)}: at most {MAX_GRID_YZ}; split the batch"
+            )
+    if problem.seqlen_q * tile.head_dim >= 1 << 32:
+        raise UnsupportedError(
+            f"the gradient of attn with seqlen_q={problem.seqlen_q}: too long for head_dim"
+        )
 
 
 def _bwd_plan(
     problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90, deterministic: bool
 ) -> BwdPlan:
+    is_few = ceil_div(problem.seqlen_k, tile.tile_n) <= min(MAX_ORDERED_TILES, arch.num_sms)
     # With bounds on both sides the order needs a few registers more than there are at D=64.
     has_both = problem.static.has_left and problem.static.has_right
-    is_short = problem.seqlen_k <= MAX_ORDERED_TILES * tile.tile_n and not has_both
-    if _can_order(problem, arch, family, tile) and (deterministic or is_short):
+    if family == "sm90" and (deterministic or (is_few and not has_both)):
         # All tiles of a head next to each other in the grid.
-        return BwdPlan(problem, arch, family, tile, 1, True)
+        return BwdPlan(problem, arch, family, tile, 1, True, is_few)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
     head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
     return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), False)

@@ -3,7 +3,7 @@
 Each tile has a counter, 0 before the launch: how many blocks have added to it. A block waits for its turn,
 adds, and passes the turn on. Nothing is zeroed beforehand, as the first block stores instead of adding, and
 the result does not depend on who was faster. Blocks that wait must not keep those they wait for from running:
-see `BwdSm90Ordered`.
+those must come before them in the grid, or all must fit on the GPU together.
 """
 
 from dataclasses import dataclass
@@ -31,16 +31,20 @@ class Walk:
 
 @dataclass(frozen=True)
 class Order:
-    """Whose turn it is: for a block of queries, the tiles of keys that add to its dQ from the diagonal down.
+    """Whose turn it is: for a block of queries, the tiles of keys that add to its dQ from the last one down.
 
-    A tile of keys walks up from the diagonal. Without bounds it goes on from the first block after the last,
-    and the order follows: so no two tiles of keys are due at the same block at a time.
+    The grid runs down too: whoever is waited for has begun before. A tile of keys walks up from the diagonal,
+    where a mask has one, so that no two are due at the same block at a time. Without bounds all would begin
+    at the first block, and wait there for each other; if they are few (`rotates`), they begin at the diagonal
+    all the same, go on from the first block after the last, and the order follows. Then they wait for blocks
+    later in the grid too, and all tiles of a head must fit on the GPU.
     """
 
     counters: cute.Tensor  # (B, H, m_block)
     band: Band  # of queries over keys
     seqlen_q: Int32
     seqlen_k: Int32
+    rotates: Int32
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
 
@@ -54,7 +58,7 @@ class Order:
         first = Int32(0)
         if cutlass.const_expr(not self.is_bounded):
             diagonal = n_block * (self.tile_n // self.tile_m)
-            first = Int32(0) if diagonal >= num else diagonal
+            first = diagonal if self.rotates != 0 and diagonal < num else Int32(0)
         return first
 
     @cute.jit
@@ -65,7 +69,8 @@ class Order:
         rank = blocks.end - 1 - n_block
         if cutlass.const_expr(not self.is_bounded):
             after = cutlass.min(m_block // (self.tile_n // self.tile_m), last) - n_block
-            rank = after + last + 1 if after < 0 else after
+            if self.rotates != 0:
+                rank = after + last + 1 if after < 0 else after
         return rank, last
 
     def _counter(self, where: tuple):

@@ -147,7 +147,9 @@ class BwdPreprocess:
             offset //= 2
         if column == 0:
             if cutlass.const_expr(self.has_dlse):
-                if row < seqlen:
+                # A row without keys has no gradient, whatever that of its LSE is.
+                dot = Float32(0.0) if lse == Float32.inf else dot
+                if row < seqlen and lse != Float32.inf:
                     dot = dot - p.mdLSE[batch, head, row]
             p.mLSE_log2[batch, head, row] = lse
             p.mD[batch, head, row] = dot

@@ -144,6 +144,7 @@ class BwdSm90:
             Int32(0),
             Int32(0),
             Int32(1),
+            Int32(0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -166,6 +167,7 @@ class BwdSm90:
         window_left: Int32,
         window_right: Int32,
         section: Int32,
+        rotates: Int32,
         stream: CUstream,
     ):
         tile, static = self.tile, self.static
@@ -178,7 +180,7 @@ class BwdSm90:
         turns = None
         if cutlass.const_expr(self.is_ordered):
             band = Band(left, right)
-            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
+            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, rotates, tile.tile_m, tile.tile_n)
         params = Params(
             self.shapes,
             TmaTiles.of(load, mQ, self.shapes.q),
@@ -198,7 +200,8 @@ class BwdSm90:
             mQ.shape[1] // heads_kv,
             scale,
             Band(right, left),
-            TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            # The longest first; in order, the last: who is waited for must have begun.
+            TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
             self._mma(tile.tile_m, False, K, K),
             self._mma(tile.head_dim, True, K, MN),
             self._mma(tile.dq_part[1], False, MN, MN),
@@ -514,8 +517,7 @@ class BwdSm90:
 class BwdSm90Ordered(BwdSm90):
     """Tiles of keys add to a block of dQ in turn, the first by storing, and the last writes the result: no
     sums to zero before and none to convert after, and the same bits every time. Worth it where there are few
-    tiles of keys; all those of a head must be able to run at the same time, and must be next to each other in
-    the grid.
+    tiles of keys. Those of a head must be next to each other in the grid.
     """
 
     is_ordered = True

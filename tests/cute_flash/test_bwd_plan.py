@@ -38,12 +38,21 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     sm_90 = ARCHS["sm_90"]
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
     assert not bwd_plan(long, sm_90).is_ordered
-    assert bwd_plan(long, sm_90, deterministic=True).is_ordered
+    found = bwd_plan(long, sm_90, deterministic=True)
+    # Too many to wait for each other both ways.
+    assert found.is_ordered and not found.rotates and found.section == 1
+    short = bwd_plan(dataclasses.replace(long, seqlen_k=2048), sm_90)
+    assert short.is_ordered and short.rotates and short.after is None
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
-    longer = dataclasses.replace(long, seqlen_k=long.seqlen_k + 1)
-    wide = dataclasses.replace(long, head_dim=136)
-    for problem, found in ((longer, sm_90), (wide, sm_90), (window, ARCHS["sm_80"])):
-        assert bwd_plan(problem, found).problem is problem
+    for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):
+        assert bwd_plan(problem, found_arch).problem is problem
         with pytest.raises(UnsupportedError, match="deterministic gradients"):
-            bwd_plan(problem, found, deterministic=True)
+            bwd_plan(problem, found_arch, deterministic=True)
+
+
+@pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])
+def test_grids_that_no_gpu_takes_are_refused(change: dict[str, int]) -> None:
+    problem = dataclasses.replace(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), **change)
+    with pytest.raises(UnsupportedError, match="at most 65535"):
+        bwd_plan(problem, ARCHS["sm_90"])

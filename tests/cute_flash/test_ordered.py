@@ -17,12 +17,12 @@ from cute_flash.device.ordered import Order, Walk
 Asked = Callable[..., list[int]]
 
 
-def compiled_order(band: Band, tile_m: int, tile_n: int) -> Asked:
+def compiled_order(band: Band, tile_m: int, tile_n: int, rotates: bool) -> Asked:
     """`ask(n_block, m_block, sq, sk, i)` -> rank, last, first offset, i-th block of the walk of n_block."""
 
     @cute.jit
     def program(out, n_block, m_block, sq, sk, i):  # type: ignore[no-untyped-def]
-        order = Order(out, band, sq, sk, tile_m, tile_n)
+        order = Order(out, band, sq, sk, Int32(rotates), tile_m, tile_n)
         rank, last = order.turn(n_block, m_block)
         blocks = Band(band.right, band.left).blocks(n_block, tile_n, tile_m, sk, sq)
         num = blocks.end - blocks.begin
@@ -42,8 +42,11 @@ def compiled_order(band: Band, tile_m: int, tile_n: int) -> Asked:
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 128), (128, 128)])
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(100, 30), Band(5, None)], ids=str)
-def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, tile_n: int) -> None:
-    ask = compiled_order(band, tile_m, tile_n)
+@pytest.mark.parametrize("rotates", [False, True])
+def test_every_tile_adds_once_and_none_waits_forever(
+    rotates: bool, band: Band, tile_m: int, tile_n: int
+) -> None:
+    ask = compiled_order(band, tile_m, tile_n, rotates)
     for sq, sk in itertools.product((1, 100, 512, 700), (1, 130, 512, 900)):
         num_m, num_n = ceil_div(sq, tile_m), ceil_div(sk, tile_n)
         walks = []
@@ -56,26 +59,30 @@ def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, ti
             here = [turns[n, m] for n in range(num_n) if m in walks[n]]
             assert sorted(rank for rank, _ in here) == list(range(len(here)))
             assert all(last == len(here) - 1 for _, last in here)
-        steps = simulated_steps(walks, turns)
+        slots = num_n if rotates and band == Band() else 1
+        steps = simulated_steps(walks, turns, slots)
         assert steps is not None, f"deadlock at {sq} x {sk}"
-        if sq == sk and band.left is None:
+        if sq == sk and band.left is None and (rotates or band.right is not None):
             # Nobody waits: no more steps than the longest walk has.
-            assert steps == max(map(len, walks))
+            assert simulated_steps(walks, turns, num_n) == max(map(len, walks))
 
 
-def simulated_steps(walks: list[list[int]], turns: dict[tuple[int, int], list[int]]) -> int | None:
-    """Steps in which all walks end, each tile of keys doing its next block as soon as it is its turn."""
+def simulated_steps(
+    walks: list[list[int]], turns: dict[tuple[int, int], list[int]], slots: int
+) -> int | None:
+    """Steps in which all walks end, if `slots` tiles of keys run at a time, begun from the last down."""
     done, added, steps = [0] * len(walks), dict.fromkeys((m for walk in walks for m in walk), 0), 0
-    while any(at < len(walk) for at, walk in zip(done, walks, strict=True)):
-        due = [
-            (n, walk[done[n]])
-            for n, walk in enumerate(walks)
-            if done[n] < len(walk) and turns[n, walk[done[n]]][0] == added[walk[done[n]]]
-        ]
-        if not due:
+    waiting, running = list(reversed(range(len(walks)))), []
+    while waiting or running:
+        running = [n for n in running if done[n] < len(walks[n])]
+        while waiting and len(running) < slots:
+            running.append(waiting.pop(0))
+        active = [n for n in running if done[n] < len(walks[n])]
+        due = [n for n in active if turns[n, walks[n][done[n]]][0] == added[walks[n][done[n]]]]
+        if active and not due:
             return None
-        for n, m in due:
+        for n in due:
+            added[walks[n][done[n]]] += 1
             done[n] += 1
-            added[m] += 1
-        steps += 1
+        steps += bool(active)
     return steps
