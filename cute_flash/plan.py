@@ -201,15 +201,13 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
 
 
 def _check_grid(problem: Problem, tile: BwdTile | BwdTileSm90) -> None:
-    for name in ("batch", "heads"):
-        if getattr(problem, name) > MAX_GRID_YZ:
-            raise UnsupportedError(
-                f"the gradient of attn with {name}={getattr(problem, name)}: at most {MAX_GRID_YZ}; split the batch"
-            )
-    if problem.seqlen_q * tile.head_dim >= 1 << 32:
-        raise UnsupportedError(
-            f"the gradient of attn with seqlen_q={problem.seqlen_q}: too long for head_dim"
-        )
+    what = "the gradient of attn with"
+    for name, size in (("batch", problem.batch), ("heads", problem.heads)):
+        if size > MAX_GRID_YZ:
+            raise UnsupportedError(f"{what} {name}={size}: at most {MAX_GRID_YZ}; split the call")
+    most = ((1 << 32) - 1) // tile.head_dim
+    if problem.seqlen_q > most:
+        raise UnsupportedError(f"{what} seqlen_q={problem.seqlen_q}: at most {most}")
 
 
 def _bwd_plan(
