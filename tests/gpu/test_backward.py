@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import reference
 from cute_flash.band import Band
 from tests import cases
+from tests.gradients import assert_gradients, weighted
 
 pytestmark = pytest.mark.gpu
 
@@ -24,39 +24,13 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def gradients(attend, inputs, dout, dlse):
-    """Of `attend(q, k, v) -> (out, lse)`; rows without keys have no LSE to speak of."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out, lse = attend(*leaves)
-    total = (out * dout.to(out.dtype)).sum()
-    if dlse is not None:
-        visible = torch.isfinite(lse)
-        total = total + (lse.masked_fill(~visible, 0.0) * dlse.to(lse.dtype) * visible).sum()
-    total.backward()
-    return [x.grad for x in leaves]
-
-
-def check(case, dtype, with_lse=False, turn=lambda x: x):
-    q, k, v = (turn(x) for x in cases.make_inputs(case, dtype, "cuda"))
+def check(case, dtype, with_lse=False, turn=lambda x: x, scale=None):
+    inputs = tuple(turn(x) for x in cases.make_inputs(case, dtype, "cuda"))
     generator = torch.Generator("cuda").manual_seed(7)
-    dout = torch.randn(q.shape, generator=generator, device="cuda").to(dtype)
-    dlse = torch.randn(q.shape[:3], generator=generator, device="cuda") if with_lse else None
-    window = (case.band.left, case.band.right)
-    mine = gradients(lambda *x: cute_flash.attn(*x, window=window, return_lse=True), (q, k, v), dout, dlse)
-    wide = (x.double() for x in (q, k, v))
-    exact = gradients(lambda *x: reference.dense(*x, case.band), wide, dout, dlse)
-    rough = gradients(lambda *x: reference.dense_low_precision(*x, case.band), (q, k, v), dout, None)
-    for name, value, oracle, low in zip("qkv", mine, exact, rough, strict=True):
-        assert torch.isfinite(value).all()
-        if not oracle.any():
-            # One visible key: dS = P (dP - D) is 0, of two sums in different orders.
-            assert value.abs().max() < 1e-4 * dout.abs().max()
-            continue
-        cases.assert_error_within(f"d{name}", value, oracle, torch.nan_to_num(low))
-
-
-def assert_roughly(value, expected):
-    torch.testing.assert_close(value, expected, rtol=0.05, atol=0.02 * expected.abs().max().item())
+    dout = torch.randn(inputs[0].shape, generator=generator, device="cuda")
+    dlse = torch.randn(inputs[0].shape[:3], generator=generator, device="cuda") if with_lse else None
+    how = {"window": (case.band.left, case.band.right), "scale": scale, "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, case.band, weighted(dout, dlse), scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
@@ -77,34 +51,20 @@ def test_memory_as_bshd():
 
 @pytest.mark.parametrize("scale", (-0.3, 0.05))
 def test_scale(scale):
-    q, k, v = cases.make_inputs(cases.Case(1, 2, 1, 150, 200, 64, Band()), torch.bfloat16, "cuda")
-    dout = torch.randn_like(q)
-    mine = gradients(lambda *x: cute_flash.attn(*x, scale=scale, return_lse=True), (q, k, v), dout, None)
-    wide = (x.double() for x in (q, k, v))
-    exact = gradients(lambda *x: reference.dense(*x, Band(), scale), wide, dout, None)
-    for value, oracle in zip(mine, exact, strict=True):
-        torch.testing.assert_close(value.double(), oracle, rtol=0.05, atol=0.02 * oracle.abs().max().item())
+    check(cases.Case(1, 2, 1, 150, 200, 64, Band()), torch.bfloat16, scale=scale)
 
 
-def test_expanded_and_strided_output_gradients():
-    """A sum's gradient has strides of 0; a transposed output's has other ones."""
-    q, k, v = cases.make_inputs(cases.Case(2, 4, 2, 150, 200, 64, CAUSAL), torch.bfloat16, "cuda")
-    for turn in (
-        lambda x: x.sum(),
-        lambda x: (x.transpose(1, 2).contiguous() * 2).sum(),
-        lambda x: x.mT.cos().sum(),
-    ):
-        grads = []
-        for attend, leaves in (
-            (lambda *x: cute_flash.attn(*x, causal=True), (q, k, v)),
-            (lambda *x: reference.dense(*x, CAUSAL)[0], (q.double(), k.double(), v.double())),
-        ):
-            leaves = [x.detach().clone().requires_grad_() for x in leaves]
-            grads.append(torch.autograd.grad(turn(attend(*leaves)), leaves))
-        for value, oracle in zip(*grads, strict=True):
-            torch.testing.assert_close(
-                value.double(), oracle, rtol=0.05, atol=0.02 * oracle.abs().max().item()
-            )
+LOSSES = {
+    "strides of 0": lambda out, lse: out.sum(),
+    "transposed": lambda out, lse: (out.transpose(1, 2).contiguous() * 2).sum(),
+    "last dimension strided": lambda out, lse: out.mT.contiguous().cos().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_strides_of_the_output_gradient(loss):
+    inputs = cases.make_inputs(cases.Case(2, 4, 2, 150, 200, 64, CAUSAL), torch.bfloat16, "cuda")
+    assert_gradients(lambda *x: cute_flash.attn(*x, causal=True, return_lse=True), inputs, CAUSAL, loss)
 
 
 def test_rows_without_keys_have_no_gradient():
