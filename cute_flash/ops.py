@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cute_flash import arch, counters, ranges, reference
 from cute_flash import plan as planning
-from cute_flash.band import Band
+from cute_flash.band import Band, ceil_div
 from cute_flash.problem import Problem, check_window
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
@@ -263,7 +263,7 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right) -> Any:
     targets = [
         x if _is_launchable(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in grads
     ]
-    blocks = -(-problem.seqlen_q // tile.tile_m)
+    blocks = ceil_div(problem.seqlen_q, tile.tile_m)
     heads, device = (problem.batch, problem.heads), q.device
     rows = [torch.empty((*heads, blocks * tile.tile_m), dtype=torch.float32, device=device) for _ in range(2)]
     sums = torch.empty((*heads, blocks, tile.tile_m * tile.head_dim), dtype=torch.float32, device=device)

@@ -40,11 +40,11 @@ from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, BwdTileSm90
@@ -223,9 +223,9 @@ class BwdSm90:
             scale,
             Band(window_right if static.has_right else None, window_left if static.has_left else None),
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
-            self._mma(tile.tile_m, False, K, K),
-            self._mma(tile.head_dim, True, K, MN),
-            self._mma(tile.head_dim // 2, False, MN, MN),
+            make_mma(self.dtype, tile.tile_m, False, K, K),
+            make_mma(self.dtype, tile.head_dim, True, K, MN),
+            make_mma(self.dtype, tile.head_dim // 2, False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -233,13 +233,6 @@ class BwdSm90:
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )
-
-    def _mma(self, columns: int, a_in_registers: bool, a_major, b_major) -> cute.TiledMma:
-        source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
-        shape = (WARPGROUP_ROWS, columns, 16)
-        return cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, a_major, b_major)
         )
 
     @cute.kernel
@@ -407,7 +400,7 @@ class BwdSm90:
         rQ = main.rQ[None, None, None, main.shared.q.stage(fill)]
         # New for every block: nothing of it lives on while it is made.
         acc_S = cute.make_fragment_like(main.acc_S)
-        self.start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
+        start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
         return acc_S
 
     @cute.jit
@@ -417,7 +410,7 @@ class BwdSm90:
         ring.wait_full(fill)
         shape = p.mma_dq.get_slice(0).partition_shape_C((self.tile.tile_m, self.tile.head_dim // 2))
         acc_dQ = cute.make_rmem_tensor(shape, Float32)
-        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
+        start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
         return acc_dQ
 
     @cute.jit
@@ -430,19 +423,19 @@ class BwdSm90:
         # dP^T = V dO^T, beside the exponentials
         shared.do.wait_full(fill)
         acc_dP = cute.make_fragment_like(main.acc_S)
-        self.start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
+        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         if is_cut:
             self.mask(p, main, mask, m_block)
         # P^T = exp(scale S^T - LSE)
         acc_P = main.acc_S
         rP, rdS = (cute.make_fragment_like(main.acc_S, self.dtype) for _ in range(2))
         self.exponentiate(p, main, acc_P, stage)
-        self.convert(acc_P, rP)
+        convert(acc_P, rP)
         # dV += P^T dO, beside dS^T = P^T (dP^T - D)
-        self.start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
+        start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.multiply(main, acc_P, acc_dP, stage)
-        self.convert(acc_P, rdS)
+        convert(acc_P, rdS)
         self.share_ds(p, main, rdS, fill)
 
         # dQ = dS K of the block before;  dK += dS^T Q;  S^T of the next block
@@ -451,13 +444,13 @@ class BwdSm90:
             acc_dQ = self.start_dq(p, main, fill - 1)
             warpgroup.wait_group(1)
             shared.do.release_by_all(fill)
-            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
+            start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
             warpgroup.wait_group(1)
             self.hand_over_dq(main, acc_dQ, fill - 1)
         else:
             warpgroup.wait_group(0)
             shared.do.release_by_all(fill)
-            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
+            start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
         # After the last block, of what is left in the stage: for nothing, but without a branch.
         if fill + 1 < total:
             shared.q.wait_full(fill + 1)
@@ -534,7 +527,7 @@ class BwdSm90:
         first_row = n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
-        self.convert(acc, rX)
+        convert(acc, rX)
         gX = row_tile(mX[batch, head_kv, None, None], first_row, WARPGROUP_ROWS, self.tile.head_dim)
         coords = p.mma_dkv.get_slice(thread).partition_C(
             cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.head_dim))
@@ -543,25 +536,3 @@ class BwdSm90:
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, self.tile.head_dim // 8))
         )
         store_rows(packed, gX, as_mn(coords), self.static.head_dim, p.seqlen_k - first_row)
-
-    @cute.jit
-    def convert(self, acc: cute.Tensor, fragment: cute.Tensor):
-        packed = cute.recast_tensor(fragment, Int32)
-        for i in cutlass.range_constexpr(cute.size(acc) // 2):
-            packed[i] = pack(acc[2 * i], acc[2 * i + 1], self.dtype)
-
-    @cute.jit
-    def start_gemm(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        rA: cute.Tensor,
-        rB: cute.Tensor,
-        accumulate: cutlass.Constexpr,
-    ):
-        warpgroup.fence()
-        atom = cute.make_mma_atom(tiled_mma.op)
-        for k in cutlass.range_constexpr(cute.size(rB, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-            cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
-        warpgroup.commit_group()
