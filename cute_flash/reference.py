@@ -75,15 +75,19 @@ def dense_low_precision(
     Its distance from `dense` is what that dtype costs a careful implementation; a kernel is right when it is
     no more than twice as far. K takes the scale before the product, which keeps fp16 scores in range. The
     products accumulate in fp32 on every machine: on a CPU without bf16 arithmetic PyTorch would do worse.
+    Differentiable as `dense` is.
     """
     dtype, wide = q.dtype, accumulator_dtype(q.dtype)
     mask = _dense_mask(q, k, band)
+    empty = ~mask.any(dim=-1)
     group = group_size(q, k)
     K, V = (x.repeat_interleave(group, dim=1) for x in (k, v))
     K = K * default_scale(q, scale)
     S = (q.to(wide) @ K.to(wide).mT).to(dtype).masked_fill(~mask, -torch.inf)
+    S = S.masked_fill(empty[:, None], 0.0)
     P = torch.softmax(S, dim=-1).masked_fill(~mask, 0.0)
-    return (P.to(wide) @ V.to(wide)).to(dtype), S.to(wide).logsumexp(dim=-1)
+    lse = S.to(wide).logsumexp(dim=-1).masked_fill(empty, -torch.inf)
+    return (P.to(wide) @ V.to(wide)).to(dtype), lse
 
 
 def _dense_mask(q: Tensor, k: Tensor, band: Band) -> Tensor:

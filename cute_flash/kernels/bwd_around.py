@@ -6,14 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS
 from cute_flash.tiles_bwd import BwdTileSm90
 
 VECTOR = 8  # elements in 16 bytes
@@ -196,15 +196,14 @@ class BwdPostprocess:
     @cute.jit
     def __call__(self, mdQ: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: CUstream):
         batch, heads, blocks, _ = mdQ.shape
-        shape = (WARPGROUP_ROWS, self.tile.dq_part[1], 16)
         MN = OperandMajorMode.MN
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.SMEM, MN, MN)
+        tiled_mma = make_mma(self.dtype, self.tile.dq_part[1], False, MN, MN)
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_postprocess_d{self.static.head_dim}_{self.static.dtype}",
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
-        self.kernel(mdQ, mOut, scale, cute.make_tiled_mma(op)).launch(
+        self.kernel(mdQ, mOut, scale, tiled_mma).launch(
             grid=(blocks, heads, batch), block=(2 * THREADS, 1, 1), stream=stream
         )
 

@@ -10,8 +10,8 @@ from cutlass import Float32, Int32
 
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
-from cute_flash.device.ptx import pack
 from cute_flash.device.views import as_mn
+from cute_flash.device.wgmma import convert
 from cute_flash.tiles import WARPGROUP_ROWS
 
 THREADS = 128  # of a warpgroup
@@ -61,19 +61,16 @@ def store_dq(
     """Rows of dQ in the inputs' type from a warpgroup's part of the registers, scaled before."""
     head, batch, m_block = where
     static, tile = shape
-    dtype = mOut.element_type
     rows, columns = tile.dq_part
     by_rows = rows < tile.tile_m
     first_row = m_block * tile.tile_m + (wg * rows if by_rows else 0)
     first_column = 0 if by_rows else wg * columns
-    rdQ = cute.make_rmem_tensor(cute.size(acc) // 2, Int32)
-    for i in cutlass.range_constexpr(cute.size(acc) // 2):
-        rdQ[i] = pack(acc[2 * i], acc[2 * i + 1], dtype)
+    rdQ = cute.make_fragment_like(acc, mOut.element_type)
+    convert(acc, rdQ)
     # (2 rows of each m64 tile, n8 tiles)
     tiles = columns // 8
-    packed = cute.make_tensor(
-        rdQ.iterator, cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
-    )
+    layout = cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
+    packed = cute.make_tensor(cute.recast_tensor(rdQ, Int32).iterator, layout)
     gOut = row_tile(mOut[batch, head, None, None], first_row, rows, tile.head_dim)
     gPart = cute.make_tensor((gOut.iterator + first_column).align(16), gOut.layout)
     coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))

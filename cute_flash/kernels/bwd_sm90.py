@@ -40,11 +40,11 @@ from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order, Walk
-from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
@@ -202,9 +202,9 @@ class BwdSm90:
             Band(right, left),
             # The longest first; in order, the last: who is waited for must have begun.
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
-            self._mma(tile.tile_m, False, K, K),
-            self._mma(tile.head_dim, True, K, MN),
-            self._mma(tile.dq_part[1], False, MN, MN),
+            make_mma(self.dtype, tile.tile_m, False, K, K),
+            make_mma(self.dtype, tile.head_dim, True, K, MN),
+            make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -212,13 +212,6 @@ class BwdSm90:
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )
-
-    def _mma(self, columns: int, a_in_registers: bool, a_major, b_major) -> cute.TiledMma:
-        source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
-        shape = (WARPGROUP_ROWS, columns, 16)
-        return cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, a_major, b_major)
         )
 
     @cute.kernel
@@ -325,7 +318,7 @@ class BwdSm90:
         rQ = main.rQ[None, None, None, main.shared.q.stage(fill)]
         # New for every block: nothing of it lives on while it is made.
         acc_S = cute.make_fragment_like(main.acc_S)
-        self.start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
+        start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
         return acc_S
 
     @cute.jit
@@ -335,7 +328,7 @@ class BwdSm90:
         ring.wait_full(fill)
         shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
         acc_dQ = cute.make_rmem_tensor(shape, Float32)
-        self.start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
+        start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
         return acc_dQ
 
     @cute.jit
@@ -347,20 +340,20 @@ class BwdSm90:
         shared.do.wait_full(fill)
         main.turns.wait()
         acc_dP = cute.make_fragment_like(main.acc_S)
-        self.start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
+        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         if is_cut:
-            self.mask(p, main, mask, m_block)
+            self.mask(main, mask, m_block)
         # P^T = exp(scale S^T - LSE)
         acc_P = main.acc_S
         rP, rdS = (cute.make_fragment_like(main.acc_S, self.dtype) for _ in range(2))
         self.exponentiate(p, main, acc_P, stage)
-        self.convert(acc_P, rP)
+        convert(acc_P, rP)
         # dV += P^T dO, beside dS^T = P^T (dP^T - D)
-        self.start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
+        start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
         main.turns.pass_on()
         warpgroup.wait_group(1)
         self.multiply(main, acc_P, acc_dP, stage)
-        self.convert(acc_P, rdS)
+        convert(acc_P, rdS)
         self.share_ds(p, main, rdS, fill)
         return rdS
 
@@ -377,13 +370,13 @@ class BwdSm90:
             acc_dQ = self.start_dq(p, main, fill - 1)
             warpgroup.wait_group(1)
             shared.do.release_by_all(fill)
-            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
+            start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
             warpgroup.wait_group(1)
             count = self.leave_dq(p, main, tile, acc_dQ, fill - 1, before, count)
         else:
             warpgroup.wait_group(0)
             shared.do.release_by_all(fill)
-            self.start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
+            start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
         # After the last block, of what is left in the stage: for nothing, but without a branch.
         if fill + 1 < total:
             shared.q.wait_full(fill + 1)
@@ -415,12 +408,10 @@ class BwdSm90:
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
 
     @cute.jit
-    def mask(self, p: Params, main: Main, mask: Mask, m_block: Int32):
+    def mask(self, main: Main, mask: Mask, m_block: Int32):
         S_mn = as_mn(main.acc_S)
         mask.apply(S_mn, m_block * self.tile.tile_m)
-        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            if mask.first_row + as_mn(main.tScS)[r, 0][0] >= p.seqlen_k:
-                S_mn[r, None].fill(-Float32.inf)
+        mask.hide_tail(S_mn)
 
     @cute.jit
     def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
@@ -481,7 +472,7 @@ class BwdSm90:
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
-        self.convert(acc, rX)
+        convert(acc, rX)
         head_dim = self.tile.head_dim
         gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
@@ -490,28 +481,6 @@ class BwdSm90:
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
         store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, p.seqlen_k - first_row)
-
-    @cute.jit
-    def convert(self, acc: cute.Tensor, fragment: cute.Tensor):
-        packed = cute.recast_tensor(fragment, Int32)
-        for i in cutlass.range_constexpr(cute.size(acc) // 2):
-            packed[i] = pack(acc[2 * i], acc[2 * i + 1], self.dtype)
-
-    @cute.jit
-    def start_gemm(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        rA: cute.Tensor,
-        rB: cute.Tensor,
-        accumulate: cutlass.Constexpr,
-    ):
-        warpgroup.fence()
-        atom = cute.make_mma_atom(tiled_mma.op)
-        for k in cutlass.range_constexpr(cute.size(rB, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-            cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
-        warpgroup.commit_group()
 
 
 class BwdSm90Ordered(BwdSm90):

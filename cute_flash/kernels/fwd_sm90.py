@@ -37,11 +37,11 @@ from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_lse, store_rows
 from cute_flash.device.mask import Mask
-from cute_flash.device.ptx import pack
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
@@ -146,20 +146,13 @@ class FwdSm90:
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
-            self._tiled_mma(tile.tile_n, False, OperandMajorMode.K),
-            self._tiled_mma(tile.width_v, True, OperandMajorMode.MN),
+            make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
+            make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
             grid=(num_blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
-
-    def _tiled_mma(self, columns: int, a_in_registers: bool, b_major) -> cute.TiledMma:
-        """64 rows, one warpgroup."""
-        shape = (WARPGROUP_ROWS, columns, 16)
-        a_source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
-        op = warpgroup.MmaF16BF16Op(self.shapes.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
-        return cute.make_tiled_mma(op)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -268,7 +261,7 @@ class FwdSm90:
         if tile.num_blocks() == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
-        self.convert(acc_S, main.rP, range(self.shapes.steps))
+        convert(acc_S, main.rP, range(self.shapes.steps))
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
@@ -335,9 +328,9 @@ class FwdSm90:
         self.look_ahead(main, tile, n_block, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.convert(acc_P, main.rP, early)
+        convert(acc_P, main.rP, early)
         softmax.exponentiate_steps(*views, late, maybe_empty)
-        self.convert(acc_P, main.rP, late)
+        convert(acc_P, main.rP, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
@@ -347,7 +340,7 @@ class FwdSm90:
                     softmax.raise_max(block_max, as_mn(main.acc_O))
                     block_sum.fill(0.0)
                     softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                    self.convert(acc_P, main.rP, range(self.shapes.steps))
+                    convert(acc_P, main.rP, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
@@ -413,7 +406,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(main, tile)
         main.acc_O.fill(0.0)
-        self.convert(acc_S, main.rP, range(self.shapes.steps))
+        convert(acc_S, main.rP, range(self.shapes.steps))
 
     @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
@@ -432,7 +425,7 @@ class FwdSm90:
         """O / l in the output's type."""
         main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
         rO = cute.make_fragment_like(main.acc_O, self.shapes.dtype)
-        self.convert(main.acc_O, rO, range(self.tile.width_v // 16))
+        convert(main.acc_O, rO, range(self.tile.width_v // 16))
         return rO
 
     @cute.jit
@@ -461,39 +454,15 @@ class FwdSm90:
         cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
 
     @cute.jit
-    def convert(self, acc: cute.Tensor, fragment: cute.Tensor, steps: range):
-        """To the inputs' type: in registers, a k-step is 8 neighbours, and so is what follows it."""
-        packed = cute.recast_tensor(fragment, Int32)
-        for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
-            packed[i] = pack(acc[2 * i], acc[2 * i + 1], self.shapes.dtype)
-
-    @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):
         rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
         rK = main.rK[None, None, None, main.shared.k.stage(fill)]
         # New for every block: nothing of it lives on into the next.
         acc_S = cute.make_rmem_tensor(self._shape_S(main.mma_qk), Float32)
-        self.start_gemm(main.mma_qk, acc_S, rQ, rK, False)
+        start_gemm(main.mma_qk, acc_S, rQ, rK, False)
         return acc_S
 
     @cute.jit
     def start_pv(self, main: Main, fill: Int32):
         rV = main.rV[None, None, None, main.shared.v.stage(fill)]
-        self.start_gemm(main.mma_pv, main.acc_O, as_operand_a(main.rP), rV, True)
-
-    @cute.jit
-    def start_gemm(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        rA: cute.Tensor,
-        rB: cute.Tensor,
-        accumulate: cutlass.Constexpr,
-    ):
-        """acc (+)= A B, one group of wgmma; registers may be touched again after the wait for it."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(tiled_mma.op)
-        for k in cutlass.range_constexpr(cute.size(rB, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-            cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
-        warpgroup.commit_group()
+        start_gemm(main.mma_pv, main.acc_O, as_operand_a(main.rP), rV, True)

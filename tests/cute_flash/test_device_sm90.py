@@ -24,9 +24,8 @@ from cute_flash.device.mask import column_offset
 from cute_flash.device.scheduler import TileQueue
 from cute_flash.device.softmax import LOG2_E, MAX_BLOCK_SUM, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.fwd_sm90 import FwdSm90
-from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
+from cute_flash.device.wgmma import make_mma
+from cute_flash.tiles import WARPGROUP_ROWS
 
 # Widths of one instruction, m64nN, that are a power of two and that are not.
 widths = pytest.mark.parametrize("width", [16, 80, 128])
@@ -37,8 +36,7 @@ FOR_HOPPER = "--gpu-arch sm_90a"
 
 def tiled_mma(width: int):  # type: ignore[no-untyped-def]
     """That of Q Kᵀ, with `width` keys; all its accumulators are alike."""
-    kernel = FwdSm90(Static("bfloat16", 64, True, True), FwdTileSm90(64, 64, width, 1))
-    return kernel._tiled_mma(width, True, OperandMajorMode.K)
+    return make_mma(cutlass.BFloat16, width, True, OperandMajorMode.K, OperandMajorMode.K)
 
 
 # Views of accumulators

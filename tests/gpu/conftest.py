@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from cute_flash.plan import FAMILIES, use_kernels
+from cute_flash.plan import FAMILIES
 from tests.gpu import families
 from tests.gpu.poison import poisoned_memory as poisoned_memory
 
@@ -15,7 +14,5 @@ def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """A test runs once with each family of kernels that the GPU can run."""
     if reason := families.obstacle(request.param):
         pytest.skip(reason)
-    # What was compiled for another family must not serve this one.
-    torch.compiler.reset()
-    with use_kernels(request.param):
+    with families.everywhere(request.param):
         yield request.param

@@ -24,15 +24,20 @@ DTYPES = (torch.bfloat16, torch.float16)
 def problems() -> Iterator[Problem]:
     for case, dtype in itertools.product((*cases.GPU, *small_case.SMALL), DTYPES):
         yield case.problem(dtype)
+    yield from deterministic_problems()
     for widths, band, rows in itertools.product(cases.OTHER_WIDTHS, cases.OTHER_WIDTH_BANDS, (200, 3)):
         head_dim, head_dim_v = widths
         yield Problem(2, 8, 2, rows, 333, head_dim, "bfloat16", band, head_dim_v)
 
 
-def gradient_keys(problem: Problem, family: str) -> Iterator[CompileKey]:
+def deterministic_problems() -> Iterator[Problem]:
+    return (case.problem(torch.bfloat16) for case in cases.DETERMINISTIC)
+
+
+def gradient_keys(problem: Problem, family: str, deterministic: bool = False) -> Iterator[CompileKey]:
     try:
         with use_kernels(family):
-            gradients = bwd_plan(problem, detect(0))
+            gradients = bwd_plan(problem, detect(0), deterministic)
     except UnsupportedError:
         return
     yield from (gradients.before(False), gradients.before(True), gradients.main)
@@ -52,6 +57,9 @@ def keys() -> Iterator[CompileKey]:
             except UnsupportedError:
                 continue
             yield from gradient_keys(problem, family)
+    for problem in deterministic_problems():
+        for family in families.runnable():
+            yield from gradient_keys(problem, family, deterministic=True)
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+"""Products by warpgroups: what the Hopper kernels share around `wgmma`."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_flash.device.ptx import pack
+from cute_flash.tiles import WARPGROUP_ROWS
+
+
+def make_mma(dtype, columns: int, a_in_registers: bool, a_major, b_major) -> cute.TiledMma:
+    """64 rows, one warpgroup."""
+    source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
+    shape = (WARPGROUP_ROWS, columns, 16)
+    return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, a_major, b_major))
+
+
+@cute.jit
+def start_gemm(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    accumulate: cutlass.Constexpr,
+):
+    """acc (+)= A B, one group of wgmma; registers may be touched again after the wait for it."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    for k in cutlass.range_constexpr(cute.size(rB, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def convert(acc: cute.Tensor, fragment: cute.Tensor, steps: range | None = None):
+    """To the fragment's type: all, or some k-steps; in registers, one is 8 neighbours."""
+    packed = cute.recast_tensor(fragment, Int32)
+    pairs = range(cute.size(acc) // 2) if steps is None else range(4 * steps.start, 4 * steps.stop)
+    for i in cutlass.range_constexpr(pairs.start, pairs.stop):
+        packed[i] = pack(acc[2 * i], acc[2 * i + 1], fragment.element_type)

@@ -1,0 +1,55 @@
+"""The rule for gradients: at most twice as far from the fp64 oracle as unfused PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cute_flash import reference
+from cute_flash.band import Band
+from tests import cases
+
+Attend = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
+Loss = Callable[[Tensor, Tensor], Tensor]  # (out, lse) -> scalar
+
+
+def weighted(dout: Tensor, dlse: Tensor | None = None) -> Loss:
+    """The loss whose gradients these are; a row without keys has no LSE to speak of."""
+
+    def loss(out: Tensor, lse: Tensor) -> Tensor:
+        total = (out * dout.to(out.dtype)).sum()
+        if dlse is not None:
+            total = total + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse.to(lse.dtype)).sum()
+        return total
+
+    return loss
+
+
+def gradients(attend: Attend, inputs: tuple[Tensor, ...], loss: Loss) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    return torch.autograd.grad(loss(*attend(*leaves)), leaves)
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude; an empty tensor's is 0."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def assert_gradients(
+    attend: Attend, inputs: tuple[Tensor, ...], band: Band, loss: Loss, scale: float | None = None
+) -> None:
+    mine = gradients(attend, inputs, loss)
+    wide = tuple(x.double() for x in inputs)
+    exact = gradients(lambda *x: reference.dense(*x, band, scale), wide, loss)
+    rough = gradients(lambda *x: reference.dense_low_precision(*x, band, scale), inputs, loss)
+    most = max(map(largest, exact))
+    for name, x, value, oracle, low in zip("qkv", inputs, mine, exact, rough, strict=True):
+        assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"
+        assert torch.isfinite(low).all(), "a yardstick that is no number measures nothing"
+        if largest(oracle) <= 1e-12 * most:
+            # One visible key for all: dS = P (dP - D) is 0, of two sums in different orders. Or none.
+            assert torch.isfinite(value).all() and largest(value) <= 1e-4 * most, f"d{name}: should be 0"
+            continue
+        cases.assert_error_within(f"d{name}", value, oracle, low)
