@@ -40,6 +40,7 @@ from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order, Walk
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
@@ -71,7 +72,6 @@ class Main:
     rdOt: cute.Tensor
     rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), its own rows or all
     rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), all columns or its own
-    acc_S: cute.Tensor
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
@@ -90,6 +90,7 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
+        self.reads_early = tile.early_lse and not self.is_ordered
 
     @property
     def name(self) -> str:
@@ -270,11 +271,10 @@ class BwdSm90:
             dkv.make_fragment_B(dkv.partition_B(transposed(shared.sdO))),
             dq.make_fragment_A(dq.partition_A(self._part(transposed(shared.sdS), tile.dq_part[0], wg))),
             dq.make_fragment_B(dq.partition_B(self._part(transposed(shared.sK), tile.dq_part[1], wg))),
-            cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tile.tile_m)), Float32),
             acc_dK,
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
-            Turns(FIRST_TURN, NUM_WARPGROUPS if tile.takes_turns else 1, wg),
+            Turns(FIRST_TURN, NUM_WARPGROUPS, wg),
         )
 
     @cute.jit
@@ -284,42 +284,98 @@ class BwdSm90:
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
-        if cutlass.const_expr(self.tile.takes_turns):
-            main.turns.begin()
-        num, blocks = tile.walk.num, tile.blocks
-        total = num * p.heads_per_kv
+        shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
+        operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         cute.arch.mbarrier_wait(shared.kv_full, 0)
+        main.turns.begin()
+        total, count = tile.walk.num * p.heads_per_kv, Int32(0)
         if total > 0:
-            shared.q.wait_full(0)
-            acc_S = self.start_s(p, main, Int32(0))
-            warpgroup.wait_group(0)
-            main.acc_S.store(acc_S.load())
-        # Keys past the end must not reach dQ: all of the last block is masked.
-        is_tail = first_row + WARPGROUP_ROWS > p.seqlen_k
-        head, m_block, count = Int32(0), Int32(0), Int32(0)
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            for i in cutlass.range(num, unroll=1):
-                before = (head, tile.batch, m_block)
-                head, m_block = tile.head_kv * p.heads_per_kv + g, tile.walk.at(i)
-                is_cut = m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail
-                fill = g * num + i
-                acc_dS = self.probabilities(p, main, mask, m_block, fill, is_cut)
-                count = self.products(p, main, tile, acc_dS, fill, (before, count, total))
+            count = self.one_block(p, main, tile, mask, operands, (Int32(0), count), 0)
+        if total > 1:
+            count = self.one_block(p, main, tile, mask, operands, (Int32(1), count), 1)
+        for fill in cutlass.range(2, total, unroll=1):
+            count = self.one_block(p, main, tile, mask, operands, (fill, count), 2)
         if total > 0:
-            acc_dQ = self.start_dq(p, main, total - 1)
-            warpgroup.wait_group(0)
-            self.leave_dq(p, main, tile, acc_dQ, total - 1, (head, tile.batch, m_block), count)
+            self.start_dv_dk(p, main, operands, total - 1)
+            self.share_ds(p, main, operands[1], total - 1)
+            if total > 1:
+                count = self.last_dq(p, main, tile, total - 2, count)
+            self.last_dq(p, main, tile, total - 1, count)
         self.write(p.mdV, main.acc_dV, tile, main, p, Float32(1.0))
         self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
 
     @cute.jit
-    def start_s(self, p: Params, main: Main, fill: Int32):
-        """S^T = K Q^T"""
-        rQ = main.rQ[None, None, None, main.shared.q.stage(fill)]
-        # New for every block: nothing of it lives on while it is made.
-        acc_S = cute.make_fragment_like(main.acc_S)
-        start_gemm(p.mma_s, acc_S, main.rK, rQ, False)
-        return acc_S
+    def one_block(
+        self,
+        p: Params,
+        main: Main,
+        tile: Tile,
+        mask: Mask,
+        operands: tuple,
+        state: tuple,
+        blocks_before: cutlass.Constexpr,
+    ):
+        """Products, then P^T and dS^T: one warpgroup multiplies while the other takes exponentials.
+
+        dV and dK follow one block late, from `operands`, P^T and dS^T, and dQ two, so that no warpgroup waits
+        for the other's dS. `blocks_before`: 2 stands for any number above. `state`: the block, and the number
+        of blocks of dQ handed over, which is returned.
+        """
+        fill, count = state
+        shared, (rP, rdS) = main.shared, operands
+        stage = shared.q.stage(fill)
+        acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
+        main.turns.wait()
+        if cutlass.const_expr(blocks_before > 0):
+            self.start_dv_dk(p, main, operands, fill - 1)
+        if cutlass.const_expr(blocks_before > 1):
+            acc_dQ = self.start_dq(p, main, fill - 2)
+        if cutlass.const_expr(blocks_before > 0):
+            self.share_ds(p, main, rdS, fill - 1)
+            warpgroup.wait_group(blocks_before - 1)
+            shared.do.release_by_all(fill - 1)
+            shared.q.release_by_all(fill - 1)
+        # S^T = K Q^T, beside which dQ leaves; in order, that takes the registers of S^T
+        hands_over = cutlass.const_expr(blocks_before > 1 and not self.is_ordered)
+        if cutlass.const_expr(blocks_before > 1 and self.is_ordered):
+            warpgroup.wait_group(0)
+            count = self.leave_dq(p, main, tile, acc_dQ, fill - 2, count)
+        shared.q.wait_full(fill)
+        start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False)
+        if cutlass.const_expr(hands_over):
+            warpgroup.wait_group(1)
+            shared.ds.release(fill - 2)
+            self.stage_dq(main, acc_dQ, count)
+        # dP^T = V dO^T
+        shared.do.wait_full(fill)
+        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
+        main.turns.pass_on()
+        if cutlass.const_expr(hands_over):
+            # Only now: the products need not wait until all have seen the stores.
+            self.tell_dq(main, count)
+            count += 1
+        # P^T = exp(scale S^T - LSE)
+        if cutlass.const_expr(self.reads_early):
+            rLSE = self.load_rows(main, shared.sLSE, stage)
+        warpgroup.wait_group(1)
+        if cutlass.const_expr(not self.reads_early):
+            rLSE = self.load_rows(main, shared.sLSE, stage)
+        self.mask(p, tile, mask, acc_S, fill)
+        self.exponentiate(p, acc_S, rLSE)
+        convert(acc_S, rP)
+        # dS^T = P^T (dP^T - D)
+        warpgroup.wait_group(0)
+        self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
+        convert(acc_S, rdS)
+        return count
+
+    @cute.jit
+    def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
+        """dV += P^T dO, dK += dS^T Q"""
+        stage = main.shared.q.stage(fill)
+        rP, rdS = (as_operand_a(operand) for operand in operands)
+        start_gemm(p.mma_dkv, main.acc_dV, rP, main.rdOt[None, None, None, stage], True)
+        start_gemm(p.mma_dkv, main.acc_dK, rdS, main.rQt[None, None, None, stage], True)
 
     @cute.jit
     def start_dq(self, p: Params, main: Main, fill: Int32):
@@ -332,86 +388,45 @@ class BwdSm90:
         return acc_dQ
 
     @cute.jit
-    def probabilities(self, p: Params, main: Main, mask: Mask, m_block: Int32, fill: Int32, is_cut):
-        """P^T and dS^T of a block whose S^T stands; dV += P^T dO is begun."""
-        shared = main.shared
-        stage = shared.q.stage(fill)
-        # dP^T = V dO^T, beside the exponentials
-        shared.do.wait_full(fill)
-        main.turns.wait()
-        acc_dP = cute.make_fragment_like(main.acc_S)
-        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
-        if is_cut:
-            self.mask(main, mask, m_block)
-        # P^T = exp(scale S^T - LSE)
-        acc_P = main.acc_S
-        rP, rdS = (cute.make_fragment_like(main.acc_S, self.dtype) for _ in range(2))
-        self.exponentiate(p, main, acc_P, stage)
-        convert(acc_P, rP)
-        # dV += P^T dO, beside dS^T = P^T (dP^T - D)
-        start_gemm(p.mma_dkv, main.acc_dV, as_operand_a(rP), main.rdOt[None, None, None, stage], True)
-        main.turns.pass_on()
-        warpgroup.wait_group(1)
-        self.multiply(main, acc_P, acc_dP, stage)
-        convert(acc_P, rdS)
-        self.share_ds(p, main, rdS, fill)
-        return rdS
-
-    @cute.jit
-    def products(self, p: Params, main: Main, tile: Tile, rdS: cute.Tensor, fill: Int32, state: tuple):
-        """dK += dS^T Q;  dQ = dS K of the block before: so the warpgroups need not keep in step, and one
-        multiplies while the other takes exponentials;  S^T of the next block. Returns the blocks of dQ handed
-        over.
-        """
-        shared = main.shared
-        before, count, total = state
-        rQt = main.rQt[None, None, None, shared.q.stage(fill)]
-        if fill > 0:
-            acc_dQ = self.start_dq(p, main, fill - 1)
-            warpgroup.wait_group(1)
-            shared.do.release_by_all(fill)
-            start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
-            warpgroup.wait_group(1)
-            count = self.leave_dq(p, main, tile, acc_dQ, fill - 1, before, count)
-        else:
-            warpgroup.wait_group(0)
-            shared.do.release_by_all(fill)
-            start_gemm(p.mma_dkv, main.acc_dK, as_operand_a(rdS), rQt, True)
-        # After the last block, of what is left in the stage: for nothing, but without a branch.
-        if fill + 1 < total:
-            shared.q.wait_full(fill + 1)
-        acc_S = self.start_s(p, main, fill + 1)
+    def last_dq(self, p: Params, main: Main, tile: Tile, fill: Int32, count: Int32):
+        acc_dQ = self.start_dq(p, main, fill)
         warpgroup.wait_group(0)
-        shared.q.release_by_all(fill)
-        main.acc_S.store(acc_S.load())
-        return count
+        return self.leave_dq(p, main, tile, acc_dQ, fill, count)
 
     @cute.jit
-    def exponentiate(self, p: Params, main: Main, acc: cute.Tensor, stage: Int32):
-        """S^T -> exp(scale S^T - LSE), in place; a column is a query."""
-        S_mn, first = as_mn(acc), as_mn(main.tScS)[0, 0][1]
-        rows_LSE = cute.domain_offset((first,), main.shared.sLSE[None, stage])
-        scale_log2 = p.scale * LOG2_E
+    def load_rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """LSE or D of this thread's columns: a column is a query."""
+        coords = as_mn(main.tScS)
+        rows = cute.domain_offset((coords[0, 0][1],), sX[None, stage])
+        rX = cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32)
+        for c in cutlass.range_constexpr(cute.size(rX)):
+            rX[c] = rows[column_offset(c)]
+        return rX
+
+    @cute.jit
+    def exponentiate(self, p: Params, acc: cute.Tensor, rLSE: cute.Tensor):
+        """S^T -> exp(scale S^T - LSE), in place"""
+        S_mn, scale_log2 = as_mn(acc), p.scale * LOG2_E
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-            lse = rows_LSE[column_offset(c)]
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - lse, fastmath=True)
+                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[c], fastmath=True)
 
     @cute.jit
-    def multiply(self, main: Main, acc_P: cute.Tensor, acc_dP: cute.Tensor, stage: Int32):
+    def multiply(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rD: cute.Tensor):
         """P^T -> dS^T = P^T (dP^T - D), in place"""
-        P_mn, dP_mn, first = as_mn(acc_P), as_mn(acc_dP), as_mn(main.tScS)[0, 0][1]
-        rows_D = cute.domain_offset((first,), main.shared.sD[None, stage])
+        P_mn, dP_mn = as_mn(acc_P), as_mn(acc_dP)
         for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
-            d = rows_D[column_offset(c)]
             for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
-                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - d)
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[c])
 
     @cute.jit
-    def mask(self, main: Main, mask: Mask, m_block: Int32):
-        S_mn = as_mn(main.acc_S)
-        mask.apply(S_mn, m_block * self.tile.tile_m)
-        mask.hide_tail(S_mn)
+    def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, fill: Int32):
+        """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
+        m_block, blocks = tile.walk.at(fill % tile.walk.num), tile.blocks
+        is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
+        if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
+            mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
+            mask.hide_tail(as_mn(acc_S))
 
     @cute.jit
     def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
@@ -427,45 +442,50 @@ class BwdSm90:
         cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
-    def leave_dq(
-        self, p: Params, main: Main, tile: Tile, acc_dQ: cute.Tensor, fill: Int32, where: tuple, count: Int32
-    ):
-        """dQ to the warp that adds it to global memory, or the result to its rows; dS has been read."""
+    def leave_dq(self, p: Params, main: Main, tile: Tile, acc_dQ: cute.Tensor, fill: Int32, count: Int32):
+        """dQ to the warp that adds it to global memory; or, as the last in order, the result to its rows.
+        Returns the number of blocks handed over.
+        """
         main.shared.ds.release(fill)
+        is_last = cutlass.Boolean(False)
         if cutlass.const_expr(self.is_ordered):
-            rank, last = p.turns.turn(tile.n_block, where[2])
-            if rank < last:
-                self.hand_over_dq(main, acc_dQ, count)
-                count += 1
-            else:
-                self.close_dq(p, main, acc_dQ, where, rank)
-        else:
-            self.hand_over_dq(main, acc_dQ, count)
+            num = tile.walk.num
+            head, m_block = tile.head_kv * p.heads_per_kv + fill // num, tile.walk.at(fill % num)
+            rank, last = p.turns.turn(tile.n_block, m_block)
+            is_last = rank == last
+            if is_last:
+                self.close_dq(p, main, acc_dQ, (head, tile.batch, m_block), rank)
+        if not is_last:
+            self.stage_dq(main, acc_dQ, count)
+            self.tell_dq(main, count)
             count += 1
         return count
 
     @cute.jit
-    def hand_over_dq(self, main: Main, acc_dQ: cute.Tensor, count: Int32):
-        """In the order of the registers."""
-        ring, dq_fill = main.shared.dq, count * NUM_WARPGROUPS + main.wg
-        ring.wait_empty(dq_fill)
+    def stage_dq(self, main: Main, acc_dQ: cute.Tensor, count: Int32):
+        """To shared memory, in the order of the registers."""
+        main.shared.dq.wait_empty(count * NUM_WARPGROUPS + main.wg)
         sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
+
+    @cute.jit
+    def tell_dq(self, main: Main, count: Int32):
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(ring.full_of(dq_fill))
+        cute.arch.mbarrier_arrive(main.shared.dq.full_of(count * NUM_WARPGROUPS + main.wg))
 
     @cute.jit
     def close_dq(self, p: Params, main: Main, acc_dQ: cute.Tensor, where: tuple, rank: Int32):
         """The last tile of keys: its own products and the sums of all others, scaled, to the rows of dQ."""
         head, batch, m_block = where
+        thread = rederived(main.thread)
         if rank > 0:
-            if main.thread % 32 == 0:
+            if thread % 32 == 0:
                 p.turns.wait(where, rank)
             cute.arch.sync_warp()
-            add_sums(p.mdQ[batch, head, m_block, None], acc_dQ, main.wg, main.thread)
+            add_sums(p.mdQ[batch, head, m_block, None], acc_dQ, main.wg, thread)
         acc_dQ.store(acc_dQ.load() * p.dq_scale)
         shape = (self.static, self.tile)
-        store_dq(acc_dQ, p.mdQ_rows, where, p.mma_dq, shape, main.wg, main.thread)
+        store_dq(acc_dQ, p.mdQ_rows, where, p.mma_dq, shape, main.wg, thread)
 
     @cute.jit
     def write(self, mX: cute.Tensor, acc: cute.Tensor, tile: Tile, main: Main, p: Params, factor: Float32):

@@ -316,12 +316,12 @@ def test_hopper_tiles_know_what_the_kernel_allocates(allocated: list[int], index
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("band", [FULL, CAUSAL, WINDOW], ids=MASKS.get)
-@pytest.mark.parametrize("seqlen", [1000, 100_000], ids=["ordered", "added"])
+@pytest.mark.parametrize("seqlen", [500, 100_000], ids=["ordered", "added"])
 @pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"d{row.head_dim}-{row.tile_m}x{row.tile_n}")
 def test_hopper_backward_keeps_everything_in_registers(row: BwdTileSm90, seqlen: int, band: Band) -> None:
     dtype = "float16" if band == CAUSAL else "bfloat16"
     the_plan = bwd_plan(Problem(2, 8, 4, seqlen, seqlen, row.head_dim, dtype, band), ARCHS["sm_90"])
-    assert the_plan.is_ordered == (seqlen == 1000 and band != WINDOW)
+    assert the_plan.is_ordered == (seqlen == 500)
     assert the_plan.tile is row
     found = kernel_resources(the_plan.main)
     assert found.symbol.startswith(f"cute_flash_bwd_sm90_d{row.head_dim}_{dtype}_")
@@ -330,11 +330,11 @@ def test_hopper_backward_keeps_everything_in_registers(row: BwdTileSm90, seqlen:
     assert found.smem_bytes <= 227 << 10
     if nvdisasm() is None:
         pytest.skip("no disassembler: the instructions were not counted")
-    # K Qᵀ before the loop and in it, V dOᵀ, dV, and dK twice, with dQ of a block before and without, and that
-    # of the last block after the loop.
+    # K Qᵀ and V dOᵀ of the first, of the second and of further blocks; dV and dK of those before, and of the
+    # last; dQ of two blocks before, and of the last two.
     s, dkv = row.head_dim // 16, row.tile_m // 16
     dq = row.dq_part[0] // 64 * (row.tile_n // 16)
-    assert found.num_mma == 3 * s + 3 * dkv + 2 * dq
+    assert found.num_mma == 3 * (2 * s + 2 * dkv + dq)
 
 
 @pytest.mark.compiles
