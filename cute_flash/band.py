@@ -49,6 +49,32 @@ class BlockRange:
     full_end: Index
     end: Index
 
+    def walk(self, ascends: bool) -> Walk:
+        """The blocks in ascending or descending order."""
+        num, before, after = self.end - self.begin, self.full_begin - self.begin, self.end - self.full_end
+        if ascends:
+            return Walk(self.begin, 1, before, num - after, num)
+        return Walk(self.end - 1, -1, after, num - before, num)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A way through the key blocks of a tile: of `num` blocks `[whole_begin, whole_end)` need no mask."""
+
+    first: Index
+    step: int
+    whole_begin: Index
+    whole_end: Index
+    num: Index
+
+    def block(self, i: Index) -> Index:
+        """The key block that is the i-th on the way."""
+        return self.first + self.step * i
+
+    def begins_cut(self):
+        """Whether the first block needs a mask."""
+        return (self.whole_begin > 0) | (self.whole_end == 0)
+
 
 @dataclass(frozen=True)
 class Band:
@@ -83,6 +109,7 @@ class Band:
         last = _min(first + tile_m, sq) - 1
         begin = self.lo(first, sq, sk) // tile_n
         end = _max(begin, ceil_div(self.hi(last, sq, sk), tile_n))
-        full_begin = _min(ceil_div(self.lo(last, sq, sk), tile_n), end)
+        # Known to be 0 without a left bound, also to a kernel's compiler.
+        full_begin = begin if self.left is None else _min(ceil_div(self.lo(last, sq, sk), tile_n), end)
         full_end = _max(full_begin, _min(self.hi(first, sq, sk) // tile_n, end))
         return BlockRange(begin, full_begin, full_end, end)

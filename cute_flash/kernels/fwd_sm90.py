@@ -1,6 +1,6 @@
 """Forward attention with TMA, wgmma and specialised warps: Hopper.
 
-For each tile of query rows, over blocks j of keys from the last visible one to the first:
+For each tile of query rows, over blocks j of keys, those that a right bound cuts last:
 
     S  = Q Kj^T                          wgmma, both operands in shared memory; fp32 accumulators
     S  = -inf outside the band           only in blocks that the band cuts
@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.band import Band, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_lse, store_rows
@@ -83,13 +83,10 @@ class Tile:
     head: Int32
     batch: Int32
     mask: Mask
-    blocks: BlockRange
-
-    def num_blocks(self) -> Int32:
-        return self.blocks.end - self.blocks.begin
+    walk: Walk  # over its key blocks
 
     def has_blocks(self):
-        return self.blocks.begin < self.blocks.end
+        return self.walk.num > 0
 
 
 class FwdSm90:
@@ -199,7 +196,7 @@ class FwdSm90:
             # With one stage the next Q comes only after this output has left.
             if cutlass.const_expr(self.tile.q_stages == 1):
                 self.last_block(p, main, tile)
-            fill += tile.num_blocks()
+            fill += tile.walk.num
             count += 1
             shared.q.wait_full(count)
             m_block = shared.m_block(count)
@@ -217,7 +214,7 @@ class FwdSm90:
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
         mask = Mask(p.band, p.positions, p.seqlen_k, first_row, main.tScS, self.static.packs_heads)
-        return Tile(count, fill, *main.shared.head_and_batch(count), mask, p.blocks(m_block))
+        return Tile(count, fill, *main.shared.head_and_batch(count), mask, p.walk(m_block))
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -258,17 +255,16 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(0)
         main.shared.k.release(tile.fill)
-        if tile.num_blocks() == 1:
+        if tile.walk.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
         convert(acc_S, main.rP, range(self.shapes.steps))
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
-        blocks, softmax = tile.blocks, main.softmax
-        n_block = blocks.end - 1
-        if blocks.full_end < blocks.end or blocks.full_begin == blocks.end:
-            tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+        softmax = main.softmax
+        if tile.walk.begins_cut():
+            tile.mask.apply(as_mn(acc_S), tile.walk.first * self.tile.tile_n)
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
@@ -276,26 +272,24 @@ class FwdSm90:
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
-        """Blocks from the second-last to the first: cut by the right bound, whole, cut on the left."""
-        blocks = tile.blocks
-        second = blocks.end - 1  # one past the second block
-        whole_end = cutlass.min(blocks.full_end, second)
-        # Without a right bound only the very last block can be cut, by the end of the keys.
-        if cutlass.const_expr(self.static.has_right):
-            for n in cutlass.range(second - whole_end, unroll=1):
-                self.one_block(main, tile, second - 1 - n, True)
-        for n in cutlass.range(whole_end - blocks.full_begin, unroll=1):
-            self.one_block(main, tile, whole_end - 1 - n, False)
-        if cutlass.const_expr(self.static.has_left):
-            left_end = cutlass.min(blocks.full_begin, second)
-            for n in cutlass.range(left_end - blocks.begin, unroll=1):
-                self.one_block(main, tile, left_end - 1 - n, True)
+        """Blocks from the second: cut, whole, cut. Bound on one side only, tiles end with the cut ones."""
+        walk, static = tile.walk, self.static
+        whole_begin, whole_end = (tile.fill + cutlass.max(i, 1) for i in (walk.whole_begin, walk.whole_end))
+        if cutlass.const_expr(static.has_left and static.has_right):
+            for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
+                self.one_block(main, tile, fill, True, False)
+        for fill in cutlass.range(whole_begin, whole_end, unroll=1):
+            self.one_block(main, tile, fill, False, self.tile.checks_sums)
+        if cutlass.const_expr(static.has_left or static.has_right):
+            for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
+                self.one_block(main, tile, fill, True, self.tile.checks_cut_sums)
 
     @cute.jit
-    def one_block(self, main: Main, tile: Tile, n_block: Int32, masked: cutlass.Constexpr):
+    def one_block(
+        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, checks_sums: cutlass.Constexpr
+    ):
         shared, softmax = main.shared, main.softmax
-        blocks_seen = tile.blocks.end - 1 - n_block
-        fill = tile.fill + blocks_seen
+        i = fill - tile.fill
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         main.turns.wait()
@@ -306,15 +300,14 @@ class FwdSm90:
         warpgroup.wait_group(1)
         shared.k.release(fill)
         if cutlass.const_expr(masked):
-            tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+            tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
-        checks_sums = self.tile.checks_sums and not masked
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
         if cutlass.const_expr(not checks_sums):
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(blocks_seen))
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i))
             if grew:
                 softmax.raise_max(block_max)
 
@@ -325,7 +318,7 @@ class FwdSm90:
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
         softmax.exponentiate_steps(*views, early, maybe_empty)
-        self.look_ahead(main, tile, n_block, block_sum)
+        self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         convert(acc_P, main.rP, early)
@@ -352,7 +345,7 @@ class FwdSm90:
         return Int32(EXACT_KEYS) if 2 * tile_n > EXACT_KEYS else blocks_seen * tile_n
 
     @cute.jit
-    def look_ahead(self, main: Main, tile: Tile, n_block: Int32, block_sum: cute.Tensor):
+    def look_ahead(self, main: Main, tile: Tile, following: Int32, block_sum: cute.Tensor):
         """Wait for the next block's K, or give Q back after the last.
 
         The branch asks for the sums of the early exponentials, and so keeps ptxas from moving the wait for O,
@@ -360,17 +353,17 @@ class FwdSm90:
         constant to compare, ptxas would know that.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -main.softmax.scale_log2):
-            if n_block > tile.blocks.begin:
-                main.shared.k.wait_full(tile.fill + tile.blocks.end - n_block)
+            if following < tile.fill + tile.walk.num:
+                main.shared.k.wait_full(following)
         if cutlass.const_expr(self.tile.q_stages == 1):
-            if n_block == tile.blocks.begin:
+            if following == tile.fill + tile.walk.num:
                 self.release_q(main, tile)
 
     @cute.jit
     def last_block(self, p: Params, main: Main, tile: Tile):
         """O += P V of the last block; the output."""
         if tile.has_blocks():
-            last = tile.fill + tile.num_blocks() - 1
+            last = tile.fill + tile.walk.num - 1
             main.shared.v.wait_full(last)
             self.start_pv(main, last)
             warpgroup.wait_group(0)
@@ -388,7 +381,7 @@ class FwdSm90:
     def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
-        last = tile.fill + tile.num_blocks() - 1
+        last = tile.fill + tile.walk.num - 1
         shared.k.wait_full(following.fill)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)

@@ -21,13 +21,13 @@ def load_qk(p: Params, shared: Shared):
     while index < p.queue.num_tiles:
         m_block, head, batch = p.order.decode(index)
         head_kv = head // p.heads_per_kv
-        blocks = p.blocks(m_block)
-        if blocks.begin < blocks.end:
-            load_block(p.k, shared.k, shared.sK, fill, (blocks.end - 1, head_kv, batch))
+        walk = p.walk(m_block)
+        if walk.num > 0:
+            load_block(p.k, shared.k, shared.sK, fill, (walk.first, head_kv, batch))
         load_q(p, shared, count, (m_block, head, batch))
-        for n in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
-            load_block(p.k, shared.k, shared.sK, fill + n, (blocks.end - 1 - n, head_kv, batch))
-        fill += blocks.end - blocks.begin
+        for i in cutlass.range(1, walk.num, unroll=1):
+            load_block(p.k, shared.k, shared.sK, fill + i, (walk.block(i), head_kv, batch))
+        fill += walk.num
         # Late, for a block with a long tile to leave the next one to others.
         index = p.queue.following(index)
         count += 1
@@ -47,11 +47,11 @@ def load_v(p: Params, shared: Shared):
     while m_block != NO_TILE:
         head, batch = shared.head_and_batch(count)
         shared.release_q(count)
-        blocks = p.blocks(m_block)
-        for n in cutlass.range(blocks.end - blocks.begin, unroll=1):
-            coord = (blocks.end - 1 - n, head // p.heads_per_kv, batch)
-            load_block(p.v, shared.v, shared.sV, fill + n, coord)
-        fill += blocks.end - blocks.begin
+        walk = p.walk(m_block)
+        for i in cutlass.range(walk.num, unroll=1):
+            coord = (walk.block(i), head // p.heads_per_kv, batch)
+            load_block(p.v, shared.v, shared.sV, fill + i, coord)
+        fill += walk.num
         count += 1
         shared.q.wait_full(count)
         m_block = shared.m_block(count)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.band import Band, BlockRange, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.tma import TmaTiles
@@ -89,8 +89,16 @@ class Params:
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
 
-    def blocks(self, m_block: Int32) -> BlockRange:
-        """The key blocks of a tile of rows."""
+    def walk(self, m_block: Int32) -> Walk:
+        """The key blocks of a tile of rows, in the order of work.
+
+        In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
+        worth keeping before. Without that bound only the end of the keys cuts a block: with that one first,
+        the loop needs no mask.
+        """
+        return self._blocks(m_block).walk(self.shapes.static.has_right)
+
+    def _blocks(self, m_block: Int32) -> BlockRange:
         tile = self.shapes.tile
         if self.shapes.static.packs_heads:
             # Any position may be among the rows of a tile.

@@ -34,6 +34,18 @@ def check_blocks(found: BlockRange, visible: list[list[bool]], tile_n: int, sk: 
     # Exactly the blocks with a visible key: none missed, none in vain, no hole between them.
     assert list(range(found.begin, found.end)) == touched
     assert list(range(found.full_begin, found.full_end)) == whole
+    check_walks(found, touched, whole)
+
+
+def check_walks(found: BlockRange, touched: list[int], whole: list[int]) -> None:
+    """Both ways pass every block once, and know which of them need no mask."""
+    for ascends, blocks in ((True, touched), (False, touched[::-1])):
+        walk = found.walk(ascends)
+        assert [walk.block(i) for i in range(walk.num)] == blocks
+        unmasked = {walk.block(i) for i in range(walk.whole_begin, walk.whole_end)}
+        assert unmasked == set(whole)
+        if blocks:
+            assert walk.begins_cut() == (blocks[0] not in whole)
 
 
 @pytest.mark.parametrize("left", SIDES)

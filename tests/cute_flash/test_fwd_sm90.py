@@ -48,14 +48,13 @@ class Main:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    begin: Int32
-    end: Int32
+class Steps:
+    num: Int32
 
 
 @dataclass(frozen=True)
 class Tile:
-    blocks: Blocks
+    walk: Steps
     fill: Int32
 
 
@@ -81,16 +80,16 @@ def test_q_is_given_back_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, su
     kernel = Kernel()
 
     @cute.jit
-    def program(out, sums, n_block):  # type: ignore[no-untyped-def]
+    def program(out, sums, following):  # type: ignore[no-untyped-def]
         block_sum = cute.make_rmem_tensor(2, Float32)
         for r in range(2):
             block_sum[r] = sums[r]
         main = Main(Softmax(Float32(0.1)), Shared(Ring(out)))
-        kernel.look_ahead(main, Tile(Blocks(Int32(3), Int32(8)), Int32(100)), n_block, block_sum)
+        kernel.look_ahead(main, Tile(Steps(Int32(5)), Int32(100)), following, block_sum)
 
-    # Blocks 7 ... 3 are fills 100 ... 104.
-    for n_block, expected in ((6, [102, -1]), (4, [104, -1]), (3, [-1, 1])):
+    # The five blocks are fills 100 ... 104.
+    for following, expected in ((102, [102, -1]), (104, [104, -1]), (105, [-1, 1])):
         out = torch.full((2,), -1, dtype=torch.int32)
-        program(from_dlpack(out), from_dlpack(torch.tensor(sums)), Int32(n_block))
+        program(from_dlpack(out), from_dlpack(torch.tensor(sums)), Int32(following))
         waited = -1 if sums is NOT_A_NUMBER else expected[0]
         assert out.tolist() == [waited, expected[1]]

@@ -61,8 +61,6 @@ HOPPER_GATES += [
         (256, WINDOW, "float16", True),
     )
     if row.head_dim == head_dim and row.is_bounded in (None, band != FULL)
-    # Of the widest rows, that for long sequences is for many queries only.
-    if not (packs and head_dim == 256 and row.max_keys is row.max_queries)
 ]
 
 
@@ -74,7 +72,7 @@ def plan_of(target: str, head_dim: int, band: Band, dtype: str) -> Plan:
 def hopper_plan(row: FwdTileSm90, band: Band, dtype: str, packs_heads: bool) -> Plan:
     # Of the same widths there is another row.
     head_dim = row.head_dim - 8 if row.head_dim_v == row.head_dim else row.head_dim
-    queries = 30 if packs_heads or row.max_queries else 1000
+    queries = 30 if packs_heads else 1000
     sizes = (2, 8, 4, queries, row.max_keys or 1 << 20, head_dim)
     found = plan(Problem(*sizes, dtype, band, row.head_dim_v), ARCHS["sm_90"], packs_heads)
     assert found.tile is row and found.packs_heads == packs_heads
