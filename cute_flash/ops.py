@@ -280,8 +280,8 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=F
         main = compiled_kernel(plan.main)
         scales = scale, sign * scale
         if plan.family == "sm90":
-            order = plan.section, int(plan.rotates)
-            main(q, k, v, dout, *rows, sums, dq_rows, counters, *targets[1:], *scales, *window, *order)
+            grads_of = (sums, dq_rows, counters, *targets[1:])
+            main(q, k, v, dout, *rows, *grads_of, *scales, *window, plan.section)
         else:
             main(q, k, v, dout, *rows, sums, *targets[1:], scale, *window, plan.section)
         if plan.after is not None:

@@ -21,10 +21,8 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 L2_SHARE = 0.4
 # Blocks along y and z of a grid.
 MAX_GRID_YZ = 65535
-# Tiles of keys that may wait for each other round a circle, as all of a head are on the GPU at a time.
-MAX_ROTATING_TILES = 16
-# Tiles of keys up to which zeroing and converting the sums of dQ cost more than adding in order, on an H200:
-# at S=512 that is 6 % (D=128) and 8-11 % (causal) faster, level at D=64 without a bound; at S=1024 slower.
+# Tiles of keys up to which zeroing and converting the sums of dQ cost more than adding in order under a right
+# bound. Measured on an H200, causal, D=64 and 128: 8 and 11 % faster with 4 tiles, 5 and 4 % slower with 8.
 MAX_ORDERED_TILES = 4
 # Sums of two lengths and a window stay below 2^31.
 MAX_SEQLEN = 1 << 29
@@ -151,7 +149,6 @@ class BwdPlan:
     tile: BwdTile | BwdTileSm90
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
-    rotates: bool = False  # without bounds, from the diagonal on: see `device.ordered`
 
     def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
@@ -216,11 +213,10 @@ def _check_grid(problem: Problem, tile: BwdTile | BwdTileSm90) -> None:
 def _bwd_plan(
     problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90, deterministic: bool
 ) -> BwdPlan:
-    num_tiles = ceil_div(problem.seqlen_k, tile.tile_n)
-    if family == "sm90" and (deterministic or num_tiles <= MAX_ORDERED_TILES):
+    is_few = ceil_div(problem.seqlen_k, tile.tile_n) <= MAX_ORDERED_TILES
+    if family == "sm90" and (deterministic or (is_few and problem.static.has_right)):
         # All tiles of a head next to each other in the grid.
-        rotates = num_tiles <= min(MAX_ROTATING_TILES, arch.num_sms)
-        return BwdPlan(problem, arch, family, tile, 1, True, rotates)
+        return BwdPlan(problem, arch, family, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
     head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
     return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), False)

@@ -77,6 +77,7 @@ FAMILIES = {
             "s": "stages",
             "q": "q_stages",
             "c": "checks_sums",
+            "l": "checks_cut_sums",
             "t": "takes_turns",
             "d": "head_dim",
         },
@@ -86,11 +87,15 @@ FAMILIES = {
             "stages": (1, 2, 4, 8),
             "q_stages": (1, 2),
             "checks_sums": (False, True),
+            "checks_cut_sums": (False, True),
             "takes_turns": (False, True),
         },
         max_accumulators=lambda tile: tile.registers[1] - SM90_OTHER_REGISTERS,
-        # One warpgroup has nobody to take turns with.
-        is_redundant=lambda tile: tile.num_warpgroups == 1 and not tile.takes_turns,
+        # One warpgroup has nobody to take turns with, and cut blocks alone are not worth looking at.
+        is_redundant=lambda tile: (
+            (tile.num_warpgroups == 1 and not tile.takes_turns)
+            or (tile.checks_cut_sums and not tile.checks_sums)
+        ),
     ),
     "fwd_sm80": Family(
         kernels="sm80",

@@ -3,7 +3,7 @@
 Each tile has a counter, 0 before the launch: how many blocks have added to it. A block waits for its turn,
 adds, and passes the turn on. Nothing is zeroed beforehand, as the first block stores instead of adding, and
 the result does not depend on who was faster. Blocks that wait must not keep those they wait for from running:
-those must come before them in the grid, or all must fit on the GPU together.
+those must come before them in the grid.
 """
 
 from dataclasses import dataclass
@@ -16,62 +16,25 @@ from cute_flash.band import Band
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The blocks of queries that a tile of keys meets, in order: `first` is the offset it begins with."""
-
-    begin: Int32
-    num: Int32
-    first: Int32
-
-    @cute.jit
-    def at(self, i: Int32) -> Int32:
-        offset = self.first + i
-        return self.begin + (offset - self.num if offset >= self.num else offset)
-
-
-@dataclass(frozen=True)
 class Order:
     """Whose turn it is: for a block of queries, the tiles of keys that add to its dQ from the last one down.
 
-    The grid runs down too: whoever is waited for has begun before. A tile of keys walks up from the diagonal,
-    where a mask has one, so that no two are due at the same block at a time. Without bounds all would begin
-    at the first block, and wait there for each other; if they are few (`rotates`), they begin at the diagonal
-    all the same, go on from the first block after the last, and the order follows. Then they wait for blocks
-    later in the grid too, and all tiles of a head must fit on the GPU.
+    The grid runs down too: whoever is waited for has begun before, and nobody waits forever. A tile of keys
+    walks up from the diagonal, where a mask has one, so that no two are due at the same block at a time.
+    Without it all begin at the first block, one after the other; those of the next heads follow as they end.
     """
 
     counters: cute.Tensor  # (B, H, m_block)
     band: Band  # of queries over keys
     seqlen_q: Int32
     seqlen_k: Int32
-    rotates: Int32
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
 
-    @property
-    def is_bounded(self) -> bool:
-        return self.band.left is not None or self.band.right is not None
-
-    @cute.jit
-    def first(self, n_block: Int32, num: Int32) -> Int32:
-        """Where a tile of keys begins, of `num` blocks of queries."""
-        first = Int32(0)
-        if cutlass.const_expr(not self.is_bounded):
-            diagonal = n_block * (self.tile_n // self.tile_m)
-            first = diagonal if self.rotates != 0 and diagonal < num else Int32(0)
-        return first
-
-    @cute.jit
-    def turn(self, n_block: Int32, m_block: Int32):
+    def turn(self, n_block: Int32, m_block: Int32) -> tuple[Int32, Int32]:
         """How many tiles of keys come before this one, and how many before the last."""
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k)
-        last = blocks.end - blocks.begin - 1
-        rank = blocks.end - 1 - n_block
-        if cutlass.const_expr(not self.is_bounded):
-            after = cutlass.min(m_block // (self.tile_n // self.tile_m), last) - n_block
-            if self.rotates != 0:
-                rank = after + last + 1 if after < 0 else after
-        return rank, last
+        return blocks.end - 1 - n_block, blocks.end - 1 - blocks.begin
 
     def _counter(self, where: tuple):
         head, batch, m_block = where

@@ -39,7 +39,7 @@ from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.ordered import Order, Walk
+from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
@@ -145,7 +145,6 @@ class BwdSm90:
             Int32(0),
             Int32(0),
             Int32(1),
-            Int32(0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -168,7 +167,6 @@ class BwdSm90:
         window_left: Int32,
         window_right: Int32,
         section: Int32,
-        rotates: Int32,
         stream: CUstream,
     ):
         tile, static = self.tile, self.static
@@ -181,7 +179,7 @@ class BwdSm90:
         turns = None
         if cutlass.const_expr(self.is_ordered):
             band = Band(left, right)
-            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, rotates, tile.tile_m, tile.tile_n)
+            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         params = Params(
             self.shapes,
             TmaTiles.of(load, mQ, self.shapes.q),
@@ -242,9 +240,7 @@ class BwdSm90:
     def _tile(self, p: Params) -> Tile:
         n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
         blocks = p.band.blocks(n_block, self.tile.tile_n, self.tile.tile_m, p.seqlen_k, p.seqlen_q)
-        num = blocks.end - blocks.begin
-        first = p.turns.first(n_block, num) if self.is_ordered else Int32(0)
-        return Tile(n_block, head_kv, batch, blocks, Walk(blocks.begin, num, first))
+        return Tile(n_block, head_kv, batch, blocks, blocks.walk(ascends=True))
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
         """A warpgroup's part of the first mode, or all of it."""
@@ -422,7 +418,7 @@ class BwdSm90:
     @cute.jit
     def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, fill: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
-        m_block, blocks = tile.walk.at(fill % tile.walk.num), tile.blocks
+        m_block, blocks = tile.walk.block(fill % tile.walk.num), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
@@ -450,7 +446,7 @@ class BwdSm90:
         is_last = cutlass.Boolean(False)
         if cutlass.const_expr(self.is_ordered):
             num = tile.walk.num
-            head, m_block = tile.head_kv * p.heads_per_kv + fill // num, tile.walk.at(fill % num)
+            head, m_block = tile.head_kv * p.heads_per_kv + fill // num, tile.walk.block(fill % num)
             rank, last = p.turns.turn(tile.n_block, m_block)
             is_last = rank == last
             if is_last:

@@ -21,7 +21,7 @@ def load(p: Params, shared: Shared, tile: Tile):
     for g in cutlass.range(p.heads_per_kv, unroll=1):
         head = tile.head_kv * p.heads_per_kv + g
         for i in cutlass.range(num, unroll=1):
-            fill, where = g * num + i, (tile.walk.at(i), head, tile.batch)
+            fill, where = g * num + i, (tile.walk.block(i), head, tile.batch)
             load_rows(p, p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
             load_rows(p, p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
 
@@ -50,7 +50,7 @@ def add_dq(p: Params, shared: Shared, tile: Tile):
     for g in cutlass.range(p.heads_per_kv, unroll=1):
         head = tile.head_kv * p.heads_per_kv + g
         for i in cutlass.range(num, unroll=1):
-            gdQ = p.mdQ[tile.batch, head, tile.walk.at(i), None]
+            gdQ = p.mdQ[tile.batch, head, tile.walk.block(i), None]
             add_parts(p, shared, gdQ, g * num + i, False)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
@@ -63,7 +63,7 @@ def add_dq_in_order(p: Params, shared: Shared, tile: Tile):
     for g in cutlass.range(p.heads_per_kv, unroll=1):
         head = tile.head_kv * p.heads_per_kv + g
         for i in cutlass.range(tile.walk.num, unroll=1):
-            m_block = tile.walk.at(i)
+            m_block = tile.walk.block(i)
             where = (head, tile.batch, m_block)
             rank, last = p.turns.turn(tile.n_block, m_block)
             gdQ = p.mdQ[tile.batch, head, m_block, None]

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.band import Band, BlockRange, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
-from cute_flash.device.ordered import Order, Walk
+from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
@@ -128,4 +128,4 @@ class Tile:
     head_kv: Int32
     batch: Int32
     blocks: BlockRange  # of queries that see them
-    walk: Walk
+    walk: Walk  # over those

@@ -40,11 +40,11 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     assert not bwd_plan(long, sm_90).is_ordered
     found = bwd_plan(long, sm_90, deterministic=True)
     # Too many to wait for each other both ways.
-    assert found.is_ordered and not found.rotates and found.section == 1
-    short = bwd_plan(dataclasses.replace(long, seqlen_k=512), sm_90)
-    assert short.is_ordered and short.rotates and short.after is None
-    middle = dataclasses.replace(long, seqlen_k=2048)
-    assert not bwd_plan(middle, sm_90).is_ordered and bwd_plan(middle, sm_90, deterministic=True).rotates
+    assert found.is_ordered and found.section == 1
+    short = dataclasses.replace(long, seqlen_k=512)
+    assert not bwd_plan(short, sm_90).is_ordered
+    causal = bwd_plan(dataclasses.replace(short, band=Band(None, 0)), sm_90)
+    assert causal.is_ordered and causal.after is None
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
     for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):

@@ -115,7 +115,7 @@ def test_mistakes_are_named(text, part):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("128x64 w4 s2", "no number after one of s, q, c, t, d, and no file"),
+        ("128x64 w4 s2", "no number after one of s, q, c, l, t, d, and no file"),
         ("128x64", "s (stages) missing"),
         ("128x64 s2 t2", "'t2': takes_turns is 0 or 1"),
         ("128x64 s2 c3", "'c3': checks_sums is 0 or 1"),
