@@ -39,7 +39,8 @@ class BwdTileSm90:
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
-        return 2 * halves + 4 * floats + 8 * (2 + 4 * self.stages + 8)
+        # Two tiles are written down, in 16 bytes each.
+        return 2 * halves + 4 * floats + 32 + 8 * (12 + 4 * self.stages)
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block

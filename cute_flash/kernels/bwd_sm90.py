@@ -1,6 +1,6 @@
 """Backward attention with TMA, wgmma and specialised warps: Hopper.
 
-For each tile of keys, over the query heads that share them and blocks i of queries:
+For each tile of keys, over the query heads that share them and blocks i of queries, in persistent blocks:
 
     S^T  = K Qi^T                       keys are rows: P^T and dS^T stay in registers as operands
     P^T  = exp(scale S^T - LSE)         0 outside the band
@@ -12,7 +12,7 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 
 | warpgroup | warps | role                                           |
 |-----------|-------|------------------------------------------------|
-| 0         | 0     | load: TMA of K and V once, of Q, dO, LSE and D |
+| 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D      |
 | 0         | 1     | dQ: bulk additions to global memory            |
 | 1, 2      | all   | mma: 64 keys of the tile and half of dQ each   |
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
@@ -41,14 +41,14 @@ from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
-from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
+from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS
 from cute_flash.tiles_bwd import BwdTileSm90
@@ -90,6 +90,8 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
+        # In order every tile has a block of its own: who is waited for has begun.
+        self.draws_tiles = (static.has_left or static.has_right) and not self.is_ordered
         self.reads_early = tile.early_lse and not self.is_ordered
 
     @property
@@ -145,6 +147,8 @@ class BwdSm90:
             Int32(0),
             Int32(0),
             Int32(1),
+            Int32(1),
+            Int64(0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -167,6 +171,8 @@ class BwdSm90:
         window_left: Int32,
         window_right: Int32,
         section: Int32,
+        num_blocks: Int32,
+        counter: Int64,
         stream: CUstream,
     ):
         tile, static = self.tile, self.static
@@ -201,13 +207,14 @@ class BwdSm90:
             Band(right, left),
             # The longest first; in order, the last: who is waited for must have begun.
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
+            TileQueue(num_n_blocks * heads_kv * batch, counter, self.draws_tiles),
             make_mma(self.dtype, tile.tile_m, False, K, K),
             make_mma(self.dtype, tile.head_dim, True, K, MN),
             make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_n_blocks * heads_kv * batch, 1, 1),
+            grid=(num_blocks, 1, 1),
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -223,24 +230,18 @@ class BwdSm90:
                 shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        tile = self._tile(p)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp_index == 0:
-                copies.load(p, shared, tile)
+                copies.load(p, shared)
             if warp_index == 1:
                 if cutlass.const_expr(self.is_ordered):
-                    copies.add_dq_in_order(p, shared, tile)
+                    copies.add_dq_in_order(p, shared)
                 else:
-                    copies.add_dq(p, shared, tile)
+                    copies.add_dq(p, shared)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.mma(p, shared, tile, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
-
-    def _tile(self, p: Params) -> Tile:
-        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
-        blocks = p.band.blocks(n_block, self.tile.tile_n, self.tile.tile_m, p.seqlen_k, p.seqlen_q)
-        return Tile(n_block, head_kv, batch, blocks, blocks.walk(ascends=True))
+            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
         """A warpgroup's part of the first mode, or all of it."""
@@ -274,31 +275,58 @@ class BwdSm90:
         )
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, tile: Tile, wg: Int32, thread: Int32):
+    def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
         main = self._main(p, shared, wg, thread)
-        first_row = tile.n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
+        main.turns.begin()
+        # Of tiles; of blocks of queries; of blocks of dQ handed over.
+        count, fill, handed = Int32(0), Int32(0), Int32(0)
+        shared.k.wait_full(count)
+        coord = shared.told_tile(count)
+        if cutlass.const_expr(self.is_ordered):
+            # One tile a block.
+            self.one_tile(p, main, p.tile(count, fill, coord), handed)
+        else:
+            while coord[0] != NO_TILE:
+                tile = p.tile(count, fill, coord)
+                handed = self.one_tile(p, main, tile, handed)
+                fill += tile.walk.num * p.heads_per_kv
+                count += 1
+                shared.k.wait_full(count)
+                coord = shared.told_tile(count)
+
+    @cute.jit
+    def one_tile(self, p: Params, main: Main, tile: Tile, count: Int32):
+        """dK and dV of a tile of keys. Returns the blocks of dQ handed over, this tile's too."""
+        shared, begin = main.shared, tile.fill
+        first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
-        cute.arch.mbarrier_wait(shared.kv_full, 0)
-        main.turns.begin()
-        total, count = tile.walk.num * p.heads_per_kv, Int32(0)
+        total = tile.walk.num * p.heads_per_kv
+        shared.v.wait_full(tile.count)
         if total > 0:
-            count = self.one_block(p, main, tile, mask, operands, (Int32(0), count), 0)
+            count = self.one_block(p, main, tile, mask, operands, (begin, count), 0)
         if total > 1:
-            count = self.one_block(p, main, tile, mask, operands, (Int32(1), count), 1)
-        for fill in cutlass.range(2, total, unroll=1):
+            count = self.one_block(p, main, tile, mask, operands, (begin + 1, count), 1)
+        for fill in cutlass.range(begin + 2, begin + total, unroll=1):
             count = self.one_block(p, main, tile, mask, operands, (fill, count), 2)
+        shared.v.release(tile.count)
         if total > 0:
-            self.start_dv_dk(p, main, operands, total - 1)
-            self.share_ds(p, main, operands[1], total - 1)
+            last = begin + total - 1
+            self.start_dv_dk(p, main, operands, last)
+            self.share_ds(p, main, operands[1], last)
             if total > 1:
-                count = self.last_dq(p, main, tile, total - 2, count)
-            self.last_dq(p, main, tile, total - 1, count)
+                count = self.last_dq(p, main, tile, last - 1, count)
+            count = self.last_dq(p, main, tile, last, count)
+            shared.do.release_by_all(last)
+            shared.q.release_by_all(last)
+        cute.arch.sync_warp()
+        shared.k.release(tile.count)
         self.write(p.mdV, main.acc_dV, tile, main, p, Float32(1.0))
         self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
+        return count
 
     @cute.jit
     def one_block(
@@ -418,7 +446,7 @@ class BwdSm90:
     @cute.jit
     def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, fill: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
-        m_block, blocks = tile.walk.block(fill % tile.walk.num), tile.blocks
+        m_block, blocks = tile.walk.block((fill - tile.fill) % tile.walk.num), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
@@ -445,8 +473,8 @@ class BwdSm90:
         main.shared.ds.release(fill)
         is_last = cutlass.Boolean(False)
         if cutlass.const_expr(self.is_ordered):
-            num = tile.walk.num
-            head, m_block = tile.head_kv * p.heads_per_kv + fill // num, tile.walk.block(fill % num)
+            i, num = fill - tile.fill, tile.walk.num
+            head, m_block = tile.head_kv * p.heads_per_kv + i // num, tile.walk.block(i % num)
             rank, last = p.turns.turn(tile.n_block, m_block)
             is_last = rank == last
             if is_last:
@@ -492,7 +520,7 @@ class BwdSm90:
         head_dim = self.tile.head_dim
         gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
-        tXcX = p.mma_dkv.get_slice(main.thread).partition_C(coords)
+        tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
