@@ -104,7 +104,7 @@ def read_tile(shared: Shared, count: Int32):
 
 @cute.jit
 def add_dq_in_order(p: Params, shared: Shared):
-    """The same in turn, of one tile. The first tile of keys stores; the last writes the result, in `close_dq`."""
+    """The same in turn, of one tile: the first stores, and the last writes the result, in `close_dq`."""
     tile = p.tile(Int32(0), Int32(0), read_tile(shared, Int32(0)))
     handed = Int32(0)
     for g in cutlass.range(p.heads_per_kv, unroll=1):
