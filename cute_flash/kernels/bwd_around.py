@@ -44,6 +44,8 @@ class BwdPreprocess:
     def __init__(self, static: Static, tile: BwdTileSm90):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = DTYPES[static.dtype]
+        # Where the main kernel may be launched before this one ends, and waits for its end by itself.
+        self.is_followed_early = isinstance(tile, BwdTileSm90)
         vectors = -(-static.width_v // VECTOR)
         # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
         self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
@@ -104,6 +106,8 @@ class BwdPreprocess:
     def kernel(self, p: BeforeParams):
         thread, _, _ = cute.arch.thread_idx()
         m_block, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(self.is_followed_early):
+            cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.is_ordered):
             if thread == 0:
                 p.mCounters[batch, head, m_block] = Int32(0)
@@ -204,7 +208,7 @@ class BwdPostprocess:
             keep_mangled_name=False,
         )
         self.kernel(mdQ, mOut, scale, tiled_mma).launch(
-            grid=(blocks, heads, batch), block=(2 * THREADS, 1, 1), stream=stream
+            grid=(blocks, heads, batch), block=(2 * THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -213,6 +217,7 @@ class BwdPostprocess:
         m_block, head, batch = cute.arch.block_idx()
         wg, thread = thread // THREADS, thread % THREADS
         rows, columns = self.tile.dq_part
+        cute.arch.griddepcontrol_wait()
         acc = cute.make_rmem_tensor(rows * columns // THREADS, Float32)
         acc.fill(0.0)
         add_sums(mdQ[batch, head, m_block, None], acc, wg, thread)

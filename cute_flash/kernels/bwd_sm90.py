@@ -218,6 +218,7 @@ class BwdSm90:
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -230,6 +231,9 @@ class BwdSm90:
                 shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # Until the preprocess kernel has ended; the postprocess kernel may be launched, and waits likewise.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp_index == 0:
