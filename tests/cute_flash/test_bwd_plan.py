@@ -41,16 +41,33 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     found = bwd_plan(long, sm_90, deterministic=True)
     # Too many to wait for each other both ways.
     assert found.is_ordered and found.section == 1
-    short = dataclasses.replace(long, seqlen_k=512)
-    assert not bwd_plan(short, sm_90).is_ordered
-    causal = bwd_plan(dataclasses.replace(short, band=Band(None, 0)), sm_90)
-    assert causal.is_ordered and causal.after is None
+    assert found.after is None
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
     for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):
         assert bwd_plan(problem, found_arch).problem is problem
         with pytest.raises(UnsupportedError, match="deterministic gradients"):
             bwd_plan(problem, found_arch, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen_k", "band", "is_ordered"),
+    [
+        (128, 512, Band(None, 0), True),
+        (72, 1, Band(100, 3), True),
+        (128, 513, Band(None, 0), False),
+        (128, 512, Band(), False),
+        (128, 512, Band(100, None), False),
+        (64, 512, Band(None, 0), False),
+        (64, 1, Band(100, 3), False),
+        (136, 512, Band(None, 0), False),
+    ],
+)
+def test_order_that_nobody_asked_for_pays(head_dim: int, seqlen_k: int, band: Band, is_ordered: bool) -> None:
+    """Wide tiles, few of them, under a right bound; by wgmma only."""
+    found = bwd_plan(Problem(1, 2, 2, 4000, seqlen_k, head_dim, "bfloat16", band), ARCHS["sm_90"])
+    assert found.is_ordered == is_ordered
+    assert (found.after is None) == is_ordered
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])
