@@ -38,7 +38,8 @@ _requested: ContextVar[str | None] = ContextVar("cute_flash_kernels", default=No
 def use_kernels(family: str) -> Iterator[None]:
     """Choose the kernel family by hand, for study and tests: `with use_kernels("sm80"): attn(q, k, v)`.
 
-    The environment variable `CUTE_FLASH_KERNELS` does the same for a whole process.
+    The environment variable `CUTE_FLASH_KERNELS` does the same for a whole process. Autograd
+    computes gradients on a GPU in threads of its own, which see the variable only.
     """
     _check_family(family)
     token = _requested.set(family)
@@ -182,6 +183,8 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
     asked = requested_family()
+    if asked is not None:
+        _check_family(asked)
     for family, least in FAMILIES.items():
         if arch.capability < least or asked not in (None, family):
             continue
@@ -189,16 +192,27 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         if tile is not None and (family == "sm90" or not deterministic):
             _check_grid(problem, tile)
             return _bwd_plan(problem, arch, family, tile, deterministic)
-    if deterministic:
-        raise UnsupportedError(
-            f"deterministic gradients with head_dim={problem.head_dim} on {arch.name}: only on sm_90, up to "
-            "head_dim=128"
-        )
+    raise UnsupportedError(_missing_gradients(problem, arch, deterministic, asked))
+
+
+def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, asked: str | None) -> str:
+    """Which gradients no kernel computes, and what would work."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
-    raise UnsupportedError(
-        f"the gradient of attn with head_dim={problem.head_dim}{of_values} on {arch.name}: there is no "
-        "backward kernel yet (only for V as wide as K); move q, k, v to the CPU, or call attn under "
-        "torch.no_grad()"
+    by = "" if asked is None else f" by kernel family {asked!r}"
+    where = f"head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
+    if deterministic:
+        return (
+            f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
+            "head_dim=128 and V as wide as K"
+        )
+    if problem.head_dim_v is not None:
+        return (
+            f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
+            "move q, k, v to the CPU, or call attn under torch.no_grad()"
+        )
+    return (
+        f"the gradient of attn with {where}: it has no kernel for it (only on sm_90, up to head_dim=128); "
+        "ask for 'sm80', or for no family"
     )
 
 

@@ -34,6 +34,22 @@ def test_family_of_the_gradients(arch: str, head_dim: int, family: str) -> None:
         assert bwd_plan(found.problem, found.arch).family == "sm80"
 
 
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90", 136), ("sm_80", 64)])
+def test_a_family_that_lacks_the_kernel_is_not_replaced(arch: str, head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 100, 100, head_dim, "bfloat16", Band())
+    message = (
+        rf"head_dim={head_dim} on {arch} by kernel family 'sm90': .* up to head_dim=128\); ask for 'sm80'"
+    )
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        bwd_plan(problem, ARCHS[arch])
+
+
+def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm99")
+    with pytest.raises(UnsupportedError, match="kernel family 'sm99'"):
+        bwd_plan(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), ARCHS["sm_90"])
+
+
 def test_deterministic_gradients_are_ordered_or_refused() -> None:
     sm_90 = ARCHS["sm_90"]
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
@@ -48,6 +64,11 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
         assert bwd_plan(problem, found_arch).problem is problem
         with pytest.raises(UnsupportedError, match="deterministic gradients"):
             bwd_plan(problem, found_arch, deterministic=True)
+    with (
+        use_kernels("sm80"),
+        pytest.raises(UnsupportedError, match=r"by kernel family 'sm80': only by .*'sm90'"),
+    ):
+        bwd_plan(window, sm_90, deterministic=True)
 
 
 @pytest.mark.parametrize(
