@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,26 +131,25 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
     """Allocates LSE and D (B, H, Sq), sums of dQ (B, H, m_block, elements of a tile), all fp32 and padded to
     whole tiles of queries, and an ordered plan's counters (B, H, m_block), int32.
 
-    All in one piece. Counters stand last: what comes before them is made of whole tiles, and aligned.
+    Each by itself: a view of one piece for all costs the host as much as an allocation.
     """
-    batch, heads, blocks, tile_m = plan.problem.batch, plan.problem.heads, plan.num_m_blocks, plan.tile.tile_m
-    padded, size = blocks * tile_m, tile_m * plan.tile.head_dim
-    rows, rows_stride = (batch, heads, padded), (heads * padded, padded, 1)
-    tiles, tiles_stride = (batch, heads, blocks, size), (heads * blocks * size, blocks * size, size, 1)
-    turns, turns_stride = (batch, heads, blocks), (heads * blocks, blocks, 1)
-    first_row = batch * heads * blocks * size
-    first_d = first_row + batch * heads * padded
-    first_turn = first_d + batch * heads * padded
-    is_ordered = plan.is_ordered
-    total = (first_turn + batch * heads * blocks * is_ordered,)
+    tile_m, blocks = plan.tile.tile_m, plan.num_m_blocks
+    heads = plan.problem.batch, plan.problem.heads
+    rows = _compact(*heads, blocks * tile_m)
+    tiles = _compact(*heads, blocks, tile_m * plan.tile.head_dim)
+    turns = _compact(*heads, blocks) if plan.is_ordered else None
 
     def allocate():
-        memory = torch.empty(total, dtype=torch.float32, device=device)
         return (
-            memory.as_strided(rows, rows_stride, first_row),
-            memory.as_strided(rows, rows_stride, first_d),
-            memory.as_strided(tiles, tiles_stride, 0),
-            memory.view(torch.int32).as_strided(turns, turns_stride, first_turn) if is_ordered else None,
+            torch.empty_strided(*rows, dtype=torch.float32, device=device),
+            torch.empty_strided(*rows, dtype=torch.float32, device=device),
+            torch.empty_strided(*tiles, dtype=torch.float32, device=device),
+            None if turns is None else torch.empty_strided(*turns, dtype=torch.int32, device=device),
         )
 
     return allocate
+
+
+def _compact(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape, and its strides."""
+    return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

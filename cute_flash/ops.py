@@ -216,7 +216,7 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
         return (None,) * 7
     dout = torch.zeros_like(out) if dout is None else dout
     how = ctx.scale, ctx.left, ctx.right, ctx.deterministic
-    grads = torch.ops.cute_flash.bwd(dout, dlse, q, k, v, out, lse, *how)
+    grads = bwd(dout, dlse, q, k, v, out, lse, *how)
     return *grads, None, None, None, None
 
 
