@@ -56,8 +56,9 @@ def attn(
     rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
     stride order of q.
 
-    Gradients: on the CPU, and on sm_90 for D up to 128 with Dv = D; of out and of lse. On CUDA dq is summed
-    by atomic additions: its bits may change from call to call.
+    Gradients: of out and of lse, on the CPU and on CUDA with Dv = D; on sm_90 by wgmma for D up to 128, else
+    by mma.sync. On CUDA dq is summed by atomic additions in no certain order: its bits may change from call
+    to call, unless `deterministic`, which only sm_90 has, for D up to 128.
 
     Returns:
         out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)
@@ -96,7 +97,7 @@ def supports(
 ) -> Support:
     """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
 
-    It speaks of the forward pass only.
+    It speaks of the forward pass only, but of the gradients too with `deterministic`.
     """
     try:
         left, right = _band(causal, window)

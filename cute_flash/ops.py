@@ -21,10 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, ranges, reference
+from cute_flash import arch, counters, operands, ranges, reference
 from cute_flash import plan as planning
+from cute_flash.backward import bwd_cuda
 from cute_flash.band import Band
-from cute_flash.problem import Problem, check_window
+from cute_flash.operands import (
+    MAX_ROW_STRIDE,
+    MAX_WINDOW,
+    MIN_SCALE,
+    ROW_ALIGN_BYTES,
+    is_launchable,
+    launchable,
+    problem_of,
+)
+from cute_flash.problem import check_window
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
@@ -38,44 +48,6 @@ LIBRARY.define(
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-# cp.async and 16-byte stores: rows must start at multiples of 8 elements, and a tile must span less than 2^31
-# elements.
-ROW_ALIGN_ELEMENTS = 8
-ROW_ALIGN_BYTES = 16
-MAX_ROW_STRIDE = (1 << 31) // 512
-# Wider windows than any sequence are the same to the mask, and stay clear of 32-bit overflow.
-MAX_WINDOW = planning.MAX_SEQLEN
-# Known call signatures; a program that never repeats a shape must not grow without bound.
-MAX_LAUNCHES = 4096
-# Smallest |scale| the kernels see: at 0 a masked score would be 0 * -inf. Scores times 1e-30 are 0 to the
-# softmax.
-MIN_SCALE = 1e-30
-# There is a CUDA tensor, so torch has set up CUDA: what `torch.cuda.current_device` would make sure of.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def problem_of(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Problem:
-    """Describe a call, refusing shapes, dtypes and devices that contradict each other."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected (B, H, S, D)")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} is {tensor.dtype} and q is {q.dtype}: they must agree")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device} and q is on {q.device}: they must agree")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all but the last must agree"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree"
-        )
-    batch, heads, seqlen_q, head_dim = q.shape
-    dtype = str(q.dtype).removeprefix("torch.")
-    head_dim_v = None if v.shape[3] == head_dim else v.shape[3]
-    return Problem(batch, heads, k.shape[1], seqlen_q, k.shape[2], head_dim, dtype, Band(*window), head_dim_v)
 
 
 def check_scale(scale: float) -> None:
@@ -131,9 +103,7 @@ def fwd_cuda(q, k, v, scale, left, right, deterministic=False) -> Any:
     launch = _launches.get(signature)
     if launch is None:
         launch = _prepare(q, k, v, (left, right))
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[signature] = launch
+        operands.remember(_launches, signature, launch)
     window_left = 0 if left is None else min(left, MAX_WINDOW)
     window_right = 0 if right is None else min(right, MAX_WINDOW)
     if not (MIN_SCALE <= scale < math.inf) or window_left < 0 or window_right < 0:
@@ -153,9 +123,9 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     # One to look at: on the meta device the first would import much of torch.
     like_out = _out_like(q, v)
     # A dense output in q's order has launchable strides unless D comes late in that order.
-    must_copy = not all(map(_is_launchable, (q, k, v)))
-    must_copy_out = not _is_launchable(like_out)
-    is_packable = all(_is_packable(x) or not _is_launchable(x) for x in (q, like_out))
+    must_copy = not all(map(is_launchable, (q, k, v)))
+    must_copy_out = not is_launchable(like_out)
+    is_packable = all(_is_packable(x) or not is_launchable(x) for x in (q, like_out))
     with ranges.marked("plan"):
         plan = planning.plan(problem, arch.detect(q.device.index), is_packable)
     from cute_flash.compile import compiled
@@ -170,13 +140,13 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     lse_packed = (problem.batch, problem.heads_kv, group * problem.seqlen_q)
 
     def launch(q, k, v, scale, window_left, window_right):
-        if _current_device() != index:
+        if operands.current_device() != index:
             with torch.cuda.device(index):
                 return launch(q, k, v, scale, window_left, window_right)
         out = _out_like(q, v) if has_other_width else torch.empty_like(q)
         lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=device)
         if must_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
-            q, k, v = (_launchable(tensor) for tensor in (q, k, v))
+            q, k, v = (launchable(tensor) for tensor in (q, k, v))
         target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
         outputs = target, lse
         if packs_heads:
@@ -206,12 +176,6 @@ def _launch_empty(q, k, v, scale, window_left, window_right):
     return out.zero_(), lse.fill_(-math.inf)
 
 
-def _is_launchable(tensor: Tensor) -> bool:
-    """Rows contiguous, strides multiples of 16 bytes, tiles within reach of 32-bit offsets."""
-    batch, head, row, element = tensor.stride()
-    return element == 1 and not (batch | head | row) % ROW_ALIGN_ELEMENTS and 0 <= row < MAX_ROW_STRIDE
-
-
 def _is_packable(tensor: Tensor) -> bool:
     """Whether the rows of neighbouring heads follow each other at the stride of rows."""
     if tensor.shape[2] == 1:
@@ -227,16 +191,6 @@ def _packed(tensor: Tensor, group: int) -> Tensor:
     return tensor.as_strided(shape, (tensor.stride(0), group * tensor.stride(1), row_stride, 1))
 
 
-def _launchable(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a contiguous copy of what the kernels cannot read in place.
-
-    Among the latter are tensors that torch negates lazily: imaginary parts, whose elements lie two apart.
-    """
-    if _is_launchable(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 # ---- backward
 # --------------------------------------------------------------------------------------------------------
 
@@ -248,54 +202,6 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=F
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
     grads = reference.backward(dout, q, k, v, out, lse, Band(left, right), scale, dlse)
     return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
-
-
-def _bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
-    """dq, dk, dv. Workspace: fp32 sums of dQ and two fp32 rows, padded to whole tiles of queries."""
-    problem = problem_of(q, k, v, (left, right))
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if problem.is_empty:
-        return tuple(grad.zero_() for grad in grads)
-    from cute_flash.compile import compiled_kernel
-
-    plan = planning.bwd_plan(problem, arch.detect(q.device.index), deterministic or _is_mode_deterministic())
-    tile = plan.tile
-    # The forward has taken a negative scale for -q.
-    sign, scale = (-1 if scale < 0 else 1), max(abs(scale), MIN_SCALE)
-    q, k, v, out, dout = (_launchable(x) for x in (q if sign > 0 else -q, k, v, out, dout))
-    targets = [
-        x if _is_launchable(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in grads
-    ]
-    heads, device = (problem.batch, problem.heads), q.device
-    blocks = plan.num_m_blocks
-    rows = [torch.empty((*heads, blocks * tile.tile_m), dtype=torch.float32, device=device) for _ in range(2)]
-    sums = torch.empty((*heads, blocks, tile.tile_m * tile.head_dim), dtype=torch.float32, device=device)
-    counters = torch.empty((*heads, blocks), dtype=torch.int32, device=device) if plan.is_ordered else None
-    dq_rows = targets[0] if plan.is_ordered else None
-    window = (0 if left is None else min(left, MAX_WINDOW), 0 if right is None else min(right, MAX_WINDOW))
-    with torch.cuda.device(device):
-        dlse = None if dlse is None else dlse.contiguous()
-        before = compiled_kernel(plan.before(dlse is not None))
-        before(out, dout, lse.contiguous(), *rows, dq_rows if plan.is_ordered else sums, counters, dlse)
-        main = compiled_kernel(plan.main)
-        scales = scale, sign * scale
-        if plan.family == "sm90":
-            grads_of = (sums, dq_rows, counters, *targets[1:])
-            main(q, k, v, dout, *rows, *grads_of, *scales, *window, plan.section)
-        else:
-            main(q, k, v, dout, *rows, sums, *targets[1:], scale, *window, plan.section)
-        if plan.after is not None:
-            compiled_kernel(plan.after)(sums, targets[0], sign * scale)
-    return tuple(
-        grad if grad is target else grad.copy_(target) for grad, target in zip(grads, targets, strict=True)
-    )
-
-
-def _is_mode_deterministic() -> bool:
-    """Whether torch was told to be deterministic, and not just to warn."""
-    return torch.are_deterministic_algorithms_enabled() and (
-        not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -310,14 +216,14 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
         return (None,) * 7
     dout = torch.zeros_like(out) if dout is None else dout
     how = ctx.scale, ctx.left, ctx.right, ctx.deterministic
-    grads = torch.ops.cute_flash.bwd(dout, dlse, q, k, v, out, lse, *how)
+    grads = bwd(dout, dlse, q, k, v, out, lse, *how)
     return *grads, None, None, None, None
 
 
 LIBRARY.impl("fwd", _fwd_cpu, "CPU")
 LIBRARY.impl("fwd", fwd_cuda, "CUDA")
 LIBRARY.impl("bwd", _bwd_cpu, "CPU")
-LIBRARY.impl("bwd", _bwd_cuda, "CUDA")
+LIBRARY.impl("bwd", bwd_cuda, "CUDA")
 torch.library.register_fake("cute_flash::fwd", _fwd_fake, lib=LIBRARY)
 torch.library.register_fake("cute_flash::bwd", _bwd_fake, lib=LIBRARY)
 torch.library.register_autograd("cute_flash::fwd", _autograd, setup_context=_setup_context, lib=LIBRARY)

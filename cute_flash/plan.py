@@ -21,9 +21,11 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 L2_SHARE = 0.4
 # Blocks along y and z of a grid.
 MAX_GRID_YZ = 65535
-# Tiles of keys up to which zeroing and converting the sums of dQ cost more than adding in order under a right
-# bound. Measured on an H200, causal, D=64 and 128: 8 and 11 % faster with 4 tiles, 5 and 4 % slower with 8.
+# Under a right bound, the most tiles of keys for which zeroing and converting the sums of dQ cost more than
+# adding in order, above a head dim. Measured on an H200 through attn, causal, 4 tiles (S=512): D=128 226
+# TFLOP/s in order, 217 added up; D=64 142 and 187. With 8 tiles an earlier version lost 4 % at D=128.
 MAX_ORDERED_TILES = 4
+MAX_UNORDERED_HEAD_DIM = 64
 # Sums of two lengths and a window stay below 2^31.
 MAX_SEQLEN = 1 << 29
 # Persistent blocks count on past the last tile, by one for each block.
@@ -36,7 +38,8 @@ _requested: ContextVar[str | None] = ContextVar("cute_flash_kernels", default=No
 def use_kernels(family: str) -> Iterator[None]:
     """Choose the kernel family by hand, for study and tests: `with use_kernels("sm80"): attn(q, k, v)`.
 
-    The environment variable `CUTE_FLASH_KERNELS` does the same for a whole process.
+    The environment variable `CUTE_FLASH_KERNELS` does the same for a whole process. Autograd
+    computes gradients on a GPU in threads of its own, which see the variable only.
     """
     _check_family(family)
     token = _requested.set(family)
@@ -180,6 +183,8 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
     asked = requested_family()
+    if asked is not None:
+        _check_family(asked)
     for family, least in FAMILIES.items():
         if arch.capability < least or asked not in (None, family):
             continue
@@ -187,16 +192,27 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         if tile is not None and (family == "sm90" or not deterministic):
             _check_grid(problem, tile)
             return _bwd_plan(problem, arch, family, tile, deterministic)
-    if deterministic:
-        raise UnsupportedError(
-            f"deterministic gradients with head_dim={problem.head_dim} on {arch.name}: only on sm_90, up to "
-            "head_dim=128"
-        )
+    raise UnsupportedError(_missing_gradients(problem, arch, deterministic, asked))
+
+
+def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, asked: str | None) -> str:
+    """Which gradients no kernel computes, and what would work."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
-    raise UnsupportedError(
-        f"the gradient of attn with head_dim={problem.head_dim}{of_values} on {arch.name}: there is no "
-        "backward kernel yet (only for V as wide as K); move q, k, v to the CPU, or call attn under "
-        "torch.no_grad()"
+    by = "" if asked is None else f" by kernel family {asked!r}"
+    where = f"head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
+    if deterministic:
+        return (
+            f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
+            "head_dim=128 and V as wide as K"
+        )
+    if problem.head_dim_v is not None:
+        return (
+            f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
+            "move q, k, v to the CPU, or call attn under torch.no_grad()"
+        )
+    return (
+        f"the gradient of attn with {where}: it has no kernel for it (only on sm_90, up to head_dim=128); "
+        "ask for 'sm80', or for no family"
     )
 
 
@@ -213,8 +229,12 @@ def _check_grid(problem: Problem, tile: BwdTile | BwdTileSm90) -> None:
 def _bwd_plan(
     problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90, deterministic: bool
 ) -> BwdPlan:
-    is_few = ceil_div(problem.seqlen_k, tile.tile_n) <= MAX_ORDERED_TILES
-    if family == "sm90" and (deterministic or (is_few and problem.static.has_right)):
+    pays_to_order = (
+        problem.static.has_right
+        and tile.head_dim > MAX_UNORDERED_HEAD_DIM
+        and ceil_div(problem.seqlen_k, tile.tile_n) <= MAX_ORDERED_TILES
+    )
+    if family == "sm90" and (deterministic or pays_to_order):
         # All tiles of a head next to each other in the grid.
         return BwdPlan(problem, arch, family, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.

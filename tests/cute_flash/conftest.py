@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_flash import arch, counters, ops
+from cute_flash import arch, counters, operands, ops
 from cute_flash import compile as compiling
 from tests.fake_gpu import COUNTER, FakeGpu
 
@@ -16,7 +16,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS[fake.name])
     monkeypatch.setattr(compiling, "compiled", fake.compiled)
     monkeypatch.setattr(counters, "counter", lambda index: (torch.zeros(1), COUNTER))
-    monkeypatch.setattr(ops, "_current_device", lambda: fake.current)
+    monkeypatch.setattr(operands, "current_device", lambda: fake.current)
     monkeypatch.setattr(torch.cuda, "device", fake.device)
     monkeypatch.setattr(ops, "_launches", {})
     # New memory holds NaN: what a launch forgets to write is seen.

@@ -34,6 +34,22 @@ def test_family_of_the_gradients(arch: str, head_dim: int, family: str) -> None:
         assert bwd_plan(found.problem, found.arch).family == "sm80"
 
 
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90", 136), ("sm_80", 64)])
+def test_a_family_that_lacks_the_kernel_is_not_replaced(arch: str, head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 100, 100, head_dim, "bfloat16", Band())
+    message = (
+        rf"head_dim={head_dim} on {arch} by kernel family 'sm90': .* up to head_dim=128\); ask for 'sm80'"
+    )
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        bwd_plan(problem, ARCHS[arch])
+
+
+def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm99")
+    with pytest.raises(UnsupportedError, match="kernel family 'sm99'"):
+        bwd_plan(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), ARCHS["sm_90"])
+
+
 def test_deterministic_gradients_are_ordered_or_refused() -> None:
     sm_90 = ARCHS["sm_90"]
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
@@ -41,16 +57,38 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     found = bwd_plan(long, sm_90, deterministic=True)
     # Too many to wait for each other both ways.
     assert found.is_ordered and found.section == 1
-    short = dataclasses.replace(long, seqlen_k=512)
-    assert not bwd_plan(short, sm_90).is_ordered
-    causal = bwd_plan(dataclasses.replace(short, band=Band(None, 0)), sm_90)
-    assert causal.is_ordered and causal.after is None
+    assert found.after is None
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
     for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):
         assert bwd_plan(problem, found_arch).problem is problem
         with pytest.raises(UnsupportedError, match="deterministic gradients"):
             bwd_plan(problem, found_arch, deterministic=True)
+    with (
+        use_kernels("sm80"),
+        pytest.raises(UnsupportedError, match=r"by kernel family 'sm80': only by .*'sm90'"),
+    ):
+        bwd_plan(window, sm_90, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen_k", "band", "is_ordered"),
+    [
+        (128, 512, Band(None, 0), True),
+        (72, 1, Band(100, 3), True),
+        (128, 513, Band(None, 0), False),
+        (128, 512, Band(), False),
+        (128, 512, Band(100, None), False),
+        (64, 512, Band(None, 0), False),
+        (64, 1, Band(100, 3), False),
+        (136, 512, Band(None, 0), False),
+    ],
+)
+def test_order_that_nobody_asked_for_pays(head_dim: int, seqlen_k: int, band: Band, is_ordered: bool) -> None:
+    """Wide tiles, few of them, under a right bound; by wgmma only."""
+    found = bwd_plan(Problem(1, 2, 2, 4000, seqlen_k, head_dim, "bfloat16", band), ARCHS["sm_90"])
+    assert found.is_ordered == is_ordered
+    assert (found.after is None) == is_ordered
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

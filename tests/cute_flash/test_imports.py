@@ -22,8 +22,8 @@ ORDER = (
         for name in (
             "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles",
             "tiles_bwd", "loops",
-            "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources", "ops",
-            "api",
+            "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
+            "operands", "backward", "ops", "api",
         )
     ),
     "cute_flash",  # the public names

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from cute_flash import UnsupportedError, arch, ops, ranges, use_kernels
+from cute_flash import UnsupportedError, arch, operands, ops, ranges, use_kernels
 from cute_flash import compile as compiling
 from cute_flash.plan import MAX_SEQLEN, Plan
 from tests.fake_gpu import D, FakeGpu, inputs, normal, run
@@ -135,7 +135,7 @@ def test_kernels_see_a_positive_scale(gpu: FakeGpu, scale: float, is_known: bool
         run(tensors, left=3, right=0)
     # |scale| below 1e-30 is 0 to the softmax, in both paths.
     run(tensors, scale, left=3, right=0)
-    assert gpu.last.scale == max(abs(scale), ops.MIN_SCALE)
+    assert gpu.last.scale == max(abs(scale), operands.MIN_SCALE)
     assert torch.equal(gpu.last.heads(gpu.last.q), -tensors[0] if scale < 0 else tensors[0])
     assert len(gpu.plans) == 1
 
@@ -228,7 +228,7 @@ def test_one_tensor_of_another_kind_is_no_known_signature(gpu: FakeGpu) -> None:
 
 
 def test_known_signatures_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(operands, "MAX_LAUNCHES", 3)
     for _ in range(2):
         for sk in range(1, 12):
             run(inputs(sk=sk))

@@ -1,0 +1,162 @@
+"""Stand-ins for the kernels of the gradients: they refuse what real ones could not read, and compute in fp32.
+
+Sums of dQ are kept by rows, in no order of accumulators: only the kernels know that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import arch, backward, ops
+from cute_flash.band import Band
+from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
+from tests.fake_gpu import FakeGpu
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass
+class FakeBackward(FakeGpu):
+    """Kernels by name, each with its arguments, in the order of their launches."""
+
+    keys: list[CompileKey] = field(default_factory=list)
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    bwd_plans: list[BwdPlan] = field(default_factory=list)
+
+    def detect(self, index: int | None) -> arch.ArchSpec:
+        return arch.ARCHS[self.name]
+
+    def bwd_plan(self, *args: Any) -> BwdPlan:
+        self.bwd_plans.append(bwd_plan(*args))
+        return self.bwd_plans[-1]
+
+    def compiled_kernel(self, key: CompileKey) -> Callable[..., None]:
+        self.keys.append(key)
+        kernel = {"bwd_preprocess": _before, "bwd_postprocess": _after}.get(
+            key.kernel.removesuffix("_dlse").removesuffix("_ordered").removesuffix("_sm80"), _main
+        )
+
+        def launch(*args: Any) -> None:
+            _check(key, args)
+            self.calls.append((key.kernel, args))
+            kernel(key, *args)
+
+        return launch
+
+    def arguments(self, prefix: str) -> tuple[Any, ...]:
+        """Of the last launch of a kernel whose name begins so."""
+        return next(args for name, args in reversed(self.calls) if name.startswith(prefix))
+
+
+def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
+    """What the kernels are compiled for: see their `fake_arguments`."""
+    for x in args:
+        if not isinstance(x, Tensor):
+            continue
+        if str(x.dtype) == f"torch.{key.static.dtype}":
+            *outer, element = x.stride()
+            assert x.shape[3] == key.static.head_dim
+            assert element == 1 and all(stride % 8 == 0 for stride in outer)
+            assert x.data_ptr() % 16 == 0
+        else:
+            assert x.is_contiguous() and x.dtype in (torch.float32, torch.int32)
+            # The gradient of the LSE is read one by one; workspaces by 16 bytes.
+            assert x.data_ptr() % 4 == 0
+
+
+def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse) -> None:
+    assert ("_ordered" in key.kernel) == (counters is not None)
+    assert key.kernel.endswith("_dlse") == (dlse is not None)
+    assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == dq.data_ptr() % 16 == 0
+    seqlen = out.shape[2]
+    has_keys = lse > -torch.inf
+    lse_log2.fill_(torch.inf)
+    lse_log2[:, :, :seqlen] = torch.where(has_keys, lse * LOG2_E, torch.inf)
+    d.zero_()
+    d[:, :, :seqlen] = (out.float() * dout.float()).sum(-1) - (0 if dlse is None else dlse * has_keys)
+    if counters is None:
+        assert dq.shape == (*d.shape[:2], d.shape[2] // key.tile.tile_m, key.tile.tile_m * key.tile.head_dim)
+        dq.zero_()
+    else:
+        counters.zero_()
+        dq[~has_keys] = 0
+
+
+def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
+    is_ordered = key.kernel == "bwd_sm90_ordered"
+    if key.kernel == "bwd_sm80":
+        dq, counters, (dk, dv, scale, left, right, section), dq_scale = None, None, rest, None
+    else:
+        dq, counters, dk, dv, scale, dq_scale, left, right, section = rest
+        assert abs(dq_scale) == scale
+        assert is_ordered == (dq is not None) == (counters is not None)
+    assert 0 < scale < math.inf and section >= 1
+    assert 0 <= left <= MAX_SEQLEN and 0 <= right <= MAX_SEQLEN
+    assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == sums.data_ptr() % 16 == 0
+    heads, seqlen, width = q.shape[1:]
+    band = Band(left if key.static.has_left else None, right if key.static.has_right else None)
+    group = heads // k.shape[1]
+    q, k, v, dout = (x.float() for x in (q, k, v, dout))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    rows, columns = torch.arange(seqlen)[:, None], torch.arange(k.shape[2])
+    offset = columns - rows - (k.shape[2] - seqlen)
+    hidden = (offset > (math.inf if band.right is None else band.right)) | (
+        offset < (-math.inf if band.left is None else -band.left)
+    )
+    p = (scores - lse_log2[:, :, :seqlen, None] / LOG2_E).exp().masked_fill(hidden, 0)
+    ds = p * (dout @ v.mT - d[:, :, :seqlen, None])
+    dv.copy_((p.mT @ dout).unflatten(1, (-1, group)).sum(2))
+    dk.copy_((ds.mT @ q * scale).unflatten(1, (-1, group)).sum(2))
+    if is_ordered:
+        assert not counters.any()
+        has_keys = lse_log2[:, :, :seqlen] < torch.inf
+        dq[has_keys] = (ds @ k * dq_scale).to(dq.dtype)[has_keys]
+        sums.fill_(torch.nan)
+        counters.fill_(7)
+    else:
+        _rows(key, sums)[:, :, :seqlen, :width] += ds @ k
+
+
+def _after(key, sums, dq, scale) -> None:
+    assert not key.kernel.endswith("_ordered")
+    dq.copy_(_rows(key, sums)[:, :, : dq.shape[2], : dq.shape[3]] * scale)
+
+
+def _rows(key, sums: Tensor) -> Tensor:
+    return sums.view(*sums.shape[:2], -1, key.tile.head_dim)
+
+
+def run(
+    tensors: list[Tensor],
+    scale: float = 0.3,
+    left: int | None = None,
+    right: int | None = None,
+    *,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    out: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, ...]:
+    """The gradients of the CUDA path, compared with those of the CPU path."""
+    found_out, lse = ops.fwd(*tensors, scale, left, right)
+    out = found_out if out is None else out.copy_(found_out)
+    if dout is None:
+        generator = torch.Generator().manual_seed(5)
+        dout = torch.randn(out.shape, generator=generator).to(out.dtype)
+    args = (dout, dlse, *tensors, out, lse, scale, left, right, deterministic)
+    before = [None if x is None else x.clone() for x in args[:7]]
+    grads = backward.bwd_cuda(*args)
+    for grad, expected, x in zip(grads, ops.bwd(*args), tensors, strict=True):
+        assert (grad.shape, grad.stride(), grad.dtype) == (expected.shape, expected.stride(), x.dtype)
+        torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)
+    assert all(x is None or torch.equal(x, y) for x, y in zip(args, before, strict=False)), (
+        "inputs were written"
+    )
+    return grads
