@@ -178,6 +178,23 @@ class BwdPlan:
     def num_m_blocks(self) -> int:
         return ceil_div(self.problem.seqlen_q, self.tile.tile_m)
 
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of keys."""
+        problem = self.problem
+        return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the Hopper kernel: persistent; in order one a tile, as who is waited for must have begun."""
+        return self.num_tiles if self.is_ordered else min(self.num_tiles, self.arch.num_sms)
+
+    @property
+    def draws_tiles(self) -> bool:
+        """Whether blocks draw their tiles from a counter, as tiles differ in length."""
+        static = self.problem.static
+        return self.family == "sm90" and not self.is_ordered and (static.has_left or static.has_right)
+
 
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""

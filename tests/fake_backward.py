@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_flash import arch, backward, ops
 from cute_flash.band import Band
 from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
-from tests.fake_gpu import FakeGpu
+from tests.fake_gpu import COUNTER, FakeGpu
 
 LOG2_E = math.log2(math.e)
 
@@ -93,7 +93,10 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     if key.kernel == "bwd_sm80":
         dq, counters, (dk, dv, scale, left, right, section), dq_scale = None, None, rest, None
     else:
-        dq, counters, dk, dv, scale, dq_scale, left, right, section = rest
+        dq, counters, dk, dv, scale, dq_scale, left, right, section, num_blocks, counter = rest
+        assert num_blocks >= 1
+        static = key.static
+        assert (counter == COUNTER) == ((static.has_left or static.has_right) and not is_ordered)
         assert abs(dq_scale) == scale
         assert is_ordered == (dq is not None) == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
