@@ -104,27 +104,40 @@ def read_tile(shared: Shared, count: Int32):
 
 @cute.jit
 def add_dq_in_order(p: Params, shared: Shared):
-    """The same in turn, of one tile: the first stores, and the last writes the result, in `close_dq`."""
+    """The same in turn, of one tile: the first stores, and the last writes the result, in `close_dq`.
+
+    The turn at a block is passed on when its additions are complete, and that is waited for only after those
+    of the next block have been started. The blocks that are not this tile's to close come first.
+    """
     tile = p.tile(Int32(0), Int32(0), read_tile(shared, Int32(0)))
-    handed = Int32(0)
+    fill = Int32(0)
     for g in cutlass.range(p.heads_per_kv, unroll=1):
-        head = tile.head_kv * p.heads_per_kv + g
+        head, begin = tile.head_kv * p.heads_per_kv + g, fill
         for i in cutlass.range(tile.walk.num, unroll=1):
             m_block = tile.walk.block(i)
-            where = (head, tile.batch, m_block)
             rank, last = p.turns.turn(tile.n_block, m_block)
             gdQ = p.mdQ[tile.batch, head, m_block, None]
             if rank < last:
                 if rank == 0:
-                    add_parts(p, shared, gdQ, handed, True)
+                    add_parts(p, shared, gdQ, fill, True)
                 else:
                     with cute.arch.elect_one():
-                        p.turns.wait(where, rank)
-                    add_parts(p, shared, gdQ, handed, False)
-                with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    p.turns.pass_on(where, rank)
-                handed += 1
+                        p.turns.wait((head, tile.batch, m_block), rank)
+                    add_parts(p, shared, gdQ, fill, False)
+                if i > 0:
+                    pass_on(p, tile, head, m_block - 1, NUM_WARPGROUPS)
+                fill += 1
+        if fill > begin:
+            pass_on(p, tile, head, tile.walk.block(fill - begin - 1), 0)
+
+
+@cute.jit
+def pass_on(p: Params, tile: Tile, head: Int32, m_block: Int32, later: cutlass.Constexpr):
+    """The turn at a block whose additions were started before the last `later` ones."""
+    rank, _ = p.turns.turn(tile.n_block, m_block)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(later)
+        p.turns.pass_on((head, tile.batch, m_block), rank)
 
 
 @cute.jit

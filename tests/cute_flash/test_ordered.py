@@ -54,28 +54,46 @@ def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, ti
             here = [turns[n, m] for n in range(num_n) if m in walks[n]]
             assert sorted(rank for rank, _ in here) == list(range(len(here)))
             assert all(last == len(here) - 1 for _, last in here)
-        assert simulated_steps(walks, turns, 1) is not None, f"deadlock at {sq} x {sk}"
+        for n, walk in enumerate(walks):
+            # Up by one, and first those that another tile closes: `add_dq_in_order` counts on it.
+            assert walk == sorted(walk) and (not walk or walk[-1] - walk[0] == len(walk) - 1)
+            is_handed = [turns[n, m][0] < turns[n, m][1] for m in walk]
+            assert is_handed == sorted(is_handed, reverse=True)
+        for slots in (1, 2, num_n):
+            for is_late in (False, True):
+                steps = simulated_steps(walks, turns, slots, is_late)
+                assert steps is not None, f"deadlock at {sq} x {sk}, {slots} at a time"
         if sq == sk and band.left is None and band.right is not None:
             # Nobody waits: no more steps than the longest walk has.
             assert simulated_steps(walks, turns, num_n) == max(map(len, walks))
 
 
 def simulated_steps(
-    walks: list[list[int]], turns: dict[tuple[int, int], list[int]], slots: int
+    walks: list[list[int]], turns: dict[tuple[int, int], list[int]], slots: int, is_late: bool = False
 ) -> int | None:
-    """Steps in which all walks end, if `slots` tiles of keys run at a time, begun from the last down."""
-    done, added, steps = [0] * len(walks), dict.fromkeys((m for walk in walks for m in walk), 0), 0
+    """Steps in which all walks end, if `slots` tiles of keys run at a time, begun from the last down.
+
+    `is_late`: a turn is passed on with the next addition of the tile, or at once if there is none.
+    """
+    done, passed, steps = [0] * len(walks), dict.fromkeys((m for walk in walks for m in walk), 0), 0
     waiting, running = list(reversed(range(len(walks)))), []
     while waiting or running:
         running = [n for n in running if done[n] < len(walks[n])]
         while waiting and len(running) < slots:
             running.append(waiting.pop(0))
         active = [n for n in running if done[n] < len(walks[n])]
-        due = [n for n in active if turns[n, walks[n][done[n]]][0] == added[walks[n][done[n]]]]
+        due = [n for n in active if turns[n, walks[n][done[n]]][0] == passed[walks[n][done[n]]]]
         if active and not due:
             return None
         for n in due:
-            added[walks[n][done[n]]] += 1
+            i = done[n]
+            handed = [m for m in walks[n] if turns[n, m][0] < turns[n, m][1]]
+            if is_late and i < len(handed):
+                told = handed[max(i - 1, 0) : i] + (handed[i:] if i + 1 == len(handed) else [])
+            else:
+                told = walks[n][i : i + 1]
+            for m in told:
+                passed[m] += 1
             done[n] += 1
         steps += bool(active)
     return steps
