@@ -26,6 +26,12 @@ class BwdTileSm90:
     def num_threads(self) -> int:
         return 3 * 128
 
+    def registers(self, is_ordered: bool) -> tuple[int, int]:
+        """What a thread of the copying warps, and one of the others, may use: in order the former need a few
+        more, where the latter can spare them.
+        """
+        return (40, 232) if is_ordered and self.head_dim > 64 else (24, 240)
+
     @property
     def dq_part(self) -> tuple[int, int]:
         """Rows and columns of a block of dQ that each warpgroup multiplies: half of the rows, if there are

@@ -234,8 +234,9 @@ class BwdSm90:
         # Until the preprocess kernel has ended; the postprocess kernel may be launched, and waits likewise.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        for_copies, for_mma = self.tile.registers(self.is_ordered)
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(for_copies)
             if warp_index == 0:
                 copies.load(p, shared)
             if warp_index == 1:
@@ -244,7 +245,7 @@ class BwdSm90:
                 else:
                     copies.add_dq(p, shared)
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(for_mma)
             self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:

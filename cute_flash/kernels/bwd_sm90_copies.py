@@ -116,8 +116,8 @@ def add_dq_in_order(p: Params, shared: Shared):
         for i in cutlass.range(tile.walk.num, unroll=1):
             m_block = tile.walk.block(i)
             rank, last = p.turns.turn(tile.n_block, m_block)
-            gdQ = p.mdQ[tile.batch, head, m_block, None]
             if rank < last:
+                gdQ = p.mdQ[tile.batch, head, m_block, None]
                 if rank == 0:
                     add_parts(p, shared, gdQ, fill, True)
                 else:
