@@ -7,11 +7,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from cute_flash.device.ldmatrix import STEP, Landing, Operand, operand
+from cute_flash.device.views import transposed
 from layouts.smem import SmemTile
-
-
-def transposed(sX: cute.Tensor) -> cute.Tensor:
-    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, 2]))
 
 
 @dataclass(frozen=True)

@@ -31,3 +31,9 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
         ((*pair, two), tiles_m, tiles_k), stride=((*pair_stride, two_stride), m_stride, k_stride)
     )
     return cute.make_tensor(acc.iterator, operand)
+
+
+def transposed(sX: cute.Tensor) -> cute.Tensor:
+    """(rows, columns, ...) as (columns, rows, ...)"""
+    modes = [1, 0, *range(2, cute.rank(sX))]
+    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=modes))

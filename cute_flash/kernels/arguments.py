@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from cute_flash.problem import Static
@@ -52,3 +52,11 @@ def fake_gradients(static: Static, dq_elements: int) -> tuple[cute.Tensor, ...]:
         tensor(heads_kv, seqlen_k, static.head_dim),
         tensor(heads_kv, seqlen_k, static.width_v),
     )
+
+
+def fake_order(q: cute.Tensor, dq: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Where sums of dQ are added in order: its rows, like q, and a counter for each block of sums in `dq`."""
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    rows = make_fake_tensor(q.element_type, q.shape, strides, assumed_align=16)
+    counters = make_fake_compact_tensor(Int32, dq.shape[:3], stride_order=(2, 1, 0), assumed_align=4)
+    return rows, counters

@@ -32,7 +32,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
@@ -44,9 +44,10 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
-from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
+from cute_flash.kernels.arguments import fake_gradients, fake_order
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
@@ -78,11 +79,6 @@ class Main:
     turns: Turns
 
 
-def transposed(sX: cute.Tensor) -> cute.Tensor:
-    modes = [1, 0, *range(2, cute.rank(sX))]
-    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=modes))
-
-
 class BwdSm90:
     is_ordered = False
 
@@ -102,55 +98,10 @@ class BwdSm90:
         return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}"
 
     def fake_arguments(self) -> tuple:
-        batch, heads, heads_kv, seqlen_q, seqlen_k, padded = (cute.sym_int() for _ in range(6))
-        d, dp = self.static.head_dim, self.tile.head_dim
-
-        def tensor(num_heads, seqlen):
-            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-            return make_fake_tensor(self.dtype, (batch, num_heads, seqlen, d), strides, assumed_align=16)
-
-        def rows():
-            return make_fake_compact_tensor(
-                Float32, (batch, heads, padded), stride_order=(2, 1, 0), assumed_align=16
-            )
-
-        blocks = cute.sym_int()
-        size = self.tile.tile_m * dp
-        mdQ = make_fake_compact_tensor(
-            Float32, (batch, heads, blocks, size), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-        q, k, v, do = (
-            tensor(heads, seqlen_q),
-            tensor(heads_kv, seqlen_k),
-            tensor(heads_kv, seqlen_k),
-            tensor(heads, seqlen_q),
-        )
-        dk, dv = tensor(heads_kv, seqlen_k), tensor(heads_kv, seqlen_k)
-        order = (2, 1, 0)
-        counters = make_fake_compact_tensor(
-            Int32, (batch, heads, blocks), stride_order=order, assumed_align=4
-        )
-        return (
-            q,
-            k,
-            v,
-            do,
-            rows(),
-            rows(),
-            mdQ,
-            tensor(heads, seqlen_q) if self.is_ordered else None,
-            counters if self.is_ordered else None,
-            dk,
-            dv,
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            Int32(1),
-            Int64(0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+        *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
+        order = fake_order(given[0], given[6]) if self.is_ordered else (None, None)
+        scalars = (Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
+        return (*given, *order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
