@@ -19,8 +19,8 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 | shared memory | elements                    | life                                        |
 |---------------|-----------------------------|---------------------------------------------|
 | sK, sV        | tile_n x tile_d             | whole tile                                  |
-| sQ, sdO       | stages x tile_m x tile_d    | one block of queries                        |
-| sdS           | 2 x tile_n x tile_m         | one block: the halves of both warpgroups    |
+| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV in the next      |
+| sdS           | 2 x tile_n x tile_m         | one block, until dQ in the next but one     |
 | sdQ           | tile_m x tile_d, fp32       | one block, in the order of the accumulators |
 | sLSE, sD      | stages x tile_m, fp32       | one block of queries                        |
 """
