@@ -26,12 +26,6 @@ class BwdTileSm90:
     def num_threads(self) -> int:
         return 3 * 128
 
-    def registers(self, is_ordered: bool) -> tuple[int, int]:
-        """What a thread of the copying warps, and one of the others, may use: in order the former need a few
-        more, where the latter can spare them.
-        """
-        return (40, 232) if is_ordered and self.head_dim > 64 else (24, 240)
-
     @property
     def dq_part(self) -> tuple[int, int]:
         """Rows and columns of a block of dQ that each warpgroup multiplies: half of the rows, if there are
@@ -46,7 +40,7 @@ class BwdTileSm90:
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
         # Two tiles are written down, in 16 bytes each.
-        return 2 * halves + 4 * floats + 32 + 8 * (12 + 4 * self.stages)
+        return 2 * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages)
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block

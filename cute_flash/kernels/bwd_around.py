@@ -27,7 +27,7 @@ class BeforeParams:
     mLSE: cute.Tensor  # (B, H, Sq)
     mLSE_log2: cute.Tensor  # (B, H, Sq padded)
     mD: cute.Tensor
-    mdQ: cute.Tensor  # sums (B, H, m_block, elements of a tile) in fp32; ordered: the result (B, H, Sq, D)
+    mdQ: cute.Tensor  # sums (B, H, m_block, elements of a tile) in fp32
     mCounters: cute.Tensor | None  # (B, H, m_block)
     mdLSE: cute.Tensor | None
 
@@ -35,7 +35,7 @@ class BeforeParams:
 class BwdPreprocess:
     """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and past the end.
 
-    And dQ = 0; before `BwdSm90Ordered`, which needs no zeros, of rows without keys only, and the counters.
+    And the sums of dQ = 0, and the counters of `BwdSm90Ordered`.
     """
 
     has_dlse = False
@@ -73,7 +73,7 @@ class BwdPreprocess:
             rows(seqlen),
             rows(padded),
             rows(padded),
-            x() if self.is_ordered else sums,
+            sums,
             compact(Int32, batch, heads, blocks) if self.is_ordered else None,
             rows(seqlen) if self.has_dlse else None,
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -111,8 +111,7 @@ class BwdPreprocess:
         if cutlass.const_expr(self.is_ordered):
             if thread == 0:
                 p.mCounters[batch, head, m_block] = Int32(0)
-        else:
-            self.zero_sums(p.mdQ[batch, head, m_block, None], thread)
+        self.zero_sums(p.mdQ[batch, head, m_block, None], thread)
         rows_at_once = THREADS // self.per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = m_block * self.tile_m + i * rows_at_once + thread // self.per_row
@@ -141,10 +140,6 @@ class BwdPreprocess:
                 cute.autovec_copy(self.vector(p.mdO[batch, head, None, None], row, column), rdO)
                 products = rO.load().to(Float32) * rdO.load().to(Float32)
                 dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                if cutlass.const_expr(self.is_ordered):
-                    if lse == Float32.inf:
-                        rO.fill(0.0)
-                        cute.autovec_copy(rO, self.vector(p.mdQ[batch, head, None, None], row, column))
         offset = self.per_row // 2
         while cutlass.const_expr(offset > 0):
             dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=offset)

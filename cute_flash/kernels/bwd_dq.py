@@ -25,14 +25,6 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
     )
 
 
-def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
-    """Start copying `num_bytes` in shared memory to global memory; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
-    )
-
-
 @cute.jit
 def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
     """Add the sums of a block to this thread's registers. Not through L1, which other SMs do not write to."""

@@ -6,8 +6,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_flash.device.barriers import Ring
+from cute_flash.device.ptx import rederived
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.bwd_dq import bulk_add, bulk_store
+from cute_flash.kernels.bwd_dq import bulk_add
 from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shared, Tile
 
 
@@ -51,7 +52,7 @@ def load_keys(p: Params, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, tile: Til
 @cute.jit
 def load_block(p: Params, shared: Shared, tile: Tile, fill: Int32, g: Int32, i: Int32):
     """A block of Q and dO, with LSE and D: the i-th of the g-th head."""
-    where = (tile.walk.block(i), tile.head_kv * p.heads_per_kv + g, tile.batch)
+    where = (tile.block(i), tile.head_kv * p.heads_per_kv + g, tile.batch)
     load_rows(p, p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
     load_rows(p, p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
 
@@ -74,8 +75,10 @@ def load_rows(
 
 
 @cute.jit
-def add_dq(p: Params, shared: Shared):
-    """Add each warpgroup's part of dQ to global memory as soon as it stands."""
+def add_dq(p: Params, shared: Shared, adder: Int32):
+    """Add each warpgroup's part of dQ to global memory: of every block as soon as it stands, or, by one of
+    several warps, of its share of them in turn.
+    """
     count, fill = Int32(0), Int32(0)  # of tiles; of blocks
     coord = read_tile(shared, count)
     while coord[0] != NO_TILE:
@@ -83,9 +86,11 @@ def add_dq(p: Params, shared: Shared):
         for g in cutlass.range(p.heads_per_kv, unroll=1):
             head = tile.head_kv * p.heads_per_kv + g
             for i in cutlass.range(tile.walk.num, unroll=1):
-                gdQ = p.mdQ[tile.batch, head, tile.walk.block(i), None]
-                add_parts(p, shared, gdQ, fill + i, False)
-            fill += tile.walk.num
+                if cutlass.const_expr(p.num_adders == 1):
+                    add_parts(p, shared, p.mdQ[tile.batch, head, tile.block(i), None], fill)
+                elif fill % p.num_adders == adder:
+                    add_in_turn(p, shared, tile, head, tile.block(i), fill)
+                fill += 1
         count += 1
         coord = read_tile(shared, count)
     with cute.arch.elect_one():
@@ -94,7 +99,7 @@ def add_dq(p: Params, shared: Shared):
 
 @cute.jit
 def read_tile(shared: Shared, count: Int32):
-    """By the warp that adds dQ."""
+    """By a warp that adds dQ."""
     shared.k.wait_full(count)
     coord = shared.told_tile(count)
     cute.arch.sync_warp()
@@ -103,53 +108,30 @@ def read_tile(shared: Shared, count: Int32):
 
 
 @cute.jit
-def add_dq_in_order(p: Params, shared: Shared):
-    """The same in turn, of one tile: the first stores, and the last writes the result, in `close_dq`.
-
-    The turn at a block is passed on when its additions are complete, and that is waited for only after those
-    of the next block have been started. The blocks that are not this tile's to close come first.
-    """
-    tile = p.tile(Int32(0), Int32(0), read_tile(shared, Int32(0)))
-    fill = Int32(0)
-    for g in cutlass.range(p.heads_per_kv, unroll=1):
-        head, begin = tile.head_kv * p.heads_per_kv + g, fill
-        for i in cutlass.range(tile.walk.num, unroll=1):
-            m_block = tile.walk.block(i)
-            rank, last = p.turns.turn(tile.n_block, m_block)
-            if rank < last:
-                gdQ = p.mdQ[tile.batch, head, m_block, None]
-                if rank == 0:
-                    add_parts(p, shared, gdQ, fill, True)
-                else:
-                    with cute.arch.elect_one():
-                        p.turns.wait((head, tile.batch, m_block), rank)
-                    add_parts(p, shared, gdQ, fill, False)
-                if i > 0:
-                    pass_on(p, tile, head, m_block - 1, NUM_WARPGROUPS)
-                fill += 1
-        if fill > begin:
-            pass_on(p, tile, head, tile.walk.block(fill - begin - 1), 0)
-
-
-@cute.jit
-def pass_on(p: Params, tile: Tile, head: Int32, m_block: Int32, later: cutlass.Constexpr):
-    """The turn at a block whose additions were started before the last `later` ones."""
-    rank, _ = p.turns.turn(tile.n_block, m_block)
+def add_in_turn(p: Params, shared: Shared, tile: Tile, head: Int32, m_block: Int32, fill: Int32):
+    """Both parts of a block, when the tiles before have added theirs; then it is the next one's turn."""
+    # Few registers: addresses are to be made anew for each block.
+    head, batch = rederived(head), rederived(tile.batch)
+    where, rank = (head, batch, m_block), p.turns.turn(tile.n_block, m_block)
     with cute.arch.elect_one():
-        cute.arch.cp_async_bulk_wait_group(later)
-        p.turns.pass_on((head, tile.batch, m_block), rank)
+        p.turns.wait(where, rank)
+    cute.arch.sync_warp()
+    add_parts(p, shared, p.mdQ[batch, head, m_block, None], fill)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0)
+        p.turns.pass_on(where, rank)
+    cute.arch.sync_warp()
 
 
 @cute.jit
-def add_parts(p: Params, shared: Shared, gdQ: cute.Tensor, fill: Int32, is_first: cutlass.Constexpr):
+def add_parts(p: Params, shared: Shared, gdQ: cute.Tensor, fill: Int32):
     """Both warpgroups' parts of a block; their shared memory is free again after it."""
     part = p.shapes.tile.tile_m * p.shapes.tile.head_dim // NUM_WARPGROUPS
-    start = bulk_store if is_first else bulk_add
     for w in cutlass.range_constexpr(NUM_WARPGROUPS):
         dq_fill = fill * NUM_WARPGROUPS + w
         shared.dq.wait_full(dq_fill)
         with cute.arch.elect_one():
-            start(gdQ.iterator + w * part, shared.sdQ[None, None, None, w].iterator, 4 * part)
+            bulk_add(gdQ.iterator + w * part, shared.sdQ[None, None, None, w].iterator, 4 * part)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         shared.dq.release(dq_fill)

@@ -24,6 +24,8 @@ SMEM_ALIGN = 1024
 NO_TILE = -1
 # Tiles written down at a time: the next one is, while outputs of this one are still on their way.
 TILE_SLOTS = 2
+# Warps that add dQ in turn, a block each: a warp waits for one phase of a barrier, not for the next but one.
+ADDERS_IN_ORDER = 2
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,7 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
     mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    mdQ_rows: cute.Tensor | None  # (B, H, Sq, D), where tiles of keys add in order
-    turns: Order | None
-    dq_scale: Float32
+    turns: Order | None  # where tiles of keys add in order
     mdK: cute.Tensor  # (B, Hkv, Sk, D)
     mdV: cute.Tensor
     seqlen_q: Int32
@@ -79,7 +79,17 @@ class Params:
     def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
         tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
         blocks = self.band.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
-        return Tile(count, fill, *coord, blocks, blocks.walk(ascends=True))
+        # Without a mask every tile begins elsewhere, for few to add to the same block at a time; but not in
+        # order, where the turns come one after the other.
+        shift = None
+        if self.band.left is None and self.band.right is None and self.turns is None:
+            shift = coord[0] * blocks.end // self.order.num_m_blocks
+        return Tile(count, fill, *coord, blocks, blocks.walk(ascends=True), shift)
+
+    @property
+    def num_adders(self) -> int:
+        """Warps that add dQ: in order they wait for each other's turns and for additions to be complete."""
+        return 1 if self.turns is None else ADDERS_IN_ORDER
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class Shared:
     v: Ring
     q: Ring  # with LSE
     do: Ring  # with D
-    dq: Ring  # a stage for each warpgroup
+    dq: Ring  # of each warpgroup; memory for one block, barriers for as many as there are adders
     ds: Ring  # full: both warpgroups have written; empty: both have read
 
     @staticmethod
@@ -117,15 +127,15 @@ class Shared:
         order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
         tiles = smem.allocate_tensor(Int32, cute.make_layout((4, TILE_SLOTS)), 16)
-        stages = (1, 1, tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)
+        parts = NUM_WARPGROUPS * ADDERS_IN_ORDER
+        stages = (1, 1, tile.stages, tile.stages, parts, DS_STAGES)
         rings = [Ring.allocate(smem, number) for number in stages]
         return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, tiles, *rings)
 
     @cute.jit
-    def init_barriers(self):
+    def init_barriers(self, num_adders: cutlass.Constexpr):
         """By one thread, before a fence and a barrier of all."""
-        # The warps that multiply, and the one that adds dQ.
-        self.k.init(1, 4 * NUM_WARPGROUPS + 1)
+        self.k.init(1, 4 * NUM_WARPGROUPS + num_adders)
         self.v.init(1, 4 * NUM_WARPGROUPS)
         self.q.init(1, BOTH)
         self.do.init(1, BOTH)
@@ -156,3 +166,11 @@ class Tile:
     batch: Int32
     blocks: BlockRange  # of queries that see them
     walk: Walk  # over those
+    shift: Int32 | None  # of the walk's beginning
+
+    def block(self, i: Int32) -> Int32:
+        """The block of queries that is the i-th on the way."""
+        if self.shift is None:
+            return self.walk.block(i)
+        block = self.walk.block(i) + self.shift
+        return cutlass.select_(block >= self.walk.num, block - self.walk.num, block)
