@@ -53,6 +53,44 @@ class BwdTileSm90:
 
 
 @dataclass(frozen=True)
+class BwdTileSm90Wide:
+    """`tile_n` keys, half of them to each of two warpgroups, against blocks of `tile_m` queries; of dK, dV and
+    dQ each warpgroup has half of the columns.
+    """
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    q_stages: int = 2  # buffers of Q
+    do_stages: int = 1  # buffers of dO
+    measured: str = field(default="", compare=False)
+
+    @property
+    def num_threads(self) -> int:
+        return 3 * 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """What a thread of the copying warps, and one of the others, may use."""
+        return 24, 240
+
+    @property
+    def dq_part(self) -> tuple[int, int]:
+        """Rows and columns of a block of dQ that each warpgroup multiplies."""
+        return self.tile_m, self.head_dim // 2
+
+    @property
+    def smem_bytes(self) -> int:
+        stages = self.q_stages + self.do_stages
+        rows = 2 * self.tile_n + stages * self.tile_m
+        halves = rows * self.head_dim + 3 * self.tile_m * self.tile_n
+        return 2 * halves + 4 * stages * self.tile_m + 8 * (4 + 2 * stages)
+
+    def fits(self, arch: ArchSpec) -> bool:
+        return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
+
+
+@dataclass(frozen=True)
 class BwdTile:
     """`tile_n` keys against blocks of `tile_m` queries, on mma.sync.
 
