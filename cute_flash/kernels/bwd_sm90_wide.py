@@ -86,6 +86,8 @@ class Main:
     rKt: tuple  # descriptors (MMA, MMA_N, MMA_K)
     acc_dK: tuple
     acc_dV: tuple
+    acc_S: cute.Tensor
+    scratch: cute.Tensor  # dP, and the halves of dQ, one after the other
     tScS: cute.Tensor  # (query, key) of every element of S
     free: Turns  # sP, and the other buffer of sdS, are read no more by the other warpgroup
 
@@ -241,6 +243,8 @@ class BwdSm90Wide:
             ),
             accumulators(),
             accumulators(),
+            cute.make_rmem_tensor(s.partition_shape_C((tile.tile_m, self.keys)), Float32),
+            cute.make_rmem_tensor(tile.tile_m * columns // WARPGROUP_THREADS, Float32),
             p.mma_s.get_slice(thread).partition_C(coords),
             Turns(FIRST_FREE, NUM_WARPGROUPS, wg),
         )
@@ -325,20 +329,16 @@ class BwdSm90Wide:
         """S = Q K^T"""
         ring = main.shared.q
         ring.wait_full(fill)
-        return self._start_scores(p, main.rQ[None, None, None, ring.stage(fill)], main.rK)
+        start_gemm(p.mma_s, main.acc_S, main.rQ[None, None, None, ring.stage(fill)], main.rK, False)
+        return main.acc_S
 
     @cute.jit
     def start_dp(self, p: Params, main: Main, fill: Int32):
         """dP = dO V^T"""
         ring = main.shared.do
         ring.wait_full(fill)
-        return self._start_scores(p, main.rdO[None, None, None, ring.stage(fill)], main.rV)
-
-    @cute.jit
-    def _start_scores(self, p: Params, rA: cute.Tensor, rB: cute.Tensor):
-        shape = p.mma_s.get_slice(0).partition_shape_C((self.tile.tile_m, self.keys))
-        acc = cute.make_rmem_tensor(shape, Float32)
-        start_gemm(p.mma_s, acc, rA, rB, False)
+        acc = cute.make_tensor(main.scratch.iterator, main.acc_S.layout)
+        start_gemm(p.mma_s, acc, main.rdO[None, None, None, ring.stage(fill)], main.rV, False)
         return acc
 
     @cute.jit
@@ -357,7 +357,7 @@ class BwdSm90Wide:
     def start_dq(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dQ = dS K"""
         shape = p.mma_dq.get_slice(0).partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS))
-        acc = cute.make_rmem_tensor(shape, Float32)
+        acc = cute.make_tensor(main.scratch.iterator, cute.make_layout(shape))
         start_gemm(p.mma_dq, acc, main.rdSt[None, None, None, fill % 2], main.rKt[half], False)
         return acc
 
