@@ -47,6 +47,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.mask import Mask
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.stmatrix import store_transposed
@@ -261,9 +262,11 @@ class BwdSm90Wide:
         shared.v.wait_full(0)
         if total > 0:
             self.first_scores(p, main, tile)
+            # Of blocks: of which head, and the how manieth of its.
+            head, i = tile.head_kv * p.heads_per_kv, Int32(0)
             for fill in cutlass.range(total - 1, unroll=1):
-                self.one_block(p, main, tile, fill)
-            self.last_block(p, main, tile, total - 1)
+                head, i = self.one_block(p, main, tile, fill, (head, i))
+            self.last_block(p, main, tile, total - 1, (head, i))
         self.write(p, main, tile)
 
     @cute.jit
@@ -271,13 +274,13 @@ class BwdSm90Wide:
         """P and dS of the first block."""
         acc_S, acc_dP = self.start_s(p, main, Int32(0)), self.start_dp(p, main, Int32(0))
         warpgroup.wait_group(1)
-        self.make_p(p, main, tile, acc_S, Int32(0))
+        self.make_p(p, main, tile, acc_S, Int32(0), Int32(0))
         self.share(main, acc_S, main.shared.sP)
         warpgroup.wait_group(0)
         self.make_ds(main, acc_S, acc_dP, Int32(0))
 
     @cute.jit
-    def one_block(self, p: Params, main: Main, tile: Tile, fill: Int32):
+    def one_block(self, p: Params, main: Main, tile: Tile, fill: Int32, where: tuple):
         """Gradients of a block from its P and dS, and P and dS of the next.
 
         The other warpgroup's parts of P and dS have been written, by the barrier in `make_ds`. They are
@@ -296,33 +299,37 @@ class BwdSm90Wide:
         shared.do.release(fill)
         main.free.pass_on()
         warpgroup.wait_group(1)
-        self.add_dq(p, main, tile, acc_dQ, fill, 0)
+        self.add_dq(p, main, tile, acc_dQ, where, 0)
         acc_dQ = self.start_dq(p, main, fill, 1)
         acc_S = self.start_s(p, main, fill + 1)
         warpgroup.wait_group(1)
-        self.add_dq(p, main, tile, acc_dQ, fill, 1)
+        self.add_dq(p, main, tile, acc_dQ, where, 1)
         acc_dP = self.start_dp(p, main, fill + 1)
         self.start_dk(p, main, fill, 1)
         # S
         warpgroup.wait_group(2)
-        self.make_p(p, main, tile, acc_S, fill + 1)
+        head, i = where
+        is_last = i + 1 == tile.walk.num
+        head, i = head + 1 if is_last else head, Int32(0) if is_last else i + 1
+        self.make_p(p, main, tile, acc_S, fill + 1, i)
         main.free.wait()
         self.share(main, acc_S, shared.sP)
         # dP
         warpgroup.wait_group(1)
         self.make_ds(main, acc_S, acc_dP, fill + 1)
+        return head, i
 
     @cute.jit
-    def last_block(self, p: Params, main: Main, tile: Tile, fill: Int32):
+    def last_block(self, p: Params, main: Main, tile: Tile, fill: Int32, where: tuple):
         self.start_dv(p, main)
         acc_dQ = self.start_dq(p, main, fill, 0)
         self.start_dk(p, main, fill, 0)
         self.start_dk(p, main, fill, 1)
         warpgroup.wait_group(2)
-        self.add_dq(p, main, tile, acc_dQ, fill, 0)
+        self.add_dq(p, main, tile, acc_dQ, where, 0)
         acc_dQ = self.start_dq(p, main, fill, 1)
         warpgroup.wait_group(0)
-        self.add_dq(p, main, tile, acc_dQ, fill, 1)
+        self.add_dq(p, main, tile, acc_dQ, where, 1)
 
     @cute.jit
     def start_s(self, p: Params, main: Main, fill: Int32):
@@ -351,29 +358,28 @@ class BwdSm90Wide:
     def start_dk(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dK^T += Q^T dS"""
         rQt = main.rQt[half][None, None, None, main.shared.q.stage(fill)]
-        start_gemm(p.mma_dkv, main.acc_dK[half], rQt, main.rdS[None, None, None, fill % 2], True)
+        start_gemm(p.mma_dkv, main.acc_dK[half], rQt, main.rdS[None, None, None, fill & 1], True)
 
     @cute.jit
     def start_dq(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dQ = dS K"""
         shape = p.mma_dq.get_slice(0).partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS))
         acc = cute.make_tensor(main.scratch.iterator, cute.make_layout(shape))
-        start_gemm(p.mma_dq, acc, main.rdSt[None, None, None, fill % 2], main.rKt[half], False)
+        start_gemm(p.mma_dq, acc, main.rdSt[None, None, None, fill & 1], main.rKt[half], False)
         return acc
 
     @cute.jit
     def add_dq(
-        self, p: Params, main: Main, tile: Tile, acc: cute.Tensor, fill: Int32, half: cutlass.Constexpr
+        self, p: Params, main: Main, tile: Tile, acc: cute.Tensor, where: tuple, half: cutlass.Constexpr
     ):
-        num = tile.walk.num
-        head, m_block = tile.head_kv * p.heads_per_kv + fill // num, tile.walk.block(fill % num)
-        gdQ = p.mdQ[tile.batch, head, m_block, None]
+        head, i = where
+        gdQ = p.mdQ[tile.batch, head, tile.walk.block(i), None]
         add_to_sums(gdQ, acc, HALVES * main.wg + half, main.thread)
 
     @cute.jit
-    def make_p(self, p: Params, main: Main, tile: Tile, acc_S: cute.Tensor, fill: Int32):
+    def make_p(self, p: Params, main: Main, tile: Tile, acc_S: cute.Tensor, fill: Int32, i: Int32):
         """S -> P = exp(scale S - LSE), in place"""
-        self.mask(p, main, tile, acc_S, fill)
+        self.mask(p, main, tile, acc_S, tile.walk.block(i))
         rLSE = self.load_rows(main, main.shared.sLSE[None, main.shared.q.stage(fill)])
         S_mn, scale_log2 = as_mn(acc_S), p.scale * LOG2_E
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
@@ -381,16 +387,22 @@ class BwdSm90Wide:
                 S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[r], fastmath=True)
 
     @cute.jit
-    def mask(self, p: Params, main: Main, tile: Tile, acc_S: cute.Tensor, fill: Int32):
+    def mask(self, p: Params, main: Main, tile: Tile, acc_S: cute.Tensor, m_block: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut.
         Queries past the end have an infinite LSE.
         """
-        m_block, blocks = tile.walk.block(fill % tile.walk.num), tile.blocks
+        blocks = tile.blocks
         first_key = tile.n_block * self.tile.tile_n + main.wg * self.keys
         is_tail = first_key + self.keys > p.seqlen_k
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
-            mask = Mask(p.band, p.seqlen_q, p.seqlen_k, m_block * self.tile.tile_m, main.tScS)
+            coords = self._coords(p, rederived(main.thread))
+            mask = Mask(p.band, p.seqlen_q, p.seqlen_k, m_block * self.tile.tile_m, coords)
             mask.apply(as_mn(acc_S), first_key)
+
+    def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
+        """(query, key) of every element of S"""
+        coords = cute.make_identity_tensor((self.tile.tile_m, self.keys))
+        return p.mma_s.get_slice(thread).partition_C(coords)
 
     @cute.jit
     def make_ds(self, main: Main, acc_P: cute.Tensor, acc_dP: cute.Tensor, fill: Int32):
@@ -401,7 +413,7 @@ class BwdSm90Wide:
         for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
-        self.share(main, acc_P, shared.sdS[None, None, fill % 2])
+        self.share(main, acc_P, shared.sdS[None, None, fill & 1])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=BOTH)
 
