@@ -54,8 +54,8 @@ class BwdTileSm90:
 
 @dataclass(frozen=True)
 class BwdTileSm90Wide:
-    """`tile_n` keys, half of them to each of two warpgroups, against blocks of `tile_m` queries; of dK, dV and
-    dQ each warpgroup has half of the columns.
+    """`tile_n` keys, half of them to each of two warpgroups, against blocks of `tile_m` queries; each has half
+    of the columns of dK, dV and dQ.
     """
 
     head_dim: int
@@ -189,13 +189,16 @@ SM90_BWD = (
         64, 128, 128, early_lse=True, measured=_GRADIENTS + "311/469/542; causal 187/370/480 TFLOP/s"
     ),
     BwdTileSm90(128, 64, 128, measured=_GRADIENTS + "329/502/572; causal 219/410/547 TFLOP/s"),
+    # The most keys for which dK and dV leave registers for dQ, and shared memory for two buffers of Q.
+    BwdTileSm90Wide(256, 64, 80, measured="not measured: chosen by count of registers and shared memory"),
 )
+AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
-def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> BwdTile | BwdTileSm90 | None:
+def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    rows = SM90_BWD if family == "sm90" else SM80_BWD[arch.name]
+    rows: tuple[AnyBwdTile, ...] = SM90_BWD if family == "sm90" else SM80_BWD[arch.name]
     for tile in rows:
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
