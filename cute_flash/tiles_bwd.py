@@ -54,8 +54,8 @@ class BwdTileSm90:
 
 @dataclass(frozen=True)
 class BwdTileSm90Wide:
-    """`tile_n` keys, half of them to each of two warpgroups, against blocks of `tile_m` queries; each has half
-    of the columns of dK, dV and dQ.
+    """`tile_n` keys, half of them to each of two warpgroups, against blocks of `tile_m` queries; each has
+    half of the columns of dK, dV and dQ.
     """
 
     head_dim: int

@@ -49,9 +49,9 @@ def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
 
 
 @cute.jit
-def add_to_sums(gdQ: cute.Tensor, acc: cute.Tensor, part: Int32, thread: Int32):
+def add_to_sums(first: cute.Pointer, acc: cute.Tensor, part: Int32, thread: Int32):
     """Add this thread's registers to the sums of a block: the `part`-th of those as large as `acc`."""
-    first = gdQ.iterator + (part * (THREADS * cute.size(acc)) + thread * 4)
+    first = first + (part * (THREADS * cute.size(acc)) + thread * 4)
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
         cute.arch.inline_ptx(
             "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",

@@ -88,7 +88,8 @@ class Main:
     acc_dK: tuple
     acc_dV: tuple
     acc_S: cute.Tensor
-    scratch: cute.Tensor  # dP, and the halves of dQ, one after the other
+    acc_dP: cute.Tensor
+    acc_dQ: cute.Tensor  # a half of it at a time, in the registers of S and dP
     tScS: cute.Tensor  # (query, key) of every element of S
     free: Turns  # sP, and the other buffer of sdS, are read no more by the other warpgroup
 
@@ -244,11 +245,18 @@ class BwdSm90Wide:
             ),
             accumulators(),
             accumulators(),
-            cute.make_rmem_tensor(s.partition_shape_C((tile.tile_m, self.keys)), Float32),
-            cute.make_rmem_tensor(tile.tile_m * columns // WARPGROUP_THREADS, Float32),
+            *self._temporaries(p),
             p.mma_s.get_slice(thread).partition_C(coords),
             Turns(FIRST_FREE, NUM_WARPGROUPS, wg),
         )
+
+    def _temporaries(self, p: Params) -> tuple:
+        """S, dP and dQ. They share registers, which the compiler would not find by itself."""
+        s, dq = p.mma_s.get_slice(0), p.mma_dq.get_slice(0)
+        scores = cute.make_layout(s.partition_shape_C((self.tile.tile_m, self.keys)))
+        half = cute.make_layout(dq.partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS)))
+        acc_S, acc_dQ = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(half, Float32)
+        return acc_S, cute.make_tensor(acc_dQ.iterator, scores), acc_dQ
 
     @cute.jit
     def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
@@ -262,74 +270,79 @@ class BwdSm90Wide:
         shared.v.wait_full(0)
         if total > 0:
             self.first_scores(p, main, tile)
-            # Of blocks: of which head, and the how manieth of its.
-            head, i = tile.head_kv * p.heads_per_kv, Int32(0)
+            where = (p.first_sums(tile), Int32(0))
             for fill in cutlass.range(total - 1, unroll=1):
-                head, i = self.one_block(p, main, tile, fill, (head, i))
-            self.last_block(p, main, tile, total - 1, (head, i))
+                where = self.one_block(p, main, tile, fill, where)
+            self.last_block(p, main, total - 1, where)
         self.write(p, main, tile)
 
     @cute.jit
     def first_scores(self, p: Params, main: Main, tile: Tile):
         """P and dS of the first block."""
-        acc_S, acc_dP = self.start_s(p, main, Int32(0)), self.start_dp(p, main, Int32(0))
+        self.start_s(p, main, Int32(0))
+        self.start_dp(p, main, Int32(0))
         warpgroup.wait_group(1)
-        self.make_p(p, main, tile, acc_S, Int32(0), Int32(0))
-        self.share(main, acc_S, main.shared.sP)
+        self.make_p(p, main, tile, Int32(0), Int32(0))
+        self.share(main, main.shared.sP)
         warpgroup.wait_group(0)
-        self.make_ds(main, acc_S, acc_dP, Int32(0))
+        self.make_ds(main, Int32(0))
 
     @cute.jit
     def one_block(self, p: Params, main: Main, tile: Tile, fill: Int32, where: tuple):
         """Gradients of a block from its P and dS, and P and dS of the next.
 
         The other warpgroup's parts of P and dS have been written, by the barrier in `make_ds`. They are
-        written again only after both warpgroups have said that they are read: `free`.
+        written again only after both warpgroups have said that they are read: `free`. `where`: number of the
+        block among all sums of dQ, and among those of its head that see the keys; the next one's is returned.
         """
         shared = main.shared
-        self.start_dv(p, main)
-        acc_dQ = self.start_dq(p, main, fill, 0)
-        self.start_dk(p, main, fill, 0)
+        self.start_dv(p, main, fill, 0)
+        self.start_dq(p, main, fill, 0)
+        self.start_dv(p, main, fill, 1)
         # dK of the block before
-        warpgroup.wait_group(4)
+        warpgroup.wait_group(3)
         if fill > 0:
             shared.q.release(fill - 1)
+        # dQ, the first half
+        warpgroup.wait_group(1)
+        self.add_dq(p, main, where, 0)
+        self.start_dq(p, main, fill, 1)
+        self.start_dk(p, main, fill, 0)
         # dV
         warpgroup.wait_group(2)
         shared.do.release(fill)
         main.free.pass_on()
+        # dQ, the second half
         warpgroup.wait_group(1)
-        self.add_dq(p, main, tile, acc_dQ, where, 0)
-        acc_dQ = self.start_dq(p, main, fill, 1)
-        acc_S = self.start_s(p, main, fill + 1)
-        warpgroup.wait_group(1)
-        self.add_dq(p, main, tile, acc_dQ, where, 1)
-        acc_dP = self.start_dp(p, main, fill + 1)
+        self.add_dq(p, main, where, 1)
+        self.start_s(p, main, fill + 1)
+        self.start_dp(p, main, fill + 1)
         self.start_dk(p, main, fill, 1)
         # S
         warpgroup.wait_group(2)
-        head, i = where
-        is_last = i + 1 == tile.walk.num
-        head, i = head + 1 if is_last else head, Int32(0) if is_last else i + 1
-        self.make_p(p, main, tile, acc_S, fill + 1, i)
+        sums, i = where
+        sums, i = sums + 1, i + 1
+        if i == tile.walk.num:
+            sums, i = sums + (p.mdQ.shape[2] - tile.walk.num), Int32(0)
+        self.make_p(p, main, tile, fill + 1, i)
         main.free.wait()
-        self.share(main, acc_S, shared.sP)
+        self.share(main, shared.sP)
         # dP
         warpgroup.wait_group(1)
-        self.make_ds(main, acc_S, acc_dP, fill + 1)
-        return head, i
+        self.make_ds(main, fill + 1)
+        return sums, i
 
     @cute.jit
-    def last_block(self, p: Params, main: Main, tile: Tile, fill: Int32, where: tuple):
-        self.start_dv(p, main)
-        acc_dQ = self.start_dq(p, main, fill, 0)
-        self.start_dk(p, main, fill, 0)
-        self.start_dk(p, main, fill, 1)
-        warpgroup.wait_group(2)
-        self.add_dq(p, main, tile, acc_dQ, where, 0)
-        acc_dQ = self.start_dq(p, main, fill, 1)
+    def last_block(self, p: Params, main: Main, fill: Int32, where: tuple):
+        self.start_dq(p, main, fill, 0)
+        for half in cutlass.range_constexpr(HALVES):
+            self.start_dv(p, main, fill, half)
+            self.start_dk(p, main, fill, half)
+        warpgroup.wait_group(2 * HALVES)
+        self.add_dq(p, main, where, 0)
+        self.start_dq(p, main, fill, 1)
         warpgroup.wait_group(0)
-        self.add_dq(p, main, tile, acc_dQ, where, 1)
+        self.add_dq(p, main, where, 1)
 
     @cute.jit
     def start_s(self, p: Params, main: Main, fill: Int32):
@@ -337,22 +350,19 @@ class BwdSm90Wide:
         ring = main.shared.q
         ring.wait_full(fill)
         start_gemm(p.mma_s, main.acc_S, main.rQ[None, None, None, ring.stage(fill)], main.rK, False)
-        return main.acc_S
 
     @cute.jit
     def start_dp(self, p: Params, main: Main, fill: Int32):
         """dP = dO V^T"""
         ring = main.shared.do
         ring.wait_full(fill)
-        acc = cute.make_tensor(main.scratch.iterator, main.acc_S.layout)
-        start_gemm(p.mma_s, acc, main.rdO[None, None, None, ring.stage(fill)], main.rV, False)
-        return acc
+        start_gemm(p.mma_s, main.acc_dP, main.rdO[None, None, None, ring.stage(fill)], main.rV, False)
 
     @cute.jit
-    def start_dv(self, p: Params, main: Main):
-        """dV^T += dO^T P, in two groups"""
-        for half in cutlass.range_constexpr(HALVES):
-            start_gemm(p.mma_dkv, main.acc_dV[half], main.rdOt[half][None, None, None, 0], main.rP, True)
+    def start_dv(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
+        """A half of dV^T += dO^T P"""
+        rdOt = main.rdOt[half][None, None, None, main.shared.do.stage(fill)]
+        start_gemm(p.mma_dkv, main.acc_dV[half], rdOt, main.rP, True)
 
     @cute.jit
     def start_dk(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
@@ -363,41 +373,34 @@ class BwdSm90Wide:
     @cute.jit
     def start_dq(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dQ = dS K"""
-        shape = p.mma_dq.get_slice(0).partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS))
-        acc = cute.make_tensor(main.scratch.iterator, cute.make_layout(shape))
-        start_gemm(p.mma_dq, acc, main.rdSt[None, None, None, fill & 1], main.rKt[half], False)
-        return acc
+        rdSt = main.rdSt[None, None, None, fill & 1]
+        start_gemm(p.mma_dq, main.acc_dQ, rdSt, main.rKt[half], False)
 
     @cute.jit
-    def add_dq(
-        self, p: Params, main: Main, tile: Tile, acc: cute.Tensor, where: tuple, half: cutlass.Constexpr
-    ):
-        head, i = where
-        gdQ = p.mdQ[tile.batch, head, tile.walk.block(i), None]
-        add_to_sums(gdQ, acc, HALVES * main.wg + half, main.thread)
+    def add_dq(self, p: Params, main: Main, where: tuple, half: cutlass.Constexpr):
+        elements = self.tile.tile_m * self.tile.head_dim
+        first = p.mdQ.iterator + Int64(where[0]) * elements
+        add_to_sums(first, main.acc_dQ, HALVES * main.wg + half, main.thread)
 
     @cute.jit
-    def make_p(self, p: Params, main: Main, tile: Tile, acc_S: cute.Tensor, fill: Int32, i: Int32):
+    def make_p(self, p: Params, main: Main, tile: Tile, fill: Int32, i: Int32):
         """S -> P = exp(scale S - LSE), in place"""
-        self.mask(p, main, tile, acc_S, tile.walk.block(i))
+        self.mask(p, main, tile, i)
         rLSE = self.load_rows(main, main.shared.sLSE[None, main.shared.q.stage(fill)])
-        S_mn, scale_log2 = as_mn(acc_S), p.scale * LOG2_E
+        S_mn, scale_log2 = as_mn(main.acc_S), p.scale * LOG2_E
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
                 S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[r], fastmath=True)
 
     @cute.jit
-    def mask(self, p: Params, main: Main, tile: Tile, acc_S: cute.Tensor, m_block: Int32):
-        """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut.
-        Queries past the end have an infinite LSE.
-        """
-        blocks = tile.blocks
-        first_key = tile.n_block * self.tile.tile_n + main.wg * self.keys
-        is_tail = first_key + self.keys > p.seqlen_k
-        if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
+    def mask(self, p: Params, main: Main, tile: Tile, i: Int32):
+        """-inf outside the band. Queries past the end have an infinite LSE."""
+        if i < tile.walk.whole_begin or i >= tile.walk.whole_end:
+            first_query = tile.walk.block(i) * self.tile.tile_m
+            first_key = tile.n_block * self.tile.tile_n + main.wg * self.keys
             coords = self._coords(p, rederived(main.thread))
-            mask = Mask(p.band, p.seqlen_q, p.seqlen_k, m_block * self.tile.tile_m, coords)
-            mask.apply(as_mn(acc_S), first_key)
+            mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_query, coords)
+            mask.apply(as_mn(main.acc_S), first_key)
 
     def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
         """(query, key) of every element of S"""
@@ -405,15 +408,15 @@ class BwdSm90Wide:
         return p.mma_s.get_slice(thread).partition_C(coords)
 
     @cute.jit
-    def make_ds(self, main: Main, acc_P: cute.Tensor, acc_dP: cute.Tensor, fill: Int32):
+    def make_ds(self, main: Main, fill: Int32):
         """dS = P (dP - D), in place of P, to shared memory; returns when both warpgroups have come so far."""
         shared = main.shared
         rD = self.load_rows(main, shared.sD[None, shared.do.stage(fill)])
-        P_mn, dP_mn = as_mn(acc_P), as_mn(acc_dP)
+        P_mn, dP_mn = as_mn(main.acc_S), as_mn(main.acc_dP)
         for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
-        self.share(main, acc_P, shared.sdS[None, None, fill & 1])
+        self.share(main, shared.sdS[None, None, fill & 1])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=BOTH)
 
@@ -427,10 +430,10 @@ class BwdSm90Wide:
         return rX
 
     @cute.jit
-    def share(self, main: Main, acc: cute.Tensor, sX: cute.Tensor):
+    def share(self, main: Main, sX: cute.Tensor):
         """P or dS to this warpgroup's keys of sX (tile_n, tile_m)."""
-        rX = cute.make_fragment_like(acc, self.dtype)
-        convert(acc, rX)
+        rX = cute.make_fragment_like(main.acc_S, self.dtype)
+        convert(main.acc_S, rX)
         first = sX.iterator + main.wg * (self.keys * self.tile.tile_m)
         store_transposed(rX, first, main.thread)
 

@@ -1,6 +1,6 @@
 """What the warps of the wide Hopper backward share: arguments, and shared memory with its barriers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -69,13 +69,23 @@ class Params:
     mma_dkv: cute.TiledMma  # dO^T P and Q^T dS
     mma_dq: cute.TiledMma  # dS K, half of a warpgroup's part
 
-    def tile(self) -> Tile:
+    @cute.jit
+    def tile(self):
         """The one of this thread block."""
         tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
         coord = self.order.decode(cute.arch.block_idx()[0])
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
-        return Tile(Int32(0), Int32(0), *coord, blocks, blocks.walk(ascends=True))
+        walk = blocks.walk(ascends=True)
+        # Keys past the end must not reach dQ: all blocks of the last keys are cut.
+        is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
+        walk = replace(walk, whole_end=Int32(0) if is_tail else walk.whole_end)
+        return Tile(Int32(0), Int32(0), *coord, blocks, walk)
+
+    def first_sums(self, tile: Tile) -> Int32:
+        """Of all blocks of sums of dQ, the number of the first one that a tile adds to."""
+        _, heads, blocks, _ = self.mdQ.shape
+        return (tile.batch * heads + tile.head_kv * self.heads_per_kv) * blocks + tile.walk.first
 
 
 @dataclass(frozen=True)
