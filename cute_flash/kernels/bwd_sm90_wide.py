@@ -10,15 +10,13 @@ For each tile of keys, over the query heads that share them and blocks i of quer
     dK^T += Qi^T dS                     a warpgroup has half of the rows, times scale at the end
     dQi  += dS K                        half of the columns; fp32 additions from registers to global memory
 
-Wide dK and dV leave few registers for all others: dK and dV are two accumulators of 64 columns each, for dQ
-there are two that take turns in one place. The tensor cores are given, one after the other,
+Wide dK and dV leave few registers: dQ is made by halves, one after the other in the same place. In a block,
+with the halves of dV, dQ and dK written as 0 and 1, a warpgroup gives the tensor cores
 
-    dV_i  dQ_i  dK_i  dQ_i  S_i+1  dP_i+1  dK_i
-     |  0, 1  0    0    1                    1   |
+    dV0 dQ0 dV1 dQ1 dK0, and then of the next block S dP, and then dK1
 
-so that additions of the first half of dQ run beside dK, those of the second beside S, exponentials beside
-dP, and dS is made beside the second half of dK, from the other buffer. dO, which has one buffer, is in use
-for as short a time as possible.
+so that dQ0 is added up beside dV1, dQ1 beside dK0, exponentials are taken beside dP, and dS is made beside
+dK1, for which the other buffer still holds dS. dO, which has one buffer, is in use from dP to dV1.
 
 | warpgroup | warps | role                                                    |
 |-----------|-------|---------------------------------------------------------|
@@ -28,10 +26,10 @@ for as short a time as possible.
 | shared memory | elements                    | life                                        |
 |---------------|-----------------------------|---------------------------------------------|
 | sK, sV        | tile_n x tile_d             | whole tile; dK and dV leave through them    |
-| sQ            | stages x tile_m x tile_d    | one block, until dK in the next             |
-| sdO           | stages x tile_m x tile_d    | one block                                   |
-| sP            | tile_n x tile_m             | one block                                   |
-| sdS           | 2 x tile_n x tile_m         | one block, until dK in the next             |
+| sQ            | 2 x tile_m x tile_d         | S to dK1, which is two blocks               |
+| sdO           | tile_m x tile_d             | dP to dV1                                   |
+| sP            | tile_n x tile_m             | exponentials to dV1                         |
+| sdS           | 2 x tile_n x tile_m         | dS to dK1                                   |
 | sLSE, sD      | stages x tile_m, fp32       | one block of queries                        |
 """
 
@@ -70,7 +68,7 @@ HALVES = 2
 
 @dataclass(frozen=True)
 class Main:
-    """What a warpgroup works with; a pair is of the 64 columns of each half of its part."""
+    """What a warpgroup works with; pairs are of the halves of its columns, 64 each."""
 
     wg: Int32
     thread: Int32
@@ -89,7 +87,7 @@ class Main:
     acc_dV: tuple
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
-    acc_dQ: cute.Tensor  # a half of it at a time, in the registers of S and dP
+    acc_dQ: cute.Tensor  # a half of it at a time, in the registers of dP
     tScS: cute.Tensor  # (query, key) of every element of S
     free: Turns  # sP, and the other buffer of sdS, are read no more by the other warpgroup
 
@@ -209,10 +207,10 @@ class BwdSm90Wide:
         tile, columns = self.tile, WARPGROUP_ROWS
         s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
 
-        def part(sX: cute.Tensor, columns_of: int, half: int) -> cute.Tensor:
+        def part(sX: cute.Tensor, rows: int, half: int) -> cute.Tensor:
             """(columns, rows, ...) of a half of this warpgroup's columns."""
             rest = (None,) * (cute.rank(sX) - 2)
-            return cute.local_tile(transposed(sX), (columns, columns_of), (HALVES * wg + half, 0, *rest))
+            return cute.local_tile(transposed(sX), (columns, rows), (HALVES * wg + half, 0, *rest))
 
         def keys(sX: cute.Tensor) -> cute.Tensor:
             return cute.local_tile(sX, (self.keys, tile.head_dim), (wg, 0))
@@ -225,7 +223,6 @@ class BwdSm90Wide:
             shape = dkv.partition_shape_C((columns, tile.tile_n))
             return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES))
 
-        coords = cute.make_identity_tensor((tile.tile_m, self.keys))
         return Main(
             wg,
             thread,
@@ -246,12 +243,14 @@ class BwdSm90Wide:
             accumulators(),
             accumulators(),
             *self._temporaries(p),
-            p.mma_s.get_slice(thread).partition_C(coords),
+            self._coords(p, thread),
             Turns(FIRST_FREE, NUM_WARPGROUPS, wg),
         )
 
     def _temporaries(self, p: Params) -> tuple:
-        """S, dP and dQ. They share registers, which the compiler would not find by itself."""
+        """S, dP and dQ. The latter share registers, which the compiler does not find by itself: it keeps what
+        is written anew in every block over the whole loop, and spills.
+        """
         s, dq = p.mma_s.get_slice(0), p.mma_dq.get_slice(0)
         scores = cute.make_layout(s.partition_shape_C((self.tile.tile_m, self.keys)))
         half = cute.make_layout(dq.partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS)))
@@ -299,20 +298,20 @@ class BwdSm90Wide:
         self.start_dv(p, main, fill, 0)
         self.start_dq(p, main, fill, 0)
         self.start_dv(p, main, fill, 1)
-        # dK of the block before
+        # dK1 of the block before
         warpgroup.wait_group(3)
         if fill > 0:
             shared.q.release(fill - 1)
-        # dQ, the first half
+        # dQ0
         warpgroup.wait_group(1)
         self.add_dq(p, main, where, 0)
         self.start_dq(p, main, fill, 1)
         self.start_dk(p, main, fill, 0)
-        # dV
+        # dV; of the block before nothing is read any more either
         warpgroup.wait_group(2)
         shared.do.release(fill)
         main.free.pass_on()
-        # dQ, the second half
+        # dQ1
         warpgroup.wait_group(1)
         self.add_dq(p, main, where, 1)
         self.start_s(p, main, fill + 1)
@@ -442,17 +441,16 @@ class BwdSm90Wide:
         """dV and dK through where V and K were. After P and dS of the last block, nobody but a warpgroup
         itself reads its columns of K, and nobody V.
         """
-        shared, thread = main.shared, main.thread
+        shared = main.shared
         self.stage_output(main, main.acc_dV, shared.sV, Float32(1.0))
         self.stage_output(main, main.acc_dK, shared.sK, p.scale)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_OUTPUT + main.wg, number_of_threads=WARPGROUP_THREADS)
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
+        if cute.arch.make_warp_uniform(main.thread // 32) == 0:
             where = (tile.n_block, tile.head_kv, tile.batch, main.wg)
-            for tiles, sX in ((p.dv, shared.sV), (p.dk, shared.sK)):
-                part = (self.shapes.out.rows, self.shapes.out.cols)
-                tiles.store(cute.local_tile(sX, part, (0, main.wg)), *where)
             with cute.arch.elect_one():
+                for tiles, sX in ((p.dv, shared.sV), (p.dk, shared.sK)):
+                    tiles.store(cute.local_tile(sX, (tiles.rows, tiles.cols), (0, main.wg)), *where)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
