@@ -96,7 +96,8 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         dq, counters, dk, dv, scale, dq_scale, left, right, section, num_blocks, counter = rest
         assert num_blocks >= 1
         static = key.static
-        assert (counter == COUNTER) == ((static.has_left or static.has_right) and not is_ordered)
+        draws_tiles = (static.has_left or static.has_right) and key.kernel == "bwd_sm90"
+        assert (counter == COUNTER) == draws_tiles
         assert abs(dq_scale) == scale
         assert is_ordered == (dq is not None) == (counters is not None)
     assert 0 < scale < math.inf and section >= 1

@@ -14,7 +14,7 @@ from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTileSm90
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide
 
 VECTOR = 8  # elements in 16 bytes
 THREADS = 128
@@ -41,11 +41,11 @@ class BwdPreprocess:
     has_dlse = False
     is_ordered = False
 
-    def __init__(self, static: Static, tile: BwdTileSm90):
+    def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = DTYPES[static.dtype]
         # Where the main kernel may be launched before this one ends, and waits for its end by itself.
-        self.is_followed_early = isinstance(tile, BwdTileSm90)
+        self.is_followed_early = not isinstance(tile, BwdTile)
         vectors = -(-static.width_v // VECTOR)
         # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
         self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
@@ -176,7 +176,7 @@ class BwdPreprocessOrderedWithDLSE(BwdPreprocess):
 class BwdPostprocess:
     """dQ = scale times the fp32 sums, from the order of the accumulators to rows in the inputs' type."""
 
-    def __init__(self, static: Static, tile: BwdTileSm90):
+    def __init__(self, static: Static, tile: BwdTileSm90 | BwdTileSm90Wide):
         self.static, self.tile = static, tile
         self.dtype = DTYPES[static.dtype]
 

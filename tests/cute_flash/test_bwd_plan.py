@@ -22,26 +22,38 @@ def test_gradients_that_no_kernel_computes_are_refused(arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_dim", "family"), [("sm_80", 64, "sm80"), ("sm_90", 128, "sm90"), ("sm_90", 136, "sm80")]
+    ("arch", "head_dim", "family", "kernel"),
+    [
+        ("sm_80", 64, "sm80", "bwd_sm80"),
+        ("sm_90", 128, "sm90", "bwd_sm90"),
+        ("sm_90", 136, "sm90", "bwd_sm90_wide"),
+        ("sm_90", 256, "sm90", "bwd_sm90_wide"),
+    ],
 )
-def test_family_of_the_gradients(arch: str, head_dim: int, family: str) -> None:
-    """wgmma up to 128, mma.sync beyond and elsewhere."""
+def test_family_of_the_gradients(arch: str, head_dim: int, family: str, kernel: str) -> None:
+    """wgmma where there is one, mma.sync elsewhere."""
     found = bwd_plan(Problem(1, 2, 2, 3000, 3000, head_dim, "bfloat16", Band(None, 0)), ARCHS[arch])
-    assert found.family == family and found.main.kernel == f"bwd_{family}"
+    assert (found.family, found.main.kernel) == (family, kernel)
     assert found.main.target == (arch + "a" if family == "sm90" else arch)
     assert found.main.static.has_right and not found.before(True).static.has_right
     with use_kernels("sm80"):
         assert bwd_plan(found.problem, found.arch).family == "sm80"
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90", 136), ("sm_80", 64)])
-def test_a_family_that_lacks_the_kernel_is_not_replaced(arch: str, head_dim: int) -> None:
-    problem = Problem(1, 2, 2, 100, 100, head_dim, "bfloat16", Band())
-    message = (
-        rf"head_dim={head_dim} on {arch} by kernel family 'sm90': .* up to head_dim=128\); ask for 'sm80'"
-    )
+def test_a_family_that_lacks_the_kernel_is_not_replaced() -> None:
+    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band())
+    message = r"head_dim=64 on sm_80 by kernel family 'sm90': .*\(only on sm_90\); ask for 'sm80'"
     with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
-        bwd_plan(problem, ARCHS[arch])
+        bwd_plan(problem, ARCHS["sm_80"])
+
+
+@pytest.mark.parametrize(("head_dim", "is_persistent"), [(128, True), (136, False)])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)])
+def test_wide_heads_have_a_thread_block_for_each_tile(head_dim: int, is_persistent: bool, band: Band) -> None:
+    found = bwd_plan(Problem(2, 20, 10, 3000, 3001, head_dim, "bfloat16", band), ARCHS["sm_90"])
+    assert found.num_tiles == -(-3001 // found.tile.tile_n) * 20
+    assert found.num_blocks == (132 if is_persistent else found.num_tiles)
+    assert found.draws_tiles == (is_persistent and band != Band())
 
 
 def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
