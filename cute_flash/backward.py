@@ -102,35 +102,24 @@ def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..
     before, main = compiled_kernel(plan.before(has_dlse)), compiled_kernel(plan.main)
     section, num_blocks = plan.section, plan.num_blocks
 
-    def run_ordered(given, workspace, targets, scales, window):
-        q, k, v, out, dout, lse, dlse = given
-        lse_log2, d, sums, turns = workspace
-        dq, dk, dv = targets
-        before(out, dout, lse, lse_log2, d, dq, turns, dlse)
-        main(
-            q, k, v, dout, lse_log2, d, sums, dq, turns, dk, dv, *scales, *window, section, num_blocks, 0
-        )  # fmt: skip
-
-    if plan.after is None:
-        return run_ordered
     after, is_sm90 = compiled_kernel(plan.after), plan.family == "sm90"
     draws_tiles, index = plan.draws_tiles, device.index
 
     def run(given, workspace, targets, scales, window):
         q, k, v, out, dout, lse, dlse = given
-        lse_log2, d, sums, _ = workspace
+        lse_log2, d, sums, turns = workspace
         dq, dk, dv = targets
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
-        before(out, dout, lse, lse_log2, d, sums, None, dlse)
+        before(out, dout, lse, lse_log2, d, sums, turns, dlse)
+        scale, dq_scale = scales
         if is_sm90:
             main(
-                q, k, v, dout, lse_log2, d, sums, None, None, dk, dv, *scales, *window, section, num_blocks,
-                address,
+                q, k, v, dout, lse_log2, d, sums, turns, dk, dv, scale, *window, section, num_blocks, address
             )  # fmt: skip
         else:
-            main(q, k, v, dout, lse_log2, d, sums, dk, dv, scales[0], *window, section)
-        after(sums, dq, scales[1])
+            main(q, k, v, dout, lse_log2, d, sums, dk, dv, scale, *window, section)
+        after(sums, dq, dq_scale)
 
     return run
 

@@ -21,11 +21,6 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 L2_SHARE = 0.4
 # Blocks along y and z of a grid.
 MAX_GRID_YZ = 65535
-# Under a right bound, the most tiles of keys for which zeroing and converting the sums of dQ cost more than
-# adding in order, above a head dim. Measured on an H200 through attn, causal, 4 tiles (S=512): D=128 226
-# TFLOP/s in order, 217 added up; D=64 142 and 187. With 8 tiles an earlier version lost 4 % at D=128.
-MAX_ORDERED_TILES = 4
-MAX_UNORDERED_HEAD_DIM = 64
 # Sums of two lengths and a window stay below 2^31.
 MAX_SEQLEN = 1 << 29
 # Persistent blocks count on past the last tile, by one for each block.
@@ -170,9 +165,7 @@ class BwdPlan:
         return self.key(f"bwd_{self.family}{variant}", sees_mask=True)
 
     @property
-    def after(self) -> CompileKey | None:
-        if self.is_ordered:
-            return None
+    def after(self) -> CompileKey:
         return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"))
 
     @property
@@ -251,18 +244,9 @@ def _check_grid(problem: Problem, tile: AnyBwdTile) -> None:
 def _bwd_plan(
     problem: Problem, arch: ArchSpec, family: str, tile: AnyBwdTile, deterministic: bool
 ) -> BwdPlan:
-    can_order = isinstance(tile, BwdTileSm90)
-    pays_to_order = (
-        problem.static.has_right
-        and tile.head_dim > MAX_UNORDERED_HEAD_DIM
-        and ceil_div(problem.seqlen_k, tile.tile_n) <= MAX_ORDERED_TILES
-    )
-    if can_order and (deterministic or pays_to_order):
-        # All tiles of a head next to each other in the grid.
-        return BwdPlan(problem, arch, family, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
     head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), False)
+    return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), deterministic)
 
 
 def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:

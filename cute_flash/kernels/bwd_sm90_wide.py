@@ -107,8 +107,8 @@ class BwdSm90Wide:
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        scalars = (Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
-        return (*given, None, None, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
+        return (*given, None, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -120,12 +120,10 @@ class BwdSm90Wide:
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
-        mdQ_rows: None,
         mCounters: None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
-        dq_scale: Float32,
         window_left: Int32,
         window_right: Int32,
         section: Int32,

@@ -80,7 +80,7 @@ class Params:
         # Keys past the end must not reach dQ: all blocks of the last keys are cut.
         is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
         walk = replace(walk, whole_end=Int32(0) if is_tail else walk.whole_end)
-        return Tile(Int32(0), Int32(0), *coord, blocks, walk)
+        return Tile(Int32(0), Int32(0), *coord, blocks, walk, None)
 
     def first_sums(self, tile: Tile) -> Int32:
         """Of all blocks of sums of dQ, the number of the first one that a tile adds to."""
