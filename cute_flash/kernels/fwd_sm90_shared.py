@@ -52,19 +52,19 @@ class Shapes:
 
     @property
     def q(self) -> SmemTile:
-        return SmemTile(WARPGROUP_ROWS, self.tile.head_dim)
+        return SmemTile(WARPGROUP_ROWS, self.tile.head_dim, variant=self.tile.layout)
 
     @property
     def k(self) -> SmemTile:
-        return SmemTile(self.tile.tile_n, self.tile.head_dim)
+        return SmemTile(self.tile.tile_n, self.tile.head_dim, variant=self.tile.layout)
 
     @property
     def v(self) -> SmemTile:
-        return SmemTile(self.tile.tile_n, self.tile.width_v)
+        return SmemTile(self.tile.tile_n, self.tile.width_v, variant=self.tile.layout)
 
     @property
     def o(self) -> SmemTile:
-        return SmemTile(WARPGROUP_ROWS, self.tile.width_v)
+        return SmemTile(WARPGROUP_ROWS, self.tile.width_v, variant=self.tile.layout)
 
 
 @dataclass(frozen=True)
