@@ -1,8 +1,9 @@
 """What the forward kernels do to shared memory, and the bank conflicts that follow: for a tile, for a launch.
 
 Counted is what goes through the load/store units, whose counters a profiler reads: ldmatrix and stmatrix,
-ld.shared and st.shared, and the writes of cp.async. The copy engine (TMA) and the operands of wgmma take other
-ways to the same banks, and no counter tells their conflicts: of the Hopper kernel, the epilogue is left.
+ld.shared and st.shared, and the writes of cp.async. The copy engine (TMA) and the operands of wgmma take
+other ways to the same banks, and no counter tells their conflicts: of the Hopper kernel that leaves the
+epilogue.
 """
 
 from __future__ import annotations

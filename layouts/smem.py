@@ -17,7 +17,7 @@ WAVEFRONT_BYTES = 128
 
 # What mma.sync kernels can work with: ldmatrix takes any 16 aligned bytes for a row.
 VARIANTS = ("swizzled", "padded", "plain")
-# What TMA and wgmma can work with, and the bytes of an atom's row in each; "swizzled": as many as divide a row.
+# What TMA and wgmma can work with; and the bytes of an atom's row where it is not as wide as it can be.
 HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
@@ -163,7 +163,7 @@ def to_cute(layout: AnyLayout) -> Any:
 
 
 def byte_swizzle(tile: SmemTile) -> Any:
-    """The tile's swizzle as a CuTe swizzle of byte addresses: what a swizzled pointer applies. None: no swizzle."""
+    """The tile's swizzle as a CuTe swizzle of byte addresses, which a pointer applies; or None."""
     swizzle = tile.swizzle
     if swizzle is None:
         return None
