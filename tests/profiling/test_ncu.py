@@ -150,7 +150,7 @@ def test_no_kernel_was_profiled(tmp_path) -> None:
 
 
 def test_no_ncu(tmp_path) -> None:
-    with pytest.raises(ncu.NcuError, match="no-such-ncu: no such program.*--ncu"):
+    with pytest.raises(ncu.NcuError, match=r"no-such-ncu: no such program.*--ncu"):
         ncu.Tool(tmp_path, "no-such-ncu").check()
 
 
