@@ -52,6 +52,10 @@ class Sm90Tile(Protocol):
     """What decides those of the wgmma kernel."""
 
     @property
+    def head_dim(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
     def num_warpgroups(self) -> int: ...
     @property
     def q_stages(self) -> int: ...
@@ -117,7 +121,8 @@ INSTRUCTIONS = ("ldmatrix", "ld.shared", "st.shared", "stmatrix", "cp.async")
 
 def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     """Of the mma.sync kernel, in the order of its life."""
-    q, kv = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
+    tiles = sm80_tiles(tile)
+    q, kv = tiles["Q"], tiles["K"]
     threads, kept = WARP * tile.num_warps, 16 * tile.q_steps
     uses = [
         Use("Q", "cp.async", copy_by_rows(q, threads), q),
@@ -141,13 +146,26 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     )
 
 
+def sm80_tiles(tile: Sm80Tile) -> dict[str, SmemTile]:
+    """The tiles in shared memory by operand. O takes the place of Q."""
+    q, kv = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
+    return {"Q": q, "K": kv, "V": kv, "O": q}
+
+
+def sm90_tiles(tile: Sm90Tile) -> dict[str, SmemTile]:
+    """Likewise; Q and O of one warpgroup."""
+    rows = {"Q": WARPGROUP_ROWS, "K": tile.tile_n, "V": tile.tile_n, "O": WARPGROUP_ROWS}
+    widths = {"Q": tile.head_dim, "K": tile.head_dim, "V": tile.width_v, "O": tile.width_v}
+    return {name: SmemTile(rows[name], widths[name], variant=tile.layout) for name in rows}
+
+
 def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
     """Of the wgmma kernel: the epilogue, and the words that tell the warps which tile is next."""
     uses = []
     readers = 4 * tile.num_warpgroups + 1
     if tile.q_stages > 1:
         # With one stage of Q the output goes straight to global memory.
-        o = SmemTile(WARPGROUP_ROWS, tile.width_v, variant=tile.layout)
+        o = sm90_tiles(tile)["O"]
         access = every_block(o, o.layout, ldmatrix_a)
         uses.append(Use("O", "stmatrix", access, o, tile.num_warpgroups))
         readers += 1

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from profiling.machine import ROOT
@@ -92,10 +93,17 @@ class Tool:
         status, output = self.run((self.program, "--version"))
         return output.strip().splitlines()[-1] if status == 0 and output.strip() else None
 
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """Those that this ncu has for this GPU; all if it does not say."""
+        _, output = self.run((self.program, "--query-metrics"))
+        known = {line.split()[0] for line in output.splitlines() if "__" in line}
+        return tuple(name for name in COLLECTED if name.partition(".")[0] in known) or COLLECTED
+
     def command(self, case: Case) -> list[str]:
         options = [
             "--force-overwrite",
-            *("--export", str(self.report(case))),
+            *("--export", str(self.report(case).with_suffix(""))),
             *("--profile-from-start", "off"),
             *("--kernel-name", f"regex:^{case.symbol}"),
             *("--launch-count", "1"),
@@ -105,7 +113,7 @@ class Tool:
         ]
         for section in SECTIONS:
             options += ["--section", section]
-        options += ["--metrics", ",".join(COLLECTED)]
+        options += ["--metrics", ",".join(self.metrics)]
         return [self.program, *options, sys.executable, "-m", "profiling.ncu_case", *case.arguments]
 
     def report(self, case: Case) -> Path:

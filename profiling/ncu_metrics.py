@@ -40,6 +40,8 @@ METRICS = {
     "dram_write_bytes": "dram__bytes_write.sum",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
     "tensor_instructions": "sm__inst_executed_pipe_tensor.sum",
+    "hmma_instructions": "sm__inst_executed_pipe_tensor_op_hmma.sum",
+    "wgmma_instructions": "sm__inst_executed_pipe_tensor_op_gmma.sum",
     "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "xu_instructions": "sm__inst_executed_pipe_xu.sum",
     "xu_percent": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",

@@ -25,19 +25,21 @@ PLAIN = Case("fwd-sm80", "plain", SHAPE)
 class FakeNcu:
     """Writes a report for a profile, and prints the sample for an import."""
 
-    def __init__(self, fails: str = "", status: int = 1) -> None:
-        self.fails, self.status = fails, status
+    def __init__(self, fails: str = "", status: int = 1, known: str = "") -> None:
+        self.fails, self.status, self.known = fails, status, known
         self.commands: list[Sequence[str]] = []
 
     def __call__(self, command: Sequence[str]) -> tuple[int, str]:
         self.commands.append(command)
         if "--version" in command:
             return 0, "NVIDIA (R) Nsight Compute\nVersion 2025.3.1.0\n"
+        if "--query-metrics" in command:
+            return 0, self.known
         if "--import" in command:
             return 0, RAW.read_text() if "raw" in command else "Section: GPU Speed Of Light Throughput\n"
         if self.fails:
             return self.status, self.fails
-        Path(command[command.index("--export") + 1]).write_bytes(b"report")
+        Path(command[command.index("--export") + 1] + ".ncu-rep").write_bytes(b"report")
         return 0, "==PROF== Report\n"
 
 
@@ -58,13 +60,20 @@ def test_raw_csv_without_a_table() -> None:
 
 
 def test_command() -> None:
-    command = ncu.Tool(Path("reports")).command(PLAIN)
+    command = ncu.Tool(Path("reports"), run=FakeNcu()).command(PLAIN)
     options, worker = command[: command.index("-m")], command[command.index("-m") :]
     assert worker[:2] == ["-m", "profiling.ncu_case"]
     assert options[options.index("--kernel-name") + 1] == "regex:^cute_flash_fwd_sm80_"
     assert options[options.index("--clock-control") + 1] == "none"
     assert options.count("--section") == len(SECTIONS)
     assert options[options.index("--metrics") + 1].split(",") == list(COLLECTED)
+
+
+def test_only_metrics_that_ncu_knows() -> None:
+    """It says their names without the suffix that a report has them with."""
+    known = "Device NVIDIA H200 (GH100)\ndram__bytes_read  Counter  byte  # of bytes read from DRAM\n"
+    tool = ncu.Tool(Path("reports"), run=FakeNcu(known=known))
+    assert tool.metrics == ("dram__bytes_read.sum",)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, Shape(1, 32, 8, 512, 64, True)])
