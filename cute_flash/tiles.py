@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
 from cute_flash.problem import Problem, UnsupportedError
+from layouts.smem import HOPPER_VARIANTS, VARIANTS, SmemTile
 
 ELEMENT_BYTES = 2
+SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
@@ -18,6 +20,15 @@ WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 def copy_rows(head_dim: int, num_threads: int) -> int:
     """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
     return num_threads * 16 // (128 if head_dim % 64 == 0 else 64)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // SMEM_ALIGN) * SMEM_ALIGN
+
+
+def _check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
+    if layout not in possible:
+        raise UnsupportedError(f"{layout=}: {why}; choose one of {', '.join(possible)}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class FwdTile:
         0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
     )
     max_bounds: int = 2  # sides of the band it can mask; with more the registers would spill
+    layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -58,6 +70,7 @@ class FwdTile:
             raise ValueError(f"{self.stages=} must be 1 or 2")
         if not 0 <= self.q_steps <= self.head_dim // 16:
             raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
+        _check_layout(self.layout, VARIANTS, "not among those that mma.sync kernels are built with")
 
     @property
     def num_threads(self) -> int:
@@ -67,10 +80,15 @@ class FwdTile:
     def copy_rows(self) -> int:
         return copy_rows(self.head_dim, self.num_threads)
 
+    def smem(self, rows: int) -> SmemTile:
+        """A tile of Q, K or V in shared memory."""
+        return SmemTile(rows, self.head_dim, ELEMENT_BYTES, self.layout)
+
     @property
     def smem_bytes(self) -> int:
         """Q (whose space O takes over at the end) + K and V stages."""
-        return (self.tile_m + 2 * self.stages * self.tile_n) * self.head_dim * ELEMENT_BYTES
+        q, kv = self.smem(self.tile_m).bytes, self.stages * self.smem(self.tile_n).bytes
+        return _aligned(q) + _aligned(kv) + kv
 
     @property
     def accumulator_registers(self) -> int:
@@ -85,7 +103,8 @@ class FwdTile:
     def __str__(self) -> str:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}"
-        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}{regs}"
+        study = "" if self.layout == VARIANTS[0] else f", {self.layout}"
+        return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}{regs}{study}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,7 @@ class FwdTileSm90:
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
     head_dim_v: int | None = None  # width of V and of the output, where it is another one
     checks_cut_sums: bool = False  # so do the last blocks, which a bound cuts
+    layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
@@ -120,6 +140,7 @@ class FwdTileSm90:
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
         if self.q_stages == 2 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
+        _check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
 
     @property
     def width_v(self) -> int:
@@ -156,7 +177,9 @@ class FwdTileSm90:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         ways = (", sums checked" if self.checks_sums else "") + (", in turns" if self.takes_turns else "")
-        return f"{self.tile_m}x{self.tile_n}x{width}, 1 + {self.num_warpgroups} warpgroups, {stages}{ways}"
+        study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
+        groups = f"1 + {self.num_warpgroups} warpgroups"
+        return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block

@@ -4,6 +4,7 @@
     algebra   shape:stride layouts in plain Python
     smem      the tiles of the kernels
     banks     bank conflicts, counted
+    kernels   those of the forward kernels, of a tile and of a whole launch
     draw      pictures in text and SVG
 
 Nothing here needs a GPU, and only `SmemTile.cute`, `to_cute` and `byte_swizzle` need the CuTe DSL.
@@ -36,20 +37,25 @@ from layouts.banks import (
     warp_access,
 )
 from layouts.draw import conflict_table, svg_picture, text_picture
-from layouts.smem import VARIANTS, SmemTile, byte_swizzle, to_cute
+from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
+from layouts.smem import HOPPER_VARIANTS, VARIANTS, SmemTile, byte_swizzle, to_cute
 from layouts.swizzle import Swizzle
 
 __all__ = [
     "ACCESSES",
+    "HOPPER_VARIANTS",
     "VARIANTS",
     "Access",
     "AnyLayout",
     "ComposedLayout",
+    "Count",
     "Layout",
     "Phase",
     "SmemTile",
     "Swizzle",
+    "Use",
     "Vector",
+    "Work",
     "byte_swizzle",
     "coalesce",
     "complement",
@@ -63,6 +69,9 @@ __all__ = [
     "ldmatrix_v",
     "load_rows",
     "logical_divide",
+    "predict",
+    "sm80_uses",
+    "sm90_uses",
     "store_fragment",
     "svg_picture",
     "text_picture",

@@ -68,6 +68,11 @@ class Access:
     def conflicts(self) -> int:
         return self.wavefronts - self.ideal
 
+    @property
+    def instructions(self) -> int:
+        """Of warps whose threads all take part; an instruction of w bytes a thread has w / 4 phases."""
+        return sum(1 for phase in self.phases if phase.lanes[0][0] % WARP == 0)
+
 
 def _join(accesses: Sequence[Access]) -> Access:
     return Access(tuple(phase for access in accesses for phase in access.phases))
@@ -160,21 +165,28 @@ def _check_mma_tile(tile: SmemTile) -> None:
         raise ValueError(f"rows={tile.rows}: the mma.m16n8k16 accesses need a multiple of {_BLOCK}")
 
 
-def _every_block(tile: SmemTile, layout: AnyLayout, load: Callable[[AnyLayout, int, int], Access]) -> Access:
+def every_block(
+    tile: SmemTile,
+    layout: AnyLayout,
+    load: Callable[[AnyLayout, int, int], Access],
+    cols: range | None = None,
+) -> Access:
+    """A load of every block of 16 x 16 in a view of the tile; of some of its columns where they are given."""
     _check_mma_tile(tile)
-    rows, cols = layout.extents
-    return _join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in range(0, cols, _BLOCK)])
+    rows, width = layout.extents
+    columns = range(width) if cols is None else cols
+    return _join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in columns[::_BLOCK]])
 
 
-def _copy_by_rows(tile: SmemTile, num_threads: int) -> Access:
-    """Every 16-byte chunk of the tile once: neighbouring threads cover `atom_cols`, then the next row."""
+def copy_by_rows(tile: SmemTile, num_threads: int) -> Access:
+    """Every 16-byte chunk of the tile once: neighbouring threads cover `copy_cols`, then the next row."""
     if num_threads < WARP or num_threads % WARP:
         raise ValueError(f"num_threads={num_threads}: must be a positive multiple of {WARP}")
-    threads_per_row = tile.atom_cols // tile.chunk_cols
+    threads_per_row = tile.copy_cols // tile.chunk_cols
     rows_per_pass = num_threads // threads_per_row
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
     accesses = []
-    for col0 in range(0, tile.cols, tile.atom_cols):
+    for col0 in range(0, tile.cols, tile.copy_cols):
         for row0 in range(0, tile.rows, rows_per_pass):
             for first in range(0, num_threads, WARP):
                 spots = [divmod(thread, threads_per_row) for thread in range(first, first + WARP)]
@@ -188,12 +200,12 @@ def _copy_by_rows(tile: SmemTile, num_threads: int) -> Access:
 
 def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
     """The shared-memory side of filling the whole tile with 16-byte cp.async."""
-    return _copy_by_rows(tile, num_threads)
+    return copy_by_rows(tile, num_threads)
 
 
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
     """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
-    return _copy_by_rows(tile, num_threads)
+    return copy_by_rows(tile, num_threads)
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
@@ -215,9 +227,9 @@ def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
 
 # What the kernels do with a tile, each over the whole of it.
 ACCESSES: dict[str, Callable[[SmemTile], Access]] = {
-    "ldmatrix_a": lambda tile: _every_block(tile, tile.layout, ldmatrix_a),
-    "ldmatrix_b": lambda tile: _every_block(tile, tile.layout, ldmatrix_b),
-    "ldmatrix_v": lambda tile: _every_block(tile, tile.transposed, ldmatrix_v),
+    "ldmatrix_a": lambda tile: every_block(tile, tile.layout, ldmatrix_a),
+    "ldmatrix_b": lambda tile: every_block(tile, tile.layout, ldmatrix_b),
+    "ldmatrix_v": lambda tile: every_block(tile, tile.transposed, ldmatrix_v),
     "cp_async_write": cp_async_write,
     "store_fragment": store_fragment,
     "load_rows": load_rows,

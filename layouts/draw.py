@@ -6,10 +6,12 @@ A phase of eight chunks is free of conflicts when it touches every group once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from layouts.banks import BANK_BYTES, NUM_BANKS, Phase, tile_report
+from layouts.kernels import Use
 from layouts.smem import CHUNK_BYTES, VARIANTS, SmemTile
 
 NUM_GROUPS = NUM_BANKS * BANK_BYTES // CHUNK_BYTES
@@ -91,6 +93,17 @@ def _thread_label(threads: tuple[int, ...]) -> str:
     return f"t{first}" if first == last else f"t{first}-{last}"
 
 
+def _svg_head(title: str, caption: str, width: int, height: int) -> tuple[str, ...]:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        f'width="{width}" height="{height}" font-family="monospace" font-size="11" role="img">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="16" y="20">{escape(title)}</text>',
+        f'<text x="16" y="38">{caption}</text>',
+    )
+
+
 def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) -> str:
     """The same as SVG: cells coloured by group, the chunks of `phase` framed and labelled with threads."""
     cell_width, cell_height, left, top = 44, 24, 64, 64
@@ -101,14 +114,7 @@ def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) 
     caption = "cell = 16 bytes, number = group of 4 banks"
     if phase:
         caption += f", framed = one phase: {_wavefronts(phase)}"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
-        f'width="{width}" height="{height}" font-family="monospace" font-size="11" role="img">',
-        f"<title>{escape(_title(tile))}</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="16" y="20">{escape(_title(tile))}</text>',
-        f'<text x="16" y="38">{caption}</text>',
-    ]
+    lines = [*_svg_head(_title(tile), caption, width, height)]
     for index, cell in enumerate(grid[0]):
         lines.append(
             f'<text x="{left + cell_width * index + 4}" y="{top - 6}" fill="#606060">{cell.col}</text>'
@@ -145,4 +151,63 @@ def conflict_table(rows: int, cols: int) -> str:
         counts = [f"{report[name].wavefronts} ({report[name].conflicts})" for report in reports]
         lines.append(f"{name:<16}{access.ideal:>8}" + "".join(f"{count:>16}" for count in counts))
     lines.append(f"{'bytes':<16}{rows * cols * 2:>8}" + "".join(f"{tile.bytes:>16}" for tile in tiles))
+    return "\n".join(lines) + "\n"
+
+
+def _served(phase: Phase) -> list[list[tuple[int, ...]]]:
+    """(wavefront, group of banks) -> the threads whose words are delivered then."""
+    grid: list[list[set[int]]] = [[set() for _ in range(NUM_GROUPS)] for _ in range(phase.wavefronts)]
+    for bank, wanted in phase.banks.items():
+        words = list(dict.fromkeys(word for _, word in wanted))
+        for thread, word in wanted:
+            grid[words.index(word)][bank * NUM_GROUPS // NUM_BANKS].add(thread)
+    return [[tuple(sorted(threads)) for threads in row] for row in grid]
+
+
+def text_banks(phase: Phase) -> str:
+    """What the banks deliver in each wavefront of a phase, and to which threads."""
+    heads = [f"{first}-{first + 3}" for first in range(0, NUM_BANKS, 4)]
+    lines = [f"{'banks':<12}" + "".join(f"{head:>8}" for head in heads)]
+    for number, row in enumerate(_served(phase)):
+        labels = [_thread_label(threads) if threads else "." for threads in row]
+        lines.append(f"{f'wavefront {number}':<12}" + "".join(f"{label:>8}" for label in labels))
+    return "\n".join(lines) + "\n"
+
+
+def svg_banks(title: str, phase: Phase) -> str:
+    """The same as SVG: a row for each wavefront, a column in the colour of each group of banks."""
+    cell_width, cell_height, left, top = 52, 24, 100, 64
+    rows = _served(phase)
+    width = max(left + cell_width * NUM_GROUPS + 16, 32 + 7 * len(title))
+    height = top + cell_height * len(rows) + 16
+    lines = [*_svg_head(title, f"banks of 4 bytes, four to a column: {_wavefronts(phase)}", width, height)]
+    for group in range(NUM_GROUPS):
+        label = f"{4 * group}-{4 * group + 3}"
+        x = left + cell_width * group
+        lines.append(f'<text x="{x + 4}" y="{top - 6}" fill="#606060">{label}</text>')
+    for number, row in enumerate(rows):
+        y = top + cell_height * number
+        lines.append(f'<text x="16" y="{y + 16}" fill="#606060">wavefront {number}</text>')
+        for group, threads in enumerate(row):
+            x = left + cell_width * group
+            fill = _COLOURS[group][1] if threads else "#f4f4f4"
+            box = f'<rect x="{x}" y="{y}" width="{cell_width}" height="{cell_height}"'
+            lines.append(f'{box} fill="{fill}" stroke="#ffffff"/>')
+            if threads:
+                lines.append(f'<text x="{x + 5}" y="{y + 16}">{_thread_label(threads)}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def kernel_table(uses: Mapping[str, Sequence[Use]]) -> str:
+    """Variant -> uses of a kernel: wavefronts of each, and the conflicts among them, of a thread block."""
+    variants = list(uses)
+    lines = [
+        "a thread block, once: wavefronts (conflicts)",
+        f"{'access':<16}{'for each':<10}{'instr.':>8}" + "".join(f"{variant:>14}" for variant in variants),
+    ]
+    for same in zip(*uses.values(), strict=True):
+        one = same[0]
+        counts = "".join(f"{f'{use.once.wavefronts} ({use.once.conflicts})':>14}" for use in same)
+        each = "key block" if one.is_per_block else "row tile"
+        lines.append(f"{one.name:<16}{each:<10}{one.once.instructions:>8}{counts}")
     return "\n".join(lines) + "\n"

@@ -15,7 +15,11 @@ CHUNK_BYTES = 16
 # 32 banks of 4 bytes: what one wavefront can deliver.
 WAVEFRONT_BYTES = 128
 
+# What mma.sync kernels can work with: ldmatrix takes any 16 aligned bytes for a row.
 VARIANTS = ("swizzled", "padded", "plain")
+# What TMA and wgmma can work with; and the bytes of an atom's row where it is not as wide as it can be.
+HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
+_ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
 _ATOM_ROWS = 8
 # The source bits of the swizzle start where the 8 chunks of a wavefront end, whatever the width of the atom.
@@ -32,6 +36,9 @@ class SmemTile:
     `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and nothing
                 that TMA or wgmma can read.
     `plain`     row-major. The baseline that shows what the others are for.
+    `swizzled64`, `swizzled32`, `interleaved`
+                atoms of 8 rows x 64, 32 and 16 bytes: the other forms that TMA and wgmma know. An atom of 16
+                bytes is one 8x8 matrix in one piece, with nothing left to permute.
 
     All variants take the same sizes, so that one can replace another.
     """
@@ -42,8 +49,9 @@ class SmemTile:
     variant: str = "swizzled"
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(VARIANTS)}")
+        known = dict.fromkeys(VARIANTS + HOPPER_VARIANTS)
+        if self.variant not in known:
+            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(known)}")
         if self.element_bytes not in (1, 2, 4):
             raise ValueError(f"element_bytes={self.element_bytes}: choose 1, 2 or 4")
         if self.rows < 1 or self.rows % _ATOM_ROWS:
@@ -56,10 +64,38 @@ class SmemTile:
             )
 
     @property
-    def atom_cols(self) -> int:
+    def copy_cols(self) -> int:
         """Columns that neighbouring threads copy: 128 bytes, or 64 where 128 do not divide a row."""
         wide = WAVEFRONT_BYTES // self.element_bytes
         return wide if self.cols % wide == 0 else wide // 2
+
+    @property
+    def atom_cols(self) -> int:
+        """Columns of an atom."""
+        if self.swizzle is None:
+            return self.cols
+        return self._swizzled_cols
+
+    @property
+    def _swizzled_cols(self) -> int:
+        if self.variant in _ATOM_BYTES:
+            return _ATOM_BYTES[self.variant] // self.element_bytes
+        return self.copy_cols
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from a row to the next one of its atom, swizzle aside."""
+        return self.atom_cols + (self.chunk_cols if self.variant == "padded" else 0)
+
+    def column(self, col: int) -> tuple[int, int]:
+        """What leads from the first chunk of a row to the one at `col`: index bits to flip, elements to add.
+
+        Within an atom the swizzle only flips bits, whatever the row; without one, columns add up.
+        """
+        if self.swizzle is None:
+            return 0, col
+        atom, inside = divmod(col, self.atom_cols)
+        return inside, atom * self.rows * self.atom_cols
 
     @property
     def chunk_cols(self) -> int:
@@ -68,9 +104,9 @@ class SmemTile:
 
     @property
     def swizzle(self) -> Swizzle | None:
-        if self.variant != "swizzled":
+        if self.variant in ("padded", "plain"):
             return None
-        chunks = self.atom_cols // self.chunk_cols
+        chunks = self._swizzled_cols // self.chunk_cols
         return Swizzle(chunks.bit_length() - 1, self.chunk_cols.bit_length() - 1, _SWIZZLE_SHIFT)
 
     @cached_property
@@ -78,8 +114,7 @@ class SmemTile:
         """The smallest layout that repeats; of the variants without a swizzle, the whole tile."""
         if self.swizzle:
             return ComposedLayout(self.swizzle, 0, Layout((_ATOM_ROWS, self.atom_cols), (self.atom_cols, 1)))
-        padding = self.chunk_cols if self.variant == "padded" else 0
-        return Layout((self.rows, self.cols), (self.cols + padding, 1))
+        return Layout((self.rows, self.cols), (self.row_stride, 1))
 
     @cached_property
     def layout(self) -> AnyLayout:
@@ -96,6 +131,11 @@ class SmemTile:
         if stages < 1:
             raise ValueError(f"stages={stages}: must be 1 or more")
         return tile_to_shape(self.atom, (self.rows, self.cols, stages))
+
+    def affine(self, stages: int) -> Layout:
+        """`staged` without its swizzle, for a pointer that swizzles."""
+        staged = self.staged(stages)
+        return staged.layout if isinstance(staged, ComposedLayout) else staged
 
     @property
     def cosize(self) -> int:
@@ -123,9 +163,9 @@ def to_cute(layout: AnyLayout) -> Any:
 
 
 def byte_swizzle(tile: SmemTile) -> Any:
-    """The tile's swizzle as a CuTe swizzle of byte addresses: what a swizzled pointer applies."""
+    """The tile's swizzle as a CuTe swizzle of byte addresses, which a pointer applies; or None."""
     swizzle = tile.swizzle
     if swizzle is None:
-        raise ValueError(f"variant={tile.variant!r} has no swizzle: use 'swizzled'")
+        return None
     cute: Any = import_module("cutlass.cute")
     return cute.make_swizzle(swizzle.bits, swizzle.base + tile.element_bytes.bit_length() - 1, swizzle.shift)

@@ -1,4 +1,4 @@
-"""`python -m profiling`: speed and accuracy of cute_flash beside its peers, host time of a call, tuning."""
+"""`python -m profiling`: speed and accuracy of cute_flash beside its peers, host time, tuning, counters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import torch
 
 from cute_flash import arch
 from cute_flash.arch import ArchSpec
-from profiling import compare, host, machine, ranking, report, tune
+from cute_flash.compile import precompile_all
+from profiling import compare, host, machine, ncu, ncu_case, ncu_report, ranking, report, tune
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
+from profiling.expect import expected
 from profiling.providers import DEFAULT_NAMES, KERNELS, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
@@ -79,7 +81,27 @@ def _parser() -> argparse.ArgumentParser:
     host_command = commands.add_parser("host", help="host time per call, import and first call")
     _add_common(host_command, host.NAMES)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
+    _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
     return parser
+
+
+def _add_ncu(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    kernels = tuple(ncu_case.LAYOUTS)
+    add("--kernels", type=_names, default=kernels, metavar=",".join(kernels), help="default: all")
+    add(
+        "--variants",
+        type=_names,
+        default=(),
+        metavar="swizzled,plain",
+        help="layouts of shared memory (default: all that a kernel can have)",
+    )
+    ncu_case.add_shape(parser)
+    add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="default: %(default)s")
+    add("--ncu", default="ncu", metavar="PROGRAM", help="default: %(default)s, on the path")
+    add("--jobs", type=_at_least_one, default=_num_cores(), help="processes that compile (default: cores)")
+    add("--predict-only", action="store_true", help="profile nothing; needs no GPU")
+    add("--arch", metavar="sm_xx", help="what --predict-only predicts for (default: the GPU here)")
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -195,20 +217,21 @@ def _host(args: argparse.Namespace) -> int:
     return FOUND_WANTING if errors else OK
 
 
-def _target(args: argparse.Namespace) -> ArchSpec:
-    if args.arch and not args.compile_only:
-        raise ValueError(
-            f"--arch {args.arch}: what is timed runs on the GPU here; use it with --compile-only"
-        )
+def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
+    """The GPU here, or another architecture with the option that needs no GPU."""
+    if args.arch and not getattr(args, without_gpu):
+        option = without_gpu.replace("_", "-")
+        raise ValueError(f"--arch {args.arch}: what is timed runs on the GPU here; use it with --{option}")
     if args.arch:
         return arch.by_name(args.arch)
     if not arch.has_gpu():
-        raise ValueError("no CUDA device; without one: --compile-only --arch sm_90")
+        option = without_gpu.replace("_", "-")
+        raise ValueError(f"no CUDA device; without one: --{option} --arch sm_90")
     return arch.detect(torch.cuda.current_device())
 
 
 def _tune(args: argparse.Namespace) -> int:
-    target = _target(args)
+    target = _target(args, "compile_only")
     wanted = Wanted(tuple(args.tiles), args.head_dims, args.masks, args.max_variants)
     variants = choose(wanted, args.family, target)
     peers, absent = split_available([] if args.compile_only else select(args.peers))
@@ -236,11 +259,47 @@ def _tune(args: argparse.Namespace) -> int:
     return FOUND_WANTING if tuning.complaints() else OK
 
 
+def _ncu(args: argparse.Namespace) -> int:
+    target = _target(args, "predict_only")
+    cases = ncu.choose(args.kernels, args.variants, ncu_case.shape_of(args), args.dtype)
+    findings = [ncu_report.Finding(case, expected(case, target)) for case in cases]
+    if not args.predict_only:
+        tool = ncu.Tool(args.out, args.ncu)
+        tool.check()
+        keys = dict.fromkeys(key for case in cases for key in case.keys(target))
+        list(precompile_all(list(keys), args.jobs))
+        findings = _profile(tool, findings)
+        settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
+        record = ncu_report.record(findings, settings, machine.facts(), tool.version)
+        write_json(record, args.out / "ncu.json")
+    show(ncu_report.tables(findings))
+    print(f"{ncu_report.LEGEND}\n")
+    failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
+    _print_lines("Failures", failures)
+    return FOUND_WANTING if failures else OK
+
+
+def _profile(tool: ncu.Tool, findings: Sequence[ncu_report.Finding]) -> list[ncu_report.Finding]:
+    """A case that fails is written down; the others go on. Without counters none would: that ends it all."""
+    done = []
+    with progress(len(findings)) as step:
+        for finding in findings:
+            try:
+                found = replace(finding, profile=tool.profile(finding.case))
+            except ncu.NotPermittedError:
+                raise
+            except ncu.NcuError as error:
+                found = replace(finding, error=str(error))
+            done.append(found)
+            step(f"{finding.case.id}: {found.error or f'{found.time_cell} us'}")
+    return done
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return {"bench": _bench, "host": _host, "tune": _tune}[args.command](args)
+        return {"bench": _bench, "host": _host, "tune": _tune, "ncu": _ncu}[args.command](args)
     except (ValueError, OSError) as error:
         # A wrong argument or file, said before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)

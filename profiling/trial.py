@@ -82,7 +82,11 @@ Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 def launch_of(variant: Variant, problem: Problem, arch: ArchSpec) -> Launch:
     """`launch(q, k, v, out, lse)` for one problem."""
-    plan = variant.plan(problem, arch)
+    return launch_plan(variant.plan(problem, arch))
+
+
+def launch_plan(plan: Plan) -> Launch:
+    problem = plan.problem
     function, scale = compiled(plan), problem.head_dim**-0.5
     left, right = problem.band.left or 0, problem.band.right or 0
 

@@ -4,7 +4,8 @@ there.
 A thread's 16 bytes of a 16x16 sub-tile lie at row r, chunk c ^ (r mod 8) (the swizzle). Going 16 columns to
 the right flips bits of c only: the address is XORed with a constant. Going to other rows of sub-tiles, to the
 next atom of columns or to another stage adds a multiple of the swizzle's period: an immediate. Left to the
-compiler, every ldmatrix of a column step would compute its swizzle anew.
+compiler, every ldmatrix of a column step would compute its swizzle anew. In tiles without a swizzle, made for
+study, columns add up like rows.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class Operand:
         slot = (None, column_step, None) if self.is_transposed else (None, None, column_step)
         target = self.view[slot]
         layout = cute.make_layout(
-            ((8, 1), cute.size(target, mode=[1])), stride=((1, 0), self.row_step * self.tile.atom_cols)
+            ((8, 1), cute.size(target, mode=[1])), stride=((1, 0), self.row_step * self.tile.row_stride)
         )
         cute.copy(self.copy, cute.make_tensor(self._pointer(column_step, stage), layout), target)
 
@@ -53,7 +54,7 @@ class Operand:
         if not self.is_transposed:
             self.load(k, stage)
             return
-        offset = k * self.row_step * self.tile.atom_cols
+        offset = k * self.row_step * self.tile.row_stride
         for column_step in range(cute.size(self.view, mode=[1])):
             source = cute.make_tensor(
                 self._pointer(column_step, stage) + offset, cute.make_layout(((8, 1),), stride=((1, 0),))
@@ -63,10 +64,10 @@ class Operand:
     def _pointer(self, column_step: int, stage: Int32) -> cute.Pointer:
         """This thread's 16 bytes in the first sub-tile of rows at a step of columns."""
         tile, dtype = self.tile, self.fragment.element_type
-        atom, inside = divmod(column_step * self.column_stride, tile.atom_cols)
-        address = (self.address + stage * tile.bytes) ^ (inside * tile.element_bytes)
+        flipped, added = tile.column(column_step * self.column_stride)
+        address = (self.address + stage * tile.bytes) ^ (flipped * tile.element_bytes)
         pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
-        return pointer + (atom * tile.rows * tile.atom_cols + self.offset)
+        return pointer + (added + self.offset)
 
 
 def operand(
@@ -104,6 +105,8 @@ def _by_instruction(view: cute.Tensor) -> cute.Tensor:
 def swizzled(address: Int32, tile: SmemTile) -> Int32:
     """Apply the tile's swizzle to a byte address; tiles start at multiples of its period."""
     swizzle = tile.swizzle
+    if swizzle is None:
+        return address
     base = swizzle.base + tile.element_bytes.bit_length() - 1
     mask = ((1 << swizzle.bits) - 1) << base
     return address ^ ((address >> swizzle.shift) & mask)
@@ -137,13 +140,13 @@ class Landing:
         pairs = cute.recast_tensor(fragment, Int32)
         # In pairs: rows 8 apart in an m16 tile, then the m16 tiles.
         rows = cute.make_layout(
-            (2, tiles_m), stride=(4 * tile.atom_cols, self.row_step * tile.atom_cols // 2)
+            (2, tiles_m), stride=(4 * tile.row_stride, self.row_step * tile.row_stride // 2)
         )
         for n in range(tiles_n):
-            atom, inside = divmod(n * tile.chunk_cols, tile.atom_cols)
+            flipped, added = tile.column(n * tile.chunk_cols)
             pointer = cute.make_ptr(
-                Int32, first ^ (inside * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
+                Int32, first ^ (flipped * tile.element_bytes), cutlass.AddressSpace.smem, assumed_align=4
             )
-            target = cute.make_tensor(pointer + (atom * tile.rows * tile.atom_cols + self.offset) // 2, rows)
+            target = cute.make_tensor(pointer + (added + self.offset) // 2, rows)
             for i in range(2 * tiles_m):
                 target[i] = pairs[2 * tiles_m * n + i]

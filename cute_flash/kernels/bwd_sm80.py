@@ -158,7 +158,7 @@ class BwdSm80:
         tile, static = self.tile, self.static
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        row_elements = self.k_tile.atom_cols
+        row_elements = self.k_tile.copy_cols
         params = Params(
             mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
             Band(window_right if static.has_right else None, window_left if static.has_left else None),

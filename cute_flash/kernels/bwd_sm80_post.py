@@ -38,7 +38,7 @@ class BwdPostprocessSm80(BwdPostprocess):
     @cute.jit
     def __call__(self, mdQ: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: CUstream):
         batch, heads, blocks, _ = mdQ.shape
-        copy_out = plain_row_copy(self.num_threads, self.out_tile.atom_cols, self.dtype)
+        copy_out = plain_row_copy(self.num_threads, self.out_tile.copy_cols, self.dtype)
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_postprocess_sm80_d{self.static.head_dim}_{self.static.dtype}",
             remove_cutlass_symbol=True,

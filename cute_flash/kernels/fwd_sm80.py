@@ -39,10 +39,8 @@ from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
 from cute_flash.problem import Static
-from cute_flash.tiles import FwdTile
+from cute_flash.tiles import SMEM_ALIGN, FwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
-
-SMEM_ALIGN = 1024
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,8 @@ class FwdSm80:
         """
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        study = "" if t.layout == "swizzled" else f"_{t.layout}"
+        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -115,7 +114,7 @@ class FwdSm80:
         stream: CUstream,
     ):
         tile = self.tile
-        row_elements = self._smem(tile.tile_m).atom_cols
+        row_elements = tile.smem(tile.tile_m).copy_cols
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         params = Params(
@@ -140,9 +139,6 @@ class FwdSm80:
             block=(tile.num_threads, 1, 1),
             stream=stream,
         )
-
-    def _smem(self, rows: int) -> SmemTile:
-        return SmemTile(rows, self.tile.head_dim)
 
     def _tiled_mma(self) -> cute.TiledMma:
         """Warps stacked along the rows; two n8 tiles at a time, so that one ldmatrix.x4 feeds both."""
@@ -199,10 +195,10 @@ class FwdSm80:
 
         def allocate(tile: SmemTile, stages: int) -> cute.Tensor:
             # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            affine = to_cute(tile.staged(stages).layout)
+            affine = to_cute(tile.affine(stages))
             return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(tile))
 
-        q_tile, kv_tile = self._smem(self.tile.tile_m), self._smem(self.tile.tile_n)
+        q_tile, kv_tile = self.tile.smem(self.tile.tile_m), self.tile.smem(self.tile.tile_n)
         return allocate(q_tile, 1), allocate(kv_tile, self.tile.stages), allocate(kv_tile, self.tile.stages)
 
     def _operands(self, tiled_mma, thread, sQ, sK, sV):
@@ -218,7 +214,7 @@ class FwdSm80:
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
         rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
         rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
-        q_tile, kv_tile = self._smem(self.tile.tile_m), self._smem(self.tile.tile_n)
+        q_tile, kv_tile = self.tile.smem(self.tile.tile_m), self.tile.smem(self.tile.tile_n)
         return (
             operand(copy_Q, thread, sQ, q_tile, 16 * self.tile.num_warps, rQ),
             operand(copy_K, thread, sK, kv_tile, 16, rK),

@@ -15,7 +15,8 @@ from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
+from cute_flash.tiles import FwdTileSm90
+from layouts.kernels import sm90_tiles
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
@@ -52,19 +53,19 @@ class Shapes:
 
     @property
     def q(self) -> SmemTile:
-        return SmemTile(WARPGROUP_ROWS, self.tile.head_dim)
+        return sm90_tiles(self.tile)["Q"]
 
     @property
     def k(self) -> SmemTile:
-        return SmemTile(self.tile.tile_n, self.tile.head_dim)
+        return sm90_tiles(self.tile)["K"]
 
     @property
     def v(self) -> SmemTile:
-        return SmemTile(self.tile.tile_n, self.tile.width_v)
+        return sm90_tiles(self.tile)["V"]
 
     @property
     def o(self) -> SmemTile:
-        return SmemTile(WARPGROUP_ROWS, self.tile.width_v)
+        return sm90_tiles(self.tile)["O"]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ ORDER = (
         )
     ),
     "cute_flash",  # the public names
+    "layouts.__main__",  # draws what the tables of tiles say
     *(f"cute_flash.{name}" for name in ("integrations", "demo", "doctor", "cli", "__main__")),
 )  # fmt: skip
 

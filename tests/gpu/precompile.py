@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,9 @@ from cute_flash.arch import detect
 from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
+from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, small_case
+from tests.gpu import families, small_case, test_banks
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -62,10 +64,23 @@ def keys() -> Iterator[CompileKey]:
             yield from gradient_keys(problem, family, deterministic=True)
 
 
+def study_keys() -> Iterator[CompileKey]:
+    """Kernels with other layouts of shared memory."""
+    arch = detect(0)
+    for case in test_banks.PROFILED:
+        if case.family in families.runnable():
+            yield from case.keys(arch)
+    for case, family in itertools.product(test_banks.STUDIED, families.runnable()):
+        with use_kernels(family):
+            key = plan(case.problem(torch.bfloat16), arch).key
+        for layout in LAYOUTS[f"fwd-{family}"]:
+            yield replace(key, tile=replace(key.tile, layout=layout))
+
+
 def main() -> None:
     os.environ["CUTE_FLASH_CACHE_DIR"] = os.path.abspath(sys.argv[1])
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else os.cpu_count() or 1
-    wanted = list(dict.fromkeys(keys()))
+    wanted = list(dict.fromkeys(itertools.chain(keys(), study_keys())))
     compiled = sum(precompile_all(wanted, jobs))
     print(f"{compiled} of {len(wanted)} kernels compiled, {jobs} at a time")
 

@@ -10,7 +10,8 @@ import pytest
 
 import layouts
 from layouts import ACCESSES, VARIANTS, SmemTile, conflict_table, svg_picture, text_picture
-from layouts.__main__ import main
+from layouts.__main__ import FIGURES, main
+from layouts.draw import svg_banks, text_banks
 
 README = Path(layouts.__file__).with_name("README.md")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -127,8 +128,11 @@ def test_main_prints_and_writes(capsys, tmp_path) -> None:
         (["--rows", "12"], "rows=12"),
         (["--rows", "8"], "rows=8"),
         (["--cols", "40"], "cols=40"),
-        (["--phase", "64"], "--phase 64: ldmatrix_a has the phases 0 to 63"),
+        (["--phase", "64"], "--phase 64: there are the phases 0 to 63"),
         (["--draw-rows", "0"], "--draw-rows 0"),
+        (["--kernel", "fwd-sm90", "--variant", "padded"], "--variant padded: fwd-sm90 has swizzled, swizz"),
+        (["--kernel", "fwd-sm80", "--instruction", "stmatrix"], "stmatrix: K has cp.async, ldmatrix"),
+        (["--kernel", "fwd-sm80", "--head-dim", "512"], "head_dim=512"),
         (["--svg", "no/such/folder/tile.svg"], "no/such/folder"),
     ],
 )
@@ -158,3 +162,63 @@ def test_readme_example_prints_what_its_comments_say(capsys, tmp_path) -> None:
     comments = re.findall(r"print\(.*# (.*)", example)
     assert len(printed) == 2
     assert all(comment.startswith(line) for line, comment in zip(printed, comments, strict=True))
+
+
+def test_figures_are_what_the_code_draws(tmp_path) -> None:
+    """Byte for byte; `python -m layouts --figures layouts/svg` writes them again."""
+    assert main(["--figures", str(tmp_path)]) == 0
+    checked_in = README.with_name("svg")
+    assert {path.name for path in checked_in.iterdir()} == set(FIGURES)
+    shown = re.findall(r"\(svg/(.*?)\)", README.read_text())
+    assert sorted(shown) == sorted(FIGURES)
+    for name in FIGURES:
+        assert (tmp_path / name).read_bytes() == (checked_in / name).read_bytes(), name
+        ElementTree.parse(tmp_path / name)
+
+
+def test_text_banks() -> None:
+    """Two rows of 192 + 16 bytes: the second ends where the first begins."""
+    tile = SmemTile(64, 96, variant="padded")
+    assert (
+        text_banks(first_phase(tile, "cp_async_write"))
+        == """\
+banks            0-3     4-7    8-11   12-15   16-19   20-23   24-27   28-31
+wavefront 0       t0      t1      t2      t3       .      t4      t5      t6
+wavefront 1       t7       .       .       .       .       .       .       .
+"""
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_svg_banks(variant: str) -> None:
+    phase = first_phase(SmemTile(64, 64, variant=variant))
+    root = ElementTree.fromstring(svg_banks("8 x 8", phase))
+    assert len(root.findall(f"{SVG}rect")) == 1 + 8 * phase.wavefronts
+    labels = [text.text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("t")]
+    assert sorted(labels) == [f"t{i}" for i in range(8)]
+
+
+def test_main_draws_a_kernel(capsys) -> None:
+    assert main(["--kernel", "fwd-sm80", "--variant", "plain", "--operand", "V", "--head-dim", "64"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("V of fwd-sm80, head dim 64, sm_90: 128x64x64, 4 warps")
+    assert "threads 0 to 7 together: 8 wavefronts" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("V ldmatrix"))
+    assert line.split() == [
+        "V",
+        "ldmatrix",
+        "key",
+        "block",
+        "64",
+        "256",
+        "(0)",
+        "256",
+        "(0)",
+        "2048",
+        "(1792)",
+    ]
+
+
+def test_main_says_what_no_counter_sees(capsys) -> None:
+    assert main(["--kernel", "fwd-sm90", "--operand", "K"]) == 0
+    assert "filled by TMA and read by wgmma" in capsys.readouterr().out

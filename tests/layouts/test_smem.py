@@ -9,8 +9,18 @@ from cutlass.cute.nvgpu import warpgroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layouts import VARIANTS, ComposedLayout, Layout, SmemTile, Swizzle, byte_swizzle, to_cute
+from layouts import (
+    HOPPER_VARIANTS,
+    VARIANTS,
+    ComposedLayout,
+    Layout,
+    SmemTile,
+    Swizzle,
+    byte_swizzle,
+    to_cute,
+)
 
+ALL_VARIANTS = tuple(dict.fromkeys(VARIANTS + HOPPER_VARIANTS))
 deterministic = settings(derandomize=True, deadline=None, max_examples=40)
 
 tiles = st.builds(
@@ -20,7 +30,7 @@ tiles = st.builds(
     st.integers(1, 6),
     st.integers(1, 5),
     st.sampled_from([1, 2, 4]),
-    st.sampled_from(VARIANTS),
+    st.sampled_from(ALL_VARIANTS),
 )
 
 
@@ -170,13 +180,18 @@ def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cols", "kind"),
-    [(64, warpgroup.SmemLayoutAtomKind.K_SW128), (32, warpgroup.SmemLayoutAtomKind.K_SW64)],
-    ids=["128 bytes", "64 bytes"],
+    ("cols", "variant", "kind"),
+    [
+        (64, "swizzled", warpgroup.SmemLayoutAtomKind.K_SW128),
+        (32, "swizzled", warpgroup.SmemLayoutAtomKind.K_SW64),
+        (64, "swizzled64", warpgroup.SmemLayoutAtomKind.K_SW64),
+        (64, "swizzled32", warpgroup.SmemLayoutAtomKind.K_SW32),
+        (64, "interleaved", warpgroup.SmemLayoutAtomKind.K_INTER),
+    ],
 )
-def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, kind) -> None:
+def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, variant: str, kind) -> None:
     """CuTe's atoms for wgmma hold the same elements; it spells their swizzle for byte addresses, S<b,4,3>."""
-    atom = SmemTile(8, cols).atom
+    atom = SmemTile(8, cols, variant=variant).atom
     assert isinstance(atom, ComposedLayout)
     in_bytes = Swizzle(atom.swizzle.bits, 4, 3)
     _, printed = cute_indices(lambda: warpgroup.make_smem_layout_atom(kind, BFloat16), 1)
@@ -200,9 +215,28 @@ def test_byte_swizzle_moves_the_same_bytes(cute_indices, row_bytes: int, element
 
 
 @pytest.mark.parametrize("variant", ["padded", "plain"])
-def test_byte_swizzle_needs_a_swizzle(variant: str) -> None:
-    with pytest.raises(ValueError, match=f"variant='{variant}' has no swizzle"):
-        byte_swizzle(SmemTile(64, 64, variant=variant))
+def test_no_swizzle_for_the_pointer(variant: str) -> None:
+    tile = SmemTile(64, 64, variant=variant)
+    assert byte_swizzle(tile) is None
+    assert tile.affine(2) == tile.staged(2)
+
+
+@deterministic
+@given(tiles)
+def test_columns_flip_bits_or_add_up(tile: SmemTile) -> None:
+    """What a kernel does with one address per row: it never computes a swizzle again."""
+    for row in range(tile.rows):
+        first = tile.layout(row, 0)
+        for col in range(0, tile.cols, tile.chunk_cols):
+            flipped, added = tile.column(col)
+            assert tile.layout(row, col) == (first ^ flipped) + added
+
+
+@deterministic
+@given(tiles)
+def test_rows_of_an_atom_are_a_stride_apart(tile: SmemTile) -> None:
+    affine = tile.affine(1)
+    assert all(affine(row, 0, 0) == row * tile.row_stride for row in range(tile.rows))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""What a profiled launch should count: shared-memory wavefronts and conflicts, DRAM bytes, least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_flash import roofline
+from cute_flash.arch import ArchSpec
+from cute_flash.band import ceil_div
+from cute_flash.plan import Plan
+from cute_flash.problem import Problem
+from cute_flash.tiles import FwdTile
+from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
+from profiling.ncu_case import Case
+from profiling.ncu_metrics import METRICS
+
+FP32_BYTES = 4
+# Which instructions a group of counters counts.
+COUNTED = {
+    "ld": ("ldmatrix", "ld.shared"),
+    "st": ("st.shared", "stmatrix"),
+    "ldgsts": ("cp.async",),
+    "ldsm": ("ldmatrix",),
+    "sass_ldsm": ("ldmatrix",),
+    "sass_st": ("st.shared",),
+    "sass_ldgsts": ("cp.async",),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    dram_read_bytes: int  # every input once, nothing in the cache
+    dram_write_bytes: int  # every output once, nothing left in the cache
+    flops: float
+    seconds: float  # of the roofline, all FLOPs at the peak of the tensor cores
+    shared: dict[str, Count] | None  # by instruction; None: not predicted
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under the names of `ncu_metrics.METRICS`, as far as there is a prediction."""
+        found: dict[str, float] = {
+            "dram_read_bytes": self.dram_read_bytes,
+            "dram_write_bytes": self.dram_write_bytes,
+        }
+        if self.shared is not None:
+            for name, instructions in COUNTED.items():
+                count = sum((self.shared[one] for one in instructions), Count())
+                found[f"{name}_conflicts"] = count.conflicts
+                found[f"{name}_wavefronts"] = count.wavefronts
+                found[f"{name}_instructions"] = count.instructions
+        return {name: value for name, value in found.items() if name in METRICS}
+
+
+def uses_of(plan: Plan) -> tuple[Use, ...]:
+    tile = plan.tile
+    return sm80_uses(tile) if isinstance(tile, FwdTile) else sm90_uses(tile)
+
+
+def work_of(plan: Plan) -> Work:
+    """Tiles of rows of the launch, and the blocks of keys that each visits, exactly under any band."""
+    p, tile = plan.problem, plan.tile
+    heads = p.batch * p.heads
+    rows = [
+        p.band.blocks(m_block, tile.tile_m, tile.tile_n, p.seqlen_q, p.seqlen_k)
+        for m_block in range(ceil_div(p.seqlen_q, tile.tile_m))
+    ]
+    return Work(heads * len(rows), heads * sum(max(0, blocks.end - blocks.begin) for blocks in rows))
+
+
+def _forward_bytes(problem: Problem) -> tuple[int, int]:
+    """Read: Q, K and V. Written: the output and its LSE."""
+    p, size = problem, roofline.ELEMENT_BYTES[problem.dtype]
+    rows = p.heads * p.seqlen_q
+    read = p.batch * (rows * p.head_dim + p.heads_kv * p.seqlen_k * (p.head_dim + p.width_v)) * size
+    return read, p.batch * rows * (p.width_v * size + FP32_BYTES)
+
+
+def _backward_bytes(problem: Problem) -> tuple[int, int]:
+    """Of the main kernel. Read: Q, K, V, dO, LSE, D and the sums of dQ; written: dK, dV and these sums."""
+    p, size = problem, roofline.ELEMENT_BYTES[problem.dtype]
+    rows, keys = p.batch * p.heads * p.seqlen_q, p.batch * p.heads_kv * p.seqlen_k
+    sums = rows * p.head_dim * FP32_BYTES
+    read = (rows + keys) * (p.head_dim + p.width_v) * size + 2 * rows * FP32_BYTES + sums
+    return read, keys * (p.head_dim + p.width_v) * size + sums
+
+
+def expected(case: Case, spec: ArchSpec) -> Expected:
+    problem, flops = case.shape.problem(case.dtype), case.shape.flops(case.direction)
+    seconds = flops / (spec.tensor_tflops * 1e12)
+    if case.direction == "bwd":
+        return Expected(*_backward_bytes(problem), flops, seconds, None)
+    plan = case.plan(spec)
+    return Expected(*_forward_bytes(problem), flops, seconds, predict(uses_of(plan), work_of(plan)))

@@ -1,0 +1,107 @@
+"""Which counters are read, and what `ncu --page raw --csv` says of them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "MemoryWorkloadAnalysis_Tables",
+    "InstructionStats",
+    "SchedulerStats",
+    "WarpStateStats",
+    "LaunchStats",
+    "Occupancy",
+)
+
+_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
+_WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
+# The same, counted by instruction: free of what other users of the data banks add to the unit's counters.
+_SASS_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
+_SASS_WAVEFRONTS = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
+
+# Our name -> ncu's. "ld" has ldmatrix in it, "st" stmatrix.
+METRICS = {
+    "duration_ns": "gpu__time_duration.sum",
+    **{f"{op}_conflicts": _CONFLICTS.format(op) for op in ("ld", "st", "ldgsts")},
+    **{f"{op}_wavefronts": _WAVEFRONTS.format(op) for op in ("ld", "st", "ldgsts")},
+    **{f"sass_{op}_conflicts": _SASS_CONFLICTS.format(op) for op in ("ldsm", "st", "ldgsts")},
+    **{f"sass_{op}_wavefronts": _SASS_WAVEFRONTS.format(op) for op in ("ldsm", "ldgsts")},
+    "ldsm_instructions": "smsp__inst_executed_op_ldsm.sum",
+    "ldgsts_instructions": "smsp__inst_executed_op_ldgsts.sum",
+    "ld_instructions": "smsp__inst_executed_op_shared_ld.sum",
+    "st_instructions": "smsp__inst_executed_op_shared_st.sum",
+    "dram_read_bytes": "dram__bytes_read.sum",
+    "dram_write_bytes": "dram__bytes_write.sum",
+    "l2_hit_percent": "lts__t_sector_hit_rate.pct",
+    "tensor_instructions": "sm__inst_executed_pipe_tensor.sum",
+    "hmma_instructions": "sm__inst_executed_pipe_tensor_op_hmma.sum",
+    "wgmma_instructions": "sm__inst_executed_pipe_tensor_op_gmma.sum",
+    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "xu_instructions": "sm__inst_executed_pipe_xu.sum",
+    "xu_percent": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "lsu_data_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+    "smem_bytes": "launch__shared_mem_per_block_dynamic",
+    "blocks": "launch__grid_size",
+    "threads": "launch__block_size",
+}
+# Those that a section brings along.
+_OF_SECTIONS = ("registers", "smem_bytes", "blocks", "threads")
+COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIONS)
+
+_STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+# An issue is no stall; "not issued" forms of the same reasons are other metrics.
+_NO_STALL = "selected"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kernel launch as ncu saw it."""
+
+    kernel: str
+    values: Mapping[str, float]  # by ncu's names
+
+    def __getitem__(self, key: str) -> float | None:
+        """By our names; None: this GPU or this ncu has no such metric."""
+        return self.values.get(METRICS[key])
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        return {key: self[key] for key in METRICS}
+
+    @property
+    def stalls(self) -> dict[str, float]:
+        """Reason -> warps that wait for it whenever an instruction is issued, the most first."""
+        found = {match[1]: v for name, v in self.values.items() if (match := _STALL.fullmatch(name))}
+        kept = {reason: value for reason, value in found.items() if reason != _NO_STALL and value > 0}
+        return dict(sorted(kept.items(), key=lambda item: -item[1]))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def parse_raw(text: str) -> list[Profile]:
+    """The launches in the output of `ncu --import FILE --page raw --csv --print-units base`."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise ValueError("no table in the output of ncu --page raw --csv")
+    names, _units, *rows = csv.reader(lines[start:])
+    profiles = []
+    for row in rows:
+        cells = dict(zip(names, row, strict=False))
+        numbers = {name: number for name, cell in cells.items() if (number := _number(cell)) is not None}
+        profiles.append(Profile(cells.get("Kernel Name", ""), numbers))
+    return profiles

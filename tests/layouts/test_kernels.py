@@ -1,0 +1,91 @@
+"""Predictions for the tiles that the forward kernels run with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cute_flash.arch import ARCHS
+from cute_flash.tiles import SM80_FWD, SM90_FWD, FwdTile
+from layouts import HOPPER_VARIANTS, VARIANTS, Count, Use, Work, predict, sm80_uses, sm90_uses
+
+ONE = Work(row_tiles=1, key_blocks=1)
+TILE = FwdTile(128, 128, 48, 4, 2)
+
+
+def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
+    return {use.name: use.once for use in uses}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_default_kernels_have_no_conflicts(arch: str) -> None:
+    for row in SM80_FWD[arch]:
+        assert not any(count.conflicts for count in predict(sm80_uses(row), ONE).values()), row
+
+
+@pytest.mark.parametrize("variant", HOPPER_VARIANTS)
+def test_no_form_of_wgmma_conflicts_in_the_epilogue(variant: str) -> None:
+    for row in SM90_FWD:
+        found = predict(sm90_uses(replace(row, layout=variant)), ONE)
+        assert not any(count.conflicts for count in found.values()), row
+        # 16 x 16 elements an instruction of a warp; straight to global memory with one stage of Q.
+        expected = row.tile_m * row.width_v // 256 if row.q_stages > 1 else 0
+        assert found["stmatrix"].instructions == expected
+
+
+def test_instructions_of_a_tile() -> None:
+    """128 x 48 x 128: each warp reads 32 rows of Q, all of K and all of V, 16 x 16 at a time."""
+    found = by_name(sm80_uses(TILE))
+    assert found == {
+        "Q cp.async": Count(64, 256),
+        "K cp.async": Count(24, 96),
+        "V cp.async": Count(24, 96),
+        "Q ldmatrix": Count(64, 256),
+        "K ldmatrix": Count(4 * 24, 4 * 96),
+        "V ldmatrix": Count(4 * 24, 4 * 96),
+        "O st.shared": Count(256, 256),
+        "O ld.shared": Count(64, 256),
+    }
+
+
+def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
+    """Eight rows of a matrix: eight wavefronts instead of one; the copies go along rows."""
+    plain, swizzled = by_name(sm80_uses(replace(TILE, layout="plain"))), by_name(sm80_uses(TILE))
+    for name, count in plain.items():
+        ideal = swizzled[name].wavefronts
+        is_by_rows = "cp.async" in name or name == "O ld.shared"
+        assert count.conflicts == (0 if is_by_rows else 7 * ideal)
+        assert count.instructions == swizzled[name].instructions
+
+
+def test_padding_fails_where_rows_end_within_the_banks() -> None:
+    """Rows of 192 bytes are copied 64 bytes at a time, two rows together; 16 bytes are too short a shift."""
+    wide = FwdTile(96, 128, 64, 4, 2, q_steps=2, layout="padded")
+    found = predict(sm80_uses(wide), ONE)
+    assert found["ldmatrix"].conflicts == found["st.shared"].conflicts == 0
+    assert found["cp.async"].conflicts == found["cp.async"].wavefronts // 2
+    assert found["ld.shared"].conflicts == found["ld.shared"].wavefronts // 2
+
+
+def test_kept_columns_of_q_are_read_once() -> None:
+    some, none = replace(TILE, q_steps=3), TILE
+    work = Work(row_tiles=1, key_blocks=10)
+    columns = 128 // 16
+    per_step = 2 * 4  # 16 rows each, 2 of every warp
+    saved = 3 * per_step * 9
+    assert predict(sm80_uses(none), work)["ldmatrix"].instructions == 10 * (columns * per_step + 192)
+    assert (
+        predict(sm80_uses(some), work)["ldmatrix"].instructions
+        == predict(sm80_uses(none), work)["ldmatrix"].instructions - saved
+    )
+    kept = replace(TILE, q_steps=columns)
+    assert [use.is_per_block for use in sm80_uses(kept) if use.name == "Q ldmatrix"] == [False]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_launch_is_so_many_tiles_and_blocks(variant: str) -> None:
+    uses = sm80_uses(replace(TILE, layout=variant))
+    whole, tile, block = (predict(uses, work) for work in (Work(6, 50), Work(1, 0), Work(0, 1)))
+    for name, count in whole.items():
+        assert count == tile[name] * 6 + block[name] * 50

@@ -1,0 +1,204 @@
+"""The profiler's driver with a fake `ncu`, whose reports are the sample text beside this file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cute_flash import arch
+from layouts.smem import HOPPER_VARIANTS, VARIANTS
+from profiling import __main__ as cli
+from profiling import machine, ncu, ncu_case, ncu_report
+from profiling.expect import expected, work_of
+from profiling.ncu_case import Case
+from profiling.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw
+from profiling.suites import Shape
+
+RAW = Path(__file__).with_name("data") / "ncu_raw.csv"
+SHAPE = Shape(2, 8, 8, 2048, 128, False)
+PLAIN = Case("fwd-sm80", "plain", SHAPE)
+
+
+class FakeNcu:
+    """Writes a report for a profile, and prints the sample for an import."""
+
+    def __init__(self, fails: str = "", status: int = 1, known: str = "") -> None:
+        self.fails, self.status, self.known = fails, status, known
+        self.commands: list[Sequence[str]] = []
+
+    def __call__(self, command: Sequence[str]) -> tuple[int, str]:
+        self.commands.append(command)
+        if "--version" in command:
+            return 0, "NVIDIA (R) Nsight Compute\nVersion 2025.3.1.0\n"
+        if "--query-metrics" in command:
+            return 0, self.known
+        if "--import" in command:
+            return 0, RAW.read_text() if "raw" in command else "Section: GPU Speed Of Light Throughput\n"
+        if self.fails:
+            return self.status, self.fails
+        Path(command[command.index("--export") + 1] + ".ncu-rep").write_bytes(b"report")
+        return 0, "==PROF== Report\n"
+
+
+def test_raw_csv() -> None:
+    (profile,) = parse_raw(RAW.read_text())
+    assert profile.kernel.startswith(PLAIN.symbol)
+    assert profile["ld_conflicts"] == 78905344
+    assert profile["duration_ns"] == 412896
+    # Not in the table, and there without a value.
+    assert profile["xu_percent"] is None and profile["ldsm_instructions"] is None
+    assert list(profile.stalls.items()) == [("math_pipe_throttle", 1.5), ("long_scoreboard", 0.25)]
+    assert set(profile.metrics) == set(METRICS)
+
+
+def test_raw_csv_without_a_table() -> None:
+    with pytest.raises(ValueError, match="no table"):
+        parse_raw("==ERROR== something\n")
+
+
+def test_command() -> None:
+    command = ncu.Tool(Path("reports"), run=FakeNcu()).command(PLAIN)
+    options, worker = command[: command.index("-m")], command[command.index("-m") :]
+    assert worker[:2] == ["-m", "profiling.ncu_case"]
+    assert options[options.index("--kernel-name") + 1] == "regex:^cute_flash_fwd_sm80_"
+    assert options[options.index("--clock-control") + 1] == "none"
+    assert options.count("--section") == len(SECTIONS)
+    assert options[options.index("--metrics") + 1].split(",") == list(COLLECTED)
+
+
+def test_only_metrics_that_ncu_knows() -> None:
+    """It says their names without the suffix that a report has them with."""
+    known = "Device NVIDIA H200 (GH100)\ndram__bytes_read  Counter  byte  # of bytes read from DRAM\n"
+    tool = ncu.Tool(Path("reports"), run=FakeNcu(known=known))
+    assert tool.metrics == ("dram__bytes_read.sum",)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(1, 32, 8, 512, 64, True)])
+def test_the_worker_reads_what_the_command_says(monkeypatch, shape: Shape) -> None:
+    case, seen = Case("fwd-sm90", "interleaved", shape, "fp16"), []
+    monkeypatch.setattr(ncu_case, "run", seen.append)
+    assert ncu_case.main(case.arguments) == 0
+    assert seen == [case]
+
+
+def test_choose() -> None:
+    cases = ncu.choose(ncu_case.LAYOUTS, (), SHAPE, "bf16")
+    assert [case.layout for case in cases] == [*VARIANTS, *HOPPER_VARIANTS, "swizzled", "swizzled"]
+    some = ncu.choose(["fwd-sm80", "fwd-sm90"], ["swizzled", "plain"], SHAPE, "bf16")
+    assert [(case.kernel, case.layout) for case in some] == [
+        ("fwd-sm80", "swizzled"), ("fwd-sm80", "plain"), ("fwd-sm90", "swizzled"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"variants padded: none of these kernels.*fwd-sm90: swizzled, sw"):
+        ncu.choose(["fwd-sm90"], ["padded"], SHAPE, "bf16")
+    with pytest.raises(ValueError, match="kernel 'fwd-sm70'"):
+        ncu.choose(["fwd-sm70"], [], SHAPE, "bf16")
+
+
+def test_keys_are_all_that_is_launched() -> None:
+    spec = arch.by_name("sm_90")
+    assert [key.tile.layout for key in PLAIN.keys(spec)] == ["swizzled", "plain"]  # type: ignore[union-attr]
+    backward = Case("bwd-sm90", "swizzled", SHAPE).keys(spec)
+    names = ["fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_postprocess"]
+    assert [key.kernel for key in backward] == names
+
+
+def test_expected_counts() -> None:
+    found = expected(PLAIN, arch.by_name("sm_90"))
+    # 16 heads of 16 tiles of 128 rows, each against 43 blocks of 48 keys.
+    assert work_of(PLAIN.plan(arch.by_name("sm_90"))).key_blocks == 16 * 16 * 43
+    assert found.metrics["ld_conflicts"] == 16 * 16 * 43 * (1792 + 2688 + 2688)
+    assert found.metrics["ldgsts_conflicts"] == 0
+    assert found.dram_read_bytes == 3 * 16 * 2048 * 128 * 2
+    assert set(found.metrics) <= set(METRICS)
+
+
+def test_expected_work_under_a_causal_mask() -> None:
+    case = Case("fwd-sm80", "swizzled", Shape(1, 1, 1, 256, 128, True))
+    # 128 rows see the first 3 blocks of 48 keys, the other 128 rows all 6.
+    assert work_of(case.plan(arch.by_name("sm_90"))).key_blocks == 3 + 6
+
+
+def test_a_backward_has_no_shared_memory_prediction() -> None:
+    found = expected(Case("bwd-sm80", "swizzled", SHAPE), arch.by_name("sm_90"))
+    assert found.shared is None and set(found.metrics) == {"dram_read_bytes", "dram_write_bytes"}
+
+
+def test_table_and_record(tmp_path) -> None:
+    tool = ncu.Tool(tmp_path / "reports", run=FakeNcu())
+    finding = ncu_report.Finding(PLAIN, expected(PLAIN, arch.by_name("sm_90")), tool.profile(PLAIN))
+    (table,) = ncu_report.tables([finding])
+    rows = {row[0]: row[1] for row in table.rows}
+    assert rows["load conflicts"] == "78,905,344 (78,905,344)"
+    assert rows["store wavefronts"] == "- (524,288)"
+    assert rows["time, us"].startswith("412.9 (") and rows["TFLOP/s"] == "83"
+    assert rows["stall 1"] == "math_pipe_throttle 1.50" and "XU pipe, %" not in rows
+    assert sorted(path.name for path in tool.folder.iterdir()) == [f"{PLAIN.id}.ncu-rep", f"{PLAIN.id}.txt"]
+    data = json.loads(json.dumps(ncu_report.record([finding], {}, {"gpu": "fake"}, tool.version)))
+    assert data["ncu"] == "Version 2025.3.1.0"
+    assert data["cases"][PLAIN.id]["predicted_shared"]["ldmatrix"]["conflicts"] == 78905344
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user", ncu.NotPermittedError, "--cap-add=SYS_ADMIN"),
+        ("Traceback\nValueError: bad shape", ncu.NcuError, "status 1:\nTraceback\nValueError: bad shape"),
+    ],
+)
+def test_failures_are_explained(tmp_path, said: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ncu.Tool(tmp_path, run=FakeNcu(said)).profile(PLAIN)
+
+
+def test_no_kernel_was_profiled(tmp_path) -> None:
+    with pytest.raises(ncu.NcuError, match="wrote no report"):
+        ncu.Tool(tmp_path, run=FakeNcu("==WARNING== No kernels were profiled.", 0)).profile(PLAIN)
+
+
+def test_no_ncu(tmp_path) -> None:
+    with pytest.raises(ncu.NcuError, match=r"no-such-ncu: no such program.*--ncu"):
+        ncu.Tool(tmp_path, "no-such-ncu").check()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, tmp_path):
+    """`on_a_gpu(ncu, *arguments)`: exit status of `profiling ncu` where kernels are compiled already."""
+    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(cli.arch, "detect", lambda index: arch.by_name("sm_90"))
+    monkeypatch.setattr(cli.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True] * len(keys)))
+    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
+    monkeypatch.setattr(ncu.Tool, "check", lambda self: None)
+
+    def run(fake: FakeNcu, *arguments: str) -> int:
+        made = cli.ncu.Tool
+        monkeypatch.setattr(cli.ncu, "Tool", lambda folder, program: made(folder, program, fake))
+        return cli.main(("ncu", "--out", str(tmp_path), *arguments))
+
+    return run
+
+
+def test_main(on_a_gpu, tmp_path, capsys) -> None:
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == cli.OK
+    printed = capsys.readouterr()
+    assert "| load conflicts " in printed.out and "[1/1] fwd-sm80-plain" in printed.err
+    assert list(json.loads((tmp_path / "ncu.json").read_text())["cases"]) == [PLAIN.id]
+
+
+def test_main_goes_on_after_a_failure(on_a_gpu, tmp_path, capsys) -> None:
+    assert on_a_gpu(FakeNcu("out of memory"), "--kernels", "bwd-sm90,bwd-sm80") == cli.FOUND_WANTING
+    assert capsys.readouterr().out.count("out of memory") == 2
+
+
+def test_main_ends_without_permission(on_a_gpu, capsys) -> None:
+    assert on_a_gpu(FakeNcu("ERR_NVGPUCTRPERM")) == cli.NOT_MEASURED
+    assert "--cap-add=SYS_ADMIN" in capsys.readouterr().err
+
+
+def test_main_predicts_without_a_gpu(capsys) -> None:
+    arguments = ("ncu", "--predict-only", "--arch", "sm_80", "--kernels", "fwd-sm80", "--head-dim", "96")
+    assert cli.main(arguments) == cli.OK
+    assert "| - (22,069,248) |" in capsys.readouterr().out
