@@ -56,8 +56,8 @@ def attn(
     rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
     stride order of q.
 
-    Gradients: of out and of lse, on the CPU and on CUDA with Dv = D; on sm_90 by wgmma for D up to 128, else
-    by mma.sync. On CUDA dq is summed by atomic additions in no certain order: its bits may change from call
+    Gradients: of out and of lse, on the CPU and on CUDA with Dv = D; on sm_90 by wgmma, else by
+    mma.sync. On CUDA dq is summed by atomic additions in no certain order: its bits may change from call
     to call, unless `deterministic`, which only sm_90 has, for D up to 128.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, operands, ranges
+from cute_flash import arch, counters, operands, ranges
 from cute_flash import plan as planning
 from cute_flash.operands import MAX_WINDOW, MIN_SCALE, ROW_ALIGN_BYTES, is_launchable, launchable
 from cute_flash.plan import BwdPlan
@@ -52,7 +52,7 @@ def _prepare(dout, dlse, q, k, v, out, window, deterministic: bool) -> Launch:
         return _launch_empty
     with ranges.marked("plan"):
         plan = planning.bwd_plan(problem, arch.detect(q.device.index), deterministic)
-    run, workspace = _kernels(plan, dlse is not None), _workspace(plan, q.device)
+    run, workspace = _kernels(plan, dlse is not None, q.device), _workspace(plan, q.device)
     must_copy = not all(map(is_launchable, (q, k, v, out, dout)))
     # Dense gradients have launchable strides unless D comes late in the order of what they belong to.
     must_copy_grads = not all(is_launchable(torch.empty_like(x)) for x in (q, k, v))
@@ -95,34 +95,31 @@ def _target(grad: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
-def _kernels(plan: BwdPlan, has_dlse: bool) -> Callable[..., None]:
+def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..., None]:
     """The launches of a plan, one after the other."""
     from cute_flash.compile import compiled_kernel
 
     before, main = compiled_kernel(plan.before(has_dlse)), compiled_kernel(plan.main)
-    section = plan.section
+    section, num_blocks = plan.section, plan.num_blocks
 
-    def run_ordered(given, workspace, targets, scales, window):
-        q, k, v, out, dout, lse, dlse = given
-        lse_log2, d, sums, counters = workspace
-        dq, dk, dv = targets
-        before(out, dout, lse, lse_log2, d, dq, counters, dlse)
-        main(q, k, v, dout, lse_log2, d, sums, dq, counters, dk, dv, *scales, *window, section)
-
-    if plan.after is None:
-        return run_ordered
     after, is_sm90 = compiled_kernel(plan.after), plan.family == "sm90"
+    draws_tiles, index = plan.draws_tiles, device.index
 
     def run(given, workspace, targets, scales, window):
         q, k, v, out, dout, lse, dlse = given
-        lse_log2, d, sums, _ = workspace
+        lse_log2, d, sums, turns = workspace
         dq, dk, dv = targets
-        before(out, dout, lse, lse_log2, d, sums, None, dlse)
+        # Before the first launch: nothing may come between it and the main one, which waits for its end.
+        _counter, address = counters.counter(index) if draws_tiles else (None, 0)
+        before(out, dout, lse, lse_log2, d, sums, turns, dlse)
+        scale, dq_scale = scales
         if is_sm90:
-            main(q, k, v, dout, lse_log2, d, sums, None, None, dk, dv, *scales, *window, section)
+            main(
+                q, k, v, dout, lse_log2, d, sums, turns, dk, dv, scale, *window, section, num_blocks, address
+            )  # fmt: skip
         else:
-            main(q, k, v, dout, lse_log2, d, sums, dk, dv, scales[0], *window, section)
-        after(sums, dq, scales[1])
+            main(q, k, v, dout, lse_log2, d, sums, dk, dv, scale, *window, section)
+        after(sums, dq, dq_scale)
 
     return run
 

@@ -38,6 +38,7 @@ KERNELS = {
     "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
     "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
     "bwd_sm90": ("cute_flash.kernels.bwd_sm90", "BwdSm90"),
+    "bwd_sm90_wide": ("cute_flash.kernels.bwd_sm90_wide", "BwdSm90Wide"),
     "bwd_sm90_ordered": ("cute_flash.kernels.bwd_sm90", "BwdSm90Ordered"),
     "bwd_preprocess": ("cute_flash.kernels.bwd_around", "BwdPreprocess"),
     "bwd_preprocess_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessWithDLSE"),

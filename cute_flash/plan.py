@@ -12,7 +12,7 @@ from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
 from cute_flash.problem import Problem, Static, UnsupportedError
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
-from cute_flash.tiles_bwd import BwdTile, BwdTileSm90, bwd_tile
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -21,11 +21,6 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 L2_SHARE = 0.4
 # Blocks along y and z of a grid.
 MAX_GRID_YZ = 65535
-# Under a right bound, the most tiles of keys for which zeroing and converting the sums of dQ cost more than
-# adding in order, above a head dim. Measured on an H200 through attn, causal, 4 tiles (S=512): D=128 226
-# TFLOP/s in order, 217 added up; D=64 142 and 187. With 8 tiles an earlier version lost 4 % at D=128.
-MAX_ORDERED_TILES = 4
-MAX_UNORDERED_HEAD_DIM = 64
 # Sums of two lengths and a window stay below 2^31.
 MAX_SEQLEN = 1 << 29
 # Persistent blocks count on past the last tile, by one for each block.
@@ -69,7 +64,7 @@ class CompileKey:
 
     kernel: str
     static: Static
-    tile: FwdTile | FwdTileSm90 | BwdTile | BwdTileSm90
+    tile: FwdTile | FwdTileSm90 | AnyBwdTile
     target: str
 
 
@@ -149,7 +144,7 @@ class BwdPlan:
     problem: Problem
     arch: ArchSpec
     family: str
-    tile: BwdTile | BwdTileSm90
+    tile: AnyBwdTile
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
 
@@ -166,17 +161,37 @@ class BwdPlan:
 
     @property
     def main(self) -> CompileKey:
-        return self.key(f"bwd_{self.family}" + "_ordered" * self.is_ordered, sees_mask=True)
+        variant = "_ordered" * self.is_ordered + "_wide" * isinstance(self.tile, BwdTileSm90Wide)
+        return self.key(f"bwd_{self.family}{variant}", sees_mask=True)
 
     @property
-    def after(self) -> CompileKey | None:
-        if self.is_ordered:
-            return None
+    def after(self) -> CompileKey:
         return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"))
 
     @property
     def num_m_blocks(self) -> int:
         return ceil_div(self.problem.seqlen_q, self.tile.tile_m)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of keys."""
+        problem = self.problem
+        return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a Hopper kernel: persistent ones, or one a tile; in order who is waited for must have begun."""
+        return min(self.num_tiles, self.arch.num_sms) if self.is_persistent else self.num_tiles
+
+    @property
+    def is_persistent(self) -> bool:
+        return isinstance(self.tile, BwdTileSm90) and not self.is_ordered
+
+    @property
+    def draws_tiles(self) -> bool:
+        """Whether blocks draw their tiles from a counter, as tiles differ in length."""
+        static = self.problem.static
+        return self.is_persistent and (static.has_left or static.has_right)
 
 
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
@@ -189,7 +204,7 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         if arch.capability < least or asked not in (None, family):
             continue
         tile = bwd_tile(family, arch, problem)
-        if tile is not None and (family == "sm90" or not deterministic):
+        if tile is not None and (isinstance(tile, BwdTileSm90) or not deterministic):
             _check_grid(problem, tile)
             return _bwd_plan(problem, arch, family, tile, deterministic)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, asked))
@@ -211,12 +226,12 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
             "move q, k, v to the CPU, or call attn under torch.no_grad()"
         )
     return (
-        f"the gradient of attn with {where}: it has no kernel for it (only on sm_90, up to head_dim=128); "
+        f"the gradient of attn with {where}: it has no kernel for it (only on sm_90); "
         "ask for 'sm80', or for no family"
     )
 
 
-def _check_grid(problem: Problem, tile: BwdTile | BwdTileSm90) -> None:
+def _check_grid(problem: Problem, tile: AnyBwdTile) -> None:
     what = "the gradient of attn with"
     for name, size in (("batch", problem.batch), ("heads", problem.heads)):
         if size > MAX_GRID_YZ:
@@ -227,19 +242,11 @@ def _check_grid(problem: Problem, tile: BwdTile | BwdTileSm90) -> None:
 
 
 def _bwd_plan(
-    problem: Problem, arch: ArchSpec, family: str, tile: BwdTile | BwdTileSm90, deterministic: bool
+    problem: Problem, arch: ArchSpec, family: str, tile: AnyBwdTile, deterministic: bool
 ) -> BwdPlan:
-    pays_to_order = (
-        problem.static.has_right
-        and tile.head_dim > MAX_UNORDERED_HEAD_DIM
-        and ceil_div(problem.seqlen_k, tile.tile_n) <= MAX_ORDERED_TILES
-    )
-    if family == "sm90" and (deterministic or pays_to_order):
-        # All tiles of a head next to each other in the grid.
-        return BwdPlan(problem, arch, family, tile, 1, True)
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
     head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), False)
+    return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), deterministic)
 
 
 def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:

@@ -39,7 +39,46 @@ class BwdTileSm90:
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
-        return 2 * halves + 4 * floats + 8 * (2 + 4 * self.stages + 8)
+        # Two tiles are written down, in 16 bytes each.
+        return 2 * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages)
+
+    def fits(self, arch: ArchSpec) -> bool:
+        return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
+
+
+@dataclass(frozen=True)
+class BwdTileSm90Wide:
+    """`tile_n` keys, half of them to each of two warpgroups, against blocks of `tile_m` queries; each has
+    half of the columns of dK, dV and dQ.
+    """
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    q_stages: int = 2  # buffers of Q
+    do_stages: int = 1  # buffers of dO
+    measured: str = field(default="", compare=False)
+
+    @property
+    def num_threads(self) -> int:
+        return 3 * 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """What a thread of the copying warps, and one of the others, may use."""
+        return 24, 240
+
+    @property
+    def dq_part(self) -> tuple[int, int]:
+        """Rows and columns of a block of dQ that each warpgroup multiplies."""
+        return self.tile_m, self.head_dim // 2
+
+    @property
+    def smem_bytes(self) -> int:
+        stages = self.q_stages + self.do_stages
+        rows = 2 * self.tile_n + stages * self.tile_m
+        halves = rows * self.head_dim + 3 * self.tile_m * self.tile_n
+        return 2 * halves + 4 * stages * self.tile_m + 8 * (4 + 2 * stages)
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
@@ -144,13 +183,16 @@ SM90_BWD = (
         64, 128, 128, early_lse=True, measured=_GRADIENTS + "311/469/542; causal 187/370/480 TFLOP/s"
     ),
     BwdTileSm90(128, 64, 128, measured=_GRADIENTS + "329/502/572; causal 219/410/547 TFLOP/s"),
+    # The most keys for which dK and dV leave registers for dQ, and shared memory for two buffers of Q.
+    BwdTileSm90Wide(256, 64, 80, measured="not measured: chosen by count of registers and shared memory"),
 )
+AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
-def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> BwdTile | BwdTileSm90 | None:
+def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    rows = SM90_BWD if family == "sm90" else SM80_BWD[arch.name]
+    rows: tuple[AnyBwdTile, ...] = SM90_BWD if family == "sm90" else SM80_BWD[arch.name]
     for tile in rows:
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile

@@ -101,7 +101,7 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
         "tvm_ffi": _version("apache-tvm-ffi"),
         "flash_attn_4": _version("flash-attn-4"),
         # A copy of the tree without its history is told by the variable that build systems set.
-        "git_commit": run(("git", "rev-parse", "HEAD")) or os.environ.get("GIT_COMMIT"),
+        "git_commit": run(("git", "rev-parse", "HEAD")) or os.environ.get("GIT_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
         "source_digest": source_digest(),
         "environment": {name: os.environ[name] for name in CHOICES if name in os.environ},

@@ -113,10 +113,10 @@ def assert_is_attention(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tenso
 
 
 def _deterministic() -> list[Case]:
-    """Gradients that are to have the same bits: few tiles of keys, and more than add in turn unasked."""
+    """Gradients that are to have the same bits: of few tiles of keys, and of more than an H200 has SMs."""
     shapes = [(2, 8, 2, 1000, 1000, 64), (1, 4, 4, 3000, 5000, 128)]
     cases = [Case(*shape, band) for shape in shapes for band in (FULL, CAUSAL, Band(200, 100))]
-    return [*cases, Case(1, 2, 2, 4000, 4000, 64)]
+    return [*cases, Case(2, 40, 20, 700, 900, 128), Case(1, 2, 2, 4000, 4000, 64)]
 
 
 def _unique(cases: list[Case]) -> list[Case]:
@@ -163,6 +163,10 @@ def _gpu() -> list[Case]:
     # Many more tiles than SMs: blocks that stay work on several each, some of which see no key.
     for d in (64, 96, 128, 192, 256):
         cases += [Case(4, 40, 8, 300, 150, d, band) for band in (FULL, CAUSAL, Band(30, 20))]
+    # And of tiles of keys, for the gradients.
+    for d in (64, 96, 128, 256):
+        cases += [Case(4, 16, 16, 300, 400, d, band) for band in (FULL, CAUSAL, Band(100, 30))]
+    cases += [Case(1, 6, 3, 1500, 7000, 64), Case(1, 6, 3, 1500, 7000, 128)]
     # Nothing to compute, or almost nothing: 996 of these 999 rows see no key.
     cases += [Case(1, 2, 2, 5, 0, 64), Case(1, 2, 1, 0, 7, 64), Case(0, 2, 2, 4, 4, 64)]
     cases += [Case(1, 2, 2, 999, 3, 64, CAUSAL)]

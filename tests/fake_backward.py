@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_flash import arch, backward, ops
 from cute_flash.band import Band
 from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
-from tests.fake_gpu import FakeGpu
+from tests.fake_gpu import COUNTER, FakeGpu
 
 LOG2_E = math.log2(math.e)
 
@@ -80,22 +80,23 @@ def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse) -> None:
     lse_log2[:, :, :seqlen] = torch.where(has_keys, lse * LOG2_E, torch.inf)
     d.zero_()
     d[:, :, :seqlen] = (out.float() * dout.float()).sum(-1) - (0 if dlse is None else dlse * has_keys)
-    if counters is None:
-        assert dq.shape == (*d.shape[:2], d.shape[2] // key.tile.tile_m, key.tile.tile_m * key.tile.head_dim)
-        dq.zero_()
-    else:
+    assert dq.shape == (*d.shape[:2], d.shape[2] // key.tile.tile_m, key.tile.tile_m * key.tile.head_dim)
+    dq.zero_()
+    if counters is not None:
         counters.zero_()
-        dq[~has_keys] = 0
 
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     is_ordered = key.kernel == "bwd_sm90_ordered"
     if key.kernel == "bwd_sm80":
-        dq, counters, (dk, dv, scale, left, right, section), dq_scale = None, None, rest, None
+        dk, dv, scale, left, right, section = rest
     else:
-        dq, counters, dk, dv, scale, dq_scale, left, right, section = rest
-        assert abs(dq_scale) == scale
-        assert is_ordered == (dq is not None) == (counters is not None)
+        counters, dk, dv, scale, left, right, section, num_blocks, counter = rest
+        assert num_blocks >= 1
+        static = key.static
+        draws_tiles = (static.has_left or static.has_right) and key.kernel == "bwd_sm90"
+        assert (counter == COUNTER) == draws_tiles
+        assert is_ordered == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
     assert 0 <= left <= MAX_SEQLEN and 0 <= right <= MAX_SEQLEN
     assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == sums.data_ptr() % 16 == 0
@@ -116,12 +117,8 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     dk.copy_((ds.mT @ q * scale).unflatten(1, (-1, group)).sum(2))
     if is_ordered:
         assert not counters.any()
-        has_keys = lse_log2[:, :, :seqlen] < torch.inf
-        dq[has_keys] = (ds @ k * dq_scale).to(dq.dtype)[has_keys]
-        sums.fill_(torch.nan)
         counters.fill_(7)
-    else:
-        _rows(key, sums)[:, :, :seqlen, :width] += ds @ k
+    _rows(key, sums)[:, :, :seqlen, :width] += ds @ k
 
 
 def _after(key, sums, dq, scale) -> None:

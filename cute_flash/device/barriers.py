@@ -52,6 +52,11 @@ class Ring:
         cute.arch.mbarrier_wait(self.empty + self.stage(fill), self.parity(fill) ^ 1)
 
     @cute.jit
+    def wait_released(self, fill: Int32):
+        """Until the consumers of this fill are done; at once if it is before the first."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(fill), self.parity(fill))
+
+    @cute.jit
     def expect(self, fill: Int32, num_bytes: cutlass.Constexpr):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_of(fill), num_bytes)

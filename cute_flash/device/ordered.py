@@ -1,9 +1,8 @@
 """Tiles in global memory that several blocks add to, one after the other, in a fixed order.
 
 Each tile has a counter, 0 before the launch: how many blocks have added to it. A block waits for its turn,
-adds, and passes the turn on. Nothing is zeroed beforehand, as the first block stores instead of adding, and
-the result does not depend on who was faster. Blocks that wait must not keep those they wait for from running:
-those must come before them in the grid.
+adds, and passes the turn on: the result does not depend on who was faster. Blocks that wait must not keep
+those they wait for from running: those must come before them in the grid.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ class Order:
 
     The grid runs down too: whoever is waited for has begun before, and nobody waits forever. A tile of keys
     walks up from the diagonal, where a mask has one, so that no two are due at the same block at a time.
-    Without it all begin at the first block, one after the other; those of the next heads follow as they end.
+    Without it all begin at the first block, one after the other: with several heads side by side in the grid,
+    those of one head begin at different times anyway.
     """
 
     counters: cute.Tensor  # (B, H, m_block)
@@ -31,10 +31,10 @@ class Order:
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
 
-    def turn(self, n_block: Int32, m_block: Int32) -> tuple[Int32, Int32]:
-        """How many tiles of keys come before this one, and how many before the last."""
+    def turn(self, n_block: Int32, m_block: Int32) -> Int32:
+        """How many tiles of keys come before this one."""
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k)
-        return blocks.end - 1 - n_block, blocks.end - 1 - blocks.begin
+        return blocks.end - 1 - n_block
 
     def _counter(self, where: tuple):
         head, batch, m_block = where
@@ -42,7 +42,7 @@ class Order:
 
     @cute.jit
     def wait(self, where: tuple, rank: Int32):
-        """By one thread: until all before have added; what they wrote may then be read and added to."""
+        """By one thread: until all before have added; what they wrote may then be added to."""
         address = self._counter(where)
         found = Int32(-1)
         while found != rank:

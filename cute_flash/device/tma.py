@@ -28,9 +28,9 @@ class TmaTiles:
         info = cpasync.make_tiled_tma_atom(op, by_rows, smem, (tile.rows, tile.cols))
         return TmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
 
-    def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32):
+    def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32, column: Int32 | int = 0):
         """(bytes of a tile, stage...) in shared memory; (bytes of a tile, tile of rows) in global memory."""
-        gX = cute.local_tile(self.coords[None, None, head, batch], (self.rows, self.cols), (None, 0))
+        gX = cute.local_tile(self.coords[None, None, head, batch], (self.rows, self.cols), (None, column))
         return cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
@@ -42,7 +42,7 @@ class TmaTiles:
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
-    def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32):
-        """Start the copy of sX (rows, cols) to one tile of rows."""
-        tXsX, tXgX = self._partition(sX, head, batch)
+    def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, column: Int32 | int = 0):
+        """Start the copy of sX (rows, cols) to one tile of rows, the `column`-th of those side by side."""
+        tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXsX, tXgX[None, block])

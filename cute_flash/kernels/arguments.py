@@ -54,9 +54,6 @@ def fake_gradients(static: Static, dq_elements: int) -> tuple[cute.Tensor, ...]:
     )
 
 
-def fake_order(q: cute.Tensor, dq: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Where sums of dQ are added in order: its rows, like q, and a counter for each block of sums in `dq`."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-    rows = make_fake_tensor(q.element_type, q.shape, strides, assumed_align=16)
-    counters = make_fake_compact_tensor(Int32, dq.shape[:3], stride_order=(2, 1, 0), assumed_align=4)
-    return rows, counters
+def fake_counters(dq: cute.Tensor) -> cute.Tensor:
+    """Where sums of dQ are added in order: a counter for each block of sums in `dq`."""
+    return make_fake_compact_tensor(Int32, dq.shape[:3], stride_order=(2, 1, 0), assumed_align=4)

@@ -14,7 +14,7 @@ from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTileSm90
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide
 
 VECTOR = 8  # elements in 16 bytes
 THREADS = 128
@@ -27,7 +27,7 @@ class BeforeParams:
     mLSE: cute.Tensor  # (B, H, Sq)
     mLSE_log2: cute.Tensor  # (B, H, Sq padded)
     mD: cute.Tensor
-    mdQ: cute.Tensor  # sums (B, H, m_block, elements of a tile) in fp32; ordered: the result (B, H, Sq, D)
+    mdQ: cute.Tensor  # sums (B, H, m_block, elements of a tile) in fp32
     mCounters: cute.Tensor | None  # (B, H, m_block)
     mdLSE: cute.Tensor | None
 
@@ -35,15 +35,17 @@ class BeforeParams:
 class BwdPreprocess:
     """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and past the end.
 
-    And dQ = 0; before `BwdSm90Ordered`, which needs no zeros, of rows without keys only, and the counters.
+    And the sums of dQ = 0, and the counters of `BwdSm90Ordered`.
     """
 
     has_dlse = False
     is_ordered = False
 
-    def __init__(self, static: Static, tile: BwdTileSm90):
+    def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = DTYPES[static.dtype]
+        # Where the main kernel may be launched before this one ends, and waits for its end by itself.
+        self.is_followed_early = not isinstance(tile, BwdTile)
         vectors = -(-static.width_v // VECTOR)
         # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
         self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
@@ -71,7 +73,7 @@ class BwdPreprocess:
             rows(seqlen),
             rows(padded),
             rows(padded),
-            x() if self.is_ordered else sums,
+            sums,
             compact(Int32, batch, heads, blocks) if self.is_ordered else None,
             rows(seqlen) if self.has_dlse else None,
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -104,11 +106,12 @@ class BwdPreprocess:
     def kernel(self, p: BeforeParams):
         thread, _, _ = cute.arch.thread_idx()
         m_block, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(self.is_followed_early):
+            cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.is_ordered):
             if thread == 0:
                 p.mCounters[batch, head, m_block] = Int32(0)
-        else:
-            self.zero_sums(p.mdQ[batch, head, m_block, None], thread)
+        self.zero_sums(p.mdQ[batch, head, m_block, None], thread)
         rows_at_once = THREADS // self.per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = m_block * self.tile_m + i * rows_at_once + thread // self.per_row
@@ -137,10 +140,6 @@ class BwdPreprocess:
                 cute.autovec_copy(self.vector(p.mdO[batch, head, None, None], row, column), rdO)
                 products = rO.load().to(Float32) * rdO.load().to(Float32)
                 dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                if cutlass.const_expr(self.is_ordered):
-                    if lse == Float32.inf:
-                        rO.fill(0.0)
-                        cute.autovec_copy(rO, self.vector(p.mdQ[batch, head, None, None], row, column))
         offset = self.per_row // 2
         while cutlass.const_expr(offset > 0):
             dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=offset)
@@ -177,7 +176,7 @@ class BwdPreprocessOrderedWithDLSE(BwdPreprocess):
 class BwdPostprocess:
     """dQ = scale times the fp32 sums, from the order of the accumulators to rows in the inputs' type."""
 
-    def __init__(self, static: Static, tile: BwdTileSm90):
+    def __init__(self, static: Static, tile: BwdTileSm90 | BwdTileSm90Wide):
         self.static, self.tile = static, tile
         self.dtype = DTYPES[static.dtype]
 
@@ -204,7 +203,7 @@ class BwdPostprocess:
             keep_mangled_name=False,
         )
         self.kernel(mdQ, mOut, scale, tiled_mma).launch(
-            grid=(blocks, heads, batch), block=(2 * THREADS, 1, 1), stream=stream
+            grid=(blocks, heads, batch), block=(2 * THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -213,6 +212,7 @@ class BwdPostprocess:
         m_block, head, batch = cute.arch.block_idx()
         wg, thread = thread // THREADS, thread % THREADS
         rows, columns = self.tile.dq_part
+        cute.arch.griddepcontrol_wait()
         acc = cute.make_rmem_tensor(rows * columns // THREADS, Float32)
         acc.fill(0.0)
         add_sums(mdQ[batch, head, m_block, None], acc, wg, thread)

@@ -25,14 +25,6 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
     )
 
 
-def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
-    """Start copying `num_bytes` in shared memory to global memory; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
-    )
-
-
 @cute.jit
 def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
     """Add the sums of a block to this thread's registers. Not through L1, which other SMs do not write to."""
@@ -46,6 +38,17 @@ def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
         )
         for j in cutlass.range_constexpr(4):
             acc[4 * i + j] = acc[4 * i + j] + values[j]
+
+
+@cute.jit
+def add_to_sums(first: cute.Pointer, acc: cute.Tensor, part: Int32, thread: Int32):
+    """Add this thread's registers to the sums of a block: the `part`-th of those as large as `acc`."""
+    first = first + (part * (THREADS * cute.size(acc)) + thread * 4)
+    for i in cutlass.range_constexpr(cute.size(acc) // 4):
+        cute.arch.inline_ptx(
+            "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+            read_only_args=[(first + i * 4 * THREADS).toint(), *(acc[4 * i + j] for j in range(4))],
+        )
 
 
 @cute.jit

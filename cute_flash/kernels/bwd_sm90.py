@@ -1,6 +1,6 @@
 """Backward attention with TMA, wgmma and specialised warps: Hopper.
 
-For each tile of keys, over the query heads that share them and blocks i of queries:
+For each tile of keys, over the query heads that share them and blocks i of queries, in persistent blocks:
 
     S^T  = K Qi^T                       keys are rows: P^T and dS^T stay in registers as operands
     P^T  = exp(scale S^T - LSE)         0 outside the band
@@ -12,8 +12,9 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 
 | warpgroup | warps | role                                           |
 |-----------|-------|------------------------------------------------|
-| 0         | 0     | load: TMA of K and V once, of Q, dO, LSE and D |
+| 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D      |
 | 0         | 1     | dQ: bulk additions to global memory            |
+| 0         | 2     | the same, where tiles of keys take turns       |
 | 1, 2      | all   | mma: 64 keys of the tile and half of dQ each   |
 
 | shared memory | elements                    | life                                        |
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
@@ -41,21 +42,22 @@ from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
-from cute_flash.kernels.arguments import fake_gradients, fake_order
-from cute_flash.kernels.bwd_dq import add_sums, store_dq
-from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shapes, Shared, Tile
+from cute_flash.kernels.arguments import fake_counters, fake_gradients
+from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS
 from cute_flash.tiles_bwd import BwdTileSm90
 
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
+# Of a thread of the warpgroup that copies, and of the others, together all that there are.
+REGISTERS = 24, 240
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
-        self.reads_early = tile.early_lse and not self.is_ordered
+        # In order every tile has a block of its own: who is waited for has begun.
+        self.draws_tiles = (static.has_left or static.has_right) and not self.is_ordered
 
     @property
     def name(self) -> str:
@@ -97,9 +100,9 @@ class BwdSm90:
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        order = fake_order(given[0], given[6]) if self.is_ordered else (None, None)
-        scalars = (Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1))
-        return (*given, *order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        order = fake_counters(given[6]) if self.is_ordered else None
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
+        return (*given, order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -111,15 +114,15 @@ class BwdSm90:
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
-        mdQ_rows: cute.Tensor | None,
         mCounters: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
-        dq_scale: Float32,
         window_left: Int32,
         window_right: Int32,
         section: Int32,
+        num_blocks: Int32,
+        counter: Int64,
         stream: CUstream,
     ):
         tile, static = self.tile, self.static
@@ -142,9 +145,7 @@ class BwdSm90:
             mLSE,
             mD,
             mdQ,
-            mdQ_rows,
             turns,
-            dq_scale,
             mdK,
             mdV,
             mQ.shape[2],
@@ -154,16 +155,18 @@ class BwdSm90:
             Band(right, left),
             # The longest first; in order, the last: who is waited for must have begun.
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
+            TileQueue(num_n_blocks * heads_kv * batch, counter, self.draws_tiles),
             make_mma(self.dtype, tile.tile_m, False, K, K),
             make_mma(self.dtype, tile.head_dim, True, K, MN),
             make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_n_blocks * heads_kv * batch, 1, 1),
+            grid=(num_blocks, 1, 1),
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -173,27 +176,22 @@ class BwdSm90:
         shared = Shared.allocate(self.shapes)
         if warp_index == 0:
             with cute.arch.elect_one():
-                shared.init_barriers()
+                shared.init_barriers(p.num_adders)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        tile = self._tile(p)
+        # Until the preprocess kernel has ended; the postprocess kernel may be launched, and waits likewise.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        for_copies, for_mma = REGISTERS
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(for_copies)
             if warp_index == 0:
-                copies.load(p, shared, tile)
-            if warp_index == 1:
-                if cutlass.const_expr(self.is_ordered):
-                    copies.add_dq_in_order(p, shared, tile)
-                else:
-                    copies.add_dq(p, shared, tile)
+                copies.load(p, shared)
+            if warp_index > 0 and warp_index <= p.num_adders:
+                copies.add_dq(p, shared, warp_index - 1)
         else:
-            cute.arch.setmaxregister_increase(240)
-            self.mma(p, shared, tile, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
-
-    def _tile(self, p: Params) -> Tile:
-        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
-        blocks = p.band.blocks(n_block, self.tile.tile_n, self.tile.tile_m, p.seqlen_k, p.seqlen_q)
-        return Tile(n_block, head_kv, batch, blocks, blocks.walk(ascends=True))
+            cute.arch.setmaxregister_increase(for_mma)
+            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
         """A warpgroup's part of the first mode, or all of it."""
@@ -227,29 +225,50 @@ class BwdSm90:
         )
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, tile: Tile, wg: Int32, thread: Int32):
+    def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
         main = self._main(p, shared, wg, thread)
-        first_row = tile.n_block * self.tile.tile_n + wg * WARPGROUP_ROWS
+        main.turns.begin()
+        count, fill = Int32(0), Int32(0)  # of tiles; of blocks of queries
+        shared.k.wait_full(count)
+        coord = shared.told_tile(count)
+        while coord[0] != NO_TILE:
+            tile = p.tile(count, fill, coord)
+            self.one_tile(p, main, tile)
+            fill += tile.walk.num * p.heads_per_kv
+            count += 1
+            shared.k.wait_full(count)
+            coord = shared.told_tile(count)
+
+    @cute.jit
+    def one_tile(self, p: Params, main: Main, tile: Tile):
+        """dK and dV of a tile of keys."""
+        shared, begin = main.shared, tile.fill
+        first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
-        cute.arch.mbarrier_wait(shared.kv_full, 0)
-        main.turns.begin()
-        total, count = tile.walk.num * p.heads_per_kv, Int32(0)
+        total = tile.walk.num * p.heads_per_kv
+        shared.v.wait_full(tile.count)
         if total > 0:
-            count = self.one_block(p, main, tile, mask, operands, (Int32(0), count), 0)
+            self.one_block(p, main, tile, mask, operands, begin, 0)
         if total > 1:
-            count = self.one_block(p, main, tile, mask, operands, (Int32(1), count), 1)
-        for fill in cutlass.range(2, total, unroll=1):
-            count = self.one_block(p, main, tile, mask, operands, (fill, count), 2)
+            self.one_block(p, main, tile, mask, operands, begin + 1, 1)
+        for fill in cutlass.range(begin + 2, begin + total, unroll=1):
+            self.one_block(p, main, tile, mask, operands, fill, 2)
+        shared.v.release(tile.count)
         if total > 0:
-            self.start_dv_dk(p, main, operands, total - 1)
-            self.share_ds(p, main, operands[1], total - 1)
+            last = begin + total - 1
+            self.start_dv_dk(p, main, operands, last)
+            self.share_ds(p, main, operands[1], last)
             if total > 1:
-                count = self.last_dq(p, main, tile, total - 2, count)
-            self.last_dq(p, main, tile, total - 1, count)
+                self.last_dq(p, main, last - 1)
+            self.last_dq(p, main, last)
+            shared.do.release_by_all(last)
+            shared.q.release_by_all(last)
+        cute.arch.sync_warp()
+        shared.k.release(tile.count)
         self.write(p.mdV, main.acc_dV, tile, main, p, Float32(1.0))
         self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
 
@@ -261,16 +280,14 @@ class BwdSm90:
         tile: Tile,
         mask: Mask,
         operands: tuple,
-        state: tuple,
+        fill: Int32,
         blocks_before: cutlass.Constexpr,
     ):
         """Products, then P^T and dS^T: one warpgroup multiplies while the other takes exponentials.
 
         dV and dK follow one block late, from `operands`, P^T and dS^T, and dQ two, so that no warpgroup waits
-        for the other's dS. `blocks_before`: 2 stands for any number above. `state`: the block, and the number
-        of blocks of dQ handed over, which is returned.
+        for the other's dS. `blocks_before`: 2 stands for any number above.
         """
-        fill, count = state
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
@@ -284,30 +301,25 @@ class BwdSm90:
             warpgroup.wait_group(blocks_before - 1)
             shared.do.release_by_all(fill - 1)
             shared.q.release_by_all(fill - 1)
-        # S^T = K Q^T, beside which dQ leaves; in order, that takes the registers of S^T
-        hands_over = cutlass.const_expr(blocks_before > 1 and not self.is_ordered)
-        if cutlass.const_expr(blocks_before > 1 and self.is_ordered):
-            warpgroup.wait_group(0)
-            count = self.leave_dq(p, main, tile, acc_dQ, fill - 2, count)
+        # S^T = K Q^T, beside which dQ leaves
         shared.q.wait_full(fill)
         start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False)
-        if cutlass.const_expr(hands_over):
+        if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
             shared.ds.release(fill - 2)
-            self.stage_dq(main, acc_dQ, count)
+            self.stage_dq(main, acc_dQ, fill - 2)
         # dP^T = V dO^T
         shared.do.wait_full(fill)
         start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         main.turns.pass_on()
-        if cutlass.const_expr(hands_over):
+        if cutlass.const_expr(blocks_before > 1):
             # Only now: the products need not wait until all have seen the stores.
-            self.tell_dq(main, count)
-            count += 1
+            self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(self.reads_early):
+        if cutlass.const_expr(self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         warpgroup.wait_group(1)
-        if cutlass.const_expr(not self.reads_early):
+        if cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         self.mask(p, tile, mask, acc_S, fill)
         self.exponentiate(p, acc_S, rLSE)
@@ -316,7 +328,6 @@ class BwdSm90:
         warpgroup.wait_group(0)
         self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
-        return count
 
     @cute.jit
     def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
@@ -337,10 +348,12 @@ class BwdSm90:
         return acc_dQ
 
     @cute.jit
-    def last_dq(self, p: Params, main: Main, tile: Tile, fill: Int32, count: Int32):
+    def last_dq(self, p: Params, main: Main, fill: Int32):
         acc_dQ = self.start_dq(p, main, fill)
         warpgroup.wait_group(0)
-        return self.leave_dq(p, main, tile, acc_dQ, fill, count)
+        main.shared.ds.release(fill)
+        self.stage_dq(main, acc_dQ, fill)
+        self.tell_dq(main, fill)
 
     @cute.jit
     def load_rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
@@ -371,7 +384,7 @@ class BwdSm90:
     @cute.jit
     def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, fill: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
-        m_block, blocks = tile.walk.block(fill % tile.walk.num), tile.blocks
+        m_block, blocks = tile.block((fill - tile.fill) % tile.walk.num), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
@@ -391,50 +404,16 @@ class BwdSm90:
         cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
-    def leave_dq(self, p: Params, main: Main, tile: Tile, acc_dQ: cute.Tensor, fill: Int32, count: Int32):
-        """dQ to the warp that adds it to global memory; or, as the last in order, the result to its rows.
-        Returns the number of blocks handed over.
-        """
-        main.shared.ds.release(fill)
-        is_last = cutlass.Boolean(False)
-        if cutlass.const_expr(self.is_ordered):
-            num = tile.walk.num
-            head, m_block = tile.head_kv * p.heads_per_kv + fill // num, tile.walk.block(fill % num)
-            rank, last = p.turns.turn(tile.n_block, m_block)
-            is_last = rank == last
-            if is_last:
-                self.close_dq(p, main, acc_dQ, (head, tile.batch, m_block), rank)
-        if not is_last:
-            self.stage_dq(main, acc_dQ, count)
-            self.tell_dq(main, count)
-            count += 1
-        return count
-
-    @cute.jit
-    def stage_dq(self, main: Main, acc_dQ: cute.Tensor, count: Int32):
+    def stage_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
         """To shared memory, in the order of the registers."""
-        main.shared.dq.wait_empty(count * NUM_WARPGROUPS + main.wg)
+        main.shared.dq.wait_released((fill - 1) * NUM_WARPGROUPS + main.wg)
         sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
 
     @cute.jit
-    def tell_dq(self, main: Main, count: Int32):
+    def tell_dq(self, main: Main, fill: Int32):
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(main.shared.dq.full_of(count * NUM_WARPGROUPS + main.wg))
-
-    @cute.jit
-    def close_dq(self, p: Params, main: Main, acc_dQ: cute.Tensor, where: tuple, rank: Int32):
-        """The last tile of keys: its own products and the sums of all others, scaled, to the rows of dQ."""
-        head, batch, m_block = where
-        thread = rederived(main.thread)
-        if rank > 0:
-            if thread % 32 == 0:
-                p.turns.wait(where, rank)
-            cute.arch.sync_warp()
-            add_sums(p.mdQ[batch, head, m_block, None], acc_dQ, main.wg, thread)
-        acc_dQ.store(acc_dQ.load() * p.dq_scale)
-        shape = (self.static, self.tile)
-        store_dq(acc_dQ, p.mdQ_rows, where, p.mma_dq, shape, main.wg, thread)
+        cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
 
     @cute.jit
     def write(self, mX: cute.Tensor, acc: cute.Tensor, tile: Tile, main: Main, p: Params, factor: Float32):
@@ -445,7 +424,7 @@ class BwdSm90:
         head_dim = self.tile.head_dim
         gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
-        tXcX = p.mma_dkv.get_slice(main.thread).partition_C(coords)
+        tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
@@ -453,9 +432,6 @@ class BwdSm90:
 
 
 class BwdSm90Ordered(BwdSm90):
-    """Tiles of keys add to a block of dQ in turn, the first by storing, and the last writes the result: no
-    sums to zero before and none to convert after, and the same bits every time. Worth it where there are few
-    tiles of keys. Those of a head must be next to each other in the grid.
-    """
+    """Tiles of keys add to a block of dQ in turn: the same bits every time."""
 
     is_ordered = True

@@ -6,24 +6,55 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_flash.device.barriers import Ring
+from cute_flash.device.ptx import rederived
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.bwd_dq import bulk_add, bulk_store
-from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, Params, Shared, Tile
+from cute_flash.kernels.bwd_dq import bulk_add
+from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shared, Tile
 
 
 @cute.jit
-def load(p: Params, shared: Shared, tile: Tile):
+def load(p: Params, shared: Shared):
+    """For every tile of keys: its first block of queries while the tile before ends, V, K, and the others."""
+    count, fill = Int32(0), Int32(0)  # of tiles; of blocks of queries
+    index = p.queue.first()
+    while index < p.queue.num_tiles:
+        coord = p.order.decode(index)
+        tile = p.tile(count, fill, coord)
+        total = tile.walk.num * p.heads_per_kv
+        if total > 0:
+            load_block(p, shared, tile, fill, Int32(0), Int32(0))
+        load_keys(p, p.v, shared.v, shared.sV, tile)
+        shared.k.wait_empty(count)
+        shared.tell_tile(count, coord)
+        load_keys(p, p.k, shared.k, shared.sK, tile)
+        for g in cutlass.range(p.heads_per_kv, unroll=1):
+            for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
+                load_block(p, shared, tile, fill + i, g, i)
+            fill += tile.walk.num
+        # Late, for a block with a long tile to leave the next one to others.
+        index = p.queue.following(index)
+        count += 1
+    p.queue.close(index)
+    shared.k.wait_empty(count)
+    shared.tell_tile(count, (Int32(NO_TILE), Int32(0), Int32(0)))
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_full, 2 * p.shapes.k.bytes)
-    p.k.load(shared.sK, tile.n_block, tile.head_kv, tile.batch, shared.kv_full)
-    p.v.load(shared.sV, tile.n_block, tile.head_kv, tile.batch, shared.kv_full)
-    num = tile.walk.num
-    for g in cutlass.range(p.heads_per_kv, unroll=1):
-        head = tile.head_kv * p.heads_per_kv + g
-        for i in cutlass.range(num, unroll=1):
-            fill, where = g * num + i, (tile.walk.block(i), head, tile.batch)
-            load_rows(p, p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
-            load_rows(p, p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
+        cute.arch.mbarrier_arrive(shared.k.full_of(count))
+
+
+@cute.jit
+def load_keys(p: Params, tiles: TmaTiles, ring: Ring, sX: cute.Tensor, tile: Tile):
+    """K or V of a tile."""
+    ring.wait_empty(tile.count)
+    ring.expect(tile.count, p.shapes.k.bytes)
+    tiles.load(sX, tile.n_block, tile.head_kv, tile.batch, ring.full_of(tile.count))
+
+
+@cute.jit
+def load_block(p: Params, shared: Shared, tile: Tile, fill: Int32, g: Int32, i: Int32):
+    """A block of Q and dO, with LSE and D: the i-th of the g-th head."""
+    where = (tile.block(i), tile.head_kv * p.heads_per_kv + g, tile.batch)
+    load_rows(p, p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
+    load_rows(p, p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
 
 
 @cute.jit
@@ -44,52 +75,63 @@ def load_rows(
 
 
 @cute.jit
-def add_dq(p: Params, shared: Shared, tile: Tile):
-    """Add each warpgroup's part of dQ to global memory as soon as it stands."""
-    num = tile.walk.num
-    for g in cutlass.range(p.heads_per_kv, unroll=1):
-        head = tile.head_kv * p.heads_per_kv + g
-        for i in cutlass.range(num, unroll=1):
-            gdQ = p.mdQ[tile.batch, head, tile.walk.block(i), None]
-            add_parts(p, shared, gdQ, g * num + i, False)
+def add_dq(p: Params, shared: Shared, adder: Int32):
+    """Add each warpgroup's part of dQ to global memory: of every block as soon as it stands, or, by one of
+    several warps, of its share of them in turn.
+    """
+    count, fill = Int32(0), Int32(0)  # of tiles; of blocks
+    coord = read_tile(shared, count)
+    while coord[0] != NO_TILE:
+        tile = p.tile(count, fill, coord)
+        for g in cutlass.range(p.heads_per_kv, unroll=1):
+            head = tile.head_kv * p.heads_per_kv + g
+            for i in cutlass.range(tile.walk.num, unroll=1):
+                if cutlass.const_expr(p.num_adders == 1):
+                    add_parts(p, shared, p.mdQ[tile.batch, head, tile.block(i), None], fill)
+                elif fill % p.num_adders == adder:
+                    add_in_turn(p, shared, tile, head, tile.block(i), fill)
+                fill += 1
+        count += 1
+        coord = read_tile(shared, count)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit
-def add_dq_in_order(p: Params, shared: Shared, tile: Tile):
-    """The same in turn. The first tile of keys stores; the last writes the result, in `close_dq`."""
-    count = Int32(0)  # of blocks handed over
-    for g in cutlass.range(p.heads_per_kv, unroll=1):
-        head = tile.head_kv * p.heads_per_kv + g
-        for i in cutlass.range(tile.walk.num, unroll=1):
-            m_block = tile.walk.block(i)
-            where = (head, tile.batch, m_block)
-            rank, last = p.turns.turn(tile.n_block, m_block)
-            gdQ = p.mdQ[tile.batch, head, m_block, None]
-            if rank < last:
-                if rank == 0:
-                    add_parts(p, shared, gdQ, count, True)
-                else:
-                    with cute.arch.elect_one():
-                        p.turns.wait(where, rank)
-                    add_parts(p, shared, gdQ, count, False)
-                with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    p.turns.pass_on(where, rank)
-                count += 1
+def read_tile(shared: Shared, count: Int32):
+    """By a warp that adds dQ."""
+    shared.k.wait_full(count)
+    coord = shared.told_tile(count)
+    cute.arch.sync_warp()
+    shared.k.release(count)
+    return coord
 
 
 @cute.jit
-def add_parts(p: Params, shared: Shared, gdQ: cute.Tensor, fill: Int32, is_first: cutlass.Constexpr):
+def add_in_turn(p: Params, shared: Shared, tile: Tile, head: Int32, m_block: Int32, fill: Int32):
+    """Both parts of a block, when the tiles before have added theirs; then it is the next one's turn."""
+    # Few registers: addresses are to be made anew for each block.
+    head, batch = rederived(head), rederived(tile.batch)
+    where, rank = (head, batch, m_block), p.turns.turn(tile.n_block, m_block)
+    with cute.arch.elect_one():
+        p.turns.wait(where, rank)
+    cute.arch.sync_warp()
+    add_parts(p, shared, p.mdQ[batch, head, m_block, None], fill)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0)
+        p.turns.pass_on(where, rank)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def add_parts(p: Params, shared: Shared, gdQ: cute.Tensor, fill: Int32):
     """Both warpgroups' parts of a block; their shared memory is free again after it."""
     part = p.shapes.tile.tile_m * p.shapes.tile.head_dim // NUM_WARPGROUPS
-    start = bulk_store if is_first else bulk_add
     for w in cutlass.range_constexpr(NUM_WARPGROUPS):
         dq_fill = fill * NUM_WARPGROUPS + w
         shared.dq.wait_full(dq_fill)
         with cute.arch.elect_one():
-            start(gdQ.iterator + w * part, shared.sdQ[None, None, None, w].iterator, 4 * part)
+            bulk_add(gdQ.iterator + w * part, shared.sdQ[None, None, None, w].iterator, 4 * part)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         shared.dq.release(dq_fill)

@@ -10,7 +10,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.band import Band, BlockRange, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ordered import Order
-from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
@@ -21,6 +21,11 @@ NUM_WARPGROUPS = 2
 BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
 DS_STAGES = 2
 SMEM_ALIGN = 1024
+NO_TILE = -1
+# Tiles written down at a time: the next one is, while outputs of this one are still on their way.
+TILE_SLOTS = 2
+# Warps that add dQ in turn, a block each: a warp waits for one phase of a barrier, not for the next but one.
+ADDERS_IN_ORDER = 2
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,7 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
     mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    mdQ_rows: cute.Tensor | None  # (B, H, Sq, D), where tiles of keys add in order
-    turns: Order | None
-    dq_scale: Float32
+    turns: Order | None  # where tiles of keys add in order
     mdK: cute.Tensor  # (B, Hkv, Sk, D)
     mdV: cute.Tensor
     seqlen_q: Int32
@@ -68,9 +71,25 @@ class Params:
     scale: Float32
     band: Band  # of keys over queries: left and right change places
     order: TileOrder
+    queue: TileQueue
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
+
+    def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
+        tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
+        blocks = self.band.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
+        # Without a mask every tile begins elsewhere, for few to add to the same block at a time; but not in
+        # order, where the turns come one after the other.
+        shift = None
+        if self.band.left is None and self.band.right is None and self.turns is None:
+            shift = coord[0] * blocks.end // self.order.num_m_blocks
+        return Tile(count, fill, *coord, blocks, blocks.walk(ascends=True), shift)
+
+    @property
+    def num_adders(self) -> int:
+        """Warps that add dQ: in order they wait for each other's turns and for additions to be complete."""
+        return 1 if self.turns is None else ADDERS_IN_ORDER
 
 
 @dataclass(frozen=True)
@@ -83,10 +102,12 @@ class Shared:
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    kv_full: cute.Pointer
+    tiles: cute.Tensor  # (n_block, head, batch; slot)
+    k: Ring  # with the tile it is of; empty: multiplied for the last time, and the tile read by all
+    v: Ring
     q: Ring  # with LSE
     do: Ring  # with D
-    dq: Ring  # a stage for each warpgroup
+    dq: Ring  # of each warpgroup; memory for one block, barriers for as many as there are adders
     ds: Ring  # full: both warpgroups have written; empty: both have read
 
     @staticmethod
@@ -105,27 +126,51 @@ class Shared:
         per_thread = tile.tile_m * tile.head_dim // BOTH
         order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
-        kv_full = smem.allocate_array(cutlass.Int64, 2, byte_alignment=8)
-        stages = (tile.stages, tile.stages, NUM_WARPGROUPS, DS_STAGES)
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, TILE_SLOTS)), 16)
+        parts = NUM_WARPGROUPS * ADDERS_IN_ORDER
+        stages = (1, 1, tile.stages, tile.stages, parts, DS_STAGES)
         rings = [Ring.allocate(smem, number) for number in stages]
-        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, kv_full, *rings)
+        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, tiles, *rings)
 
     @cute.jit
-    def init_barriers(self):
+    def init_barriers(self, num_adders: cutlass.Constexpr):
         """By one thread, before a fence and a barrier of all."""
-        cute.arch.mbarrier_init(self.kv_full, 1)
+        self.k.init(1, 4 * NUM_WARPGROUPS + num_adders)
+        self.v.init(1, 4 * NUM_WARPGROUPS)
         self.q.init(1, BOTH)
         self.do.init(1, BOTH)
         self.dq.init(WARPGROUP_THREADS, 1)
         self.ds.init(BOTH, 4 * NUM_WARPGROUPS)
+
+    @cute.jit
+    def tell_tile(self, count: Int32, coord: tuple):
+        """Write down the tile whose K comes next; the arrival at k.full that follows tells it."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(3):
+                self.tiles[i, count % TILE_SLOTS] = coord[i]
+
+    def told_tile(self, count: Int32) -> tuple:
+        """After k.full: (n_block, head, batch); n_block is NO_TILE after the last."""
+        uniform = cute.arch.make_warp_uniform
+        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(3))
 
 
 @dataclass(frozen=True)
 class Tile:
     """The keys that a thread block works on."""
 
+    count: Int32  # tiles before this one
+    fill: Int32  # blocks of queries before this tile's
     n_block: Int32
     head_kv: Int32
     batch: Int32
     blocks: BlockRange  # of queries that see them
     walk: Walk  # over those
+    shift: Int32 | None  # of the walk's beginning
+
+    def block(self, i: Int32) -> Int32:
+        """The block of queries that is the i-th on the way."""
+        if self.shift is None:
+            return self.walk.block(i)
+        block = self.walk.block(i) + self.shift
+        return cutlass.select_(block >= self.walk.num, block - self.walk.num, block)

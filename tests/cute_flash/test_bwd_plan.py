@@ -22,26 +22,38 @@ def test_gradients_that_no_kernel_computes_are_refused(arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_dim", "family"), [("sm_80", 64, "sm80"), ("sm_90", 128, "sm90"), ("sm_90", 136, "sm80")]
+    ("arch", "head_dim", "family", "kernel"),
+    [
+        ("sm_80", 64, "sm80", "bwd_sm80"),
+        ("sm_90", 128, "sm90", "bwd_sm90"),
+        ("sm_90", 136, "sm90", "bwd_sm90_wide"),
+        ("sm_90", 256, "sm90", "bwd_sm90_wide"),
+    ],
 )
-def test_family_of_the_gradients(arch: str, head_dim: int, family: str) -> None:
-    """wgmma up to 128, mma.sync beyond and elsewhere."""
+def test_family_of_the_gradients(arch: str, head_dim: int, family: str, kernel: str) -> None:
+    """wgmma where there is one, mma.sync elsewhere."""
     found = bwd_plan(Problem(1, 2, 2, 3000, 3000, head_dim, "bfloat16", Band(None, 0)), ARCHS[arch])
-    assert found.family == family and found.main.kernel == f"bwd_{family}"
+    assert (found.family, found.main.kernel) == (family, kernel)
     assert found.main.target == (arch + "a" if family == "sm90" else arch)
     assert found.main.static.has_right and not found.before(True).static.has_right
     with use_kernels("sm80"):
         assert bwd_plan(found.problem, found.arch).family == "sm80"
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90", 136), ("sm_80", 64)])
-def test_a_family_that_lacks_the_kernel_is_not_replaced(arch: str, head_dim: int) -> None:
-    problem = Problem(1, 2, 2, 100, 100, head_dim, "bfloat16", Band())
-    message = (
-        rf"head_dim={head_dim} on {arch} by kernel family 'sm90': .* up to head_dim=128\); ask for 'sm80'"
-    )
+def test_a_family_that_lacks_the_kernel_is_not_replaced() -> None:
+    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band())
+    message = r"head_dim=64 on sm_80 by kernel family 'sm90': .*\(only on sm_90\); ask for 'sm80'"
     with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
-        bwd_plan(problem, ARCHS[arch])
+        bwd_plan(problem, ARCHS["sm_80"])
+
+
+@pytest.mark.parametrize(("head_dim", "is_persistent"), [(128, True), (136, False)])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)])
+def test_wide_heads_have_a_thread_block_for_each_tile(head_dim: int, is_persistent: bool, band: Band) -> None:
+    found = bwd_plan(Problem(2, 20, 10, 3000, 3001, head_dim, "bfloat16", band), ARCHS["sm_90"])
+    assert found.num_tiles == -(-3001 // found.tile.tile_n) * 20
+    assert found.num_blocks == (132 if is_persistent else found.num_tiles)
+    assert found.draws_tiles == (is_persistent and band != Band())
 
 
 def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +67,9 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
     assert not bwd_plan(long, sm_90).is_ordered
     found = bwd_plan(long, sm_90, deterministic=True)
-    # Too many to wait for each other both ways.
-    assert found.is_ordered and found.section == 1
-    assert found.after is None
+    # A thread block for each tile: who is waited for has begun before.
+    assert found.is_ordered and found.num_blocks == found.num_tiles and not found.draws_tiles
+    assert found.after == bwd_plan(long, sm_90).after
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
     for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):
@@ -69,26 +81,6 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
         pytest.raises(UnsupportedError, match=r"by kernel family 'sm80': only by .*'sm90'"),
     ):
         bwd_plan(window, sm_90, deterministic=True)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "seqlen_k", "band", "is_ordered"),
-    [
-        (128, 512, Band(None, 0), True),
-        (72, 1, Band(100, 3), True),
-        (128, 513, Band(None, 0), False),
-        (128, 512, Band(), False),
-        (128, 512, Band(100, None), False),
-        (64, 512, Band(None, 0), False),
-        (64, 1, Band(100, 3), False),
-        (136, 512, Band(None, 0), False),
-    ],
-)
-def test_order_that_nobody_asked_for_pays(head_dim: int, seqlen_k: int, band: Band, is_ordered: bool) -> None:
-    """Wide tiles, few of them, under a right bound; by wgmma only."""
-    found = bwd_plan(Problem(1, 2, 2, 4000, seqlen_k, head_dim, "bfloat16", band), ARCHS["sm_90"])
-    assert found.is_ordered == is_ordered
-    assert (found.after is None) == is_ordered
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

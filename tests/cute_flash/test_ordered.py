@@ -11,24 +11,25 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.band import Band, ceil_div
+from cute_flash.band import Band, BlockRange, ceil_div
 from cute_flash.device.ordered import Order
+from cute_flash.kernels.bwd_sm90_shared import Tile
 
 Asked = Callable[..., list[int]]
 
 
 def compiled_order(band: Band, tile_m: int, tile_n: int) -> Asked:
-    """`ask(n_block, m_block, sq, sk, i)` -> rank, last, and of the walk of n_block length and i-th block."""
+    """`ask(n_block, m_block, sq, sk, i)` -> rank, and of the walk of n_block length and i-th block."""
 
     @cute.jit
     def program(out, n_block, m_block, sq, sk, i):  # type: ignore[no-untyped-def]
         order = Order(out, band, sq, sk, tile_m, tile_n)
-        rank, last = order.turn(n_block, m_block)
+        rank = order.turn(n_block, m_block)
         blocks = Band(band.right, band.left).blocks(n_block, tile_n, tile_m, sk, sq)
         walk = blocks.walk(ascends=True)
-        out[0], out[1], out[2], out[3] = rank, last, walk.num, walk.block(i)
+        out[0], out[1], out[2] = rank, walk.num, walk.block(i)
 
-    found = torch.zeros(4, dtype=torch.int32)
+    found = torch.zeros(3, dtype=torch.int32)
     compiled = cute.compile(program, from_dlpack(found), *(Int32(1) for _ in range(5)))
 
     def ask(*numbers: int) -> list[int]:
@@ -46,36 +47,58 @@ def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, ti
         num_m, num_n = ceil_div(sq, tile_m), ceil_div(sk, tile_n)
         walks = []
         for n in range(num_n):
-            num = ask(n, 0, sq, sk, 0)[2]
-            walks.append([ask(n, 0, sq, sk, i)[3] for i in range(num)])
+            num = ask(n, 0, sq, sk, 0)[1]
+            walks.append([ask(n, 0, sq, sk, i)[2] for i in range(num)])
             assert len(set(walks[n])) == num
-        turns = {(n, m): ask(n, m, sq, sk, 0)[:2] for n in range(num_n) for m in walks[n]}
+        turns = {(n, m): ask(n, m, sq, sk, 0)[0] for n in range(num_n) for m in walks[n]}
         for m in range(num_m):
             here = [turns[n, m] for n in range(num_n) if m in walks[n]]
-            assert sorted(rank for rank, _ in here) == list(range(len(here)))
-            assert all(last == len(here) - 1 for _, last in here)
-        assert simulated_steps(walks, turns, 1) is not None, f"deadlock at {sq} x {sk}"
+            assert sorted(here) == list(range(len(here)))
+        for slots in (1, 2, num_n):
+            steps = simulated_steps(walks, turns, slots)
+            assert steps is not None, f"deadlock at {sq} x {sk}, {slots} at a time"
         if sq == sk and band.left is None and band.right is not None:
             # Nobody waits: no more steps than the longest walk has.
             assert simulated_steps(walks, turns, num_n) == max(map(len, walks))
 
 
-def simulated_steps(
-    walks: list[list[int]], turns: dict[tuple[int, int], list[int]], slots: int
-) -> int | None:
+def simulated_steps(walks: list[list[int]], turns: dict[tuple[int, int], int], slots: int) -> int | None:
     """Steps in which all walks end, if `slots` tiles of keys run at a time, begun from the last down."""
-    done, added, steps = [0] * len(walks), dict.fromkeys((m for walk in walks for m in walk), 0), 0
+    done, passed, steps = [0] * len(walks), dict.fromkeys((m for walk in walks for m in walk), 0), 0
     waiting, running = list(reversed(range(len(walks)))), []
     while waiting or running:
         running = [n for n in running if done[n] < len(walks[n])]
         while waiting and len(running) < slots:
             running.append(waiting.pop(0))
         active = [n for n in running if done[n] < len(walks[n])]
-        due = [n for n in active if turns[n, walks[n][done[n]]][0] == added[walks[n][done[n]]]]
+        due = [n for n in active if turns[n, walks[n][done[n]]] == passed[walks[n][done[n]]]]
         if active and not due:
             return None
         for n in due:
-            added[walks[n][done[n]]] += 1
+            passed[walks[n][done[n]]] += 1
             done[n] += 1
         steps += bool(active)
     return steps
+
+
+@pytest.mark.parametrize(("num_tiles", "num_blocks"), [(1, 1), (4, 4), (3, 7), (64, 128), (103, 128), (5, 2)])
+def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_blocks: int) -> None:
+    blocks = BlockRange(0, 0, num_blocks, num_blocks)
+    found = []
+
+    @cute.jit
+    def program(out, n_block, i):  # type: ignore[no-untyped-def]
+        walk = blocks.walk(ascends=True)
+        shift = n_block * num_blocks // num_tiles
+        out[0] = Tile(Int32(0), Int32(0), n_block, Int32(0), Int32(0), blocks, walk, shift).block(i)
+
+    out = torch.zeros(1, dtype=torch.int32)
+    compiled = cute.compile(program, from_dlpack(out), Int32(0), Int32(0))
+    for n in range(num_tiles):
+        walk = []
+        for i in range(num_blocks):
+            compiled(from_dlpack(out), Int32(n), Int32(i))
+            walk.append(int(out[0]))
+        assert sorted(walk) == list(range(num_blocks))
+        found.append(walk[0])
+    assert len(set(found)) == min(num_tiles, num_blocks)

@@ -14,7 +14,7 @@ from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
 from cute_flash.resources import Resources, disassemble, kernel_resources, nvdisasm, resources
 from cute_flash.tiles import SM90_FWD, FwdTile, FwdTileSm90
-from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90
+from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90, BwdTileSm90Wide
 from tests.launch_capture import Request, capture, has_compiler
 
 FULL, CAUSAL, WINDOW, LEFT = Band(), Band(None, 0), Band(128, 64), Band(128, None)
@@ -317,7 +317,11 @@ def test_hopper_tiles_know_what_the_kernel_allocates(allocated: list[int], index
 @pytest.mark.compiles
 @pytest.mark.parametrize("band", [FULL, LEFT, CAUSAL, WINDOW], ids=MASKS.get)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "added"])
-@pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"d{row.head_dim}-{row.tile_m}x{row.tile_n}")
+@pytest.mark.parametrize(
+    "row",
+    [row for row in SM90_BWD if isinstance(row, BwdTileSm90)],
+    ids=lambda row: f"d{row.head_dim}-{row.tile_m}x{row.tile_n}",
+)
 def test_hopper_backward_keeps_everything_in_registers(
     row: BwdTileSm90, deterministic: bool, band: Band
 ) -> None:
@@ -338,6 +342,25 @@ def test_hopper_backward_keeps_everything_in_registers(
     s, dkv = row.head_dim // 16, row.tile_m // 16
     dq = row.dq_part[0] // 64 * (row.tile_n // 16)
     assert found.num_mma == 3 * (2 * s + 2 * dkv + dq)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("head_dim", "dtype"), [(256, "bfloat16"), (136, "float16")])
+@pytest.mark.parametrize("band", [FULL, LEFT, CAUSAL, WINDOW], ids=MASKS.get)
+def test_wide_hopper_backward_keeps_everything_in_registers(head_dim: int, dtype: str, band: Band) -> None:
+    the_plan = bwd_plan(Problem(2, 8, 4, 1000, 1000, head_dim, dtype, band), ARCHS["sm_90"])
+    row = the_plan.tile
+    assert isinstance(row, BwdTileSm90Wide) and row in SM90_BWD
+    found = kernel_resources(the_plan.main)
+    assert found.symbol.startswith(f"cute_flash_bwd_sm90_wide_d{head_dim}_{dtype}_")
+    assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert found.serialised_wgmma == ()
+    assert found.smem_bytes <= the_plan.arch.smem_per_block
+    if nvdisasm() is None:
+        pytest.skip("no disassembler: the instructions were not counted")
+    # Q Kᵀ and dO Vᵀ of the first and of further blocks; dV, dK and dQ of the block before, and of the last.
+    s, dkv, dq = row.head_dim // 16, 2 * (row.tile_m // 16), 2 * (row.tile_n // 16)
+    assert found.num_mma == 2 * (2 * s + 2 * dkv + dq)
 
 
 @pytest.mark.compiles

@@ -42,9 +42,7 @@ def gradient_keys(problem: Problem, family: str, deterministic: bool = False) ->
             gradients = bwd_plan(problem, detect(0), deterministic)
     except UnsupportedError:
         return
-    yield from (gradients.before(False), gradients.before(True), gradients.main)
-    if gradients.after is not None:
-        yield gradients.after
+    yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
 
 
 def keys() -> Iterator[CompileKey]:
@@ -59,9 +57,9 @@ def keys() -> Iterator[CompileKey]:
             except UnsupportedError:
                 continue
             yield from gradient_keys(problem, family)
-    for problem in deterministic_problems():
-        for family in families.runnable():
-            yield from gradient_keys(problem, family, deterministic=True)
+    in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
+    for problem, family in itertools.product((*deterministic_problems(), *in_order), families.runnable()):
+        yield from gradient_keys(problem, family, deterministic=True)
 
 
 def study_keys() -> Iterator[CompileKey]:

@@ -4,6 +4,7 @@ compute-sanitizer --tool memcheck  python -m tests.gpu.small_case
 compute-sanitizer --tool racecheck python -m tests.gpu.small_case
 """
 
+import functools
 import itertools
 
 import torch
@@ -24,16 +25,19 @@ SMALL = (
     # More tiles than an H200 has SMs: persistent blocks come back for another.
     cases.Case(1, 140, 2, 40, 70, 64, Band(None, 0)),
     cases.Case(1, 140, 2, 40, 70, 128, Band()),
+    # The same for the gradients' tiles of keys.
+    cases.Case(1, 68, 68, 40, 200, 64, Band(None, 0)),
+    cases.Case(1, 68, 68, 70, 200, 128, Band()),
 )
 
 
-def check_gradients(case: cases.Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_gradients(case: cases.Case, family: str, inputs: tuple[torch.Tensor, ...]) -> None:
     window = (case.band.left, case.band.right)
-    loss = weighted(torch.randn(q.shape, device="cuda"))
-    assert_gradients(
-        lambda *x: cute_flash.attn(*x, window=window, return_lse=True), (q, k, v), case.band, loss
-    )
-    print("gradients", case.id, "ok", flush=True)
+    loss = weighted(torch.randn(inputs[0].shape, device="cuda"))
+    for deterministic in (False, True) if family == "sm90" and case.head_dim <= 128 else (False,):
+        how = {"window": window, "return_lse": True, "deterministic": deterministic}
+        assert_gradients(functools.partial(cute_flash.attn, **how), inputs, case.band, loss)
+        print("gradients", "in order" if deterministic else "", case.id, "ok", flush=True)
 
 
 def main() -> None:
@@ -44,7 +48,7 @@ def main() -> None:
             cases.assert_is_attention(out, lse, q, k, v, case.band)
             print(family, case.id, "ok", flush=True)
             if case.heads < 100:
-                check_gradients(case, q, k, v)
+                check_gradients(case, family, (q, k, v))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
             again = gradients(attend, inputs, loss)
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
         assert_gradients(attend, inputs, case.band, loss)
-    # Unasked for, those of many tiles are added in any order.
+    # Unasked for, they are added in any order.
     assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, case.band, loss)
 
 

@@ -30,12 +30,19 @@ def test_what_the_card_does_not_tell_is_none():
     assert (state["power_w"], state["clock_reasons"], state["sm_mhz"]) == (None, None, 1980.0)
 
 
-def test_without_nvidia_smi_and_git_facts_remain():
+def test_without_nvidia_smi_and_git_facts_remain(monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
     assert card_state(lambda command: None) == {}
     found = facts(lambda command: None)
     assert (found["driver"], found["git_commit"], found["git_dirty"]) == (None, None, None)
     assert found["torch"] and found["python"] and found["source_digest"]
     assert json.loads(json.dumps(found)) == found
+
+
+def test_without_git_the_commit_is_that_of_the_environment(monkeypatch):
+    for told, expected in (("abc", "abc"), ("", None)):
+        monkeypatch.setenv("GIT_COMMIT", told)
+        assert facts(lambda command: None)["git_commit"] == expected
 
 
 def test_the_dirty_flag():

@@ -1,0 +1,40 @@
+"""Accumulators to shared memory, transposed: what a product has as columns become rows of a tile.
+
+`stmatrix.trans` moves matrices of 8 x 8 elements: lane 8 i + j says where column j of the i-th one goes. An
+accumulator of 64 rows goes to a `SmemTile` of 64 columns, one atom wide, from a row that begins an atom on.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from layouts.smem import CHUNK_BYTES, WAVEFRONT_BYTES
+
+MATRIX = 8
+MATRIX_BYTES = MATRIX * WAVEFRONT_BYTES  # rows of the tile that one n8 tile fills
+_STMATRIX = "stmatrix.sync.aligned.m8n8.{}.trans.shared.b16 [{{$r0}}], {{ {} }};"
+
+
+def lane_offset(thread):
+    """Bytes from the first row to where this lane's column of the first two n8 tiles goes: 16 rows of a warp
+    are two chunks of a row of the tile, permuted as in every swizzled tile.
+    """
+    lane, warp = thread % 32, thread // 32
+    column, half, second = lane % MATRIX, lane // MATRIX % 2, lane // (2 * MATRIX)
+    chunk = (2 * warp + half) ^ column
+    return second * MATRIX_BYTES + column * WAVEFRONT_BYTES + chunk * CHUNK_BYTES
+
+
+@cute.jit
+def store_transposed(rX: cute.Tensor, first: cute.Pointer, thread: Int32):
+    """`rX`: a 16-bit fragment in the order of m64nN accumulators; `first`: of the tile's N rows."""
+    packed = cute.recast_tensor(rX, Int32)
+    address = first.toint() + lane_offset(thread)
+    tiles = cute.size(packed) // 2
+    for t in cutlass.range_constexpr(0, tiles, 2):
+        number = 2 * min(2, tiles - t)
+        values = ", ".join(f"{{$r{1 + i}}}" for i in range(number))
+        cute.arch.inline_ptx(
+            _STMATRIX.format(f"x{number}", values),
+            read_only_args=[address + MATRIX_BYTES * t, *(packed[2 * t + i] for i in range(number))],
+        )

@@ -1,0 +1,464 @@
+"""Backward attention with TMA, wgmma and specialised warps for wide heads: Hopper.
+
+For each tile of keys, over the query heads that share them and blocks i of queries:
+
+    S    = Qi K^T                       queries are rows; a warpgroup has half of the keys
+    P    = exp(scale S - LSE)           0 outside the band
+    dP   = dOi V^T
+    dS   = P (dP - D),  D = rowsum(dO O) - dLSE
+    dV^T += dOi^T P                     P and dS pass through shared memory, transposed;
+    dK^T += Qi^T dS                     a warpgroup has half of the rows, times scale at the end
+    dQi  += dS K                        half of the columns; fp32 additions from registers to global memory
+
+Wide dK and dV leave few registers: dQ is made by halves, one after the other in the same place. In a block,
+with the halves of dV, dQ and dK written as 0 and 1, a warpgroup gives the tensor cores
+
+    dV0 dQ0 dV1 dQ1 dK0, and then of the next block S dP, and then dK1
+
+so that dQ0 is added up beside dV1, dQ1 beside dK0, exponentials are taken beside dP, and dS is made beside
+dK1, for which the other buffer still holds dS. dO, which has one buffer, is in use from dP to dV1.
+
+| warpgroup | warps | role                                                    |
+|-----------|-------|---------------------------------------------------------|
+| 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D               |
+| 1, 2      | all   | mma: half of the keys, half of the columns of gradients |
+
+| shared memory | elements                    | life                                        |
+|---------------|-----------------------------|---------------------------------------------|
+| sK, sV        | tile_n x tile_d             | whole tile; dK and dV leave through them    |
+| sQ            | 2 x tile_m x tile_d         | S to dK1, which is two blocks               |
+| sdO           | tile_m x tile_d             | dP to dV1                                   |
+| sP            | tile_n x tile_m             | exponentials to dV1                         |
+| sdS           | 2 x tile_n x tile_m         | dS to dK1                                   |
+| sLSE, sD      | stages x tile_m, fp32       | one block of queries                        |
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+
+from cute_flash.band import Band
+from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.mask import Mask
+from cute_flash.device.ptx import rederived
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.stmatrix import store_transposed
+from cute_flash.device.tma import TmaTiles
+from cute_flash.device.views import as_mn, transposed
+from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.kernels.arguments import fake_gradients
+from cute_flash.kernels.bwd_dq import add_to_sums
+from cute_flash.kernels.bwd_sm90_copies import load_block, load_keys
+from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
+from cute_flash.kernels.bwd_sm90_wide_shared import Params, Shapes, Shared
+from cute_flash.problem import Static
+from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.tiles_bwd import BwdTileSm90Wide
+
+# Named barriers; 0 is the one of all threads.
+FIRST_FREE, WRITTEN, FIRST_OUTPUT = 1, 3, 4
+HALVES = 2
+
+
+@dataclass(frozen=True)
+class Main:
+    """What a warpgroup works with; pairs are of the halves of its columns, 64 each."""
+
+    wg: Int32
+    thread: Int32
+    shared: Shared
+    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage)
+    rdO: cute.Tensor
+    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), its own keys
+    rV: cute.Tensor
+    rdOt: tuple  # descriptors (MMA, MMA_M, MMA_K, stage)
+    rQt: tuple
+    rP: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K)
+    rdS: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage)
+    rKt: tuple  # descriptors (MMA, MMA_N, MMA_K)
+    acc_dK: tuple
+    acc_dV: tuple
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dQ: cute.Tensor  # a half of it at a time, in the registers of dP
+    tScS: cute.Tensor  # (query, key) of every element of S
+    free: Turns  # sP, and the other buffer of sdS, are read no more by the other warpgroup
+
+
+class BwdSm90Wide:
+    def __init__(self, static: Static, tile: BwdTileSm90Wide):
+        self.static, self.tile = static, tile
+        self.shapes = Shapes(static, tile)
+        self.dtype = self.shapes.dtype
+        self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
+
+    @property
+    def name(self) -> str:
+        t, s = self.tile, self.static
+        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
+        return f"cute_flash_bwd_sm90_wide_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+
+    def fake_arguments(self) -> tuple:
+        *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
+        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
+        return (*given, None, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mD: cute.Tensor,
+        mdQ: cute.Tensor,
+        mCounters: None,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        section: Int32,
+        num_blocks: Int32,
+        counter: Int64,
+        stream: CUstream,
+    ):
+        """The arguments of `BwdSm90`; those of ordered sums and of persistent blocks are not used."""
+        tile, static, shapes = self.tile, self.static, self.shapes
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        batch, heads_kv, seqlen_k, _ = mK.shape
+        MN, K = OperandMajorMode.MN, OperandMajorMode.K
+        params = Params(
+            shapes,
+            TmaTiles.of(load, mQ, shapes.q),
+            TmaTiles.of(load, mdO, shapes.q),
+            TmaTiles.of(load, mK, shapes.k),
+            TmaTiles.of(load, mV, shapes.k),
+            TmaTiles.of(store, mdK, shapes.out),
+            TmaTiles.of(store, mdV, shapes.out),
+            mLSE,
+            mD,
+            mdQ,
+            mQ.shape[2],
+            seqlen_k,
+            mQ.shape[1] // heads_kv,
+            scale,
+            Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            TileOrder(cute.ceil_div(seqlen_k, tile.tile_n), heads_kv, batch, section, static.has_left),
+            make_mma(self.dtype, self.keys, False, K, K),
+            make_mma(self.dtype, tile.tile_n, False, MN, K),
+            make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(params).launch(
+            grid=(num_blocks, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        shared = Shared.allocate(self.shapes)
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                shared.init_barriers()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # Until the preprocess kernel has ended; the postprocess kernel may be launched, and waits likewise.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        for_copies, for_mma = self.tile.registers
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(for_copies)
+            if warp_index == 0:
+                self.load(p, shared)
+        else:
+            cute.arch.setmaxregister_increase(for_mma)
+            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
+
+    @cute.jit
+    def load(self, p: Params, shared: Shared):
+        """K, the first block of queries, V, and the other blocks."""
+        tile, fill = p.tile(), Int32(0)
+        load_keys(p, p.k, shared.k, shared.sK, tile)
+        if tile.walk.num * p.heads_per_kv > 0:
+            load_block(p, shared, tile, fill, Int32(0), Int32(0))
+        load_keys(p, p.v, shared.v, shared.sV, tile)
+        for g in cutlass.range(p.heads_per_kv, unroll=1):
+            for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
+                load_block(p, shared, tile, fill + i, g, i)
+            fill += tile.walk.num
+
+    def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
+        tile, columns = self.tile, WARPGROUP_ROWS
+        s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
+
+        def part(sX: cute.Tensor, rows: int, half: int) -> cute.Tensor:
+            """(columns, rows, ...) of a half of this warpgroup's columns."""
+            rest = (None,) * (cute.rank(sX) - 2)
+            return cute.local_tile(transposed(sX), (columns, rows), (HALVES * wg + half, 0, *rest))
+
+        def keys(sX: cute.Tensor) -> cute.Tensor:
+            return cute.local_tile(sX, (self.keys, tile.head_dim), (wg, 0))
+
+        def columns_a(sX: cute.Tensor) -> tuple:
+            parts = (part(sX, tile.tile_m, half) for half in range(HALVES))
+            return tuple(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts)
+
+        def accumulators() -> tuple:
+            shape = dkv.partition_shape_C((columns, tile.tile_n))
+            return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES))
+
+        return Main(
+            wg,
+            thread,
+            shared,
+            s.make_fragment_A(s.partition_A(shared.sQ)),
+            s.make_fragment_A(s.partition_A(shared.sdO)),
+            s.make_fragment_B(s.partition_B(keys(shared.sK))),
+            s.make_fragment_B(s.partition_B(keys(shared.sV))),
+            columns_a(shared.sdO),
+            columns_a(shared.sQ),
+            dkv.make_fragment_B(dkv.partition_B(shared.sP)),
+            dkv.make_fragment_B(dkv.partition_B(shared.sdS)),
+            dq.make_fragment_A(dq.partition_A(transposed(shared.sdS))),
+            tuple(
+                dq.make_fragment_B(dq.partition_B(part(shared.sK, tile.tile_n, half)))
+                for half in range(HALVES)
+            ),
+            accumulators(),
+            accumulators(),
+            *self._temporaries(p),
+            self._coords(p, thread),
+            Turns(FIRST_FREE, NUM_WARPGROUPS, wg),
+        )
+
+    def _temporaries(self, p: Params) -> tuple:
+        """S, dP and dQ. The latter share registers, which the compiler does not find by itself: it keeps what
+        is written anew in every block over the whole loop, and spills.
+        """
+        s, dq = p.mma_s.get_slice(0), p.mma_dq.get_slice(0)
+        scores = cute.make_layout(s.partition_shape_C((self.tile.tile_m, self.keys)))
+        half = cute.make_layout(dq.partition_shape_C((self.tile.tile_m, WARPGROUP_ROWS)))
+        acc_S, acc_dQ = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(half, Float32)
+        return acc_S, cute.make_tensor(acc_dQ.iterator, scores), acc_dQ
+
+    @cute.jit
+    def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
+        """dK and dV of a tile of keys."""
+        main, tile = self._main(p, shared, wg, thread), p.tile()
+        for half in cutlass.range_constexpr(HALVES):
+            main.acc_dK[half].fill(0.0)
+            main.acc_dV[half].fill(0.0)
+        total = tile.walk.num * p.heads_per_kv
+        shared.k.wait_full(0)
+        shared.v.wait_full(0)
+        if total > 0:
+            self.first_scores(p, main, tile)
+            where = (p.first_sums(tile), Int32(0))
+            for fill in cutlass.range(total - 1, unroll=1):
+                where = self.one_block(p, main, tile, fill, where)
+            self.last_block(p, main, total - 1, where)
+        self.write(p, main, tile)
+
+    @cute.jit
+    def first_scores(self, p: Params, main: Main, tile: Tile):
+        """P and dS of the first block."""
+        self.start_s(p, main, Int32(0))
+        self.start_dp(p, main, Int32(0))
+        warpgroup.wait_group(1)
+        self.make_p(p, main, tile, Int32(0), Int32(0))
+        self.share(main, main.shared.sP)
+        warpgroup.wait_group(0)
+        self.make_ds(main, Int32(0))
+
+    @cute.jit
+    def one_block(self, p: Params, main: Main, tile: Tile, fill: Int32, where: tuple):
+        """Gradients of a block from its P and dS, and P and dS of the next.
+
+        The other warpgroup's parts of P and dS have been written, by the barrier in `make_ds`. They are
+        written again only after both warpgroups have said that they are read: `free`. `where`: number of the
+        block among all sums of dQ, and among those of its head that see the keys; the next one's is returned.
+        """
+        shared = main.shared
+        self.start_dv(p, main, fill, 0)
+        self.start_dq(p, main, fill, 0)
+        self.start_dv(p, main, fill, 1)
+        # dK1 of the block before
+        warpgroup.wait_group(3)
+        if fill > 0:
+            shared.q.release(fill - 1)
+        # dQ0
+        warpgroup.wait_group(1)
+        self.add_dq(p, main, where, 0)
+        self.start_dq(p, main, fill, 1)
+        self.start_dk(p, main, fill, 0)
+        # dV; of the block before nothing is read any more either
+        warpgroup.wait_group(2)
+        shared.do.release(fill)
+        main.free.pass_on()
+        # dQ1
+        warpgroup.wait_group(1)
+        self.add_dq(p, main, where, 1)
+        self.start_s(p, main, fill + 1)
+        self.start_dp(p, main, fill + 1)
+        self.start_dk(p, main, fill, 1)
+        # S
+        warpgroup.wait_group(2)
+        sums, i = where
+        sums, i = sums + 1, i + 1
+        if i == tile.walk.num:
+            sums, i = sums + (p.mdQ.shape[2] - tile.walk.num), Int32(0)
+        self.make_p(p, main, tile, fill + 1, i)
+        main.free.wait()
+        self.share(main, shared.sP)
+        # dP
+        warpgroup.wait_group(1)
+        self.make_ds(main, fill + 1)
+        return sums, i
+
+    @cute.jit
+    def last_block(self, p: Params, main: Main, fill: Int32, where: tuple):
+        self.start_dq(p, main, fill, 0)
+        for half in cutlass.range_constexpr(HALVES):
+            self.start_dv(p, main, fill, half)
+            self.start_dk(p, main, fill, half)
+        warpgroup.wait_group(2 * HALVES)
+        self.add_dq(p, main, where, 0)
+        self.start_dq(p, main, fill, 1)
+        warpgroup.wait_group(0)
+        self.add_dq(p, main, where, 1)
+
+    @cute.jit
+    def start_s(self, p: Params, main: Main, fill: Int32):
+        """S = Q K^T"""
+        ring = main.shared.q
+        ring.wait_full(fill)
+        start_gemm(p.mma_s, main.acc_S, main.rQ[None, None, None, ring.stage(fill)], main.rK, False)
+
+    @cute.jit
+    def start_dp(self, p: Params, main: Main, fill: Int32):
+        """dP = dO V^T"""
+        ring = main.shared.do
+        ring.wait_full(fill)
+        start_gemm(p.mma_s, main.acc_dP, main.rdO[None, None, None, ring.stage(fill)], main.rV, False)
+
+    @cute.jit
+    def start_dv(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
+        """A half of dV^T += dO^T P"""
+        rdOt = main.rdOt[half][None, None, None, main.shared.do.stage(fill)]
+        start_gemm(p.mma_dkv, main.acc_dV[half], rdOt, main.rP, True)
+
+    @cute.jit
+    def start_dk(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
+        """A half of dK^T += Q^T dS"""
+        rQt = main.rQt[half][None, None, None, main.shared.q.stage(fill)]
+        start_gemm(p.mma_dkv, main.acc_dK[half], rQt, main.rdS[None, None, None, fill & 1], True)
+
+    @cute.jit
+    def start_dq(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
+        """A half of dQ = dS K"""
+        rdSt = main.rdSt[None, None, None, fill & 1]
+        start_gemm(p.mma_dq, main.acc_dQ, rdSt, main.rKt[half], False)
+
+    @cute.jit
+    def add_dq(self, p: Params, main: Main, where: tuple, half: cutlass.Constexpr):
+        elements = self.tile.tile_m * self.tile.head_dim
+        first = p.mdQ.iterator + Int64(where[0]) * elements
+        add_to_sums(first, main.acc_dQ, HALVES * main.wg + half, main.thread)
+
+    @cute.jit
+    def make_p(self, p: Params, main: Main, tile: Tile, fill: Int32, i: Int32):
+        """S -> P = exp(scale S - LSE), in place"""
+        self.mask(p, main, tile, i)
+        rLSE = self.load_rows(main, main.shared.sLSE[None, main.shared.q.stage(fill)])
+        S_mn, scale_log2 = as_mn(main.acc_S), p.scale * LOG2_E
+        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+                S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[r], fastmath=True)
+
+    @cute.jit
+    def mask(self, p: Params, main: Main, tile: Tile, i: Int32):
+        """-inf outside the band. Queries past the end have an infinite LSE."""
+        if i < tile.walk.whole_begin or i >= tile.walk.whole_end:
+            first_query = tile.walk.block(i) * self.tile.tile_m
+            first_key = tile.n_block * self.tile.tile_n + main.wg * self.keys
+            coords = self._coords(p, rederived(main.thread))
+            mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_query, coords)
+            mask.apply(as_mn(main.acc_S), first_key)
+
+    def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
+        """(query, key) of every element of S"""
+        coords = cute.make_identity_tensor((self.tile.tile_m, self.keys))
+        return p.mma_s.get_slice(thread).partition_C(coords)
+
+    @cute.jit
+    def make_ds(self, main: Main, fill: Int32):
+        """dS = P (dP - D), in place of P, to shared memory; returns when both warpgroups have come so far."""
+        shared = main.shared
+        rD = self.load_rows(main, shared.sD[None, shared.do.stage(fill)])
+        P_mn, dP_mn = as_mn(main.acc_S), as_mn(main.acc_dP)
+        for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
+                P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
+        self.share(main, shared.sdS[None, None, fill & 1])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=BOTH)
+
+    @cute.jit
+    def load_rows(self, main: Main, sX: cute.Tensor) -> cute.Tensor:
+        """LSE or D of this thread's rows."""
+        coords = as_mn(main.tScS)
+        rX = cute.make_rmem_tensor(cute.size(coords, mode=[0]), Float32)
+        for r in cutlass.range_constexpr(cute.size(rX)):
+            rX[r] = sX[coords[r, 0][0]]
+        return rX
+
+    @cute.jit
+    def share(self, main: Main, sX: cute.Tensor):
+        """P or dS to this warpgroup's keys of sX (tile_n, tile_m)."""
+        rX = cute.make_fragment_like(main.acc_S, self.dtype)
+        convert(main.acc_S, rX)
+        first = sX.iterator + main.wg * (self.keys * self.tile.tile_m)
+        store_transposed(rX, first, main.thread)
+
+    @cute.jit
+    def write(self, p: Params, main: Main, tile: Tile):
+        """dV and dK through where V and K were. After P and dS of the last block, nobody but a warpgroup
+        itself reads its columns of K, and nobody V.
+        """
+        shared = main.shared
+        self.stage_output(main, main.acc_dV, shared.sV, Float32(1.0))
+        self.stage_output(main, main.acc_dK, shared.sK, p.scale)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FIRST_OUTPUT + main.wg, number_of_threads=WARPGROUP_THREADS)
+        if cute.arch.make_warp_uniform(main.thread // 32) == 0:
+            where = (tile.n_block, tile.head_kv, tile.batch, main.wg)
+            with cute.arch.elect_one():
+                for tiles, sX in ((p.dv, shared.sV), (p.dk, shared.sK)):
+                    tiles.store(cute.local_tile(sX, (tiles.rows, tiles.cols), (0, main.wg)), *where)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def stage_output(self, main: Main, accs: tuple, sX: cute.Tensor, factor: Float32):
+        """A warpgroup's columns of dK or dV to sX (tile_n, tile_d)."""
+        for half in cutlass.range_constexpr(HALVES):
+            acc = accs[half]
+            acc.store(acc.load() * factor)
+            rX = cute.make_fragment_like(acc, self.dtype)
+            convert(acc, rX)
+            column = (HALVES * main.wg + half) * WARPGROUP_ROWS
+            store_transposed(rX, sX.iterator + column * self.tile.tile_n, main.thread)

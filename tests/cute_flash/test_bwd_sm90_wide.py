@@ -1,0 +1,92 @@
+"""Orders that the wide Hopper backward relies on: of dQ in global memory, of P and dS in shared memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash.device.barriers import WARPGROUP_THREADS
+from cute_flash.device.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
+from cute_flash.tiles import WARPGROUP_ROWS
+from layouts.banks import Phase
+from layouts.smem import SmemTile
+from tests.cute_flash.test_device_sm90 import FOR_HOPPER, tiled_mma
+
+
+def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:
+    """dQ is added up by halves, and read again as a whole."""
+
+    @cute.jit
+    def program(out):  # type: ignore[no-untyped-def]
+        for thread in range(WARPGROUP_THREADS):
+            for whole in cutlass.range_constexpr(2):
+                shape = (WARPGROUP_ROWS, 64 * (1 + whole))
+                mma = tiled_mma(shape[1]).get_slice(Int32(thread))
+                coords = mma.partition_C(cute.make_identity_tensor(shape))
+                for i in cutlass.range(cute.size(coords), unroll_full=True):
+                    out[thread, whole, i, 0], out[thread, whole, i, 1] = coords[i]
+
+    out = torch.full((WARPGROUP_THREADS, 2, 64, 2), -1, dtype=torch.int32)
+    cute.compile(program, from_dlpack(out), options=FOR_HOPPER)(from_dlpack(out))
+    half, whole = out[:, 0, :32], out[:, 1]
+    assert torch.equal(torch.cat((half, half + torch.tensor([0, 64])), 1), whole)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_accumulators_are_stored_transposed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Every element of every n8 tile lands where the swizzled tile has it; no bank is asked twice."""
+    now: dict[str, Any] = {}
+
+    def record(text: str, read_only_args: list[Any]) -> None:
+        address, *registers = read_only_args
+        assert f".x{len(registers)}.trans" in text
+        now["out"][now["thread"], now["number"], 0] = Int32(address)
+        for i, register in enumerate(registers, start=1):
+            now["out"][now["thread"], now["number"], i] = Int32(register)
+        now["number"] += 1
+
+    monkeypatch.setattr(cute.arch, "inline_ptx", record)
+
+    class Pointer:
+        def toint(self) -> Int32:
+            return Int32(0)
+
+    @cute.jit
+    def program(out, thread):  # type: ignore[no-untyped-def]
+        now.update(out=out, thread=thread, number=0)
+        packed = cute.make_rmem_tensor(width // 4, Int32)
+        for i in cutlass.range_constexpr(width // 4):
+            packed[i] = Int32(i)
+        store_transposed(packed, Pointer(), thread)
+
+    instructions = -(-width // 16)
+    out = torch.full((WARPGROUP_THREADS, instructions, 5), -1, dtype=torch.int32)
+    compiled = cute.compile(program, from_dlpack(out), Int32(0))
+    for thread in range(WARPGROUP_THREADS):
+        compiled(from_dlpack(out), Int32(thread))
+    found: dict[int, tuple[int, int]] = {}
+    for warp, number in itertools.product(range(4), range(instructions)):
+        lanes = out[32 * warp : 32 * warp + 32, number].tolist()
+        for matrix, register in enumerate(lanes[0][1:]):
+            if register == -1:
+                continue
+            addresses = [lanes[MATRIX * matrix + j][0] for j in range(MATRIX)]
+            assert Phase(16, tuple(enumerate(addresses))).wavefronts == 1
+            tile, half = divmod(register, 2)
+            for lane, pair in itertools.product(range(32), range(2)):
+                column = lane % 4 * 2 + pair
+                element = (16 * warp + 8 * half + lane // 4, 8 * tile + column)
+                found[addresses[column] + 2 * (lane // 4)] = element
+    layout = SmemTile(width, WARPGROUP_ROWS).layout
+    elements = itertools.product(range(WARPGROUP_ROWS), range(width))
+    assert found == {2 * layout((column, row)): (row, column) for row, column in elements}
+    assert max(found) < width // 8 * MATRIX_BYTES

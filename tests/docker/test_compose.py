@@ -1,0 +1,289 @@
+"""compose.yaml, docker/Dockerfile and .dockerignore against each other and against the tree, without Docker.
+
+`docker compose config` would find a wrong key, but not a command that is no more, a folder that moved, or an
+image whose tag is an old version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+import shlex
+import subprocess
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from cute_flash import cli, disk
+from cute_flash.version import __version__
+from profiling import __main__ as profiling_cli
+
+ROOT = Path(__file__).parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+NEED_GPU = {"bench", "profile", "gpu-test"}
+
+# Keys of the compose specification, those that one might want here; more can be added.
+TOP_KEYS = {"name", "services", "volumes"}
+SERVICE_KEYS: dict[str, type] = {
+    "build": dict,
+    "cap_add": list,
+    "command": list,
+    "deploy": dict,
+    "entrypoint": list,
+    "environment": dict,
+    "image": str,
+    "init": bool,
+    "pull_policy": str,
+    "user": str,
+    "volumes": list,
+}
+BUILD_KEYS = {"context", "dockerfile", "args"}
+PULL_POLICIES = {"always", "never", "missing", "if_not_present", "build"}
+DEVICE_KEYS = {"driver", "count", "device_ids", "capabilities", "options"}
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """(instruction, rest) of each line of a Dockerfile, continued lines joined, comments left out."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
+    return [(name.upper(), rest.strip()) for name, _, rest in found]
+
+
+DOCKERFILE = instructions((ROOT / "docker" / "Dockerfile").read_text())
+ARGS = dict(rest.partition("=")[::2] for name, rest in DOCKERFILE if name == "ARG")
+# With or without a build argument in it: what stands is the default.
+ENV = {
+    key: re.sub(r"\$\{(\w+)\}", lambda match: ARGS.get(match[1], match[0]), value)
+    for name, rest in DOCKERFILE
+    if name == "ENV"
+    for key, _, value in (pair.partition("=") for pair in shlex.split(rest))
+}
+
+
+def only(name: str) -> str:
+    """The rest of an instruction that occurs once."""
+    (found,) = [rest for instruction, rest in DOCKERFILE if instruction == name]
+    return found
+
+
+WORKDIR = PurePosixPath(only("WORKDIR"))
+
+
+def mounts(service: dict[str, Any]) -> list[tuple[str, PurePosixPath]]:
+    """(named volume or ./folder, place in the container)."""
+    parts = [text.split(":") for text in service.get("volumes", [])]
+    assert all(len(part) == 2 for part in parts), parts
+    return [(source, PurePosixPath(target)) for source, target in parts]
+
+
+# The compose file, by the rules of its specification
+
+
+def test_keys_are_known_and_of_their_types() -> None:
+    assert {key for key in COMPOSE if not key.startswith("x-")} <= TOP_KEYS
+    assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", COMPOSE["name"])
+    for name, service in SERVICES.items():
+        assert re.fullmatch(r"[a-zA-Z0-9._-]+", name)
+        assert set(service) <= set(SERVICE_KEYS), name
+        for key, value in service.items():
+            assert isinstance(value, SERVICE_KEYS[key]), (name, key)
+        for key in {"cap_add", "command", "entrypoint", "volumes"} & set(service):
+            # YAML makes a number of 1 and a truth value of no: arguments are strings.
+            assert all(isinstance(item, str) for item in service[key]), (name, key)
+        assert service["pull_policy"] in PULL_POLICIES
+        assert all(isinstance(value, str) for value in service.get("environment", {}).values())
+
+
+def test_the_services_of_the_readme() -> None:
+    assert set(SERVICES) == {"demo", "test", "gpu-test", "bench", "profile"}
+    text = (ROOT / "docker" / "README.md").read_text()
+    for name in SERVICES:
+        assert re.search(rf"docker compose run --rm {name}\b", text), name
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_named_volumes_are_declared_and_folders_exist(name: str) -> None:
+    for source, target in mounts(SERVICES[name]):
+        assert target.is_absolute()
+        if source.startswith("."):
+            assert (ROOT / source).is_dir()
+            # Git keeps no empty folder, and Docker would make a missing one, as root.
+            assert is_checked_in(source), source
+            assert ROOT / source == ROOT / target.relative_to(WORKDIR)
+        else:
+            assert source in COMPOSE["volumes"]
+    declared = {source for service in SERVICES.values() for source, _ in mounts(service)}
+    assert set(COMPOSE["volumes"]) <= declared
+
+
+def is_checked_in(folder: str) -> bool:
+    """Whether git has a file of this folder; without git, as in the image, whether any file is there."""
+    command = ["git", "ls-files", folder]
+    try:
+        return bool(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return any((ROOT / folder).iterdir())
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_gpus_are_reserved_where_they_are_needed(name: str) -> None:
+    deploy = SERVICES[name].get("deploy")
+    assert (deploy is not None) == (name in NEED_GPU)
+    if deploy is not None:
+        (device,) = deploy["resources"]["reservations"]["devices"]
+        assert set(device) <= DEVICE_KEYS and "capabilities" in device
+        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+        # One of the two, says the specification.
+        assert ("count" in device) != ("device_ids" in device)
+
+
+# The image
+
+
+def test_one_image_tagged_with_the_version() -> None:
+    for service in SERVICES.values():
+        assert service["image"] == f"cute-flash:${{CUTE_FLASH_VERSION:-{__version__}}}"
+        assert service["build"] == SERVICES["demo"]["build"]
+
+
+def test_the_build_and_its_arguments_exist() -> None:
+    build = SERVICES["demo"]["build"]
+    assert set(build) == BUILD_KEYS
+    context = ROOT / build["context"]
+    assert context == ROOT and (context / build["dockerfile"]).is_file()
+    assert set(build["args"]) == set(ARGS)
+    # Null: from the environment, else the Dockerfile's default, which stands in one place only.
+    assert set(build["args"].values()) == {None}
+
+
+def test_versions_are_pinned() -> None:
+    assert DOCKERFILE[0] == ("ARG", f"BASE_IMAGE={ARGS['BASE_IMAGE']}") and only("FROM") == "${BASE_IMAGE}"
+    image = re.fullmatch(r"nvidia/cuda:(13)\.(\d+)\.(\d+)-devel-ubuntu24\.04", ARGS["BASE_IMAGE"])
+    assert image is not None
+    # Nsight Compute of the base image's own release.
+    major, minor, patch = image.groups()
+    assert ARGS["NSIGHT_COMPUTE"] == f"cuda-nsight-compute-{major}-{minor}={major}.{minor}.{patch}-1"
+    assert ARGS["PYTHON_VERSION"] == "3.12"
+    installs = [part for name, rest in DOCKERFILE if name == "RUN" for part in re.split(r"&&|;", rest)]
+    for command in installs:
+        if "pip install" in command:
+            assert "-c constraints.txt" in command, command
+
+
+def test_user_is_not_root_and_owns_the_cache() -> None:
+    users = [rest for name, rest in DOCKERFILE if name == "USER"]
+    assert users == ["flash"]
+    assert DOCKERFILE[-2:] == [("USER", "flash"), ("CMD", only("CMD"))]
+    assert int(ARGS["USER_ID"]) > 0
+    made = " ".join(rest for name, rest in DOCKERFILE if name == "RUN")
+    assert f"install -d -o flash -g flash -m 700 /home/flash/.cache {ENV['CUTE_FLASH_CACHE_DIR']}" in made
+
+
+def test_the_cache_volume_is_the_kernel_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (variable,) = (key for key in ENV if key.startswith("CUTE_FLASH_"))
+    monkeypatch.setenv(variable, str(tmp_path / "here"))
+    assert disk.DiskCache.default().folder == tmp_path / "here"
+    for service in SERVICES.values():
+        assert ("kernels", PurePosixPath(ENV[variable])) in mounts(service)
+
+
+def test_only_the_profiler_has_a_capability_and_hands_it_to_the_user() -> None:
+    others = [service for name, service in SERVICES.items() if name != "profile"]
+    assert not any({"cap_add", "user", "entrypoint"} & set(service) for service in others)
+    profile = SERVICES["profile"]
+    assert profile["cap_add"] == ["SYS_ADMIN"] and profile["user"] == "root"
+    # Root for as long as it takes to become the image's user.
+    program, *options = profile["entrypoint"]
+    assert program == "setpriv" and options[-1] == "--"
+    assert {"--reuid=flash", "--regid=flash", "--init-groups", "--ambient-caps=+sys_admin"} <= set(options)
+    assert profile["environment"]["HOME"] == "/home/flash"
+
+
+# What goes in
+
+
+def ignored(path: str) -> bool:
+    """Whether .dockerignore keeps a path of the repository out; for the patterns that are used there."""
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert not any(pattern.startswith("!") for pattern in patterns)
+    parts = PurePosixPath(path).parts
+    return any(
+        fnmatch.fnmatch(part, pattern.removeprefix("**/"))
+        for pattern in patterns
+        for part in (parts if pattern.startswith("**/") else parts[:1])
+    )
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    copies = [shlex.split(rest) for name, rest in DOCKERFILE if name in ("COPY", "ADD")]
+    for copy in copies:
+        *sources, target = (word for word in copy if not word.startswith("--"))
+        assert sources and not target.startswith("/")
+        for source in sources:
+            assert (ROOT / source).exists() and not ignored(source), source
+
+
+def test_the_image_has_the_source_and_nothing_that_was_made_of_it() -> None:
+    for path in (".git", "cute_flash/__pycache__", "tests/gpu/a.pyc"):
+        assert ignored(path), path
+    for pattern in (ROOT / ".gitignore").read_text().split():
+        assert ignored(pattern.rstrip("/").replace("*", "a").replace("[cod]", "c")), pattern
+    for path in ("cute_flash", "layouts", "profiling", "tests", "docker", "compose.yaml", ".gitignore"):
+        assert not ignored(path), path
+
+
+# The commands
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+PARSERS = {"cute-flash": cli._parser, "python -m profiling": profiling_cli._parser}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_commands_exist(name: str) -> None:
+    words: list[str] = SERVICES[name]["command"]
+    if words[0] == "make":
+        assert words[1:] and set(words[1:]) <= make_targets()
+        return
+    (program,) = (program for program in PARSERS if words[: len(program.split())] == program.split())
+    command, *rest = words[len(program.split()) :]
+    known = subcommands(PARSERS[program]())
+    assert command in known, f"{program} has no {command}: {', '.join(known)}"
+    assert {word for word in rest if word.startswith("--")} <= options(known[command])
+    # Values too: as argparse takes them.
+    known[command].parse_args(rest)
+
+
+def test_the_default_command_exists() -> None:
+    assert only("CMD") == '["cute-flash", "doctor"]' and "doctor" in subcommands(cli._parser())
+
+
+def test_what_is_measured_lands_in_a_mounted_folder() -> None:
+    bench = SERVICES["bench"]
+    out = WORKDIR / bench["command"][bench["command"].index("--out") + 1]
+    assert any(target in out.parents for source, target in mounts(bench) if source.startswith("./"))
+
+
+def test_make_targets_find_the_environment_of_the_image() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    installed = re.search(r"^INSTALLED := (\S+)", makefile, re.MULTILINE)
+    assert installed is not None
+    assert any(name == "RUN" and rest.endswith(installed[1]) and "make " in rest for name, rest in DOCKERFILE)
+    assert ENV["PATH"].startswith(str(WORKDIR / ".venv" / "bin"))
