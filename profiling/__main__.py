@@ -16,7 +16,7 @@ import torch
 from cute_flash import arch
 from cute_flash.arch import ArchSpec
 from cute_flash.compile import precompile_all
-from profiling import compare, host, machine, ncu, ncu_case, ncu_report, ranking, report, tune
+from profiling import compare, host, machine, ncu, ncu_case, ncu_report, ncu_run, ranking, report, tune
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
@@ -101,6 +101,7 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--ncu", default="ncu", metavar="PROGRAM", help="default: %(default)s, on the path")
     add("--jobs", type=_at_least_one, default=_num_cores(), help="processes that compile (default: cores)")
     add("--predict-only", action="store_true", help="profile nothing; needs no GPU")
+    add("--from-exports", action="store_true", help="remake the record from the .csv files in --out; no GPU")
     add("--arch", metavar="sm_xx", help="what --predict-only predicts for (default: the GPU here)")
 
 
@@ -260,6 +261,10 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _ncu(args: argparse.Namespace) -> int:
+    if args.from_exports:
+        findings, record = ncu_run.remade(args.out)
+        write_json(record, args.out / ncu_run.RECORD)
+        return _show_findings(findings)
     target = _target(args, "predict_only")
     cases = ncu.choose(args.kernels, args.variants, ncu_case.shape_of(args), args.dtype)
     findings = [ncu_report.Finding(case, expected(case, target)) for case in cases]
@@ -268,31 +273,19 @@ def _ncu(args: argparse.Namespace) -> int:
         tool.check()
         keys = dict.fromkeys(key for case in cases for key in case.keys(target))
         list(precompile_all(list(keys), args.jobs))
-        findings = _profile(tool, findings)
         settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
-        record = ncu_report.record(findings, settings, machine.facts(), tool.version)
-        write_json(record, args.out / "ncu.json")
+        facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
+        with progress(len(findings)) as step:
+            findings = ncu_run.profile_all(tool, findings, facts, step)
+    return _show_findings(findings)
+
+
+def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     show(ncu_report.tables(findings))
     print(f"{ncu_report.LEGEND}\n")
     failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
     _print_lines("Failures", failures)
     return FOUND_WANTING if failures else OK
-
-
-def _profile(tool: ncu.Tool, findings: Sequence[ncu_report.Finding]) -> list[ncu_report.Finding]:
-    """A case that fails is written down; the others go on. Without counters none would: that ends it all."""
-    done = []
-    with progress(len(findings)) as step:
-        for finding in findings:
-            try:
-                found = replace(finding, profile=tool.profile(finding.case))
-            except ncu.NotPermittedError:
-                raise
-            except ncu.NcuError as error:
-                found = replace(finding, error=str(error))
-            done.append(found)
-            step(f"{finding.case.id}: {found.error or f'{found.time_cell} us'}")
-    return done
 
 
 def main(argv: Sequence[str] | None = None) -> int:
