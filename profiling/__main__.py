@@ -16,11 +16,23 @@ import torch
 from cute_flash import arch
 from cute_flash.arch import ArchSpec
 from cute_flash.compile import precompile_all
-from profiling import compare, host, machine, ncu, ncu_case, ncu_report, ncu_run, ranking, report, tune
+from profiling import (
+    compare,
+    figures,
+    host,
+    machine,
+    ncu,
+    ncu_case,
+    ncu_report,
+    ncu_run,
+    ranking,
+    report,
+    tune,
+)
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
-from profiling.providers import DEFAULT_NAMES, KERNELS, Provider, select, split_available
+from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import progress, show
@@ -53,7 +65,7 @@ def _add_common(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         type=_names,
         default=tuple(names),
         metavar="A,B",
-        help="default: " + ",".join(names) + "; also cute_flash-sm80, cute_flash-sm90",
+        help="default: " + ",".join(names) + "; also " + ",".join(BY_NAME_ONLY),
     )
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
@@ -82,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(host_command, host.NAMES)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
+    plots = commands.add_parser("plots", help="the figures of the documents, from checked-in files; no GPU")
+    plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="default: plots/")
     return parser
 
 
@@ -288,11 +302,19 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     return FOUND_WANTING if failures else OK
 
 
+def _plots(args: argparse.Namespace) -> int:
+    lacking = figures.write(args.out)
+    print(f"wrote {len(figures.FIGURES) - len(lacking)} figures to {args.out}")
+    _print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in lacking.items()])
+    return NOT_MEASURED if lacking else OK
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return {"bench": _bench, "host": _host, "tune": _tune, "ncu": _ncu}[args.command](args)
+        commands = {"bench": _bench, "host": _host, "tune": _tune, "ncu": _ncu, "plots": _plots}
+        return commands[args.command](args)
     except (ValueError, OSError) as error:
         # A wrong argument or file, said before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 from cute_flash import arch
 from profiling.expect import expected
 from profiling.ncu import NcuError, NotPermittedError, Tool
-from profiling.ncu_case import case_of
+from profiling.ncu_case import LAYOUTS, Case, case_of
 from profiling.ncu_metrics import parse_raw
 from profiling.ncu_report import Finding, record
 from profiling.record import write_json
@@ -34,7 +34,11 @@ def from_exports(folder: Path) -> list[Finding]:
         case = case_of(path.stem, profiles[0].kernel)
         spec = arch.by_name(f"sm_{profiles[0].capability.replace('.', '')}")
         findings.append(Finding(case, expected(case, spec), profiles[0]))
-    return findings
+    return sorted(findings, key=lambda finding: _order(finding.case))
+
+
+def _order(case: Case) -> tuple[int, str, int]:
+    return list(LAYOUTS).index(case.kernel), case.shape.id, LAYOUTS[case.kernel].index(case.layout)
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
