@@ -1,13 +1,13 @@
 """How often cp.async writes to shared memory, as Hopper counts it: by lines of both memories, not by threads.
 
 The bytes of a warp's instruction arrive by lines of global memory, 128 bytes each. A wavefront carries bytes
-of one such line into one line of shared memory, and of each sector of 32 bytes into one sector. A swizzle, which
-moves sectors within a line and chunks within a sector, costs nothing. Padding does: a line straddles two, and
-if it is moved by 16 bytes, a sector straddles two as well. Phases of eight threads, by which `banks` counts what
-loads and stores do, do not tell this.
+of one such line into one line of shared memory, and of each sector of 32 bytes into one sector. A swizzle
+moves sectors within a line, and chunks within a sector: that costs nothing. Padding does: a line straddles
+two, and if it is moved by 16 bytes, a sector straddles two as well. Phases of eight threads, by which `banks`
+counts what loads and stores do, do not tell this.
 
-On an H200 the counts agree to the last one where all rows exist. Rows beyond the end, which bring nothing, are
-counted with one wavefront a line, whatever the layout: a little less than is said here.
+On an H200 the counts agree to the last one where all rows exist. Rows beyond the end, which bring nothing,
+are counted with one wavefront a line, whatever the layout: a little less than is said here.
 """
 
 from __future__ import annotations

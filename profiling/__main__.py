@@ -18,6 +18,7 @@ from cute_flash.arch import ArchSpec
 from cute_flash.compile import precompile_all
 from profiling import (
     compare,
+    doc_tables,
     figures,
     host,
     machine,
@@ -304,6 +305,8 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
 
 def _plots(args: argparse.Namespace) -> int:
     lacking = figures.write(args.out)
+    if args.out == figures.FOLDER:
+        doc_tables.write()
     print(f"wrote {len(figures.FIGURES) - len(lacking)} figures to {args.out}")
     _print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in lacking.items()])
     return NOT_MEASURED if lacking else OK

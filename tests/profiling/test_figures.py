@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from profiling import __main__ as cli
-from profiling import axes, figures, plot_counters, plot_speed
+from profiling import axes, doc_tables, figures, plot_counters, plot_speed
 from profiling.figures import FIGURES, FOLDER
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS
@@ -37,6 +37,26 @@ def test_no_other_figure_is_there_and_all_are_shown() -> None:
     assert there <= set(re.findall(r"\(plots/(.*?)\)", README.read_text()))
 
 
+def test_the_tables_are_made_from_checked_in_files() -> None:
+    text = README.read_text()
+    assert {name for name in doc_tables.BLOCKS if f"<!-- made: {name} -->" in text} == set(doc_tables.BLOCKS)
+    assert doc_tables.embed(text) == text, "README.md is not up to date: make plots"
+    assert "| [forward sm90](results/h200/" in text
+
+
+def test_tables_of_counters(monkeypatch, tmp_path) -> None:
+    path = tmp_path / figures.COUNTERS
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record()))
+    monkeypatch.setattr(doc_tables, "DATA", tmp_path)
+    text = "<!-- made: layouts -->\nold\n<!-- end -->\n<!-- made: limits -->\n<!-- end -->\n"
+    text = doc_tables.embed(text)
+    link = "[plain](reports/h200/fwd-sm80-plain-d128-full-s2048-b2h8.txt)"
+    assert f"| fwd-sm80, 128 | {link} | 100.0 | 7,000,000 (7,000,000) |" in text
+    assert "| fwd-sm80, 128 | 343 (35%) | 1 % |" in text and "short_scoreboard 75%, wait 25%" in text
+    assert "old" not in text and doc_tables.embed(text) == text
+
+
 def test_plots_command(tmp_path, capsys) -> None:
     lacking = [name for name, figure in FIGURES.items() if figure.missing]
     assert cli.main(("plots", "--out", str(tmp_path))) == (cli.NOT_MEASURED if lacking else cli.OK)
@@ -59,7 +79,10 @@ def record() -> dict:
             "kernel": case.kernel,
             "layout": layout,
             "shape": vars(case.shape),
-            "measured": measured,
+            "measured": measured | {"tensor_percent": 1.0, "occupancy_percent": 12.5},
+            "stalls": {"short_scoreboard": 1.5, "wait": 0.5},
+            "tflops": 343.0,
+            "report": f"{case.id}.ncu-rep",
             "predicted": predicted,
         }
     machine = {"gpu": "NVIDIA H200", "git_commit": "0123456789"}
