@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test lint gpu-test bench clean
+.PHONY: demo test lint gpu-test bench plots clean
 
 demo: $(INSTALLED)
 	$(BIN)/cute-flash demo
@@ -24,6 +24,10 @@ gpu-test: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m profiling bench --suite quick
+
+# From checked-in files: no GPU.
+plots: $(INSTALLED)
+	$(BIN)/python -m profiling plots
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

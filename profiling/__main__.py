@@ -16,11 +16,24 @@ import torch
 from cute_flash import arch
 from cute_flash.arch import ArchSpec
 from cute_flash.compile import precompile_all
-from profiling import compare, host, machine, ncu, ncu_case, ncu_report, ranking, report, tune
+from profiling import (
+    compare,
+    doc_tables,
+    figures,
+    host,
+    machine,
+    ncu,
+    ncu_case,
+    ncu_report,
+    ncu_run,
+    ranking,
+    report,
+    tune,
+)
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
-from profiling.providers import DEFAULT_NAMES, KERNELS, Provider, select, split_available
+from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import progress, show
@@ -53,7 +66,7 @@ def _add_common(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         type=_names,
         default=tuple(names),
         metavar="A,B",
-        help="default: " + ",".join(names) + "; also cute_flash-sm80, cute_flash-sm90",
+        help="default: " + ",".join(names) + "; also " + ",".join(BY_NAME_ONLY),
     )
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
@@ -82,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(host_command, host.NAMES)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
+    plots = commands.add_parser("plots", help="the figures of the documents, from checked-in files; no GPU")
+    plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="default: plots/")
     return parser
 
 
@@ -101,6 +116,7 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--ncu", default="ncu", metavar="PROGRAM", help="default: %(default)s, on the path")
     add("--jobs", type=_at_least_one, default=_num_cores(), help="processes that compile (default: cores)")
     add("--predict-only", action="store_true", help="profile nothing; needs no GPU")
+    add("--from-exports", action="store_true", help="remake the record from the .csv files in --out; no GPU")
     add("--arch", metavar="sm_xx", help="what --predict-only predicts for (default: the GPU here)")
 
 
@@ -260,6 +276,10 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _ncu(args: argparse.Namespace) -> int:
+    if args.from_exports:
+        findings, record = ncu_run.remade(args.out)
+        write_json(record, args.out / ncu_run.RECORD)
+        return _show_findings(findings)
     target = _target(args, "predict_only")
     cases = ncu.choose(args.kernels, args.variants, ncu_case.shape_of(args), args.dtype)
     findings = [ncu_report.Finding(case, expected(case, target)) for case in cases]
@@ -268,10 +288,14 @@ def _ncu(args: argparse.Namespace) -> int:
         tool.check()
         keys = dict.fromkeys(key for case in cases for key in case.keys(target))
         list(precompile_all(list(keys), args.jobs))
-        findings = _profile(tool, findings)
         settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
-        record = ncu_report.record(findings, settings, machine.facts(), tool.version)
-        write_json(record, args.out / "ncu.json")
+        facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
+        with progress(len(findings)) as step:
+            findings = ncu_run.profile_all(tool, findings, facts, step)
+    return _show_findings(findings)
+
+
+def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     show(ncu_report.tables(findings))
     print(f"{ncu_report.LEGEND}\n")
     failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
@@ -279,27 +303,21 @@ def _ncu(args: argparse.Namespace) -> int:
     return FOUND_WANTING if failures else OK
 
 
-def _profile(tool: ncu.Tool, findings: Sequence[ncu_report.Finding]) -> list[ncu_report.Finding]:
-    """A case that fails is written down; the others go on. Without counters none would: that ends it all."""
-    done = []
-    with progress(len(findings)) as step:
-        for finding in findings:
-            try:
-                found = replace(finding, profile=tool.profile(finding.case))
-            except ncu.NotPermittedError:
-                raise
-            except ncu.NcuError as error:
-                found = replace(finding, error=str(error))
-            done.append(found)
-            step(f"{finding.case.id}: {found.error or f'{found.time_cell} us'}")
-    return done
+def _plots(args: argparse.Namespace) -> int:
+    lacking = figures.write(args.out)
+    if args.out == figures.FOLDER:
+        doc_tables.write()
+    print(f"wrote {len(figures.FIGURES) - len(lacking)} figures to {args.out}")
+    _print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in lacking.items()])
+    return NOT_MEASURED if lacking else OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return {"bench": _bench, "host": _host, "tune": _tune, "ncu": _ncu}[args.command](args)
+        commands = {"bench": _bench, "host": _host, "tune": _tune, "ncu": _ncu, "plots": _plots}
+        return commands[args.command](args)
     except (ValueError, OSError) as error:
         # A wrong argument or file, said before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""Nsight Compute on single launches: a report, its text, and the numbers beside what was predicted.
+"""Nsight Compute on single launches: a report, its text, and its numbers.
 
 Each case is a process of its own under `ncu`, which profiles one warm launch, replayed once for each group of
-counters, with cold caches and whatever clocks the card has.
+counters, with cold caches and whatever clocks the card has. Reading its report takes a second or two and no
+GPU, so that the next case can run meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS, Case
-from profiling.ncu_metrics import COLLECTED, SECTIONS, Profile, parse_raw
+from profiling.ncu_metrics import COLLECTED, SECTIONS, Profile, parse_raw, trim_raw
 from profiling.suites import Shape
 
 LIMIT_S = 300.0
@@ -45,8 +46,9 @@ class NotPermittedError(NcuError):
 
 
 def run_command(command: Sequence[str]) -> tuple[int, str]:
-    """With plain numbers, whatever the locale."""
-    environment = {**os.environ, "LC_ALL": "C"}
+    """With plain numbers, whatever the locale; `python` is the one that runs here."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    environment = {**os.environ, "LC_ALL": "C", "PATH": path}
     try:
         done = subprocess.run(
             command,
@@ -103,7 +105,7 @@ class Tool:
     def command(self, case: Case) -> list[str]:
         options = [
             "--force-overwrite",
-            *("--export", str(self.report(case).with_suffix(""))),
+            *("--export", _from_root(self.report(case).with_suffix(""))),
             *("--profile-from-start", "off"),
             *("--kernel-name", f"regex:^{case.symbol}"),
             *("--launch-count", "1"),
@@ -114,18 +116,30 @@ class Tool:
         for section in SECTIONS:
             options += ["--section", section]
         options += ["--metrics", ",".join(self.metrics)]
-        return [self.program, *options, sys.executable, "-m", "profiling.ncu_case", *case.arguments]
+        # A report keeps its command line: no more of this machine's paths than must be.
+        python = Path(sys.executable).name
+        return [self.program, *options, python, "-m", "profiling.ncu_case", *case.arguments]
 
     def report(self, case: Case) -> Path:
         return (self.folder / f"{case.id}.ncu-rep").absolute()
 
     def profile(self, case: Case) -> Profile:
-        """Profile, write the report as text beside it, and read its numbers."""
+        self.collect(case)
+        return self.read(case)
+
+    def collect(self, case: Case) -> None:
+        """Run the case on the GPU: leaves a report."""
         self.folder.mkdir(parents=True, exist_ok=True)
         report = self.report(case)
+        for suffix in (".ncu-rep", ".txt", ".csv"):
+            report.with_suffix(suffix).unlink(missing_ok=True)
         output = self._must_run(self.command(case), case)
         if not report.exists():
             raise NcuError(f"{case.id}: ncu wrote no report:\n{_tail(output)}")
+
+    def read(self, case: Case) -> Profile:
+        """The numbers of a report; writes its details as text and the counters that we name beside it."""
+        report = self.report(case)
         read = (self.program, "--import", str(report))
         details = self._must_run((*read, "--page", "details"), case)
         report.with_suffix(".txt").write_text(details, encoding="utf-8")
@@ -133,6 +147,7 @@ class Tool:
         profiles = parse_raw(raw)
         if len(profiles) != 1:
             raise NcuError(f"{case.id}: {len(profiles)} launches in {report.name}, expected one")
+        report.with_suffix(".csv").write_text(trim_raw(raw), encoding="utf-8")
         return profiles[0]
 
     def _must_run(self, command: Sequence[str], case: Case) -> str:
@@ -142,6 +157,11 @@ class Tool:
         if status:
             raise NcuError(f"{case.id}: {self.program} ended with status {status}:\n{_tail(output)}")
         return output
+
+
+def _from_root(path: Path) -> str:
+    """Relative to where commands run, if it lies there."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def _tail(output: str, lines: int = 15) -> str:

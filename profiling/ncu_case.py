@@ -7,6 +7,7 @@ of the default one before it is profiled: the layout moves data, and changes non
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -78,6 +79,24 @@ class Case:
         given = {**asdict(self.shape), "kernel": self.kernel, "layout": self.layout, "dtype": self.dtype}
         given["mask"] = MASKS[given.pop("causal")]
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
+_ID = re.compile(
+    r"(?P<kernel>(?:fwd|bwd)-sm\d+)-(?P<layout>\w+)-d(?P<head_dim>\d+)-(?P<mask>\w+)-s(?P<seqlen>\d+)"
+    r"-b(?P<batch>\d+)h(?P<heads>\d+)(?:kv(?P<heads_kv>\d+))?"
+)
+
+
+def case_of(case_id: str, symbol: str) -> Case:
+    """The case with that id; its dtype is in the name of the kernel on the GPU."""
+    match = _ID.fullmatch(case_id)
+    if match is None:
+        raise ValueError(f"{case_id}: not the name of a profiled case")
+    batch, heads, seqlen, head_dim = (int(match[name]) for name in ("batch", "heads", "seqlen", "head_dim"))
+    heads_kv = int(match["heads_kv"] or heads)
+    shape = Shape(batch, heads, heads_kv, seqlen, head_dim, match["mask"] == MASKS[1])
+    dtype = "bf16" if "_bfloat16_" in symbol else "fp16"
+    return Case(match["kernel"], match["layout"], shape, dtype)
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:

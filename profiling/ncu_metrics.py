@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Each costs passes and bytes of the report: InstructionStats and MemoryWorkloadAnalysis_Tables were a third
+# of it. What we want of ComputeWorkloadAnalysis is in METRICS.
 SECTIONS = (
     "SpeedOfLight",
-    "ComputeWorkloadAnalysis",
     "MemoryWorkloadAnalysis",
-    "MemoryWorkloadAnalysis_Tables",
-    "InstructionStats",
     "SchedulerStats",
     "WarpStateStats",
     "LaunchStats",
@@ -45,6 +45,9 @@ METRICS = {
     "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "xu_instructions": "sm__inst_executed_pipe_xu.sum",
     "xu_percent": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "fma_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "alu_percent": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+    "instructions": "smsp__inst_executed.sum",
     "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "lsu_data_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
     "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
@@ -57,6 +60,8 @@ METRICS = {
 _OF_SECTIONS = ("registers", "smem_bytes", "blocks", "threads")
 COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIONS)
 
+# What tells launches apart, in the raw page.
+_IDENTITY = ("ID", "Kernel Name", "Block Size", "Grid Size", "CC")
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 # An issue is no stall; "not issued" forms of the same reasons are other metrics.
 _NO_STALL = "selected"
@@ -68,6 +73,7 @@ class Profile:
 
     kernel: str
     values: Mapping[str, float]  # by ncu's names
+    capability: str = ""  # such as 9.0
 
     def __getitem__(self, key: str) -> float | None:
         """By our names; None: this GPU or this ncu has no such metric."""
@@ -92,16 +98,31 @@ def _number(text: str) -> float | None:
         return None
 
 
-def parse_raw(text: str) -> list[Profile]:
-    """The launches in the output of `ncu --import FILE --page raw --csv --print-units base`."""
+def _table(text: str) -> list[list[str]]:
+    """Names, units, and a row for each launch."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         raise ValueError("no table in the output of ncu --page raw --csv")
-    names, _units, *rows = csv.reader(lines[start:])
+    return list(csv.reader(lines[start:]))
+
+
+def trim_raw(text: str) -> str:
+    """The same table with only the columns that are read here: a thousand others are left out."""
+    rows, wanted = _table(text), {*_IDENTITY, *METRICS.values()}
+    kept = [i for i, name in enumerate(rows[0]) if name in wanted or _STALL.fullmatch(name)]
+    out = io.StringIO()
+    writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writerows([[row[i] for i in kept] for row in rows])
+    return out.getvalue()
+
+
+def parse_raw(text: str) -> list[Profile]:
+    """The launches in the output of `ncu --import FILE --page raw --csv --print-units base`, or trimmed."""
+    names, _units, *rows = _table(text)
     profiles = []
     for row in rows:
         cells = dict(zip(names, row, strict=False))
         numbers = {name: number for name, cell in cells.items() if (number := _number(cell)) is not None}
-        profiles.append(Profile(cells.get("Kernel Name", ""), numbers))
+        profiles.append(Profile(cells.get("Kernel Name", ""), numbers, cells.get("CC", "")))
     return profiles

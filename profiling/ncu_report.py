@@ -27,7 +27,7 @@ ROWS = (
     ("load wavefronts", "ld_wavefronts", 1.0, 0),
     ("ldmatrix wavefronts (by instruction)", "sass_ldsm_wavefronts", 1.0, 0),
     ("store wavefronts", "st_wavefronts", 1.0, 0),
-    ("cp.async wavefronts", "ldgsts_wavefronts", 1.0, 0),
+    ("cp.async wavefronts (by instruction)", "sass_ldgsts_wavefronts", 1.0, 0),
     ("ldmatrix instructions", "ldsm_instructions", 1.0, 0),
     ("cp.async instructions", "ldgsts_instructions", 1.0, 0),
     ("DRAM read, MB", "dram_read_bytes", 1e6, 2),
@@ -35,6 +35,8 @@ ROWS = (
     ("L2 hits, %", "l2_hit_percent", 1.0, 1),
     ("tensor pipe, %", "tensor_percent", 1.0, 1),
     ("XU pipe, %", "xu_percent", 1.0, 1),
+    ("FMA pipe, %", "fma_percent", 1.0, 1),
+    ("ALU pipe, %", "alu_percent", 1.0, 1),
     ("shared-memory data pipe, %", "lsu_data_percent", 1.0, 1),
     ("issue slots, %", "issue_percent", 1.0, 1),
     ("occupancy, %", "occupancy_percent", 1.0, 1),
@@ -92,14 +94,15 @@ class Finding:
 
 
 def tables(findings: Iterable[Finding]) -> list[Table]:
-    """One for each kernel, with a column for each of its layouts."""
-    by_kernel: dict[str, list[Finding]] = {}
+    """One for each kernel and shape, with a column for each of its layouts."""
+    groups: dict[str, list[Finding]] = {}
     for finding in findings:
-        by_kernel.setdefault(finding.case.kernel, []).append(finding)
-    return [_table(kernel, group) for kernel, group in by_kernel.items()]
+        case = finding.case
+        groups.setdefault(f"{case.kernel}, {case.shape.id}, {case.dtype}", []).append(finding)
+    return [_table(title, group) for title, group in groups.items()]
 
 
-def _table(kernel: str, findings: list[Finding]) -> Table:
+def _table(title: str, findings: list[Finding]) -> Table:
     rows = [("time, us", *(one.time_cell for one in findings))]
     rows.append(("TFLOP/s", *("-" if one.tflops is None else f"{one.tflops:.0f}" for one in findings)))
     for label, metric, divisor, digits in ROWS:
@@ -107,19 +110,18 @@ def _table(kernel: str, findings: list[Finding]) -> Table:
     for rank in range(NUM_STALLS):
         rows.append((f"stall {rank + 1}", *(one.stall_cell(rank) for one in findings)))
     told = tuple(row for row in rows if set(row[1:]) != {"-"})
-    title = f"{kernel}, {findings[0].case.shape.id}, {findings[0].case.dtype}"
     return Table(title, ("", *(one.case.layout for one in findings)), told)
 
 
 def record(
-    findings: Iterable[Finding], settings: dict[str, Any], machine: dict[str, Any], version: str | None
+    findings: Iterable[Finding], settings: dict[str, Any], machine: dict[str, Any], ncu: str | None
 ) -> dict[str, Any]:
     """For JSON: everything that was counted and predicted, and the names of the counters."""
     return {
         "schema": SCHEMA,
         "settings": settings,
         "machine": machine,
-        "ncu": version,
+        "ncu": ncu,
         "metrics": METRICS,
         "cases": {one.case.id: one.as_dict() for one in findings},
     }

@@ -136,6 +136,47 @@ class Sdpa:
         return _through_autograd(lambda q, k, v: self.prepare(q, k, v, causal)(), (q, k, v), dout)
 
 
+def _is_causal(batch: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
+    """FlexAttention's mask_mod; as many keys as queries."""
+    return row >= col
+
+
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Compiled for the shapes of one cell. Forgets earlier cells: after eight it would stop compiling."""
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@dataclass(frozen=True)
+class Flex:
+    """FlexAttention of torch, compiled; the block mask is made before, and not timed."""
+
+    name: str = "flex"
+    is_ours: ClassVar[bool] = False
+    is_bshd: ClassVar[bool] = False
+
+    def available(self, direction: str = "fwd") -> str | None:
+        # Compiled for a GPU it is a Triton kernel.
+        return _missing(lambda: importlib.import_module("triton"))
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        forward = self._forward(q, k, causal)
+        return lambda: forward(q, k, v)
+
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
+        return _through_autograd(self._forward(q, k, causal), (q, k, v), dout)
+
+    def _forward(self, q: Tensor, k: Tensor, causal: bool) -> Forward:
+        flex, module = _compiled_flex(), importlib.import_module("torch.nn.attention.flex_attention")
+        lengths, is_grouped = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
+        mask = module.create_block_mask(_is_causal, None, None, *lengths, q.device) if causal else None
+        return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=is_grouped)
+
+
 # Of the flash-attn family, on (B, S, H, D) tensors: q, k, v, causal, and for gradients dout before it.
 BshdForward = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 BshdPrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardCall]
@@ -235,6 +276,8 @@ def registry(kernels: str = "auto") -> dict[str, Provider]:
         Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
         Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        # By name only: it compiles for every cell, and the paper suite has 36.
+        Flex(),
         FlashAttention("fa3", _fa3_forward, _fa3_backward),
         FlashAttention("fa4", _fa4_forward),
         FlashAttention("flash_attn", _fa2_forward),
@@ -242,7 +285,8 @@ def registry(kernels: str = "auto") -> dict[str, Provider]:
     return {provider.name: provider for provider in providers}
 
 
-DEFAULT_NAMES = tuple(name for name in registry() if not name.startswith("cute_flash-"))
+BY_NAME_ONLY = ("cute_flash-sm80", "cute_flash-sm90", "flex")
+DEFAULT_NAMES = tuple(name for name in registry() if name not in BY_NAME_ONLY)
 
 
 def select(names: Sequence[str], kernels: str = "auto") -> list[Provider]:

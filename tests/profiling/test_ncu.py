@@ -1,8 +1,12 @@
-"""The profiler's driver with a fake `ncu`, whose reports are the sample text beside this file."""
+"""The profiler's driver with a fake `ncu`, which says of every launch what the real one said of one.
+
+`data/ncu_raw.csv` is from an H200, with most of its 1238 columns left out.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +15,10 @@ import pytest
 from cute_flash import arch
 from layouts.smem import HOPPER_VARIANTS, VARIANTS
 from profiling import __main__ as cli
-from profiling import machine, ncu, ncu_case, ncu_report
+from profiling import machine, ncu, ncu_case, ncu_report, ncu_run
 from profiling.expect import expected, work_of
 from profiling.ncu_case import Case
-from profiling.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw
+from profiling.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
 from profiling.suites import Shape
 
 RAW = Path(__file__).with_name("data") / "ncu_raw.csv"
@@ -46,12 +50,26 @@ class FakeNcu:
 def test_raw_csv() -> None:
     (profile,) = parse_raw(RAW.read_text())
     assert profile.kernel.startswith(PLAIN.symbol)
-    assert profile["ld_conflicts"] == 78905344
-    assert profile["duration_ns"] == 412896
-    # Not in the table, and there without a value.
-    assert profile["xu_percent"] is None and profile["ldsm_instructions"] is None
-    assert list(profile.stalls.items()) == [("math_pipe_throttle", 1.5), ("long_scoreboard", 0.25)]
+    assert profile["sass_ldsm_conflicts"] == 78905344
+    assert profile["duration_ns"] == 414048 and profile.capability == "9.0"
+    # Hopper has no such counter.
+    assert profile["ldgsts_wavefronts"] is None
+    assert list(profile.stalls.items())[:2] == [("short_scoreboard", 19.73), ("mio_throttle", 3.04)]
     assert set(profile.metrics) == set(METRICS)
+
+
+def test_raw_csv_trimmed_says_the_same_of_what_we_name() -> None:
+    (whole,), (trimmed,) = parse_raw(RAW.read_text()), parse_raw(trim_raw(RAW.read_text()))
+    assert "device__attribute_clock_rate" in whole.values
+    assert "device__attribute_clock_rate" not in trimmed.values
+    assert trimmed.kernel == whole.kernel and trimmed.capability == whole.capability
+    assert trimmed.metrics == whole.metrics and trimmed.stalls == whole.stalls
+
+
+def test_raw_csv_of_values_with_separators_and_without_a_value() -> None:
+    names = '"ID","Kernel Name","dram__bytes_read.sum","smsp__inst_executed_op_ldsm.sum"'
+    (profile,) = parse_raw(f'==PROF== Connected\n{names}\n"","","byte",""\n"0","k","25,296,384","n/a"\n')
+    assert profile["dram_read_bytes"] == 25296384 and profile["ldsm_instructions"] is None
 
 
 def test_raw_csv_without_a_table() -> None:
@@ -67,6 +85,16 @@ def test_command() -> None:
     assert options[options.index("--clock-control") + 1] == "none"
     assert options.count("--section") == len(SECTIONS)
     assert options[options.index("--metrics") + 1].split(",") == list(COLLECTED)
+
+
+def test_a_report_tells_no_path_of_this_machine() -> None:
+    command = ncu.Tool(machine.ROOT / "build" / "ncu", run=FakeNcu()).command(PLAIN)
+    assert command[command.index("--export") + 1] == f"build/ncu/{PLAIN.id}"
+    assert not any(str(machine.ROOT) in part or part.startswith("/") for part in command)
+    # By its name alone it is the same python.
+    python = command[command.index("-m") - 1]
+    status, output = ncu.run_command((python, "-c", "import sys; print(sys.prefix)"))
+    assert (status, output.strip()) == (0, sys.prefix)
 
 
 def test_only_metrics_that_ncu_knows() -> None:
@@ -131,11 +159,12 @@ def test_table_and_record(tmp_path) -> None:
     finding = ncu_report.Finding(PLAIN, expected(PLAIN, arch.by_name("sm_90")), tool.profile(PLAIN))
     (table,) = ncu_report.tables([finding])
     rows = {row[0]: row[1] for row in table.rows}
-    assert rows["load conflicts"] == "78,905,344 (78,905,344)"
-    assert rows["store wavefronts"] == "- (524,288)"
-    assert rows["time, us"].startswith("412.9 (") and rows["TFLOP/s"] == "83"
-    assert rows["stall 1"] == "math_pipe_throttle 1.50" and "XU pipe, %" not in rows
-    assert sorted(path.name for path in tool.folder.iterdir()) == [f"{PLAIN.id}.ncu-rep", f"{PLAIN.id}.txt"]
+    assert rows["ldmatrix conflicts (by instruction)"] == "78,905,344 (78,905,344)"
+    assert rows["store wavefronts"] == "524,405 (524,288)"
+    assert rows["time, us"].startswith("414.0 (") and rows["TFLOP/s"] == "83"
+    assert rows["stall 1"] == "short_scoreboard 19.73" and rows["XU pipe, %"] == "4.5"
+    suffixes = (".csv", ".ncu-rep", ".txt")
+    assert sorted(path.name for path in tool.folder.iterdir()) == [f"{PLAIN.id}{end}" for end in suffixes]
     data = json.loads(json.dumps(ncu_report.record([finding], {}, {"gpu": "fake"}, tool.version)))
     assert data["ncu"] == "Version 2025.3.1.0"
     assert data["cases"][PLAIN.id]["predicted_shared"]["ldmatrix"]["conflicts"] == 78905344
@@ -173,8 +202,9 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
     monkeypatch.setattr(ncu.Tool, "check", lambda self: None)
 
+    made = ncu.Tool
+
     def run(fake: FakeNcu, *arguments: str) -> int:
-        made = cli.ncu.Tool
         monkeypatch.setattr(cli.ncu, "Tool", lambda folder, program: made(folder, program, fake))
         return cli.main(("ncu", "--out", str(tmp_path), *arguments))
 
@@ -186,6 +216,57 @@ def test_main(on_a_gpu, tmp_path, capsys) -> None:
     printed = capsys.readouterr()
     assert "| load conflicts " in printed.out and "[1/1] fwd-sm80-plain" in printed.err
     assert list(json.loads((tmp_path / "ncu.json").read_text())["cases"]) == [PLAIN.id]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(1, 32, 8, 512, 64, True)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_case_is_known_by_its_names(shape: Shape, dtype: str) -> None:
+    case = Case("bwd-sm90", "swizzled", shape, dtype)
+    name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    assert ncu_case.case_of(case.id, f"cute_flash_bwd_sm90_d64_{name}_full_0") == case
+    with pytest.raises(ValueError, match="notes: not the name"):
+        ncu_case.case_of("notes", "")
+
+
+def test_the_record_is_remade_from_the_exports(on_a_gpu, tmp_path, capsys) -> None:
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80") == cli.OK
+    path = tmp_path / ncu_run.RECORD
+    record = json.loads(path.read_text())
+    assert len(record["cases"]) == len(VARIANTS) and record["machine"] == {"gpu": "fake"}
+    for report in tmp_path.glob("*.ncu-rep"):
+        report.unlink()
+    capsys.readouterr()
+    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.OK
+    assert json.loads(path.read_text()) == record
+    assert "| ldmatrix conflicts (by instruction) " in capsys.readouterr().out
+
+
+def test_no_exports(tmp_path, capsys) -> None:
+    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.NOT_MEASURED
+    assert "no .csv of a profiled case" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("digest", "num"), [("a", 4), ("b", 3)])
+def test_pieces_of_one_run_share_a_record(on_a_gpu, monkeypatch, tmp_path, digest: str, num: int) -> None:
+    facts = {"gpu": "H200", "driver": "1", "source_digest": "a"}
+    monkeypatch.setattr(machine, "facts", lambda: facts)
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--variants", "plain") == cli.OK
+    monkeypatch.setattr(machine, "facts", lambda: {**facts, "source_digest": digest})
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80", "--head-dim", "96") == cli.OK
+    assert len(json.loads((tmp_path / ncu_run.RECORD).read_text())["cases"]) == num
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has(on_a_gpu, tmp_path) -> None:
+    class Killed(FakeNcu):
+        def __call__(self, command: Sequence[str]) -> tuple[int, str]:
+            if "--export" in command and "padded" in command[command.index("--export") + 1]:
+                raise KeyboardInterrupt
+            return super().__call__(command)
+
+    with pytest.raises(KeyboardInterrupt):
+        on_a_gpu(Killed(), "--kernels", "fwd-sm80")
+    (case,) = json.loads((tmp_path / ncu_run.RECORD).read_text())["cases"].values()
+    assert case["layout"] == "swizzled" and case["measured"]["duration_ns"] == 414048
 
 
 def test_main_goes_on_after_a_failure(on_a_gpu, tmp_path, capsys) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import flex_attention
 
 from cute_flash import reference
 from cute_flash.band import Band
@@ -18,6 +19,7 @@ from profiling.providers import (
     NO_GPU,
     CuteFlash,
     FlashAttention,
+    Flex,
     Sdpa,
     as_bhsd,
     registry,
@@ -80,7 +82,7 @@ def test_a_package_that_breaks_on_import_is_a_reason(pretend_gpu):
 
 def test_ours_comes_first_and_variants_only_by_name():
     assert DEFAULT_NAMES[0] == "cute_flash"
-    assert "cute_flash-sm80" not in DEFAULT_NAMES
+    assert "cute_flash-sm80" not in DEFAULT_NAMES and "flex" not in DEFAULT_NAMES and "flex" in registry()
     chosen = select(["cute_flash-sm80", "cute_flash", "sdpa-flash", "cute_flash"], kernels="sm90")
     assert [provider.name for provider in chosen] == ["cute_flash-sm80", "cute_flash", "sdpa-flash"]
     assert [p.kernels for p in chosen if isinstance(p, CuteFlash)] == ["sm80", "sm90"]
@@ -99,6 +101,51 @@ def test_sdpa_is_attention(causal, heads_kv):
         out = as_bhsd(provider, provider.prepare(*tensors, causal)())
     exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_flex_is_attention(monkeypatch, causal, heads_kv):
+    """As it is without being compiled, which is for a GPU."""
+    monkeypatch.setattr(providers, "_compiled_flex", lambda: flex_attention)
+    provider, tensors = Flex(), inputs(heads_kv)
+    with provider.context():
+        out = as_bhsd(provider, provider.prepare(*tensors, causal)())
+    exact, _ = reference.dense(*tensors, Band.of(causal, (None, None)))
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_gradients_of_flex(monkeypatch, causal, heads_kv):
+    """By a stand-in, for FlexAttention has none on a CPU: what is asked of it, and how often."""
+    masks = []
+
+    def flex(q, k, v, block_mask, enable_gqa):
+        masks.append(block_mask)
+        assert enable_gqa == (heads_kv != 4)
+        out, _ = reference.dense(q, k, v, Band.of(block_mask is not None, (None, None)))
+        return out.to(q.dtype)
+
+    monkeypatch.setattr(providers, "_compiled_flex", lambda: flex)
+    tensors, dout, provider = inputs(heads_kv), torch.randn(2, 4, 33, 16), Flex()
+    call = provider.prepare_backward(*tensors, dout, causal)
+    call()
+    assert_gradients(provider, call(), tensors, dout, causal)
+    assert len(masks) == 1 and (masks[0] is not None) == causal
+
+
+def test_flex_compiles_for_every_cell_anew(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: done.append((function, dynamic)))
+    providers._compiled_flex()
+    assert done == ["reset", (flex_attention, False)]
+
+
+def test_flex_without_triton_says_so(pretend_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "triton" in str(Flex().available())
 
 
 def test_bshd_peers_get_their_own_contiguous_tensors_with_the_same_values():

@@ -1,0 +1,164 @@
+"""What README.md shows of checked-in files: no number in these tables is copied by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cute_flash import arch
+from profiling.figures import BACKWARD, COUNTERS, DATA, FORWARD, FORWARD_SM80
+from profiling.ncu_case import LAYOUTS
+from profiling.record import Run, load
+from profiling.terminal import Table
+
+README = DATA / "README.md"
+_BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+# The papers' shortest and longest sequences, and one between.
+LENGTHS = (512, 2048, 16384)
+RUNS = {"forward sm90": FORWARD, "forward sm80": FORWARD_SM80, "backward sm90": BACKWARD}
+Case = dict[str, Any]
+
+
+def _cases() -> list[Case]:
+    """What was profiled: by kernel, head dim and layout, the defaults first."""
+    record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
+    cases = [case for case in record["cases"].values() if case["measured"]]
+    kernels = list(LAYOUTS)
+
+    def order(case: Case) -> tuple[int, int, int]:
+        layout = LAYOUTS[case["kernel"]].index(case["layout"])
+        return kernels.index(case["kernel"]), -case["shape"]["head_dim"], layout
+
+    return sorted(cases, key=order)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _both(case: Case, metric: str) -> str:
+    """measured (predicted); nothing where the kernel has no such instruction."""
+    measured, predicted = case["measured"][metric], case["predicted"].get(metric)
+    if predicted is None:
+        return _number(measured)
+    return f"{_number(measured)} ({_number(predicted)})"
+
+
+def _copies(case: Case) -> str:
+    return _both(case, "sass_ldgsts_wavefronts") if case["kernel"] == "fwd-sm80" else "TMA"
+
+
+def _loads(case: Case) -> str:
+    return _both(case, "sass_ldsm_conflicts") if case["kernel"] == "fwd-sm80" else "wgmma"
+
+
+def _linked(case: Case) -> str:
+    folder = Path(COUNTERS).parent
+    return f"[{case['layout']}]({folder}/{Path(case['report']).with_suffix('.txt')})"
+
+
+def layouts() -> Table:
+    counted = ("ldmatrix conflicts", "store conflicts", "cp.async wavefronts")
+    rows = []
+    for case in _cases():
+        if case["kernel"].startswith("fwd"):
+            time = f"{case['measured']['duration_ns'] / 1e3:.1f}"
+            name = f"{case['kernel']}, {case['shape']['head_dim']}"
+            rows.append((name, _linked(case), time, _loads(case), _both(case, "st_conflicts"), _copies(case)))
+    return Table("", ("kernel, D", "layout", "time, us", *counted), tuple(rows))
+
+
+def _percent(case: Case, metric: str) -> str:
+    value = case["measured"].get(metric)
+    return "-" if value is None else f"{value:.0f} %"
+
+
+def _stalls(case: Case) -> str:
+    stalls = case["stalls"] or {}
+    total = sum(stalls.values())
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in list(stalls.items())[:2]) or "-"
+
+
+def limits() -> Table:
+    """Each kernel as it runs by default."""
+    names = {
+        "tensor cores": "tensor_percent",
+        "XU (exp2)": "xu_percent",
+        "FMA": "fma_percent",
+        "ALU": "alu_percent",
+        "shared memory": "lsu_data_percent",
+        "issue slots": "issue_percent",
+    }
+    rows = []
+    for case in _cases():
+        if case["layout"] != LAYOUTS[case["kernel"]][0]:
+            continue
+        peak = arch.H200.tensor_tflops
+        speed = f"{case['tflops']:.0f} ({case['tflops'] / peak:.0%})"
+        units = [_percent(case, metric) for metric in names.values()]
+        warps = f"{16 * case['measured']['occupancy_percent'] / 100:.1f}"
+        kernel = f"{case['kernel']}, {case['shape']['head_dim']}"
+        rows.append((kernel, speed, *units, warps, _stalls(case)))
+    columns = ("kernel, D", "TFLOP/s (of 989)", *names, "warps a scheduler", "what warps wait for")
+    return Table("", columns, tuple(rows))
+
+
+def _speeds(run: Run, head_dim: int, mask: str) -> list[str]:
+    cells = {
+        cell.shape.seqlen: cell.tflops(run.ours[0])
+        for cell in run.cells
+        if (cell.shape.head_dim, cell.shape.mask) == (head_dim, mask)
+    }
+    ceiling = run.ceiling.tflops if run.ceiling and run.ceiling.tflops else 0.0
+    found = [cells.get(length) for length in LENGTHS]
+    return ["-" if not speed or not ceiling else f"{speed:.0f} ({speed / ceiling:.0%})" for speed in found]
+
+
+def distance() -> Table:
+    """TFLOP/s, and their share of what cuBLAS reached in the same run."""
+    rows = []
+    for label, path in RUNS.items():
+        run = load(DATA / path)
+        for head_dim in sorted({cell.shape.head_dim for cell in run.cells}):
+            speeds = [_speeds(run, head_dim, mask) for mask in ("full", "causal")]
+            rows.append((f"[{label}]({path}), {head_dim}", *speeds[0], *speeds[1]))
+    columns = [f"{mask} {length}" for mask in ("full", "causal") for length in LENGTHS]
+    return Table("", ("kernel, D", *columns), tuple(rows))
+
+
+def _markdown(table: Table) -> str:
+    rule = ("---", *("---:" for _ in table.columns[1:]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
+
+
+# Block -> what makes its text, and the files that it is made from.
+BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
+    "layouts": (lambda: _markdown(layouts()), (COUNTERS,)),
+    "limits": (lambda: _markdown(limits()), (COUNTERS,)),
+    "distance": (lambda: _markdown(distance()), tuple(RUNS.values())),
+    "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
+    "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
+}
+
+
+def missing(name: str) -> list[str]:
+    return [source for source in BLOCKS[name][1] if not (DATA / source).exists()]
+
+
+def embed(text: str) -> str:
+    """The document with its blocks as the files have them today."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[2]
+        lacking = missing(name)
+        body = f"*Waits for {', '.join(lacking)}.*" if lacking else BLOCKS[name][0]()
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def write(path: Path = README) -> None:
+    path.write_text(embed(path.read_text(encoding="utf-8")), encoding="utf-8")

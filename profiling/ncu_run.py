@@ -1,0 +1,101 @@
+"""Cases profiled one after the other, with a record that is written after each or remade from the exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cute_flash import arch
+from profiling.expect import expected
+from profiling.ncu import NcuError, NotPermittedError, Tool
+from profiling.ncu_case import LAYOUTS, Case, case_of
+from profiling.ncu_metrics import parse_raw
+from profiling.ncu_report import Finding, record
+from profiling.record import write_json
+
+RECORD = "ncu.json"
+# Cases of an earlier run stay in the record if these agree: then it is the same run in two pieces.
+SAME_RUN = ("gpu", "driver", "source_digest")
+# The only facts of a run that its exports do not have.
+FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}
+
+
+def from_exports(folder: Path) -> list[Finding]:
+    """Every case with a .csv in the folder, and today's prediction for it. Needs neither ncu nor a GPU."""
+    findings = []
+    for path in sorted(folder.glob("*.csv")):
+        profiles = parse_raw(path.read_text(encoding="utf-8"))
+        if len(profiles) != 1:
+            raise ValueError(f"{path}: {len(profiles)} launches, expected one")
+        case = case_of(path.stem, profiles[0].kernel)
+        spec = arch.by_name(f"sm_{profiles[0].capability.replace('.', '')}")
+        findings.append(Finding(case, expected(case, spec), profiles[0]))
+    return sorted(findings, key=lambda finding: _order(finding.case))
+
+
+def _order(case: Case) -> tuple[int, str, int]:
+    return list(LAYOUTS).index(case.kernel), case.shape.id, LAYOUTS[case.kernel].index(case.layout)
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What the record in the folder says of its run, as far as there is one."""
+    path = folder / RECORD
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else FACTS
+    return {name: data[name] for name in FACTS}
+
+
+def remade(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
+    """The findings and the record of a folder, from its exports and the facts in its record."""
+    findings = from_exports(folder)
+    if not findings:
+        raise ValueError(f"{folder}: no .csv of a profiled case")
+    return findings, record(findings, **facts_of(folder))
+
+
+def kept(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> list[Finding]:
+    """What an earlier piece of the same run left in the folder, without the cases that run now."""
+    before = facts_of(folder)["machine"]
+    if any(name not in before or before[name] != machine.get(name) for name in SAME_RUN):
+        return []
+    ids = {finding.case.id for finding in running}
+    return [finding for finding in from_exports(folder) if finding.case.id not in ids]
+
+
+def profile_all(
+    tool: Tool, findings: Sequence[Finding], facts: dict[str, Any], step: Callable[[str], None]
+) -> list[Finding]:
+    """A case that fails is written down; the others go on. Without counters none would: that ends it all."""
+    # As it is now: the folder will fill with the exports of this run.
+    done = kept(tool.folder, facts["machine"], findings)
+    num_kept = len(done)
+
+    def keep(finding: Finding) -> None:
+        done.append(finding)
+        write_json(record(done, **facts), tool.folder / RECORD)
+        step(f"{finding.case.id}: {finding.error or f'{finding.time_cell} us'}")
+
+    def read(finding: Finding) -> None:
+        try:
+            keep(replace(finding, profile=tool.read(finding.case)))
+        except NcuError as error:
+            keep(replace(finding, error=str(error)))
+
+    # One thread reads reports, and only it writes the record; meanwhile the next case runs.
+    with ThreadPoolExecutor(1) as reader:
+        reading = []
+        for finding in findings:
+            try:
+                tool.collect(finding.case)
+            except NotPermittedError:
+                raise
+            except NcuError as error:
+                reading.append(reader.submit(keep, replace(finding, error=str(error))))
+            else:
+                reading.append(reader.submit(read, finding))
+    for future in reading:
+        future.result()
+    return done[num_kept:]
