@@ -180,7 +180,7 @@ _BWD_90 = (_BWD_99[0], *_BWD_163[1:])  # D=64 at 128x128 spills a register there
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_90}
 
 _GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/8192, sweep of 2026-11-15, version 2: "
-_GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192, 2026-11-15: 387/505; causal 296/458 TFLOP/s"
+_GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; causal 296/458 TFLOP/s"
 SM90_BWD = (
     BwdTileSm90(
         64, 128, 128, early_lse=True, measured=_GRADIENTS + "311/469/542; causal 187/370/480 TFLOP/s"
