@@ -35,8 +35,7 @@ FIGURES = {
     "k-swizzled-banks.svg": "--kernel fwd-sm80 --view banks",
     "k-padded.svg": "--kernel fwd-sm80 --variant padded --draw-rows 8",
     "k96-swizzled.svg": "--kernel fwd-sm80 --head-dim 96 --draw-rows 8",
-    "k96-padded-banks.svg": "--kernel fwd-sm80 --head-dim 96 --variant padded --view banks "
-    "--instruction cp.async",
+    "k-padded-copy.svg": "--kernel fwd-sm80 --variant padded --view banks --instruction cp.async --phase 1",
     "o-swizzled-banks.svg": "--kernel fwd-sm80 --operand O --view banks",
     "o-swizzled32.svg": "--kernel fwd-sm90 --operand O --variant swizzled32 --draw-rows 8",
     "o-interleaved.svg": "--kernel fwd-sm90 --operand O --variant interleaved --draw-rows 8",

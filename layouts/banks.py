@@ -3,14 +3,15 @@
 Shared memory has 32 banks of 4 bytes; the word at byte address `a` lies in bank `a / 4 mod 32`. An access of
 a warp is served in phases of 128 bytes: 32 threads of 4 bytes, 16 of 8, or 8 of 16 (each 8x8 matrix of an
 ldmatrix is such a phase: 8 rows of 16 bytes). In a phase every bank serves one word per wavefront: threads
-that touch the same word share it, n words in one bank take n wavefronts. Loads and stores count alike.
+that touch the same word share it, n words in one bank take n wavefronts. Loads and stores count alike; what
+cp.async writes goes by lines of memory instead (`CopyPhase`).
 
 The operand patterns are those of `mma.m16n8k16` on 2-byte elements; stmatrix has the addresses of ldmatrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from layouts.algebra import AnyLayout
@@ -19,6 +20,7 @@ from layouts.smem import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
 NUM_BANKS = 32
 BANK_BYTES = 4
 WARP = 32
+SECTOR_BYTES = 32
 
 # Side of the block that one ldmatrix.x4 reads, and of its four matrices.
 _BLOCK = 16
@@ -48,6 +50,46 @@ class Phase:
         """The most distinct words that any one bank has to deliver."""
         return max(len({word for _, word in wanted}) for wanted in self.banks.values())
 
+    @property
+    def turns(self) -> list[list[tuple[int, int]]]:
+        """Wavefront -> (thread, address of the word it gets then)."""
+        turns: list[list[tuple[int, int]]] = [[] for _ in range(self.wavefronts)]
+        for wanted in self.banks.values():
+            words = list(dict.fromkeys(word for _, word in wanted))
+            for thread, word in wanted:
+                turns[words.index(word)].append((thread, word))
+        return turns
+
+
+@dataclass(frozen=True)
+class CopyPhase(Phase):
+    """Threads of a cp.async whose bytes come from one line of global memory, 128 bytes, at `sources`.
+
+    A wavefront carries bytes into one line of shared memory only, and bytes of one sector (32 bytes) into one
+    sector. Moving sectors within a line, or chunks within a sector, is free, and that is all that a swizzle
+    does. In a padded tile a line straddles two, and where it is moved by 16 bytes, a sector straddles two as
+    well. An H200 counts so to the last wavefront; for rows beyond the end of a tensor always one a line.
+    """
+
+    sources: tuple[int, ...] = ()
+
+    @property
+    def wavefronts(self) -> int:
+        return len(self.turns)
+
+    @property
+    def turns(self) -> list[list[tuple[int, int]]]:
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        sectors: dict[tuple[int, int], list[int]] = {}
+        for (thread, target), source in zip(self.lanes, self.sources, strict=True):
+            line, sector = target // WAVEFRONT_BYTES, target // SECTOR_BYTES
+            seen = sectors.setdefault((line, source // SECTOR_BYTES), [])
+            if sector not in seen:
+                seen.append(sector)
+            words = range(target, target + self.width, BANK_BYTES)
+            found.setdefault((line, seen.index(sector)), []).extend((thread, word) for word in words)
+        return [found[key] for key in sorted(found)]
+
 
 @dataclass(frozen=True)
 class Access:
@@ -61,7 +103,7 @@ class Access:
 
     @property
     def ideal(self) -> int:
-        """A phase wants at most 128 bytes, which 32 banks can deliver at once."""
+        """A phase wants at most 128 bytes, which 32 banks can deliver at once; for cp.async, a line."""
         return len(self.phases)
 
     @property
@@ -70,7 +112,7 @@ class Access:
 
     @property
     def instructions(self) -> int:
-        """Of warps whose threads all take part; an instruction of w bytes a thread has w / 4 phases."""
+        """Of warps whose threads all take part."""
         return sum(1 for phase in self.phases if phase.lanes[0][0] % WARP == 0)
 
 
@@ -178,34 +220,49 @@ def every_block(
     return _join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in columns[::_BLOCK]])
 
 
-def copy_by_rows(tile: SmemTile, num_threads: int) -> Access:
-    """Every 16-byte chunk of the tile once: neighbouring threads cover `copy_cols`, then the next row."""
+def _copy_coords(tile: SmemTile, num_threads: int) -> Iterator[tuple[int, list[Coord | None]]]:
+    """Every 16-byte chunk of the tile once: neighbouring threads cover `copy_cols`, then the next row.
+
+    Yields the first thread of a warp, and where its lanes are.
+    """
     if num_threads < WARP or num_threads % WARP:
         raise ValueError(f"num_threads={num_threads}: must be a positive multiple of {WARP}")
     threads_per_row = tile.copy_cols // tile.chunk_cols
     rows_per_pass = num_threads // threads_per_row
-    vector = Vector(CHUNK_BYTES, tile.element_bytes)
-    accesses = []
     for col0 in range(0, tile.cols, tile.copy_cols):
         for row0 in range(0, tile.rows, rows_per_pass):
             for first in range(0, num_threads, WARP):
                 spots = [divmod(thread, threads_per_row) for thread in range(first, first + WARP)]
-                coords = [
+                coords: list[Coord | None] = [
                     (row0 + row, col0 + chunk * tile.chunk_cols) if row0 + row < tile.rows else None
                     for row, chunk in spots
                 ]
-                accesses.append(warp_access(tile.layout, coords, vector, first))
-    return _join(accesses)
+                yield first, coords
 
 
 def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
-    """The shared-memory side of filling the whole tile with 16-byte cp.async."""
-    return copy_by_rows(tile, num_threads)
+    """Filling the whole tile with 16-byte cp.async, from rows that follow each other in global memory."""
+    vector = Vector(CHUNK_BYTES, tile.element_bytes)
+    phases = []
+    for first, coords in _copy_coords(tile, num_threads):
+        lines: dict[int, list[tuple[tuple[int, int], int]]] = {}
+        for thread, coord in enumerate(coords, first):
+            if coord is not None:
+                source = (coord[0] * tile.cols + coord[1]) * tile.element_bytes
+                lane = (thread, vector.address(tile.layout, coord))
+                lines.setdefault(source // WAVEFRONT_BYTES, []).append((lane, source))
+        for line in lines.values():
+            lanes, sources = zip(*line, strict=True)
+            phases.append(CopyPhase(CHUNK_BYTES, lanes, sources))
+    return Access(tuple(phases))
 
 
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
     """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
-    return copy_by_rows(tile, num_threads)
+    vector = Vector(CHUNK_BYTES, tile.element_bytes)
+    return _join(
+        [warp_access(tile.layout, at, vector, first) for first, at in _copy_coords(tile, num_threads)]
+    )
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:

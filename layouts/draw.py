@@ -157,10 +157,9 @@ def conflict_table(rows: int, cols: int) -> str:
 def _served(phase: Phase) -> list[list[tuple[int, ...]]]:
     """(wavefront, group of banks) -> the threads whose words are delivered then."""
     grid: list[list[set[int]]] = [[set() for _ in range(NUM_GROUPS)] for _ in range(phase.wavefronts)]
-    for bank, wanted in phase.banks.items():
-        words = list(dict.fromkeys(word for _, word in wanted))
-        for thread, word in wanted:
-            grid[words.index(word)][bank * NUM_GROUPS // NUM_BANKS].add(thread)
+    for row, delivered in zip(grid, phase.turns, strict=True):
+        for thread, word in delivered:
+            row[word // CHUNK_BYTES % NUM_GROUPS].add(thread)
     return [[tuple(sorted(threads)) for threads in row] for row in grid]
 
 

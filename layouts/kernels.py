@@ -19,11 +19,12 @@ from layouts.banks import (
     WARP,
     Access,
     Phase,
-    copy_by_rows,
+    cp_async_write,
     every_block,
     ldmatrix_a,
     ldmatrix_b,
     ldmatrix_v,
+    load_rows,
     store_fragment,
 )
 from layouts.smem import SmemTile
@@ -79,7 +80,7 @@ class Count:
 
     instructions: int = 0
     wavefronts: int = 0
-    conflicts: int = 0  # wavefronts beyond what as many bytes need
+    conflicts: int = 0  # wavefronts beyond what as many bytes, or lines of cp.async, need
 
     def __add__(self, other: Count) -> Count:
         return Count(
@@ -125,9 +126,9 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     q, kv = tiles["Q"], tiles["K"]
     threads, kept = WARP * tile.num_warps, 16 * tile.q_steps
     uses = [
-        Use("Q", "cp.async", copy_by_rows(q, threads), q),
-        Use("K", "cp.async", copy_by_rows(kv, threads), kv, is_per_block=True),
-        Use("V", "cp.async", copy_by_rows(kv, threads), kv, is_per_block=True),
+        Use("Q", "cp.async", cp_async_write(q, threads), q),
+        Use("K", "cp.async", cp_async_write(kv, threads), kv, is_per_block=True),
+        Use("V", "cp.async", cp_async_write(kv, threads), kv, is_per_block=True),
     ]
     # Each warp reads its own rows of Q, some columns of them only once; and all of K and V.
     if kept:
@@ -142,7 +143,7 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
         Use("K", "ldmatrix", k_access, kv, tile.num_warps, is_per_block=True),
         Use("V", "ldmatrix", v_access, kv, tile.num_warps, is_per_block=True),
         Use("O", "st.shared", store_fragment(q, tile.num_warps), q),
-        Use("O", "ld.shared", copy_by_rows(q, threads), q),
+        Use("O", "ld.shared", load_rows(q, threads), q),
     )
 
 

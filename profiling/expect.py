@@ -10,9 +10,7 @@ from cute_flash.band import ceil_div
 from cute_flash.plan import Plan
 from cute_flash.problem import Problem
 from cute_flash.tiles import FwdTile
-from layouts.banks import WARP
-from layouts.copies import fill_wavefronts
-from layouts.kernels import Count, Use, Work, predict, sm80_tiles, sm80_uses, sm90_uses
+from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS
 
@@ -36,7 +34,6 @@ class Expected:
     flops: float
     seconds: float  # of the roofline, all FLOPs at the peak of the tensor cores
     shared: dict[str, Count] | None  # by instruction; None: not predicted
-    copy_wavefronts: int = 0  # of cp.async
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -48,10 +45,9 @@ class Expected:
         if self.shared is not None:
             for name, instructions in COUNTED.items():
                 count = sum((self.shared[one] for one in instructions), Count())
-                is_copy = name.endswith("ldgsts")
-                # Of a copy no wavefront is called a conflict.
-                found[f"{name}_conflicts"] = 0 if is_copy else count.conflicts
-                found[f"{name}_wavefronts"] = self.copy_wavefronts if is_copy else count.wavefronts
+                # The hardware calls no wavefront of cp.async a conflict.
+                found[f"{name}_conflicts"] = 0 if name.endswith("ldgsts") else count.conflicts
+                found[f"{name}_wavefronts"] = count.wavefronts
                 # Those of ld.shared and st.shared count other instructions too, and the matrix forms not.
                 if name not in ("ld", "st"):
                     found[f"{name}_instructions"] = count.instructions
@@ -72,15 +68,6 @@ def work_of(plan: Plan) -> Work:
         for m_block in range(ceil_div(p.seqlen_q, tile.tile_m))
     ]
     return Work(heads * len(rows), heads * sum(max(0, blocks.end - blocks.begin) for blocks in rows))
-
-
-def _copy_wavefronts(plan: Plan, work: Work) -> int:
-    """Of filling Q once a tile of rows, K and V once a block of keys; TMA is not counted."""
-    if not isinstance(plan.tile, FwdTile):
-        return 0
-    tiles, threads = sm80_tiles(plan.tile), WARP * plan.tile.num_warps
-    q, k, v = (fill_wavefronts(tiles[name], threads) for name in ("Q", "K", "V"))
-    return work.row_tiles * q + work.key_blocks * (k + v)
 
 
 def _forward_bytes(problem: Problem) -> tuple[int, int]:
@@ -106,6 +93,4 @@ def expected(case: Case, spec: ArchSpec) -> Expected:
     if case.direction == "bwd":
         return Expected(*_backward_bytes(problem), flops, seconds, None)
     plan = case.plan(spec)
-    work = work_of(plan)
-    shared, copies = predict(uses_of(plan), work), _copy_wavefronts(plan, work)
-    return Expected(*_forward_bytes(problem), flops, seconds, shared, copies)
+    return Expected(*_forward_bytes(problem), flops, seconds, predict(uses_of(plan), work_of(plan)))

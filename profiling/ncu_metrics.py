@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Each costs passes and bytes of the report: InstructionStats and MemoryWorkloadAnalysis_Tables were a third
@@ -62,7 +62,8 @@ COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIO
 
 # What tells launches apart, in the raw page.
 _IDENTITY = ("ID", "Kernel Name", "Block Size", "Grid Size", "CC")
-_STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+_STALL_NAME = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+_STALL = re.compile(_STALL_NAME.replace(".", r"\.").format(r"(\w+)"))
 # An issue is no stall; "not issued" forms of the same reasons are other metrics.
 _NO_STALL = "selected"
 
@@ -107,14 +108,28 @@ def _table(text: str) -> list[list[str]]:
     return list(csv.reader(lines[start:]))
 
 
+def _as_csv(rows: Iterable[Sequence[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
 def trim_raw(text: str) -> str:
     """The same table with only the columns that are read here: a thousand others are left out."""
     rows, wanted = _table(text), {*_IDENTITY, *METRICS.values()}
     kept = [i for i, name in enumerate(rows[0]) if name in wanted or _STALL.fullmatch(name)]
-    out = io.StringIO()
-    writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writerows([[row[i] for i in kept] for row in rows])
-    return out.getvalue()
+    return _as_csv([[row[i] for i in kept] for row in rows])
+
+
+def raw_of(
+    kernel: str, capability: str, measured: Mapping[str, float | None], stalls: Mapping[str, float]
+) -> str:
+    """Such a table for one launch, from what a record says of it."""
+    values = {METRICS[key]: value for key, value in measured.items() if value is not None}
+    values |= {_STALL_NAME.format(reason): value for reason, value in stalls.items()}
+    cells = {"ID": "0", "Kernel Name": kernel, "CC": capability}
+    cells |= {name: f"{value:.15g}" for name, value in sorted(values.items())}
+    return _as_csv([list(cells), [""] * len(cells), list(cells.values())])
 
 
 def parse_raw(text: str) -> list[Profile]:

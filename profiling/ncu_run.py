@@ -13,7 +13,7 @@ from cute_flash import arch
 from profiling.expect import expected
 from profiling.ncu import NcuError, NotPermittedError, Tool
 from profiling.ncu_case import LAYOUTS, Case, case_of
-from profiling.ncu_metrics import parse_raw
+from profiling.ncu_metrics import parse_raw, raw_of
 from profiling.ncu_report import Finding, record
 from profiling.record import write_json
 
@@ -37,6 +37,19 @@ def from_exports(folder: Path) -> list[Finding]:
     return sorted(findings, key=lambda finding: _order(finding.case))
 
 
+def export_record(folder: Path) -> None:
+    """A .csv for every case that only the record has, as records of an older version do."""
+    path = folder / RECORD
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
+    for case_id, case in data["cases"].items():
+        target = folder / f"{case_id}.csv"
+        if case["measured"] and not target.exists():
+            digits = data["machine"]["capability"].removeprefix("sm_")
+            capability = f"{digits[:-1]}.{digits[-1]}"
+            text = raw_of(case["symbol"], capability, case["measured"], case["stalls"])
+            target.write_text(text, encoding="utf-8")
+
+
 def _order(case: Case) -> tuple[int, str, int]:
     return list(LAYOUTS).index(case.kernel), case.shape.id, LAYOUTS[case.kernel].index(case.layout)
 
@@ -50,6 +63,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 def remade(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
     """The findings and the record of a folder, from its exports and the facts in its record."""
+    export_record(folder)
     findings = from_exports(folder)
     if not findings:
         raise ValueError(f"{folder}: no .csv of a profiled case")

@@ -54,7 +54,7 @@ def _setting(record: dict[str, Any]) -> str:
 def _count(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value:,.0f}"
+    return f"{value / 1e6:.2f}M" if value >= 1e5 else f"{value:,.0f}"
 
 
 def _count_bar(case: Case, wavefronts: str, conflicts: str | None) -> Bar:

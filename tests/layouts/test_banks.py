@@ -22,6 +22,7 @@ from layouts import (
     tile_report,
     warp_access,
 )
+from layouts.banks import CopyPhase
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -47,6 +48,18 @@ def chunk_address(variant: str, rows: int, cols: int, row: int, chunk: int) -> i
     return chunk // 4 * rows * 64 + row * 64 + (chunk % 4 ^ row // 2 % 4) * 16
 
 
+def serve_copy(chunks: list[tuple[int, int]]) -> int:
+    """Of a warp's cp.async, (source, target): while sectors are on their way, a line takes what it can."""
+    waiting = {(source // 32, target // 32) for source, target in chunks}
+    wavefronts = 0
+    while waiting:
+        lines = (min(waiting)[0] // 4, min(waiting)[1] // 4)
+        fitting = [pair for pair in sorted(waiting) if (pair[0] // 4, pair[1] // 4) == lines]
+        waiting -= set(dict(reversed(fitting)).items())
+        wavefronts += 1
+    return wavefronts
+
+
 def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
     def at(row: int, chunk: int) -> int:
         return chunk_address(variant, rows, cols, row, chunk)
@@ -60,7 +73,14 @@ def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
     else:
         pairs = [(row, c) for row in range(0, rows, 2) for c in range(0, cols // 8, 4)]
         groups = [[(row + i, c + j) for i in range(2) for j in range(4)] for row, c in pairs]
-    copies = sum(serve([at(*spot) for spot in group], 16) for group in groups)
+    loads = sum(serve([at(*spot) for spot in group], 16) for group in groups)
+    # Four of these groups are a warp's instruction: as many rows, or twice as many.
+    height, width = (4, 8) if cols % 64 == 0 else (8, 4)
+    copies = 0
+    for row in range(0, rows, height):
+        for c in range(0, cols // 8, width):
+            spots = [(row + i, c + j) for i in range(height) for j in range(width)]
+            copies += serve_copy([(cols * 2 * i + 16 * j, at(i, j)) for i, j in spots])
     # A register of an accumulator: 8 rows of four 4-byte pairs.
     stores = sum(
         serve([at(row + i, c) + 4 * j for i in range(8) for j in range(4)], 4)
@@ -73,7 +93,7 @@ def brute_force(variant: str, rows: int, cols: int) -> dict[str, int]:
         "ldmatrix_v": matrices,
         "cp_async_write": copies,
         "store_fragment": stores,
-        "load_rows": copies,
+        "load_rows": loads,
     }
 
 
@@ -84,36 +104,81 @@ def test_report_agrees_with_brute_force(rows: int, cols: int, variant: str) -> N
     assert {name: access.wavefronts for name, access in report.items()} == brute_force(variant, rows, cols)
 
 
-# (rows, cols, variant): wavefronts of ldmatrix and of the fragment stores, then of the copies by rows.
+# (rows, cols, variant): wavefronts of ldmatrix and of the fragment stores, of loads by rows, of cp.async.
 NUMBERS = {
-    (64, 64, "swizzled"): (64, 64),
-    (64, 64, "padded"): (64, 64),
-    (64, 64, "plain"): (8 * 64, 64),
-    (128, 128, "swizzled"): (256, 256),
-    (128, 128, "padded"): (256, 256),
-    (128, 128, "plain"): (8 * 256, 256),
-    (64, 96, "swizzled"): (96, 96),
+    (64, 64, "swizzled"): (64, 64, 64),
+    # Of eight lines one stays a line, three straddle two, and of four the sectors straddle as well: 3 or 4.
+    (64, 64, "padded"): (64, 64, 64 * 21 // 8),
+    (64, 64, "plain"): (8 * 64, 64, 64),
+    (128, 128, "swizzled"): (256, 256, 256),
+    (128, 128, "padded"): (256, 256, 256 * 21 // 8),
+    (128, 128, "plain"): (8 * 256, 256, 256),
+    # Half a line at a time.
+    (64, 96, "swizzled"): (96, 96, 2 * 96),
     # A row is 13 chunks: the end of the second 64 bytes meets the start of the first in one group of banks.
-    (64, 96, "padded"): (96, 2 * 96),
+    (64, 96, "padded"): (96, 2 * 96, 2 * 96 * 15 // 8),
     # A row is 12 chunks: eight rows start in two groups of banks.
-    (64, 96, "plain"): (4 * 96, 96),
-    (64, 32, "swizzled"): (32, 32),
-    (64, 32, "padded"): (32, 2 * 32),
-    (64, 32, "plain"): (4 * 32, 32),
+    (64, 96, "plain"): (4 * 96, 96, 2 * 96),
+    (64, 32, "swizzled"): (32, 32, 32),
+    (64, 32, "padded"): (32, 2 * 32, 32 * 24 // 8),
+    (64, 32, "plain"): (4 * 32, 32, 32),
 }
 
 
 @pytest.mark.parametrize(("case", "expected"), NUMBERS.items(), ids=str)
-def test_the_numbers(case: tuple[int, int, str], expected: tuple[int, int]) -> None:
+def test_the_numbers(case: tuple[int, int, str], expected: tuple[int, int, int]) -> None:
     rows, cols, variant = case
-    by_matrix, by_row = expected
+    by_matrix, by_row, by_line = expected
     report = tile_report(SmemTile(rows, cols, variant=variant))
     assert list(report) == list(ACCESSES)
+    by_name = {"load_rows": by_row, "cp_async_write": by_line}
     for name, access in report.items():
-        # Each access moves the tile once, 128 bytes at best per wavefront.
-        assert access.ideal == rows * cols * 2 // 128
-        assert access.wavefronts == (by_row if name in ("cp_async_write", "load_rows") else by_matrix), name
+        # Each access moves the tile once, 128 bytes at best per wavefront; at D=96 cp.async has half lines.
+        halves = 2 if name == "cp_async_write" and cols == 96 else 1
+        assert access.ideal == halves * rows * cols * 2 // 128
+        assert access.wavefronts == by_name.get(name, by_matrix), name
         assert access.conflicts == access.wavefronts - access.ideal
+
+
+# Head dim, keys of a block, variant -> cp.async wavefronts of the forward, counted by instruction: 16
+# heads of 2048 queries and keys, 256 tiles of 128 rows.
+COUNTED = {
+    (128, 48, "swizzled"): 2179072,
+    (128, 48, "plain"): 2179072,
+    (128, 48, "padded"): 5693440,
+    (96, 64, "swizzled"): 3244032,
+    (96, 64, "padded"): 6082560,
+}
+
+
+@pytest.mark.parametrize(("case", "counted"), COUNTED.items(), ids=str)
+def test_copies_are_those_that_an_h200_counts(case: tuple[int, int, str], counted: int) -> None:
+    head_dim, keys, variant = case
+    q, k = (cp_async_write(SmemTile(rows, head_dim, variant=variant)) for rows in (128, keys))
+    num_blocks = -(-2048 // keys)
+    found = 256 * (q.wavefronts + 2 * num_blocks * k.wavefronts)
+    # Rows beyond the end, in K and V: one wavefront for each of the two lines of a row.
+    beyond = num_blocks * keys - 2048
+    found -= 256 * 2 * beyond * (k.wavefronts - k.ideal) // keys
+    assert found == counted
+
+
+def test_lines_and_sectors_of_a_copy() -> None:
+    def wavefronts(targets: list[int]) -> int:
+        lanes = tuple(enumerate(targets))
+        phase = CopyPhase(16, lanes, tuple(range(0, 128, 16)))
+        assert sorted(lane for turn in phase.turns for lane in turn) == [
+            (thread, word) for thread, target in lanes for word in range(target, target + 16, 4)
+        ]
+        return phase.wavefronts
+
+    line = list(range(0, 128, 16))
+    assert wavefronts(line) == 1
+    # Chunks change places within sectors, and sectors within the line: a swizzle.
+    assert wavefronts([target ^ 48 for target in line]) == 1
+    # Moved by a sector: two lines. By half of one: and every sector lies in two.
+    found = [wavefronts([target + 16 * by for target in line]) for by in range(9)]
+    assert found == [1, 3, 2, 4, 2, 4, 2, 3, 1]
 
 
 @deterministic
@@ -209,7 +274,8 @@ def test_copies_use_their_threads(num_threads: int) -> None:
 def test_copies_of_other_elements(element_bytes: int) -> None:
     for variant in VARIANTS:
         tile = SmemTile(64, 128 // element_bytes, element_bytes, variant)
-        assert (cp_async_write(tile).wavefronts, cp_async_write(tile).conflicts) == (64, 0)
+        assert (load_rows(tile).wavefronts, load_rows(tile).conflicts) == (64, 0)
+        assert cp_async_write(tile).wavefronts == (168 if variant == "padded" else 64)
 
 
 def test_fragments_belong_to_their_warps() -> None:

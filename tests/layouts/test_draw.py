@@ -108,7 +108,7 @@ def test_conflict_table() -> None:
     lines = conflict_table(64, 96).splitlines()
     assert lines[1].split() == ["access", "ideal", *VARIANTS]
     assert lines[2].split() == ["ldmatrix_a", "96", "96", "(0)", "96", "(0)", "384", "(288)"]
-    assert lines[5].split() == ["cp_async_write", "96", "96", "(0)", "192", "(96)", "96", "(0)"]
+    assert lines[5].split() == ["cp_async_write", "192", "192", "(0)", "360", "(168)", "192", "(0)"]
     assert lines[-1].split() == ["bytes", "12288", "12288", "13296", "12288"]
 
 
@@ -180,7 +180,7 @@ def test_text_banks() -> None:
     """Two rows of 192 + 16 bytes: the second ends where the first begins."""
     tile = SmemTile(64, 96, variant="padded")
     assert (
-        text_banks(first_phase(tile, "cp_async_write"))
+        text_banks(first_phase(tile, "load_rows"))
         == """\
 banks            0-3     4-7    8-11   12-15   16-19   20-23   24-27   28-31
 wavefront 0       t0      t1      t2      t3       .      t4      t5      t6

@@ -60,11 +60,11 @@ def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
 
 
 def test_padding_fails_where_rows_end_within_the_banks() -> None:
-    """Rows of 192 bytes are copied 64 bytes at a time, two rows together; 16 bytes are too short a shift."""
+    """Rows of 192 bytes are read 64 bytes at a time, two rows together; 16 bytes are too short a shift."""
     wide = FwdTile(96, 128, 64, 4, 2, q_steps=2, layout="padded")
     found = predict(sm80_uses(wide), ONE)
     assert found["ldmatrix"].conflicts == found["st.shared"].conflicts == 0
-    assert found["cp.async"].conflicts == found["cp.async"].wavefronts // 2
+    assert found["cp.async"].conflicts * 15 == found["cp.async"].wavefronts * 7
     assert found["ld.shared"].conflicts == found["ld.shared"].wavefronts // 2
 
 

@@ -241,6 +241,17 @@ def test_the_record_is_remade_from_the_exports(on_a_gpu, tmp_path, capsys) -> No
     assert "| ldmatrix conflicts (by instruction) " in capsys.readouterr().out
 
 
+def test_a_record_without_exports_is_enough(on_a_gpu, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "capability": "sm_90"})
+    assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80,bwd-sm80") == cli.OK
+    record = json.loads((tmp_path / ncu_run.RECORD).read_text())
+    for export in tmp_path.glob("*.csv"):
+        export.unlink()
+    assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.OK
+    assert json.loads((tmp_path / ncu_run.RECORD).read_text()) == record
+    assert len(list(tmp_path.glob("*.csv"))) == len(record["cases"]) == 4
+
+
 def test_no_exports(tmp_path, capsys) -> None:
     assert cli.main(("ncu", "--from-exports", "--out", str(tmp_path))) == cli.NOT_MEASURED
     assert "no .csv of a profiled case" in capsys.readouterr().err

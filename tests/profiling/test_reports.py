@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(not (DATA / COUNTERS).exists(), reason=f"waits f
 def test_the_record_is_what_the_exports_say() -> None:
     _, record = ncu_run.remade(FOLDER)
     found = json.loads(json.dumps(record))
-    assert json.loads((DATA / COUNTERS).read_text()) == found, "python -m profiling ncu --from-exports --out DIR"
+    written = json.loads((DATA / COUNTERS).read_text())
+    assert written == found, "python -m profiling ncu --from-exports --out profiling/reports/h200"
 
 
 def test_every_case_has_its_report_and_its_text() -> None:
