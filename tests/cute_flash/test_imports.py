@@ -21,7 +21,7 @@ ORDER = (
         f"cute_flash.{name}"
         for name in (
             "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles",
-            "tiles_bwd", "loops",
+            "tiles_bwd", "philox", "loops",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
             "operands", "backward", "ops", "api",
         )
