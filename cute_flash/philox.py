@@ -47,11 +47,6 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1, c2, c3
 
 
-def draw_rng(device: torch.device) -> Tensor:
-    """(seed, offset) of one call, int64, from torch's generator of the device; no host sync."""
-    return torch.randint((1 << 63) - 1, (2,), dtype=torch.int64, device=device)
-
-
 def threshold(p: float) -> int:
     """Draws below it are dropped: p to the nearest 2^-32, and never all of them."""
     return min(round(p * (1 << 32)), WORD)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
-from cute_flash.problem import Problem, Static, UnsupportedError
+from cute_flash.problem import PLAIN, Problem, Static, UnsupportedError
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
 
@@ -152,7 +152,7 @@ class BwdPlan:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
         if not sees_mask:
-            static = replace(static, has_left=False, has_right=False)
+            static = replace(static, has_left=False, has_right=False, features=PLAIN)
         return CompileKey(kernel, static, self.tile, self.arch.name + "a" * (self.family == "sm90"))
 
     def before(self, has_dlse: bool) -> CompileKey:

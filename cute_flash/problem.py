@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from cute_flash.band import Band
 
@@ -28,6 +28,27 @@ class Support:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What a call asks for beyond q, k, v and a band. Presence is compiled in; values are run-time."""
+
+    softcap: bool = False
+    alibi: bool = False  # slopes are (B, H): a call's (H) has a batch stride of 0
+    sinks: bool = False
+    dropout: bool = False
+    return_max_logit: bool = False
+    varlen: bool = False  # q, k, v packed as (T, H, D), with offsets of sequences
+    seqused_k: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that ask for them."""
+        return tuple(one.name for one in fields(self) if getattr(self, one.name))
+
+
+PLAIN = Features()
+
+
+@dataclass(frozen=True)
 class Static:
     """The part of a problem that is compiled into a kernel. Everything else is a run-time argument."""
 
@@ -37,6 +58,7 @@ class Static:
     has_right: bool
     head_dim_v: int | None = None  # of V and of the output, where it is another one
     packs_heads: bool = False  # rows are (query head of a group, position): the mask wraps around
+    features: Features = PLAIN
 
     @property
     def width_v(self) -> int:
@@ -56,6 +78,7 @@ class Problem:
     dtype: str = "bfloat16"
     band: Band = field(default_factory=Band)
     head_dim_v: int | None = None  # None: that of the keys
+    features: Features = PLAIN
 
     @property
     def width_v(self) -> int:
@@ -70,7 +93,7 @@ class Problem:
     def static(self) -> Static:
         width_v = None if self.width_v == self.head_dim else self.width_v
         bounds = self.band.left is not None, self.band.right is not None
-        return Static(self.dtype, self.head_dim, *bounds, width_v)
+        return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features)
 
     @property
     def is_empty(self) -> bool:
@@ -90,6 +113,7 @@ class Problem:
         if device == "cuda":
             check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
+            check_features(self.features)
 
 
 def check_heads(heads: int, heads_kv: int) -> None:
@@ -113,6 +137,17 @@ def check_window(window: tuple[int | None, int | None]) -> None:
             raise ValueError(
                 f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'"
             )
+
+
+def check_features(features: Features) -> None:
+    """Raise `UnsupportedError` for what no kernel has."""
+    if features != PLAIN:
+        name = features.names[0]
+        what = "attn_varlen" if name == "varlen" else name
+        raise UnsupportedError(
+            f"{what} on cuda: no kernel has it yet; move the tensors to the CPU"
+            + ("" if name == "varlen" else f", or leave {name} out")
+        )
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -21,9 +21,9 @@ ORDER = (
         f"cute_flash.{name}"
         for name in (
             "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles",
-            "tiles_bwd", "philox", "loops",
+            "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
-            "operands", "backward", "ops", "api",
+            "operands", "backward", "ops", "how", "packed", "general", "api",
         )
     ),
     "cute_flash",  # the public names

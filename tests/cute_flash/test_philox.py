@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from cute_flash.philox import Dropout, draw_rng, philox_4x32, threshold
+from cute_flash.how import draw_rng
+from cute_flash.philox import Dropout, philox_4x32, threshold
 
 # Random123, tests/kat_vectors: philox4x32 10, (counter, key, result).
 KNOWN = [
