@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -165,10 +163,10 @@ def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_
 
 def _general(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
     if how.dropout:
-        how = replace(how, rng=draw_rng(q.device))
+        how = how._replace(rng=draw_rng(q.device))
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_tangents(*(x for x in (q, k, v, how.alibi, how.sinks) if x is not None))
-    return general.general_fwd(q, k, v, *how.values)
+    return general.general_fwd(q, k, v, *how)
 
 
 def _chosen(

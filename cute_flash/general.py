@@ -12,7 +12,7 @@ is short.
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def _fwd_cpu(q, k, v, *how) -> Any:
 def _fwd_cuda(q, k, v, *how) -> Any:
     asked = How(*how)
     assert checked_problem(q, k, v, asked).features == PLAIN, "refused before"
-    return *ops.fwd_cuda(q, k, v, *asked.values[:4]), _max_logit(q, asked)
+    return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
 
 
 # ---- backward
@@ -155,7 +155,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
     asked = How(*how)
     assert checked_problem(q, k, v, asked).features == PLAIN, "refused before"
-    return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked.values[:4]), _like(None, q), _like(None, q)
+    return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -166,18 +166,18 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *(getattr(asked, name) for name in TENSORS))
     nothing: dict[str, Any] = dict.fromkeys(TENSORS)
-    ctx.how = replace(asked, **nothing)
+    ctx.how = asked._replace(**nothing)
 
 
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    how = replace(ctx.how, **dict(zip(TENSORS, tensors, strict=True)))
+    how = ctx.how._replace(**dict(zip(TENSORS, tensors, strict=True)))
     if dout is None and dlse is None:
-        return (None,) * (3 + len(fields(How)))
+        return (None,) * (3 + len(How._fields))
     dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how.values)
+    *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how)
     by_name = {"alibi": dalibi, "sinks": dsinks}
-    given = (by_name.get(one.name) if getattr(how, one.name) is not None else None for one in fields(How))
+    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
     return *grads, *given
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ def draw_rng(device: torch.device) -> Tensor:
     return torch.randint((1 << 63) - 1, (2,), dtype=torch.int64, device=device)
 
 
-@dataclass(frozen=True, eq=False)
-class How:
+class How(NamedTuple):
     """The arguments of both operators after their tensors; 0 and None: not asked for."""
 
     scale: float
@@ -39,10 +37,6 @@ class How:
     seqused_k: Tensor | None = None  # (B), int32
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def band(self) -> Band:

@@ -51,7 +51,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
         _check_integers("seqused_k", how.seqused_k, q, "B")
         if how.seqused_k.shape[0] != batch:
             raise ValueError(f"seqused_k has {how.seqused_k.shape[0]} lengths for {batch} sequences")
-    Q, K, V = (x.transpose(0, 1)[None] for x in (q, k, v))
+    Q, K, V = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     one = operands.problem_of(Q, K, V, (how.window_left, how.window_right))
     return replace(
         one,

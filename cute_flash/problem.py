@@ -31,12 +31,12 @@ class Support:
 class Features:
     """What a call asks for beyond q, k, v and a band. Presence is compiled in; values are run-time."""
 
+    varlen: bool = False  # q, k, v packed as (T, H, D), with offsets of sequences
     softcap: bool = False
     alibi: bool = False  # slopes are (B, H): a call's (H) has a batch stride of 0
     sinks: bool = False
     dropout: bool = False
     return_max_logit: bool = False
-    varlen: bool = False  # q, k, v packed as (T, H, D), with offsets of sequences
     seqused_k: bool = False
 
     @property

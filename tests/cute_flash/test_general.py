@@ -36,11 +36,11 @@ def test_opcheck(features: dict[str, Any], wants_grad: bool) -> None:
     tensors = {name: x.requires_grad_(wants_grad) for name, x in case.tensors().items()}
     how = how_of(case, tensors, max_logit=True)
     inputs = [tensors[name] for name in "qkv"]
-    results = torch.library.opcheck(general.general_fwd, (*inputs, *how.values))
+    results = torch.library.opcheck(general.general_fwd, (*inputs, *how))
     assert set(results.values()) == {"SUCCESS"}
     if not wants_grad:
-        out, lse, _ = general.general_fwd(*inputs, *how.values)
-        arguments = (torch.ones_like(out), None, *inputs, out, lse, *how.values)
+        out, lse, _ = general.general_fwd(*inputs, *how)
+        arguments = (torch.ones_like(out), None, *inputs, out, lse, *how)
         results = torch.library.opcheck(general.general_bwd, arguments)
         assert set(results.values()) == {"SUCCESS"}
 
@@ -74,7 +74,7 @@ def test_compiled_dropout_has_one_mask_both_ways() -> None:
 
 def test_a_plain_call_of_the_general_operator_is_plain() -> None:
     q, k, v = qkv()
-    out, lse, most = general.general_fwd(q, k, v, *How(0.3, None, 0).values)
+    out, lse, most = general.general_fwd(q, k, v, *How(0.3, None, 0))
     torch.testing.assert_close((out, lse), attn(q, k, v, causal=True, scale=0.3, return_lse=True))
     assert most.shape == (0,)
 
