@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from cute_flash import api, attn, general, reference
 from tests.cases import assert_close, assert_error_within
 from tests.combinations import RNG, Combination, gradients, normal, qkv
+from tests.cute_flash.test_reference import Memory
 from tests.gradients import largest
 
 
@@ -200,6 +201,22 @@ def test_other_layouts(layout: str) -> None:
     out, lse = attn(*map(reorder, (q, k, v)), **options, layout="bshd" if layout == "bshd" else "bhsd")
     torch.testing.assert_close(out, reorder(expected))
     torch.testing.assert_close(lse, expected_lse if layout == "bshd" else reorder(expected_lse))
+
+
+@pytest.mark.parametrize("features", [*EACH, TOGETHER])
+def test_memory_is_bounded(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = 1 << 20
+    monkeypatch.setattr(reference, "MAX_TEMPORARY_BYTES", budget)
+    case = Combination(2, 2, 2, 300, 400, 8, 8, torch.float32, 200, 0, features)
+    tensors = case.tensors()
+    q, k, v = (tensors[name] for name in "qkv")
+    score = case.score(tensors)
+    with Memory() as memory:
+        out, lse = reference.forward(q, k, v, case.band, None, score)
+    assert memory.peak <= out.nbytes + lse.nbytes + budget
+    with Memory() as memory:
+        grads = reference.backward_with(score, (out, lse), q, k, v, out, lse, case.band)
+    assert memory.peak <= sum(x.nbytes for x in grads) + k.nbytes + v.nbytes + budget
 
 
 # Dropout and its generator
