@@ -88,7 +88,7 @@ def attn_nested(
             raise ValueError(
                 f"{name} and q have their lengths in different dimensions: transpose one of them"
             )
-    if not torch.equal(k.offsets(), v.offsets()):
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("k and v have sequences of different lengths")
     Q, K, V = (x.transpose(1, 2) if order == 2 else x for x in (q, k, v))
     offsets = q.offsets()
