@@ -251,12 +251,14 @@ class BwdSm90:
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = tile.walk.num * p.heads_per_kv
         shared.v.wait_full(tile.count)
+        # On the way through the blocks of a head: counted along, for a division takes long.
+        i = Int32(0)
         if total > 0:
-            self.one_block(p, main, tile, mask, operands, begin, 0)
+            i = self.one_block(p, main, tile, mask, operands, (begin, i), 0)
         if total > 1:
-            self.one_block(p, main, tile, mask, operands, begin + 1, 1)
+            i = self.one_block(p, main, tile, mask, operands, (begin + 1, i), 1)
         for fill in cutlass.range(begin + 2, begin + total, unroll=1):
-            self.one_block(p, main, tile, mask, operands, fill, 2)
+            i = self.one_block(p, main, tile, mask, operands, (fill, i), 2)
         shared.v.release(tile.count)
         if total > 0:
             last = begin + total - 1
@@ -280,14 +282,16 @@ class BwdSm90:
         tile: Tile,
         mask: Mask,
         operands: tuple,
-        fill: Int32,
+        where: tuple,
         blocks_before: cutlass.Constexpr,
     ):
         """Products, then P^T and dS^T: one warpgroup multiplies while the other takes exponentials.
 
         dV and dK follow one block late, from `operands`, P^T and dS^T, and dQ two, so that no warpgroup waits
-        for the other's dS. `blocks_before`: 2 stands for any number above.
+        for the other's dS. `blocks_before`: 2 stands for any number above. `where`: the number of the block
+        among all of this thread block, and among those of its head, of which the next one's is returned.
         """
+        fill, i = where
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
@@ -321,13 +325,14 @@ class BwdSm90:
         warpgroup.wait_group(1)
         if cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
-        self.mask(p, tile, mask, acc_S, fill)
+        self.mask(p, tile, mask, acc_S, i)
         self.exponentiate(p, acc_S, rLSE)
         convert(acc_S, rP)
         # dS^T = P^T (dP^T - D)
         warpgroup.wait_group(0)
         self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
+        return cutlass.select_(i + 1 == tile.walk.num, Int32(0), i + 1)
 
     @cute.jit
     def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
@@ -382,9 +387,9 @@ class BwdSm90:
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[c])
 
     @cute.jit
-    def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, fill: Int32):
+    def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, i: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
-        m_block, blocks = tile.block((fill - tile.fill) % tile.walk.num), tile.blocks
+        m_block, blocks = tile.block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)

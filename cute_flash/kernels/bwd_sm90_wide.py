@@ -357,7 +357,7 @@ class BwdSm90Wide:
         self.start_dk(p, main, fill, 0)
         # dV
         warpgroup.wait_group(2)
-        shared.do.release_by_all(fill)
+        shared.do.release(fill)
         main.free.pass_on()
         # dQ0, which leaves beside dK0
         warpgroup.wait_group(1)
