@@ -263,7 +263,9 @@ class BwdSm90:
         if total > 0:
             last = begin + total - 1
             self.start_dv_dk(p, main, operands, last)
-            self.share_ds(p, main, operands[1], last)
+            self.stage_ds(p, main, operands[1], last)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(shared.ds.full_of(last))
             if total > 1:
                 self.last_dq(p, main, last - 1)
             self.last_dq(p, main, last)
@@ -301,7 +303,6 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, main, fill - 2)
         if cutlass.const_expr(blocks_before > 0):
-            self.share_ds(p, main, rdS, fill - 1)
             warpgroup.wait_group(blocks_before - 1)
             shared.do.release_by_all(fill - 1)
             shared.q.release_by_all(fill - 1)
@@ -312,12 +313,17 @@ class BwdSm90:
             warpgroup.wait_group(1)
             shared.ds.release(fill - 2)
             self.stage_dq(main, acc_dQ, fill - 2)
+        if cutlass.const_expr(blocks_before > 0):
+            self.stage_ds(p, main, rdS, fill - 1)
         # dP^T = V dO^T
         shared.do.wait_full(fill)
         start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         main.turns.pass_on()
-        if cutlass.const_expr(blocks_before > 1):
+        if cutlass.const_expr(blocks_before > 0):
             # Only now: the products need not wait until all have seen the stores.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(shared.ds.full_of(fill - 1))
+        if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
         if cutlass.const_expr(self.tile.early_lse):
@@ -358,6 +364,7 @@ class BwdSm90:
         warpgroup.wait_group(0)
         main.shared.ds.release(fill)
         self.stage_dq(main, acc_dQ, fill)
+        cute.arch.fence_proxy("async.shared", space="cta")
         self.tell_dq(main, fill)
 
     @cute.jit
@@ -396,8 +403,8 @@ class BwdSm90:
             mask.hide_tail(as_mn(acc_S))
 
     @cute.jit
-    def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
-        """dS to shared memory, for both warpgroups."""
+    def stage_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
+        """dS to shared memory, for both warpgroups; they are told after a fence."""
         ring = main.shared.ds
         ring.wait_empty(fill)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
@@ -405,8 +412,6 @@ class BwdSm90:
         stage = main.shared.sdS[None, None, ring.stage(fill)]
         sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
     def stage_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
@@ -417,7 +422,7 @@ class BwdSm90:
 
     @cute.jit
     def tell_dq(self, main: Main, fill: Int32):
-        cute.arch.fence_proxy("async.shared", space="cta")
+        """After a fence."""
         cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
 
     @cute.jit
