@@ -214,6 +214,8 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=Fa
 
 def _setup_context(ctx, inputs, output) -> None:
     q, k, v, ctx.scale, ctx.left, ctx.right, ctx.deterministic = inputs
+    # Gradients on a GPU are computed in threads of autograd's, which do not see it.
+    ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
 
@@ -224,7 +226,11 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
         return (None,) * 7
     dout = torch.zeros_like(out) if dout is None else dout
     how = ctx.scale, ctx.left, ctx.right, ctx.deterministic
-    grads = bwd(dout, dlse, q, k, v, out, lse, *how)
+    if ctx.family is None:
+        grads = bwd(dout, dlse, q, k, v, out, lse, *how)
+    else:
+        with planning.use_kernels(ctx.family):
+            grads = bwd(dout, dlse, q, k, v, out, lse, *how)
     return *grads, None, None, None, None
 
 

@@ -33,8 +33,8 @@ _requested: ContextVar[str | None] = ContextVar("cute_flash_kernels", default=No
 def use_kernels(family: str) -> Iterator[None]:
     """Choose the kernel family by hand, for study and tests: `with use_kernels("sm80"): attn(q, k, v)`.
 
-    The environment variable `CUTE_FLASH_KERNELS` does the same for a whole process. Autograd
-    computes gradients on a GPU in threads of its own, which see the variable only.
+    Its gradients are computed by the same family. The environment variable `CUTE_FLASH_KERNELS` does the same
+    for a whole process, and is all that compiled functions and recomputed activations see in `backward()`.
     """
     _check_family(family)
     token = _requested.set(family)

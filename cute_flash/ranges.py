@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 
-import nvtx
-
 LAUNCH_RANGES = bool(os.environ.get("NVTX_INJECTION64_PATH") or os.environ.get("CUTE_FLASH_NVTX") == "1")
 
 
 def marked(name: str) -> AbstractContextManager:
+    # Here: first needed by a plan, and a good part of what `import cute_flash` would take.
+    import nvtx
+
     return nvtx.annotate(name, domain="cute_flash")

@@ -5,10 +5,14 @@ measurement.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cute_flash.arch import ArchSpec
 from cute_flash.problem import Problem, UnsupportedError
-from layouts.smem import HOPPER_VARIANTS, VARIANTS, SmemTile
+from layouts.variants import HOPPER_VARIANTS, VARIANTS
+
+if TYPE_CHECKING:
+    from layouts.smem import SmemTile
 
 ELEMENT_BYTES = 2
 SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
@@ -82,6 +86,8 @@ class FwdTile:
 
     def smem(self, rows: int) -> SmemTile:
         """A tile of Q, K or V in shared memory."""
+        from layouts.smem import SmemTile
+
         return SmemTile(rows, self.head_dim, ELEMENT_BYTES, self.layout)
 
     @property

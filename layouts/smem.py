@@ -9,16 +9,14 @@ from typing import Any
 
 from layouts.algebra import AnyLayout, ComposedLayout, Layout, tile_to_shape
 from layouts.swizzle import Swizzle
+from layouts.variants import HOPPER_VARIANTS, VARIANTS
 
 # The widest shared-memory access of one thread, and the unit that a swizzle moves.
 CHUNK_BYTES = 16
 # 32 banks of 4 bytes: what one wavefront can deliver.
 WAVEFRONT_BYTES = 128
 
-# What mma.sync kernels can work with: ldmatrix takes any 16 aligned bytes for a row.
-VARIANTS = ("swizzled", "padded", "plain")
-# What TMA and wgmma can work with; and the bytes of an atom's row where it is not as wide as it can be.
-HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
+# Bytes of an atom's row where it is not as wide as it can be.
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
 _ATOM_ROWS = 8

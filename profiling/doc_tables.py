@@ -79,7 +79,8 @@ def _percent(case: Case, metric: str) -> str:
 def _stalls(case: Case) -> str:
     stalls = case["stalls"] or {}
     total = sum(stalls.values())
-    return ", ".join(f"{name} {value / total:.0%}" for name, value in list(stalls.items())[:2]) or "-"
+    longest = sorted(stalls.items(), key=lambda stall: -stall[1])[:2]
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in longest) or "-"
 
 
 def limits() -> Table:

@@ -94,9 +94,6 @@ class CuteFlash:
     is_bshd: ClassVar[bool] = False
 
     def available(self, direction: str = "fwd") -> str | None:
-        if direction == "bwd" and self.kernels != "auto":
-            # Autograd computes gradients in a thread of its own, which does not see what `context` chose.
-            return f"the family of its gradients is chosen by CUTE_FLASH_KERNELS={self.kernels} only"
         return _missing(lambda: importlib.import_module("cute_flash").attn)
 
     def context(self) -> AbstractContextManager[Any]:

@@ -41,21 +41,6 @@ def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
 
 
 @cute.jit
-def add_to_sums(
-    first: cute.Pointer, acc: cute.Tensor, part: Int32, thread: Int32, begin: cutlass.Constexpr = 0
-):
-    """Add this thread's registers to the sums of a block: the `part`-th of those as large as `acc`;
-    from the `begin`-th four registers on.
-    """
-    first = first + (part * (THREADS * cute.size(acc)) + thread * 4)
-    for i in cutlass.range_constexpr(begin, cute.size(acc) // 4):
-        cute.arch.inline_ptx(
-            "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-            read_only_args=[(first + i * 4 * THREADS).toint(), *(acc[4 * i + j] for j in range(4))],
-        )
-
-
-@cute.jit
 def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass.Constexpr, thread: Int32):
     """Add four registers to the sums of a block: the `piece`-th of 8 of a part of 32 registers a thread."""
     address = first + ((part * 8 + piece) * (4 * THREADS) + thread * 4)

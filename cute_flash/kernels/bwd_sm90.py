@@ -251,17 +251,21 @@ class BwdSm90:
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = tile.walk.num * p.heads_per_kv
         shared.v.wait_full(tile.count)
+        # On the way through the blocks of a head: counted along, for a division takes long.
+        i = Int32(0)
         if total > 0:
-            self.one_block(p, main, tile, mask, operands, begin, 0)
+            i = self.one_block(p, main, tile, mask, operands, (begin, i), 0)
         if total > 1:
-            self.one_block(p, main, tile, mask, operands, begin + 1, 1)
+            i = self.one_block(p, main, tile, mask, operands, (begin + 1, i), 1)
         for fill in cutlass.range(begin + 2, begin + total, unroll=1):
-            self.one_block(p, main, tile, mask, operands, fill, 2)
+            i = self.one_block(p, main, tile, mask, operands, (fill, i), 2)
         shared.v.release(tile.count)
         if total > 0:
             last = begin + total - 1
             self.start_dv_dk(p, main, operands, last)
-            self.share_ds(p, main, operands[1], last)
+            self.stage_ds(p, main, operands[1], last)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(shared.ds.full_of(last))
             if total > 1:
                 self.last_dq(p, main, last - 1)
             self.last_dq(p, main, last)
@@ -280,14 +284,16 @@ class BwdSm90:
         tile: Tile,
         mask: Mask,
         operands: tuple,
-        fill: Int32,
+        where: tuple,
         blocks_before: cutlass.Constexpr,
     ):
         """Products, then P^T and dS^T: one warpgroup multiplies while the other takes exponentials.
 
         dV and dK follow one block late, from `operands`, P^T and dS^T, and dQ two, so that no warpgroup waits
-        for the other's dS. `blocks_before`: 2 stands for any number above.
+        for the other's dS. `blocks_before`: 2 stands for any number above. `where`: the number of the block
+        among all of this thread block, and among those of its head, of which the next one's is returned.
         """
+        fill, i = where
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
@@ -297,7 +303,6 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, main, fill - 2)
         if cutlass.const_expr(blocks_before > 0):
-            self.share_ds(p, main, rdS, fill - 1)
             warpgroup.wait_group(blocks_before - 1)
             shared.do.release_by_all(fill - 1)
             shared.q.release_by_all(fill - 1)
@@ -308,12 +313,17 @@ class BwdSm90:
             warpgroup.wait_group(1)
             shared.ds.release(fill - 2)
             self.stage_dq(main, acc_dQ, fill - 2)
+        if cutlass.const_expr(blocks_before > 0):
+            self.stage_ds(p, main, rdS, fill - 1)
         # dP^T = V dO^T
         shared.do.wait_full(fill)
         start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
         main.turns.pass_on()
-        if cutlass.const_expr(blocks_before > 1):
+        if cutlass.const_expr(blocks_before > 0):
             # Only now: the products need not wait until all have seen the stores.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(shared.ds.full_of(fill - 1))
+        if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
         if cutlass.const_expr(self.tile.early_lse):
@@ -321,13 +331,14 @@ class BwdSm90:
         warpgroup.wait_group(1)
         if cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
-        self.mask(p, tile, mask, acc_S, fill)
+        self.mask(p, tile, mask, acc_S, i)
         self.exponentiate(p, acc_S, rLSE)
         convert(acc_S, rP)
         # dS^T = P^T (dP^T - D)
         warpgroup.wait_group(0)
         self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
+        return cutlass.select_(i + 1 == tile.walk.num, Int32(0), i + 1)
 
     @cute.jit
     def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
@@ -353,6 +364,7 @@ class BwdSm90:
         warpgroup.wait_group(0)
         main.shared.ds.release(fill)
         self.stage_dq(main, acc_dQ, fill)
+        cute.arch.fence_proxy("async.shared", space="cta")
         self.tell_dq(main, fill)
 
     @cute.jit
@@ -382,17 +394,17 @@ class BwdSm90:
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[c])
 
     @cute.jit
-    def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, fill: Int32):
+    def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, i: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
-        m_block, blocks = tile.block((fill - tile.fill) % tile.walk.num), tile.blocks
+        m_block, blocks = tile.block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
 
     @cute.jit
-    def share_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
-        """dS to shared memory, for both warpgroups."""
+    def stage_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
+        """dS to shared memory, for both warpgroups; they are told after a fence."""
         ring = main.shared.ds
         ring.wait_empty(fill)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
@@ -400,8 +412,6 @@ class BwdSm90:
         stage = main.shared.sdS[None, None, ring.stage(fill)]
         sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(ring.full_of(fill))
 
     @cute.jit
     def stage_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
@@ -412,7 +422,7 @@ class BwdSm90:
 
     @cute.jit
     def tell_dq(self, main: Main, fill: Int32):
-        cute.arch.fence_proxy("async.shared", space="cta")
+        """After a fence."""
         cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
 
     @cute.jit

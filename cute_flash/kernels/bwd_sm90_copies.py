@@ -102,8 +102,7 @@ def read_tile(shared: Shared, count: Int32):
     """By a warp that adds dQ."""
     shared.k.wait_full(count)
     coord = shared.told_tile(count)
-    cute.arch.sync_warp()
-    shared.k.release(count)
+    shared.k.release_by_all(count)
     return coord
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_flash import UnsupportedError, api, arch, attn, ops, reference, supports
 from cute_flash.band import Band
+from cute_flash.plan import chosen_family, use_kernels
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -296,6 +299,27 @@ def test_inference_mode_and_no_grad() -> None:
             out = attn(q, k, v)
         assert not out.requires_grad
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("family", ["sm80", None])
+def test_gradients_are_by_the_family_of_the_forward(
+    family: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread that does not see what was chosen, as autograd's are for a GPU."""
+    found = []
+
+    def bwd(*args: Any) -> Any:
+        found.append(chosen_family())
+        return torch.ops.cute_flash.bwd.default(*args)
+
+    monkeypatch.setattr(ops, "bwd", bwd)
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with use_kernels(family) if family else contextlib.nullcontext():
+        out = attn(q, q, q)
+    thread = threading.Thread(target=out.sum().backward)
+    thread.start()
+    thread.join()
+    assert found == [family] and q.grad is not None and chosen_family() is None
 
 
 def test_the_cpu_takes_deterministic_for_what_it_is() -> None:

@@ -27,7 +27,8 @@ def runnable() -> list[str]:
 
 @contextmanager
 def everywhere(family: str) -> Iterator[None]:
-    """The family for autograd's threads too, which do not see `use_kernels`.
+    """The family also for compiled functions and recomputed activations, which do not see `use_kernels` in
+    autograd's threads.
 
     There the best one is not asked for: the next computes the gradients that it has no kernel for.
     """

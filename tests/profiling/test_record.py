@@ -41,16 +41,15 @@ RESULTS = sorted((Path(record.__file__).parent / "results").rglob("*-paper*.json
 def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
     earlier = record.load(path)
     is_backward = earlier.settings.get("direction") == "bwd"
-    # Full and causal of each head dim, over six lengths; gradients of D=256 are still to come.
-    tables = 4 if is_backward else 6
-    assert earlier.is_complete and len(report.cell_tables(earlier)) == tables
+    # Full and causal of each head dim, over six lengths.
+    assert earlier.is_complete and len(report.cell_tables(earlier)) == 6
     table = report.accuracy_table(earlier)
     assert table is not None
     names = [f"normal {name}" for name in ("dk", "dq", "dv")] if is_backward else ["normal"]
     assert list(table.columns[1::2]) == [f"{name}: worst error" for name in names]
     assert "-" not in {row[-1] for row in report.cell_tables(earlier)[0].rows}
     unchanged = compare.changes(earlier, earlier)
-    assert len(unchanged) == 6 * tables and all(change.relative == 0.0 for change in unchanged)
+    assert len(unchanged) == 36 and all(change.relative == 0.0 for change in unchanged)
 
 
 def test_there_are_results_of_earlier_days():
