@@ -176,8 +176,7 @@ _BWD_99 = (
     BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
     BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
 )
-_BWD_90 = (_BWD_99[0], *_BWD_163[1:])  # D=64 at 128x128 spills a register there
-SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_90}
+SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
 
 _GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/8192, sweep of 2026-11-15, version 2: "
 _GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; causal 296/458 TFLOP/s"

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--head-dims", type=_integers, metavar="64,128", help="instead of the suite's")
     bench.add_argument("--masks", type=_names, metavar=",".join(MASKS), help="instead of the suite's")
     bench.add_argument("--lengths", type=_integers, metavar="512,8192", help="instead of the suite's")
-    bench.add_argument("--rounds", type=_at_least_one, default=5, help="default: %(default)s")
+    bench.add_argument("--rounds", type=_at_least_one, default=6, help="default: %(default)s")
     bench.add_argument("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
     bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
     bench.add_argument("--outliers", action="store_true", help="check accuracy on outliers too")

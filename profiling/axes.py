@@ -107,9 +107,7 @@ class Bar:
 BAR_HEIGHT, ROW_HEIGHT = 10, 34
 
 
-def bars(
-    canvas: Canvas, at: Point, width: float, title: str, rows: Sequence[Bar], room: float = 112
-) -> None:
+def bars(canvas: Canvas, at: Point, width: float, title: str, rows: Sequence[Bar], room: float = 112) -> None:
     """A row for each, predicted above measured, marked parts in red; `room` is for the labels behind."""
     (left, top), known = at, [v for row in rows for v in (row.predicted, row.measured) if v is not None]
     full = width - room

@@ -23,8 +23,9 @@ from profiling.suites import DTYPES, Shape
 from profiling.timing import Contender, DeviceLost, Failure, Measured, Timer, attempt, measure
 
 METHOD = {
-    "rounds": "in one process, every round times every provider once and begins with the next provider",
-    "turn": "one untimed call, then back-to-back calls for about settings.ms milliseconds between two events",
+    "rounds": "in one process, every round times every provider once; over as many rounds as there are "
+    "providers, each comes once right after every other (Williams design)",
+    "turn": "back-to-back calls for about settings.ms ms between two events, after half as many untimed",
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
     "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
@@ -39,7 +40,7 @@ class Settings:
     dtype: str = "bf16"
     kernels: str = "auto"
     reference: str = "sdpa-flash"
-    rounds: int = 5
+    rounds: int = 6
     ms: float = 25.0
     graph: bool = False
     outliers: bool = False

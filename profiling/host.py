@@ -30,7 +30,7 @@ from profiling.machine import ROOT
 from profiling.providers import Provider
 from profiling.suites import DTYPES, Shape
 from profiling.terminal import Table
-from profiling.timing import Contender, Failure, Timer, attempt, describe, repeat, rotated
+from profiling.timing import Contender, Failure, Timer, attempt, balanced, describe, repeat
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
 NAMES = ("cute_flash", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
@@ -88,7 +88,7 @@ def host_times(
     try:
         # One more turn than is kept: the first compiles and loads.
         for turn in range(repeats + 1):
-            for name in rotated(list(times), turn):
+            for name in balanced(list(times), turn):
                 value = attempt(partial(one_repeat, contenders[name]), timer)
                 if isinstance(value, Failure):
                     errors[name] = value.message

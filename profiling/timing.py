@@ -1,8 +1,9 @@
 """How time is measured: interleaved rounds, so that clocks, power and temperature treat all contenders alike.
 
-Every round times every contender once, each round beginning with the next one. A turn is one untimed call,
-which keeps the GPU busy while the host enqueues what follows, then as many back-to-back calls as fill the
-budget, between two events. Per contender: the median over rounds, and the spread (max - min) / median.
+Every round times every contender once, in another order: a kernel that draws little power leaves the next one
+a cooler card and higher clocks, so none may always follow the same. A turn is as many back-to-back calls as
+fill the budget, between two events, after half as many that are not timed. Per contender: the median over
+rounds, and the spread (max - min) / median.
 """
 
 from __future__ import annotations
@@ -155,12 +156,17 @@ def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
         return failure
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The order of one round: each name comes first equally often."""
-    if not names:
+def balanced(names: Sequence[str], turn: int) -> list[str]:
+    """The order of one round (a Williams design): over as many rounds as there are names, each comes first
+    once, and, if their number is even, each once right after every other; if odd, over twice as many.
+    """
+    count = len(names)
+    if not count:
         return []
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
+    zigzag = [(k + 1) // 2 if k % 2 else -(k // 2) for k in range(count)]
+    if count % 2 and turn // count % 2:
+        zigzag.reverse()
+    return [names[(place + turn) % count] for place in zigzag]
 
 
 def calls_for(budget_ms: float, call_ms: float) -> int:
@@ -181,7 +187,7 @@ def _warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
 
 def _one_turn(contender: Contender, batch: Batch, timer: Timer) -> float:
     with contender.context():
-        contender.call()
+        repeat(contender.call, max(1, batch.calls // 2))
         return timer.milliseconds(batch.run) / batch.calls
 
 
@@ -197,7 +203,7 @@ def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budg
             batches[name] = batch
     times: dict[str, list[float]] = {name: [] for name in batches}
     for turn in range(rounds):
-        for name in rotated(list(times), turn):
+        for name in balanced(list(times), turn):
             call_ms = attempt(partial(_one_turn, contenders[name], batches[name], timer), timer)
             if isinstance(call_ms, Failure):
                 errors[name] = call_ms.message

@@ -310,7 +310,8 @@ class BwdSm80:
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
         if is_cut:
-            mask = Mask(p.band, p.mK.shape[2], p.mQ.shape[2], main.first_row, self.coordinates(p, main))
+            first_row, coordinates = rederived(main.first_row), self.coordinates(p, main)
+            mask = Mask(p.band, p.mK.shape[2], p.mQ.shape[2], first_row, coordinates)
             mask.apply(as_mn(acc_S), m_block * tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)

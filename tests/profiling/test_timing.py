@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -17,9 +19,9 @@ from profiling.timing import (
     GraphTimer,
     Samples,
     attempt,
+    balanced,
     calls_for,
     measure,
-    rotated,
 )
 from tests.profiling.fakes import FakeTimer
 
@@ -60,30 +62,35 @@ def turns_of(calls: list[str]) -> list[str]:
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
-def test_every_round_times_every_contender_once_and_begins_with_the_next():
+def test_every_round_times_every_contender_once():
     recorder = Recorder()
-    contenders = {name: recorder.contender(name, 1.0) for name in "abc"}
+    contenders = {name: recorder.contender(name, 1.0) for name in "abcd"}
     measured = measure(contenders, recorder.timer, rounds=4, budget_ms=10)
     # Warm-up first; where one round ends with the contender that begins the next, the turns are joined.
-    orders = ["abc", "abc", "bca", "cab", "abc"]
+    orders = ["abcd", "abdc", "bcad", "cdba", "dacb"]
     assert turns_of(recorder.calls) == turns_of(list("".join(orders)))
     assert all(len(samples.round_ms) == 4 for samples in measured.samples.values())
     assert recorder.inside == []
 
 
-def test_rotation_gives_each_the_first_place_equally_often():
-    orders = [rotated(["a", "b", "c"], turn) for turn in range(6)]
-    assert [order[0] for order in orders] == list("abcabc")
-    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
-    assert rotated([], 5) == []
+@pytest.mark.parametrize("names", ["", "a", "ab", "abc", "abcd", "abcde", "abcdef"])
+def test_nobody_always_follows_the_same(names):
+    rounds = len(names) * (1 + len(names) % 2)
+    orders = [balanced(names, turn) for turn in range(rounds)]
+    assert all(sorted(order) == list(names) for order in orders)
+    firsts = Counter(order[0] for order in orders)
+    assert len(set(firsts.values())) <= 1 and len(firsts) == len(names)
+    pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(pairs) == len(names) * (len(names) - 1 if names else 0)
+    assert len(set(pairs.values())) <= 1
 
 
-def test_calls_fill_the_budget_and_one_before_is_untimed():
+def test_calls_fill_the_budget_and_half_as_many_before_are_untimed():
     recorder = Recorder()
     measured = measure({"a": recorder.contender("a", 2.0)}, recorder.timer, rounds=2, budget_ms=25)
     assert measured.samples["a"] == Samples(calls=12, round_ms=(2.0, 2.0))
-    # First call, estimate of three, and per round one untimed call and the batch.
-    assert len(recorder.calls) == 1 + 3 + 2 * (1 + 12)
+    # First call, estimate of three, and per round the untimed calls and the batch.
+    assert len(recorder.calls) == 1 + 3 + 2 * (6 + 12)
     assert recorder.timer.turns == [6.0, 24.0, 24.0]
 
 
