@@ -1,4 +1,4 @@
-"""What README.md shows of checked-in files: no number in these tables is copied by hand."""
+"""What the READMEs show of checked-in files: no number in these tables is copied by hand."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash import arch
-from profiling.figures import BACKWARD, COUNTERS, DATA, FORWARD, FORWARD_SM80
+from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
+from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS
-from profiling.record import Run, load
+from profiling.record import Cell, Run, load
+from profiling.report import geometric_mean
 from profiling.terminal import Table
 
-README = DATA / "README.md"
+README, FRONT = DATA / "README.md", ROOT / "README.md"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 # The papers' shortest and longest sequences, and one between.
 LENGTHS = (512, 2048, 16384)
-RUNS = {"forward sm90": FORWARD, "forward sm80": FORWARD_SM80, "backward sm90": BACKWARD}
+RUNS = {
+    "forward sm90": FORWARD,
+    "forward sm80": FORWARD_SM80,
+    "backward sm90": BACKWARD,
+    "backward sm80": BACKWARD_SM80,
+}
+SHORT = 1024
 Case = dict[str, Any]
 
 
@@ -130,6 +138,65 @@ def distance() -> Table:
     return Table("", ("kernel, D", *columns), tuple(rows))
 
 
+def _over_best(run: Run, wanted: Callable[[Cell], bool]) -> list[float]:
+    """Our speed over the best right peer's in each of the cells that are wanted."""
+    found = ((cell, run.best_peer(cell)) for cell in run.cells if wanted(cell))
+    ratios = (cell.ratio(run.ours[0], best) for cell, best in found if best is not None)
+    return [ratio for ratio in ratios if ratio is not None]
+
+
+def _mean(ratios: list[float]) -> str:
+    mean = geometric_mean(ratios)
+    return "-" if mean is None else f"{mean:.2f}"
+
+
+def _is_short(cell: Cell) -> bool:
+    return cell.shape.seqlen <= SHORT
+
+
+def summary() -> Table:
+    """Every run in one line: geometric means over the best peer of each cell."""
+    rows = []
+    for label, path in RUNS.items():
+        run = load(DATA / path)
+        everything = _over_best(run, lambda cell: True)
+        dims = [
+            _mean(_over_best(run, lambda cell, d=d: cell.shape.head_dim == d))  # type: ignore[misc]
+            for d in (64, 128, 256)
+        ]
+        reach = f"{min(everything):.2f} to {max(everything):.2f}" if everything else "-"
+        whole = f"**{_mean(everything)}**"
+        name = f"[{label}]({path})"
+        commit = f"`{run.machine['git_commit']}`"
+        short = _mean(_over_best(run, _is_short))
+        rows.append((name, ", ".join(run.peers), whole, reach, *dims, short, commit))
+    columns = ("kernel", "best of", "all cells", "lowest to highest", "D = 64", "128", "256")
+    return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
+
+
+def ratios() -> Table:
+    """Forward and backward on Hopper, cell by cell."""
+    rows = []
+    lengths: list[int] = []
+    for label, path in (("forward", FORWARD), ("backward", BACKWARD)):
+        run = load(DATA / path)
+        lengths = sorted({cell.shape.seqlen for cell in run.cells})
+        for head_dim in sorted({cell.shape.head_dim for cell in run.cells}):
+            cells = []
+            for length in lengths:
+                at = [
+                    _mean(_over_best(run, lambda cell, k=(head_dim, length, m): _place(cell) == k))  # type: ignore[misc]
+                    for m in ("full", "causal")
+                ]
+                cells.append(" / ".join(at))
+            rows.append((f"{label}, D = {head_dim}", *cells))
+    return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
+
+
+def _place(cell: Cell) -> tuple[int, int, str]:
+    return cell.shape.head_dim, cell.shape.seqlen, cell.shape.mask
+
+
 def _markdown(table: Table) -> str:
     rule = ("---", *("---:" for _ in table.columns[1:]))
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
@@ -141,6 +208,8 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "limits": (lambda: _markdown(limits()), (COUNTERS,)),
     "distance": (lambda: _markdown(distance()), tuple(RUNS.values())),
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
+    "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
+    "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -149,17 +218,23 @@ def missing(name: str) -> list[str]:
     return [source for source in BLOCKS[name][1] if not (DATA / source).exists()]
 
 
-def embed(text: str) -> str:
-    """The document with its blocks as the files have them today."""
+def embed(text: str, folder: str = "") -> str:
+    """The document with its blocks as the files have them today; links begin with `folder`."""
 
     def block(match: re.Match[str]) -> str:
         name = match[2]
         lacking = missing(name)
         body = f"*Waits for {', '.join(lacking)}.*" if lacking else BLOCKS[name][0]()
+        body = re.sub(r"\]\((?=results/|reports/|plots/)", f"]({folder}", body)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
     return _BLOCK.sub(block, text)
 
 
-def write(path: Path = README) -> None:
-    path.write_text(embed(path.read_text(encoding="utf-8")), encoding="utf-8")
+# Document -> where its links to this folder's files begin.
+DOCUMENTS = {README: "", FRONT: "profiling/"}
+
+
+def write() -> None:
+    for path, folder in DOCUMENTS.items():
+        path.write_text(embed(path.read_text(encoding="utf-8"), folder), encoding="utf-8")

@@ -19,6 +19,7 @@ DATA = ROOT / "profiling"
 FORWARD = "results/h200/2026-11-15-fwd-sm90-paper.json"
 FORWARD_SM80 = "results/h200/2026-11-15-fwd-sm80-paper.json"
 BACKWARD = "results/h200/2026-11-15-bwd-sm90-paper.json"
+BACKWARD_SM80 = "results/h200/2026-11-15-bwd-sm80-paper.json"
 COUNTERS = "reports/h200/ncu.json"
 
 

@@ -38,10 +38,15 @@ def test_no_other_figure_is_there_and_all_are_shown() -> None:
 
 
 def test_the_tables_are_made_from_checked_in_files() -> None:
-    text = README.read_text()
-    assert {name for name in doc_tables.BLOCKS if f"<!-- made: {name} -->" in text} == set(doc_tables.BLOCKS)
-    assert doc_tables.embed(text) == text, "README.md is not up to date: make plots"
-    assert "| [forward sm90](results/h200/" in text
+    shown: set[str] = set()
+    for path, folder in doc_tables.DOCUMENTS.items():
+        text = path.read_text()
+        shown |= {name for name in doc_tables.BLOCKS if f"<!-- made: {name} -->" in text}
+        assert doc_tables.embed(text, folder) == text, f"{path} is not up to date: make plots"
+        links = re.findall(rf"\]\(({folder}(?:results|reports|plots)/[^)#]*)", text)
+        assert links and all((path.parent / link).exists() for link in links)
+    assert shown == set(doc_tables.BLOCKS)
+    assert "| [forward sm90](results/h200/" in README.read_text()
 
 
 def test_tables_of_counters(monkeypatch, tmp_path) -> None:
