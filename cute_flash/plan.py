@@ -85,7 +85,8 @@ class Plan:
         # Without a mask it does not matter which head and position a row is.
         is_bounded = static.has_left or static.has_right
         static = replace(static, packs_heads=self.packs_heads and is_bounded)
-        return CompileKey(f"fwd_{self.family}", static, self.tile, target)
+        general = "_general" * (static.features != PLAIN)
+        return CompileKey(f"fwd_{self.family}{general}", static, self.tile, target)
 
     @property
     def is_persistent(self) -> bool:
