@@ -52,7 +52,8 @@ KERNELS = {
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/*.py", "device/*.py", "band.py", "tiles*.py", "problem.py", "compile.py", "../layouts/*.py",
+    "kernels/*.py", "device/*.py", "band.py", "philox.py", "tiles*.py", "problem.py", "compile.py",
+    "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")

@@ -31,7 +31,7 @@ from tests.combinations import RNG
 from tests.cute_flash.test_philox import KNOWN, words
 
 FOR_HOPPER = "--gpu-arch sm_90a"
-# (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and with two row tiles a warp, and wgmma.
+# (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles a warp, and wgmma.
 ONE, TWO = FwdTile(64, 64, 32, 4, 1), FwdTile(64, 128, 48, 4, 1)
 SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
     "one row tile": (64, 32, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), ONE)._tiled_mma()),
