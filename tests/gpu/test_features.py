@@ -129,9 +129,8 @@ def test_sinks_alone_for_rows_without_keys():
     assert torch.equal(lse[:, :, :240], sinks[:, None].expand(2, 4, 240))
     plain, plain_lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
     # As without; next to nothing; all but everything.
-    for head in (1, 2):
-        torch.testing.assert_close(out[:, head], plain[:, head])
-        torch.testing.assert_close(lse[:, head], plain_lse[:, head] if head == 1 else lse[:, head])
+    torch.testing.assert_close((out[:, 1], lse[:, 1]), (plain[:, 1], plain_lse[:, 1]))
+    torch.testing.assert_close(out[:, 2], plain[:, 2])
     assert (out[:, 3] == 0).all() and torch.equal(lse[:, 3], torch.full_like(lse[:, 3], 200.0))
 
 
@@ -158,7 +157,7 @@ def test_what_is_not_a_number_is_seen_by_those_who_see_it():
 
 @pytest.mark.parametrize("band", (FULL, CAUSAL, Band(20, 0)), ids=str)
 def test_max_logit_of_falling_and_rising_scores(band):
-    """Maxima that the weights' own reference lags behind, negative ones, and rows past the end that have none."""
+    """Negative ones, some that the weights' own reference lags behind; rows past the end have none."""
     case = cases.Case(2, 4, 2, 257, 700, 128, band)
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
     q, k = q.abs(), -k.abs() * torch.linspace(2, 1, 700, device="cuda").bfloat16()[:, None]
