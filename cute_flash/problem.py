@@ -52,6 +52,11 @@ class Features:
         """The arguments that ask for them."""
         return tuple(one.name for one in fields(self) if getattr(self, one.name))
 
+    @property
+    def is_heavy(self) -> bool:
+        """Whether a forward kernel needs many more registers with them."""
+        return self.softcap or self.dropout or self.return_max_logit
+
 
 PLAIN = Features()
 

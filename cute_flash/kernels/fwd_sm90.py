@@ -38,6 +38,7 @@ from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
@@ -47,7 +48,7 @@ from cute_flash.kernels import fwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
-from cute_flash.problem import Static
+from cute_flash.problem import PLAIN, Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
@@ -488,7 +489,9 @@ class FwdSm90:
         first_row = tile.mask.first_row
         gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
-        tOcO = main.mma_pv.get_slice(main.thread).partition_C(coords)
+        # Beside other work no register is left to keep them over the tile.
+        thread = main.thread if self.static.features == PLAIN else rederived(main.thread)
+        tOcO = main.mma_pv.get_slice(thread).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
