@@ -53,9 +53,9 @@ class Features:
         return tuple(one.name for one in fields(self) if getattr(self, one.name))
 
     @property
-    def is_heavy(self) -> bool:
-        """Whether a forward kernel needs many more registers with them."""
-        return self.softcap or self.dropout or self.return_max_logit
+    def weight(self) -> int:
+        """How many more registers a forward kernel needs with them, in no unit."""
+        return 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
 
 
 PLAIN = Features()

@@ -19,7 +19,7 @@ For each tile of query rows, over blocks j of keys from the last visible one to 
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -35,12 +35,13 @@ from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
-from cute_flash.problem import Static
+from cute_flash.problem import PLAIN, Static
 from cute_flash.tiles import SMEM_ALIGN, FwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
@@ -186,7 +187,7 @@ class FwdSm80:
         thr_mma = p.tiled_mma.get_slice(thread)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
         acc_O.fill(0.0)
-        tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
+        tScS = self.coordinates(p.tiled_mma, thread)
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, p.extras.max_logit is not None)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         main = Main(
@@ -204,6 +205,12 @@ class FwdSm80:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
+        if cutlass.const_expr(self.static.features != PLAIN):
+            # Beside other work no register is left to keep these over the loop.
+            thread, block = rederived(thread), rederived(cute.arch.block_idx()[0])
+            m_block, head, batch = p.order.decode(block)
+            rows_left = seqlen_q - m_block * tile.tile_m
+            tScS = self.coordinates(p.tiled_mma, thread)
         gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
         gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
@@ -214,6 +221,11 @@ class FwdSm80:
         if cutlass.const_expr(p.extras.max_logit is not None):
             raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
         epilogue.store(acc_O, sQ[None, None, 0], gO)
+
+    def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
+        """(row, column) within the tile of every element of S."""
+        whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
+        return tiled_mma.get_slice(thread).partition_C(whole)
 
     def _allocate(self):
         """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
@@ -282,7 +294,11 @@ class FwdSm80:
     ):
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
-        main.loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
+        loader = main.loader
+        if cutlass.const_expr(self.static.features != PLAIN):
+            # Beside other work no register is left to keep its addresses over the loop.
+            loader = replace(loader, thread=rederived(loader.thread))
+        loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
 
     @cute.jit
     def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr):
