@@ -20,7 +20,14 @@ from torch import Tensor
 
 from cute_flash import operands, ops
 from cute_flash.how import SCHEMA, TENSORS, How
-from cute_flash.problem import CPU_DTYPES, PLAIN, Problem, UnsupportedError
+from cute_flash.problem import (
+    CPU_DTYPES,
+    PLAIN,
+    Problem,
+    UnsupportedError,
+    check_gradient_features,
+    check_softcap,
+)
 
 ops.LIBRARY.define(
     f"general_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
@@ -49,9 +56,14 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
     problem = replace(problem, features=how.features)
     ops.check_scale(how.scale)
     _check_numbers(how)
+    if how.rng is not None and how.rng.device != q.device:
+        raise ValueError(f"rng is on {how.rng.device} and q is on {q.device}: they must agree")
     _check_per_head("alibi", how.alibi, q, [(problem.heads,), (problem.batch, problem.heads)])
     _check_per_head("sinks", how.sinks, q, [(problem.heads,)])
-    problem.check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+    device = "cpu" if q.device.type in ("cpu", "meta") else "cuda"
+    problem.check(device)
+    if device == "cuda":
+        check_softcap(how.softcap)
     return problem
 
 
@@ -116,8 +128,12 @@ def _fwd_cpu(q, k, v, *how) -> Any:
 
 def _fwd_cuda(q, k, v, *how) -> Any:
     asked = How(*how)
-    assert checked_problem(q, k, v, asked).features == PLAIN, "refused before"
-    return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
+    problem = checked_problem(q, k, v, asked)
+    if problem.features == PLAIN:
+        return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
+    from cute_flash import forward
+
+    return forward.fwd_cuda(q, k, v, asked, problem)
 
 
 # ---- backward
@@ -154,7 +170,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
     asked = How(*how)
-    assert checked_problem(q, k, v, asked).features == PLAIN, "refused before"
+    check_gradient_features(checked_problem(q, k, v, asked).features)
     return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
 
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
-from cute_flash.problem import PLAIN, Problem, Static, UnsupportedError
+from cute_flash.problem import (
+    PLAIN,
+    Features,
+    Problem,
+    Static,
+    UnsupportedError,
+    check_gradient_features,
+)
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
 
@@ -85,7 +92,8 @@ class Plan:
         # Without a mask it does not matter which head and position a row is.
         is_bounded = static.has_left or static.has_right
         static = replace(static, packs_heads=self.packs_heads and is_bounded)
-        return CompileKey(f"fwd_{self.family}", static, self.tile, target)
+        general = "_general" * (static.features != PLAIN)
+        return CompileKey(f"fwd_{self.family}{general}", static, self.tile, target)
 
     @property
     def is_persistent(self) -> bool:
@@ -197,6 +205,7 @@ class BwdPlan:
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
+    check_gradient_features(problem.features)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)
@@ -264,6 +273,7 @@ def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
     tile = fwd_tile(family, arch, problem)
     packs = is_packable and family == "sm90" and _pays_to_pack(problem, tile.tile_m)
+    packs = packs and _treats_heads_alike(problem.features)
     section = _section(problem, arch) // (problem.group if packs else 1)
     chosen = Plan(problem, arch, family, tile, section, packs)
     if chosen.num_tiles > MAX_BLOCKS:
@@ -275,6 +285,11 @@ def _pays_to_pack(problem: Problem, tile_m: int) -> bool:
     """Whether the few rows of the heads of a group fill fewer tiles together than apart."""
     rows, group = problem.seqlen_q, problem.group
     return rows < tile_m and ceil_div(group * rows, tile_m) < group
+
+
+def _treats_heads_alike(features: Features) -> bool:
+    """Whether a kernel needs to know which head a row belongs to for nothing but its mask."""
+    return replace(features, softcap=False) == PLAIN
 
 
 def _section(problem: Problem, arch: ArchSpec) -> int:

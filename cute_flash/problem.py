@@ -12,6 +12,14 @@ GPU_DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+# What kernels have beyond plain attention.
+FORWARD_FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
+# The largest logit has no gradient, and changes none.
+GRADIENT_FEATURES = ("return_max_logit",)
+# The kernels' tangent errs by 2^-23 of it.
+MAX_SOFTCAP = 1 << 14
+
+
 class UnsupportedError(ValueError):
     """A well-formed request that no kernel serves; the message says which value, and what would work."""
 
@@ -43,6 +51,11 @@ class Features:
     def names(self) -> tuple[str, ...]:
         """The arguments that ask for them."""
         return tuple(one.name for one in fields(self) if getattr(self, one.name))
+
+    @property
+    def weight(self) -> int:
+        """How many more registers a forward kernel needs with them, in no unit."""
+        return 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
 
 
 PLAIN = Features()
@@ -140,13 +153,30 @@ def check_window(window: tuple[int | None, int | None]) -> None:
 
 
 def check_features(features: Features) -> None:
-    """Raise `UnsupportedError` for what no kernel has."""
-    if features != PLAIN:
-        name = features.names[0]
-        what = "attn_varlen" if name == "varlen" else name
+    """Raise `UnsupportedError` for what no forward kernel has."""
+    for name in features.names:
+        if name not in FORWARD_FEATURES:
+            what = "attn_varlen" if name == "varlen" else name
+            raise UnsupportedError(
+                f"{what} on cuda: no kernel has it yet; move the tensors to the CPU"
+                + ("" if name == "varlen" else f", or leave {name} out")
+            )
+
+
+def check_gradient_features(features: Features) -> None:
+    """Raise `UnsupportedError` for what no backward kernel has."""
+    for name in features.names:
+        if name not in GRADIENT_FEATURES:
+            raise UnsupportedError(
+                f"the gradient of attn with {name} on cuda: there is no backward kernel yet; move the "
+                "tensors to the CPU, or call attn under torch.no_grad()"
+            )
+
+
+def check_softcap(softcap: float) -> None:
+    if softcap > MAX_SOFTCAP:
         raise UnsupportedError(
-            f"{what} on cuda: no kernel has it yet; move the tensors to the CPU"
-            + ("" if name == "varlen" else f", or leave {name} out")
+            f"softcap={softcap} on cuda: at most {MAX_SOFTCAP}; leave it out, as it hardly changes a score"
         )
 
 

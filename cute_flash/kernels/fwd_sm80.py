@@ -19,7 +19,7 @@ For each tile of query rows, over blocks j of keys from the last visible one to 
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -31,14 +31,17 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, store_lse
+from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
+from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
-from cute_flash.problem import Static
+from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
+from cute_flash.problem import PLAIN, Static
 from cute_flash.tiles import SMEM_ALIGN, FwdTile
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
@@ -58,6 +61,7 @@ class Params:
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
+    extras: Extras
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,9 @@ class Main:
     softmax: Softmax
     mask: Mask
     blocks: BlockRange
+    head: OfHead
+    dropout: Dropout | None
+    sequence: Int32  # b H + h
 
 
 class FwdSm80:
@@ -93,7 +100,8 @@ class FwdSm80:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{study}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -113,6 +121,21 @@ class FwdSm80:
         section: Int32,
         stream: CUstream,
     ):
+        bounds = window_left, window_right
+        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, section, NO_EXTRAS, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        scale_log2: Float32,
+        bounds: tuple,
+        section: Int32,
+        extras: Extras,
+        stream: CUstream,
+    ):
+        mQ, mK, mV, mO, mLSE = tensors
+        window_left, window_right = bounds
         tile = self.tile
         row_elements = tile.smem(tile.tile_m).copy_cols
         batch, heads, seqlen_q, _ = mQ.shape
@@ -123,7 +146,7 @@ class FwdSm80:
             mV,
             mO,
             mLSE,
-            scale * LOG2_E,
+            scale_log2,
             Band(
                 window_left if self.static.has_left else None,
                 window_right if self.static.has_right else None,
@@ -132,6 +155,7 @@ class FwdSm80:
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
             self._tiled_mma(),
+            extras,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -163,8 +187,8 @@ class FwdSm80:
         thr_mma = p.tiled_mma.get_slice(thread)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
         acc_O.fill(0.0)
-        tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
+        tScS = self.coordinates(p.tiled_mma, thread)
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, p.extras.max_logit is not None)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         main = Main(
             RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
@@ -173,6 +197,7 @@ class FwdSm80:
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
+            p.extras.of_head(head, batch), p.extras.dropout(), batch * p.order.heads + head,
         )  # fmt: skip
 
         # A tile that sees no key loads nothing: a late copy of Q would land on the output passing through sQ.
@@ -180,14 +205,27 @@ class FwdSm80:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
+        if cutlass.const_expr(self.static.features != PLAIN):
+            # Beside other work no register is left to keep these over the loop.
+            thread, block = rederived(thread), rederived(cute.arch.block_idx()[0])
+            m_block, head, batch = p.order.decode(block)
+            rows_left = seqlen_q - m_block * tile.tile_m
+            tScS = self.coordinates(p.tiled_mma, thread)
         gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
         gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
-        softmax.finish(as_mn(acc_O), lse)
+        softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.keep_scale)
         store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
         store_lse(lse, gLSE, tScS, thread, rows_left)
+        if cutlass.const_expr(p.extras.max_logit is not None):
+            raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
         epilogue.store(acc_O, sQ[None, None, 0], gO)
+
+    def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
+        """(row, column) within the tile of every element of S."""
+        whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
+        return tiled_mma.get_slice(thread).partition_C(whole)
 
     def _allocate(self):
         """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
@@ -256,7 +294,11 @@ class FwdSm80:
     ):
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
-        main.loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
+        loader = main.loader
+        if cutlass.const_expr(self.static.features != PLAIN):
+            # Beside other work no register is left to keep its addresses over the loop.
+            loader = replace(loader, thread=rederived(loader.thread))
+        loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
 
     @cute.jit
     def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr):
@@ -285,10 +327,15 @@ class FwdSm80:
             self.load_block(main, n_block - 1, False)
         cute.arch.cp_async_commit_group()
 
+        if cutlass.const_expr(main.head.score is not None):
+            main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n)
         if cutlass.const_expr(masked):
             main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
         keys_seen = (main.blocks.end - 1 - n_block) * tile.tile_n
         main.softmax.step(as_mn(acc_S), as_mn(main.acc_O), keys_seen)
+        if cutlass.const_expr(main.dropout is not None):
+            place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
+            main.dropout.drop(as_operand_a(acc_S), place)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
 

@@ -14,6 +14,7 @@ from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.extras import Extras
 from cute_flash.problem import Static
 from cute_flash.tiles import FwdTileSm90
 from layouts.kernels import sm90_tiles
@@ -89,6 +90,7 @@ class Params:
     queue: TileQueue
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
+    extras: Extras
 
     def walk(self, m_block: Int32) -> Walk:
         """The key blocks of a tile of rows, in the order of work.

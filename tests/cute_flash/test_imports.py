@@ -23,7 +23,7 @@ ORDER = (
             "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles",
             "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
-            "operands", "backward", "ops", "how", "packed", "general", "partial", "api", "varlen",
+            "operands", "backward", "ops", "how", "forward", "packed", "general", "partial", "api", "varlen",
         )
     ),
     "cute_flash",  # the public names

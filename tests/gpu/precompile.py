@@ -18,7 +18,7 @@ from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, small_case, test_banks
+from tests.gpu import families, feature_cases, small_case, test_banks
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -27,6 +27,8 @@ def problems() -> Iterator[Problem]:
     for case, dtype in itertools.product((*cases.GPU, *small_case.SMALL), DTYPES):
         yield case.problem(dtype)
     yield from deterministic_problems()
+    for asked in feature_cases.CASES:
+        yield asked.problem()
     for widths, band, rows in itertools.product(cases.OTHER_WIDTHS, cases.OTHER_WIDTH_BANDS, (200, 3)):
         head_dim, head_dim_v = widths
         yield Problem(2, 8, 2, rows, 333, head_dim, "bfloat16", band, head_dim_v)
