@@ -20,8 +20,8 @@ WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 # How much a row has registers for beside plain attention (`Features.weight`): a slope and a sink; softcap or
-# dropout with one of them; everything.
-LIGHT, MEDIUM, ANY_WEIGHT = 2, 4, 99
+# dropout, alone; everything.
+LIGHT, MEDIUM, ANY_WEIGHT = 2, 3, 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:

@@ -21,7 +21,7 @@ from cute_flash.band import Band
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place, philox_4x32
 from cute_flash.device.score import Score
-from cute_flash.device.softmax import LN_2
+from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.fwd_sm80 import FwdSm80
@@ -188,3 +188,43 @@ def test_small_scores_keep_their_digits() -> None:
     found, _ = scores(shape, products, 50.0, None, (64, 80, 0, 0))
     expected = 50 * (0.37 * products.double() / 50).tanh()
     assert (found - expected).abs().max() < 50 * 2.0**-22
+
+
+# Sinks
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, -50.0, 0.3, 2.0, 300.0])
+@pytest.mark.parametrize("keep_scale", [None, 2.5])
+def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, keep_scale: float | None) -> None:
+    """A row of scores and one that sees no key, on one of four threads that hold the same."""
+    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
+    columns = 8
+
+    @cute.jit
+    def program(scores, out, lse, sink, keep_scale):  # type: ignore[no-untyped-def]
+        acc_O = cute.make_rmem_tensor(cute.make_layout((2, 1)), Float32)
+        acc_S = cute.make_rmem_tensor(cute.make_layout((2, columns)), Float32)
+        acc_O.fill(0.0)
+        softmax = Softmax.start(acc_O, Float32(LOG2_E), True)
+        for r, c in itertools.product(range(2), range(columns)):
+            acc_S[r, c] = scores[r, c]
+        softmax.step(acc_S, acc_O, Int32(0))
+        for r, c in itertools.product(range(2), range(columns)):
+            acc_O[r, 0] = acc_O[r, 0] + acc_S[r, c]
+        rows = cute.make_rmem_tensor(2, Float32)
+        softmax.finish(acc_O, rows, sink, keep_scale)
+        for r in cutlass.range_constexpr(2):
+            out[r], lse[r], lse[r + 2] = acc_O[r, 0], rows[r], softmax.largest[r]
+
+    scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(0)) * 3
+    scores[1] = -torch.inf
+    out, lse = torch.full((2,), torch.nan), torch.full((4,), torch.nan)
+    scale = None if keep_scale is None else Float32(keep_scale)
+    program(*map(from_dlpack, (scores, out, lse)), Float32(sink), scale)
+    keys = scores[0].double().exp().sum()
+    total = THREADS_PER_ROW * keys + torch.tensor(sink).double().exp()
+    torch.testing.assert_close(out[0].double(), (keep_scale or 1.0) * keys / total, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(lse[0].double(), total.log() if sink < 300 else torch.tensor(300.0).double())
+    # Exactly: nothing, the sink, and the largest score.
+    assert out[1] == 0 and lse[1] == sink
+    assert lse[2] == scores[0].max() and lse[3] == -torch.inf
