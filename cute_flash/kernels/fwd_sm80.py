@@ -35,17 +35,21 @@ from cute_flash.device.epilogue import Epilogue, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_tensors
+from cute_flash.kernels.arguments import DTYPES, fake_items, fake_tensors
 from cute_flash.problem import Static
 from cute_flash.tiles import SMEM_ALIGN, FwdTile
+from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 
 @dataclass(frozen=True)
 class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
+    are (1, H, T, D).
+    """
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -54,7 +58,8 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq)
     scale_log2: Float32
     band: Band
-    order: TileOrder
+    order: TileOrder | None
+    work: WorkList | None  # of a packed batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
@@ -93,11 +98,13 @@ class FwdSm80:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{study}"
+        packed = "_varlen" if s.features.varlen else ""
+        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{packed}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
-        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        items = (fake_items(),) if self.static.features.varlen else ()
+        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True), *items)
 
     @cute.jit
     def __call__(
@@ -112,11 +119,17 @@ class FwdSm80:
         window_right: Int32,
         section: Int32,
         stream: CUstream,
+        mItems: cute.Tensor | None = None,
     ):
         tile = self.tile
         row_elements = tile.smem(tile.tile_m).copy_cols
+        is_packed = self.static.features.varlen
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        if cutlass.const_expr(is_packed):
+            num_m_blocks = mItems.shape[0] - HEADER
         params = Params(
             mQ,
             mK,
@@ -128,7 +141,8 @@ class FwdSm80:
                 window_left if self.static.has_left else None,
                 window_right if self.static.has_right else None,
             ),
-            TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            None if is_packed else TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            WorkList(mItems, heads, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
             self._tiled_mma(),
@@ -148,16 +162,28 @@ class FwdSm80:
 
     @cute.kernel
     def kernel(self, p: Params):
+        index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.static.features.varlen):
+            # As many blocks as there may be tiles.
+            if index < p.work.num_tiles():
+                m_block, head, numbers = p.work.read(index)
+                self.one_tile(p, m_block, head, Sequence.told(numbers))
+        else:
+            m_block, head, batch = p.order.decode(index)
+            self.one_tile(p, m_block, head, Sequence(batch, p.mQ.shape[2], p.mK.shape[2]))
+
+    @cute.jit
+    def one_tile(self, p: Params, m_block: Int32, head: Int32, span: Sequence):
         tile = self.tile
         thread, _, _ = cute.arch.thread_idx()
-        m_block, head, batch = p.order.decode(cute.arch.block_idx()[0])
-        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        seqlen_q, seqlen_k = span.q_len, span.k_len
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         rows_left = seqlen_q - m_block * tile.tile_m
 
-        gQ = row_tile(p.mQ[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
-        gK = p.mK[batch, head_kv, None, None]
-        gV = p.mV[batch, head_kv, None, None]
+        first_row = span.q_row(m_block * tile.tile_m)
+        gQ = row_tile(span.of(p.mQ, head), first_row, tile.tile_m, tile.head_dim)
+        gK = span.of_keys(p.mK, head_kv)
+        gV = span.of_keys(p.mV, head_kv)
         sQ, sK, sV = self._allocate()
 
         thr_mma = p.tiled_mma.get_slice(thread)
@@ -180,8 +206,8 @@ class FwdSm80:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
-        gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
-        gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
+        gO = row_tile(span.of(p.mO, head), first_row, tile.tile_m, tile.head_dim)
+        gLSE = cute.domain_offset((first_row,), span.of(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
         softmax.finish(as_mn(acc_O), lse)
         store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)

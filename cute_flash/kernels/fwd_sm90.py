@@ -37,13 +37,15 @@ from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_lse, store_rows
 from cute_flash.device.mask import Mask
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
-from cute_flash.kernels.arguments import fake_tensors
+from cute_flash.kernels.arguments import fake_items, fake_tensors
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
@@ -81,7 +83,7 @@ class Tile:
     count: Int32  # tiles before this one
     fill: Int32  # blocks of K and V before this tile's
     head: Int32
-    batch: Int32
+    span: Sequence
     mask: Mask
     walk: Walk  # over its key blocks
 
@@ -101,11 +103,13 @@ class FwdSm90:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{study}"
+        packed = "_varlen" if s.features.varlen else ""
+        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{packed}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))
-        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        items = (fake_items(),) if self.static.features.varlen else ()
+        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True), *items)
 
     @cute.jit
     def __call__(
@@ -123,17 +127,22 @@ class FwdSm90:
         positions: Int32,
         counter: Int64,
         stream: CUstream,
+        mItems: cute.Tensor | None = None,
     ):
         tile, static = self.tile, self.static
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        is_packed, tiles = static.features.varlen, TmaTiles
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
+            tiles = RaggedTiles
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         params = Params(
             self.shapes,
-            TmaTiles.of(load, mQ, self.shapes.q),
-            TmaTiles.of(load, mK, self.shapes.k),
-            TmaTiles.of(load, mV, self.shapes.v),
-            TmaTiles.of(store, mO, self.shapes.o),
+            tiles.of(load, mQ, self.shapes.q),
+            tiles.of(load, mK, self.shapes.k),
+            tiles.of(load, mV, self.shapes.v),
+            tiles.of(store, mO, self.shapes.o),
             mO,
             mLSE,
             seqlen_q,
@@ -144,12 +153,17 @@ class FwdSm90:
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
+            WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
             make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(num_blocks, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=is_packed,
         )
 
     @cute.kernel
@@ -162,6 +176,9 @@ class FwdSm90:
                 shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.static.features.varlen):
+            # Until the list of tiles is complete.
+            cute.arch.griddepcontrol_wait()
 
         for_load, for_mma = self.tile.registers
         if warp_index < 4:
@@ -214,8 +231,14 @@ class FwdSm90:
 
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
-        mask = Mask(p.band, p.positions, p.seqlen_k, first_row, main.tScS, self.static.packs_heads)
-        return Tile(count, fill, *main.shared.head_and_batch(count), mask, p.walk(m_block))
+        head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
+        lengths = p.positions_of(span), span.k_len
+        mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
+        return Tile(count, fill, head, span, mask, p.walk(m_block, span))
+
+    def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
+        """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
+        return tile.span if p.work is None else p.sequence(main.shared.sequence(tile.count))
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -404,9 +427,9 @@ class FwdSm90:
 
     @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
-        first_row = tile.mask.first_row
-        gLSE = cute.domain_offset((first_row,), p.mLSE[tile.batch, tile.head, None])
-        store_lse(main.lse, gLSE, main.tScS, main.thread, p.seqlen_q - first_row)
+        first_row, span = tile.mask.first_row, self._span(p, main, tile)
+        gLSE = cute.domain_offset((span.q_row(first_row),), span.of(p.mLSE, tile.head))
+        store_lse(main.lse, gLSE, main.tScS, main.thread, span.q_len - first_row)
 
     @cute.jit
     def release_q(self, main: Main, tile: Tile):
@@ -426,15 +449,16 @@ class FwdSm90:
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
         rO = self.output(main)
-        first_row = tile.mask.first_row
-        gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
+        first_row, span = tile.mask.first_row, self._span(p, main, tile)
+        gO = span.of(p.mO, tile.head)
+        gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
         tOcO = main.mma_pv.get_slice(main.thread).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
         )
-        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, p.seqlen_q - first_row)
+        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, span.q_len - first_row)
 
     @cute.jit
     def hand_over(self, main: Main, tile: Tile):
