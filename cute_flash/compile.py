@@ -37,6 +37,9 @@ from cute_flash.ranges import marked
 KERNELS = {
     "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
     "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
+    "prepare_fwd": ("cute_flash.kernels.prepare", "PrepareFwd"),
+    "prepare_fwd_early": ("cute_flash.kernels.prepare", "PrepareFwdEarly"),
+    "prepare_bwd": ("cute_flash.kernels.prepare", "PrepareBwd"),
     "bwd_sm90": ("cute_flash.kernels.bwd_sm90", "BwdSm90"),
     "bwd_sm90_wide": ("cute_flash.kernels.bwd_sm90_wide", "BwdSm90Wide"),
     "bwd_sm90_ordered": ("cute_flash.kernels.bwd_sm90", "BwdSm90Ordered"),
@@ -50,7 +53,8 @@ KERNELS = {
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/*.py", "device/*.py", "band.py", "tiles*.py", "problem.py", "compile.py", "../layouts/*.py",
+    "kernels/*.py", "device/*.py", "band.py", "work.py", "tiles*.py", "problem.py", "compile.py",
+    "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")

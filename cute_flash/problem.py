@@ -67,7 +67,10 @@ class Static:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv).
+
+    Of a packed batch, B sequences, Sq and Sk are bounds of their lengths; for kernels, all of them together.
+    """
 
     batch: int
     heads: int
@@ -141,12 +144,10 @@ def check_window(window: tuple[int | None, int | None]) -> None:
 
 def check_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no kernel has."""
-    if features != PLAIN:
-        name = features.names[0]
-        what = "attn_varlen" if name == "varlen" else name
+    missing = [name for name in features.names if name not in ("varlen", "seqused_k")]
+    if missing:
         raise UnsupportedError(
-            f"{what} on cuda: no kernel has it yet; move the tensors to the CPU"
-            + ("" if name == "varlen" else f", or leave {name} out")
+            f"{missing[0]} on cuda: no kernel has it yet; move the tensors to the CPU, or leave {missing[0]} out"
         )
 
 
