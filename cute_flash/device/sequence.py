@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.work import HEADER, ITEM
+from cute_flash.work import HEADER, ITEM, padded_block
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Sequence:
 
     def k_row(self, row: Int32) -> Int32:
         return self.k_begin + row if self.is_packed else row
+
+    def q_block(self, m_block: Int32, tile_m: int) -> Int32:
+        """Of a workspace in which every sequence is padded to whole blocks of queries."""
+        return padded_block(self.q_begin, self.batch, tile_m) + m_block if self.is_packed else m_block
 
     @property
     def queries(self):

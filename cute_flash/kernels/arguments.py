@@ -52,13 +52,14 @@ def fake_items() -> cute.Tensor:
 
 
 def fake_gradients(static: Static, dq_elements: int) -> tuple[cute.Tensor, ...]:
-    """q, k, v, dO; LSE and D (B, H, Sq padded), fp32; dQ (B, H, m_block, `dq_elements`), fp32; dK, dV."""
+    """q, k, v, dO; LSE and D (B, H, Sq padded), fp32; dQ (B, H, m_block, `dq_elements`), fp32; dK, dV.
+
+    Those in fp32 have a batch of 1 where the sequences are packed.
+    """
     batch, heads, heads_kv, seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(7))
 
     def tensor(num_heads, seqlen, width):
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, num_heads, seqlen, width)
-        return make_fake_tensor(DTYPES[static.dtype], shape, strides, assumed_align=16)
+        return fake_rows(static, (batch, num_heads, seqlen, width))
 
     def floats(*shape):
         order = tuple(reversed(range(len(shape))))
