@@ -46,6 +46,10 @@ class Sequence:
         """Of a workspace in which every sequence is padded to whole blocks of queries."""
         return padded_block(self.q_begin, self.batch, tile_m) + m_block if self.is_packed else m_block
 
+    def padded_row(self, row: Int32, tile_m: int) -> Int32:
+        """Of the same workspace."""
+        return self.q_block(0, tile_m) * tile_m + row if self.is_packed else row
+
     @property
     def queries(self):
         """Where the copy engine finds them: see `TmaTiles`, `RaggedTiles`."""
@@ -89,15 +93,22 @@ class WorkList:
         """The tile with this index: block, head, and the numbers of the sequence."""
         order = TileOrder(self.mItems[0, 0], self.heads, Int32(1), self.section, False)
         item, head, _batch = order.decode(index)
-        row = cute.make_rmem_tensor(ITEM, Int32)
-        source = (self.mItems.iterator + (item + HEADER) * ITEM).align(16)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(ITEM)), row)
-        uniform = cute.arch.make_warp_uniform
-        block, *numbers = (uniform(row[i]) for i in range(1 + NUMBERS))
-        return block, head, tuple(numbers)
+        block, numbers = read_item(self.mItems, item)
+        return block, head, numbers
 
     def queue(self, counter: Int64, is_shared: bool) -> TileQueue:
         return TileQueue(self.num_tiles(), counter, is_shared)
+
+
+@cute.jit
+def read_item(mItems: cute.Tensor, item: Int32):
+    """A tile of the list: block, and the numbers of the sequence."""
+    row = cute.make_rmem_tensor(ITEM, Int32)
+    source = (mItems.iterator + (item + HEADER) * ITEM).align(16)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(ITEM)), row)
+    uniform = cute.arch.make_warp_uniform
+    block, *numbers = (uniform(row[i]) for i in range(1 + NUMBERS))
+    return block, tuple(numbers)
 
 
 def unpacked(mX: cute.Tensor) -> cute.Tensor:
