@@ -75,7 +75,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
         counter = counters.counter(index) if plan.draws_tiles else None
         address = () if counter is None else (counter[1],)
         extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
-        function(*given, *outputs, scale, *bounds, *arguments, *address, *extras)
+        function(*given, *outputs, scale, *bounds, *arguments, *address, *extras, None)
         if must_copy_out:
             out.copy_(target)
         return out, lse, most

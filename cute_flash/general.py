@@ -11,6 +11,7 @@ is short.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import operands, ops
+from cute_flash import plan as planning
 from cute_flash.how import SCHEMA, TENSORS, How
 from cute_flash.problem import (
     CPU_DTYPES,
@@ -131,6 +133,10 @@ def _fwd_cuda(q, k, v, *how) -> Any:
     problem = checked_problem(q, k, v, asked)
     if problem.features == PLAIN:
         return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
+    if problem.features.varlen:
+        from cute_flash import packed_cuda
+
+        return packed_cuda.forward(q, k, v, asked, problem)
     from cute_flash import forward
 
     return forward.fwd_cuda(q, k, v, asked, problem)
@@ -170,7 +176,13 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
     asked = How(*how)
-    check_gradient_features(checked_problem(q, k, v, asked).features)
+    problem = checked_problem(q, k, v, asked)
+    check_gradient_features(problem.features)
+    if problem.features.varlen:
+        from cute_flash import packed_cuda
+
+        grads = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
+        return *grads, _like(None, q), _like(None, q)
     return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
 
 
@@ -178,6 +190,8 @@ def _setup_context(ctx, inputs, output) -> None:
     q, k, v, *how = inputs
     asked = How(*how)
     out, lse, max_logit = output
+    # Gradients on a GPU are computed in threads of autograd's, which do not see it.
+    ctx.family = planning.chosen_family()
     ctx.mark_non_differentiable(max_logit)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *(getattr(asked, name) for name in TENSORS))
@@ -191,7 +205,8 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
     if dout is None and dlse is None:
         return (None,) * (3 + len(How._fields))
     dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how)
+    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
+        *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how)
     by_name = {"alibi": dalibi, "sinks": dsinks}
     given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
     return *grads, *given

@@ -18,8 +18,10 @@ from cute_flash.problem import (
     UnsupportedError,
     check_gradient_features,
 )
+from cute_flash.work import max_items
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.work import max_items
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -66,13 +68,24 @@ def _check_family(family: str) -> None:
 
 
 @dataclass(frozen=True)
+class AnyTile:
+    """That of a kernel to which the sizes of tiles are arguments."""
+
+
+@dataclass(frozen=True)
 class CompileKey:
     """All that determines the machine code, but the version of the code itself."""
 
     kernel: str
     static: Static
-    tile: FwdTile | FwdTileSm90 | AnyBwdTile
+    tile: FwdTile | FwdTileSm90 | AnyBwdTile | AnyTile
     target: str
+
+
+def prepare_key(kernel: str, problem: Problem, target: str) -> CompileKey:
+    """Of a kernel that lists the tiles of a packed batch, whatever is in them."""
+    features = Features(varlen=True, seqused_k=problem.features.seqused_k)
+    return CompileKey(kernel, Static("bfloat16", 8, False, False, features=features), AnyTile(), target)
 
 
 @dataclass(frozen=True)
@@ -85,15 +98,30 @@ class Plan:
     packs_heads: bool = False  # the query heads of a K/V head are rows of one tile
 
     @property
+    def target(self) -> str:
+        """wgmma belongs to one architecture alone, which the compiler spells with an "a"."""
+        return self.arch.name + ("a" if self.is_persistent else "")
+
+    @property
     def key(self) -> CompileKey:
-        # wgmma belongs to one architecture alone, which the compiler spells with an "a".
-        target = self.arch.name + ("a" if self.is_persistent else "")
         static = self.problem.static
-        # Without a mask it does not matter which head and position a row is.
-        is_bounded = static.has_left or static.has_right
-        static = replace(static, packs_heads=self.packs_heads and is_bounded)
-        general = "_general" * (static.features != PLAIN)
-        return CompileKey(f"fwd_{self.family}{general}", static, self.tile, target)
+        # Without a mask it does not matter which head and position a row is; the list of tiles knows what of
+        # a sequence is used.
+        is_bounded, features = static.has_left or static.has_right, replace(static.features, seqused_k=False)
+        static = replace(static, packs_heads=self.packs_heads and is_bounded, features=features)
+        general = "_general" * (features != PLAIN)
+        return CompileKey(f"fwd_{self.family}{general}", static, self.tile, self.target)
+
+    @property
+    def prepare(self) -> CompileKey:
+        """Of the kernel before, where the batch is packed."""
+        early = "_early" if self.is_persistent else ""
+        return prepare_key(f"prepare_fwd{early}", self.problem, self.target)
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of all heads that a packed batch may have."""
+        return max_items(self.problem.seqlen_q, self.tile.tile_m, self.problem.batch)
 
     @property
     def is_persistent(self) -> bool:
@@ -101,8 +129,10 @@ class Plan:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the output."""
+        """Tiles of the output; of a packed batch, as many as there may be."""
         p = self.problem
+        if p.features.varlen:
+            return self.num_items * p.heads
         if self.packs_heads:
             return ceil_div(p.group * p.seqlen_q, self.tile.tile_m) * p.heads_kv * p.batch
         return ceil_div(p.seqlen_q, self.tile.tile_m) * p.heads * p.batch
@@ -116,7 +146,7 @@ class Plan:
     def draws_tiles(self) -> bool:
         """Whether blocks draw their tiles from a counter, the last argument of the launch."""
         static = self.problem.static
-        return self.is_persistent and (static.has_left or static.has_right)
+        return self.is_persistent and (static.has_left or static.has_right or static.features.varlen)
 
     @property
     def launch_arguments(self) -> tuple[int, ...]:
@@ -303,8 +333,11 @@ def _section(problem: Problem, arch: ArchSpec) -> int:
 
 
 def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
-    """K/V heads of all batches that fit a share of L2 together and divide their number."""
-    kv_heads = problem.batch * problem.heads_kv
+    """K/V heads of all batches that fit a share of L2 together and divide their number.
+
+    Of a packed batch, heads of all sequences together.
+    """
+    kv_heads = problem.heads_kv * (1 if problem.features.varlen else problem.batch)
     if kv_heads == 0:
         return 1
     most = min(max(1, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)), kv_heads)

@@ -13,7 +13,7 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 # What kernels have beyond plain attention.
-FORWARD_FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
+FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
 # The largest logit has no gradient, and changes none.
 GRADIENT_FEATURES = ("return_max_logit",)
 # The kernels' tangent errs by 2^-23 of it.
@@ -80,7 +80,10 @@ class Static:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv).
+
+    Of a packed batch, B sequences, Sq and Sk are bounds of their lengths; for kernels, all of them together.
+    """
 
     batch: int
     heads: int
@@ -156,10 +159,8 @@ def check_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no forward kernel has."""
     for name in features.names:
         if name not in FORWARD_FEATURES:
-            what = "attn_varlen" if name == "varlen" else name
             raise UnsupportedError(
-                f"{what} on cuda: no kernel has it yet; move the tensors to the CPU"
-                + ("" if name == "varlen" else f", or leave {name} out")
+                f"{name} on cuda: no kernel has it yet; move the tensors to the CPU, or leave {name} out"
             )
 
 
@@ -167,8 +168,9 @@ def check_gradient_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no backward kernel has."""
     for name in features.names:
         if name not in GRADIENT_FEATURES:
+            what = "attn_varlen" if name == "varlen" else f"attn with {name}"
             raise UnsupportedError(
-                f"the gradient of attn with {name} on cuda: there is no backward kernel yet; move the "
+                f"the gradient of {what} on cuda: there is no backward kernel yet; move the "
                 "tensors to the CPU, or call attn under torch.no_grad()"
             )
 

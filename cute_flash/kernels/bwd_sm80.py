@@ -41,11 +41,13 @@ from cute_flash.device.ldmatrix import Landing, Operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_gradients
+from cute_flash.kernels.arguments import DTYPES, fake_gradients, fake_items
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
+from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
@@ -54,7 +56,9 @@ FLOATS = 4  # in 16 bytes
 
 @dataclass(frozen=True)
 class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
+    are (1, H, T, D).
+    """
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -68,7 +72,8 @@ class Params:
     scale: Float32
     scale_log2: Float32
     band: Band  # of keys over queries: left and right change places
-    order: TileOrder
+    order: TileOrder | None
+    work: WorkList | None  # of a packed batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
@@ -92,6 +97,7 @@ class Main:
 
     thread: Int32
     shared: Shared
+    span: Sequence
     first_row: Int32
     k: Operand  # S^T = K Q^T
     q: Operand
@@ -130,12 +136,14 @@ class BwdSm80:
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        packed = "_varlen" if s.features.varlen else ""
+        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{packed}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
         tensors = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        return (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        items = (fake_items(),) if self.static.features.varlen else ()
+        return (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True), *items)
 
     @cute.jit
     def __call__(
@@ -154,15 +162,22 @@ class BwdSm80:
         window_right: Int32,
         section: Int32,
         stream: CUstream,
+        mItems: cute.Tensor | None = None,
     ):
         tile, static = self.tile, self.static
+        is_packed = static.features.varlen
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        if cutlass.const_expr(is_packed):
+            num_n_blocks = mItems.shape[0] - HEADER
         row_elements = self.k_tile.copy_cols
         params = Params(
             mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
             Band(window_right if static.has_right else None, window_left if static.has_left else None),
-            TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            None if is_packed else TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            WorkList(mItems, heads_kv, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
             self.s_grid.mma(), self.kv_grid.mma(), self.q_grid.mma(),
@@ -174,13 +189,24 @@ class BwdSm80:
 
     @cute.kernel
     def kernel(self, p: Params):
-        tile = self.tile
+        index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.static.features.varlen):
+            # As many blocks as there may be tiles.
+            if index < p.work.num_tiles():
+                n_block, head_kv, numbers = p.work.read(index)
+                self.one_tile(p, n_block, head_kv, Sequence.told(numbers))
+        else:
+            n_block, head_kv, batch = p.order.decode(index)
+            self.one_tile(p, n_block, head_kv, Sequence(batch, p.mQ.shape[2], p.mK.shape[2]))
+
+    @cute.jit
+    def one_tile(self, p: Params, n_block: Int32, head_kv: Int32, span: Sequence):
+        tile, batch = self.tile, span.batch
         thread, _, _ = cute.arch.thread_idx()
-        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
-        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        seqlen_q, seqlen_k = span.q_len, span.k_len
         first_row = n_block * tile.tile_n
         shared = self._allocate()
-        main = self._main(p, shared, thread, first_row)
+        main = self._main(p, shared, span, thread, first_row)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
 
@@ -189,15 +215,15 @@ class BwdSm80:
         if blocks.begin < blocks.end:
             rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
             for i, mX in enumerate((p.mK, p.mV)):
-                gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
+                gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             self.main_loop(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.mma_kv, rows, thread, p.mK.shape[2] - first_row)
+        epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
-            gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
+            gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
             epilogue.store(acc, shared.sKV[None, None, i], gX)
 
     def _allocate(self) -> Shared:
@@ -215,7 +241,7 @@ class BwdSm80:
             smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
         )
 
-    def _main(self, p: Params, shared: Shared, thread: Int32, first_row: Int32) -> Main:
+    def _main(self, p: Params, shared: Shared, span: Sequence, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
         # Tiles of a kind follow each other: V's operands are K's, shifted, dO's are Q's, P's are dS's.
         k = self.s_grid.a(p.mma_s, thread, shared.sKV, self.k_tile)
@@ -227,6 +253,7 @@ class BwdSm80:
         return Main(
             thread,
             shared,
+            span,
             first_row,
             k,
             q,
@@ -253,7 +280,7 @@ class BwdSm80:
         self.load_block(p, main, (m_block, head, batch), self.stage_of(left))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not reach dQ: all blocks of the last tile are masked.
-        is_tail = main.first_row + self.tile.tile_n > p.mK.shape[2]
+        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
         full_end = Int32(0) if is_tail else Int32(blocks.full_end)
         while left > 0:
             is_cut = m_block < blocks.full_begin or m_block >= full_end
@@ -267,20 +294,20 @@ class BwdSm80:
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
         """Start the copies of a block of Q and dO, and of the statistics of its rows."""
-        m_block, head, batch = where
-        tile, shared, thread = self.tile, main.shared, rederived(main.thread)
+        m_block, head, _batch = where
+        tile, shared, span, thread = self.tile, main.shared, main.span, rederived(main.thread)
         loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
-            gX = row_tile(mX[batch, head, None, None], first, tile.tile_m, tile.head_dim)
+            gX = row_tile(span.of(mX, head), span.q_row(first), tile.tile_m, tile.head_dim)
             sX = shared.sQdO[None, None, stage + i * tile.stages]
-            loader.load(gX, sX, p.mQ.shape[2] - first, True)
+            loader.load(gX, sX, span.q_len - first, True)
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
         if thread < tile.tile_m // FLOATS:
             for i, mY in enumerate((p.mLSE, p.mD)):
-                here = first + thread * FLOATS
-                source = (mY[batch, head, None].iterator + here).align(16)
+                here = span.q_block(m_block, tile.tile_m) * tile.tile_m + thread * FLOATS
+                source = (span.of(mY, head).iterator + here).align(16)
                 sY = shared.sRows[None, stage + i * tile.stages]
                 target = (sY.iterator + thread * FLOATS).align(16)
                 four = cute.make_layout(FLOATS)
@@ -297,7 +324,7 @@ class BwdSm80:
 
     @cute.jit
     def one_block(self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple):
-        m_block, head, batch = where
+        m_block, head, _batch = where
         tile, stage = self.tile, self.stage_of(left)
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
@@ -310,8 +337,8 @@ class BwdSm80:
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
         if is_cut:
-            first_row, coordinates = rederived(main.first_row), self.coordinates(p, main)
-            mask = Mask(p.band, p.mK.shape[2], p.mQ.shape[2], first_row, coordinates)
+            lengths = main.span.k_len, main.span.q_len
+            mask = Mask(p.band, *lengths, rederived(main.first_row), self.coordinates(p, main))
             mask.apply(as_mn(acc_S), m_block * tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
@@ -353,7 +380,7 @@ class BwdSm80:
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
         self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
-        gdQ = p.mdQ[batch, head, m_block, None]
+        gdQ = main.span.of(p.mdQ, head)[main.span.q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
             # A warp's additions are 128 bytes side by side.
             target = gdQ.iterator + (i * tile.num_threads + main.thread)

@@ -56,7 +56,8 @@ class OfHead:
 
 def fake_extras(mQ: cute.Tensor, features: Features) -> tuple:
     """What `Extras.of` takes after the scale."""
-    batch, heads = mQ.shape[:2]
+    # Packed tensors are (T, H, D), and the number of sequences is another one.
+    batch, heads = (cute.sym_int() if features.varlen else mQ.shape[0]), mQ.shape[1]
 
     def floats(*shape):
         strides = tuple(cute.sym_int64() for _ in shape)

@@ -5,15 +5,18 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
 from cute_flash.device.softmax import LOG2_E
+from cute_flash.kernels.arguments import fake_items
 from cute_flash.kernels.extras import Extras, fake_extras
 from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cute_flash.kernels.fwd_sm90 import FwdSm90
 
 
 def with_extras(arguments: tuple, kernel: FwdSm80 | FwdSm90) -> tuple:
-    """The fake arguments of a plain kernel, with those of the extras before the stream."""
+    """The fake arguments of a plain kernel, with those of the extras and the list of tiles before the stream."""
     *plain, stream = arguments
-    return (*plain, *fake_extras(plain[0], kernel.static.features), stream)
+    features = kernel.static.features
+    items = fake_items() if features.varlen else None
+    return (*plain, *fake_extras(plain[0], features), items, stream)
 
 
 def softmax_scale(scale: Float32, extras: Extras) -> Float32:
@@ -44,12 +47,13 @@ class FwdSm80General(FwdSm80):
         keep_scale: Float32 | None,
         rng: cute.Tensor | None,
         max_logit: cute.Tensor | None,
+        items: cute.Tensor | None,
         stream: CUstream,
     ):
         extras = Extras.of(scale, softcap, slopes, sinks, threshold, keep_scale, rng, max_logit)
         bounds = window_left, window_right
         scale_log2 = softmax_scale(scale, extras)
-        self.launch((mQ, mK, mV, mO, mLSE), scale_log2, bounds, section, extras, stream)
+        self.launch((mQ, mK, mV, mO, mLSE), scale_log2, bounds, section, extras, items, stream)
 
 
 class FwdSm90General(FwdSm90):
@@ -78,9 +82,10 @@ class FwdSm90General(FwdSm90):
         keep_scale: Float32 | None,
         rng: cute.Tensor | None,
         max_logit: cute.Tensor | None,
+        items: cute.Tensor | None,
         stream: CUstream,
     ):
         extras = Extras.of(scale, softcap, slopes, sinks, threshold, keep_scale, rng, max_logit)
         bounds = window_left, window_right
         scale_log2, grid = softmax_scale(scale, extras), (section, num_blocks, positions, counter)
-        self.launch((mQ, mK, mV, mO, mLSE), scale_log2, bounds, grid, extras, stream)
+        self.launch((mQ, mK, mV, mO, mLSE), scale_log2, bounds, grid, extras, items, stream)

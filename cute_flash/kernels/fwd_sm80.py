@@ -37,18 +37,22 @@ from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
-from cute_flash.problem import PLAIN, Static
+from cute_flash.problem import Static
 from cute_flash.tiles import SMEM_ALIGN, FwdTile
+from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 
 @dataclass(frozen=True)
 class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
+    are (1, H, T, D).
+    """
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -57,7 +61,8 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq)
     scale_log2: Float32
     band: Band
-    order: TileOrder
+    order: TileOrder | None
+    work: WorkList | None  # of a packed batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
@@ -122,7 +127,7 @@ class FwdSm80:
         stream: CUstream,
     ):
         bounds = window_left, window_right
-        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, section, NO_EXTRAS, stream)
+        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, section, NO_EXTRAS, None, stream)
 
     @cute.jit
     def launch(
@@ -132,14 +137,21 @@ class FwdSm80:
         bounds: tuple,
         section: Int32,
         extras: Extras,
+        mItems: cute.Tensor | None,
         stream: CUstream,
     ):
+        """`mItems`: the list of tiles, of a packed batch."""
         mQ, mK, mV, mO, mLSE = tensors
         window_left, window_right = bounds
         tile = self.tile
         row_elements = tile.smem(tile.tile_m).copy_cols
+        is_packed = self.static.features.varlen
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        if cutlass.const_expr(is_packed):
+            num_m_blocks = mItems.shape[0] - HEADER
         params = Params(
             mQ,
             mK,
@@ -151,7 +163,8 @@ class FwdSm80:
                 window_left if self.static.has_left else None,
                 window_right if self.static.has_right else None,
             ),
-            TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            None if is_packed else TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            WorkList(mItems, heads, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
             self._tiled_mma(),
@@ -172,16 +185,35 @@ class FwdSm80:
 
     @cute.kernel
     def kernel(self, p: Params):
+        index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.static.features.varlen):
+            # As many blocks as there may be tiles.
+            if index < p.work.num_tiles():
+                self.one_tile(p, *self.tile_of(p, index))
+        else:
+            self.one_tile(p, *self.tile_of(p, index))
+
+    @cute.jit
+    def tile_of(self, p: Params, index: Int32):
+        """Block of queries, head and sequence."""
+        if cutlass.const_expr(self.static.features.varlen):
+            m_block, head, numbers = p.work.read(index)
+            return m_block, head, Sequence.told(numbers)
+        m_block, head, batch = p.order.decode(index)
+        return m_block, head, Sequence(batch, p.mQ.shape[2], p.mK.shape[2])
+
+    @cute.jit
+    def one_tile(self, p: Params, m_block: Int32, head: Int32, span: Sequence):
         tile = self.tile
         thread, _, _ = cute.arch.thread_idx()
-        m_block, head, batch = p.order.decode(cute.arch.block_idx()[0])
-        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        seqlen_q, seqlen_k = span.q_len, span.k_len
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         rows_left = seqlen_q - m_block * tile.tile_m
 
-        gQ = row_tile(p.mQ[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
-        gK = p.mK[batch, head_kv, None, None]
-        gV = p.mV[batch, head_kv, None, None]
+        first_row = span.q_row(m_block * tile.tile_m)
+        gQ = row_tile(span.of(p.mQ, head), first_row, tile.tile_m, tile.head_dim)
+        gK = span.of_keys(p.mK, head_kv)
+        gV = span.of_keys(p.mV, head_kv)
         sQ, sK, sV = self._allocate()
 
         thr_mma = p.tiled_mma.get_slice(thread)
@@ -197,7 +229,7 @@ class FwdSm80:
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
-            p.extras.of_head(head, batch), p.extras.dropout(), batch * p.order.heads + head,
+            p.extras.of_head(head, span.batch), p.extras.dropout(), span.batch * p.mQ.shape[1] + head,
         )  # fmt: skip
 
         # A tile that sees no key loads nothing: a late copy of Q would land on the output passing through sQ.
@@ -205,14 +237,14 @@ class FwdSm80:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
-        if cutlass.const_expr(self.static.features != PLAIN):
+        if cutlass.const_expr(self.static.features.weight > 0):
             # Beside other work no register is left to keep these over the loop.
-            thread, block = rederived(thread), rederived(cute.arch.block_idx()[0])
-            m_block, head, batch = p.order.decode(block)
-            rows_left = seqlen_q - m_block * tile.tile_m
+            thread = rederived(thread)
+            m_block, head, span = self.tile_of(p, rederived(cute.arch.block_idx()[0]))
+            rows_left, first_row = span.q_len - m_block * tile.tile_m, span.q_row(m_block * tile.tile_m)
             tScS = self.coordinates(p.tiled_mma, thread)
-        gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
-        gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
+        gO = row_tile(span.of(p.mO, head), first_row, tile.tile_m, tile.head_dim)
+        gLSE = cute.domain_offset((first_row,), span.of(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
         softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.keep_scale)
         store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
@@ -295,7 +327,7 @@ class FwdSm80:
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
         loader = main.loader
-        if cutlass.const_expr(self.static.features != PLAIN):
+        if cutlass.const_expr(self.static.features.weight > 0):
             # Beside other work no register is left to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
         loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)

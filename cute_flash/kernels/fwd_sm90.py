@@ -39,7 +39,9 @@ from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
@@ -48,7 +50,7 @@ from cute_flash.kernels import fwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
-from cute_flash.problem import PLAIN, Static
+from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
@@ -86,7 +88,7 @@ class Tile:
     count: Int32  # tiles before this one
     fill: Int32  # blocks of K and V before this tile's
     head: Int32
-    batch: Int32
+    span: Sequence
     mask: Mask
     walk: Walk  # over its key blocks
     of_head: OfHead
@@ -133,7 +135,7 @@ class FwdSm90:
         stream: CUstream,
     ):
         bounds, grid = (window_left, window_right), (section, num_blocks, positions, counter)
-        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, grid, NO_EXTRAS, stream)
+        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, grid, NO_EXTRAS, None, stream)
 
     @cute.jit
     def launch(
@@ -143,21 +145,27 @@ class FwdSm90:
         bounds: tuple,
         grid: tuple,
         extras: Extras,
+        mItems: cute.Tensor | None,
         stream: CUstream,
     ):
+        """`mItems`: the list of tiles, of a packed batch."""
         mQ, mK, mV, mO, mLSE = tensors
         window_left, window_right = bounds
         section, num_blocks, positions, counter = grid
         tile, static = self.tile, self.static
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        is_packed, tiles = static.features.varlen, TmaTiles
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
+            tiles = RaggedTiles
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         params = Params(
             self.shapes,
-            TmaTiles.of(load, mQ, self.shapes.q),
-            TmaTiles.of(load, mK, self.shapes.k),
-            TmaTiles.of(load, mV, self.shapes.v),
-            TmaTiles.of(store, mO, self.shapes.o),
+            tiles.of(load, mQ, self.shapes.q),
+            tiles.of(load, mK, self.shapes.k),
+            tiles.of(load, mV, self.shapes.v),
+            tiles.of(store, mO, self.shapes.o),
             mO,
             mLSE,
             seqlen_q,
@@ -168,13 +176,18 @@ class FwdSm90:
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
+            WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
             make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
             extras,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(num_blocks, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=is_packed,
         )
 
     @cute.kernel
@@ -187,6 +200,9 @@ class FwdSm90:
                 shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.static.features.varlen):
+            # Until the list of tiles is complete.
+            cute.arch.griddepcontrol_wait()
 
         for_load, for_mma = self.tile.registers
         if warp_index < 4:
@@ -239,10 +255,15 @@ class FwdSm90:
 
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
-        mask = Mask(p.band, p.positions, p.seqlen_k, first_row, main.tScS, self.static.packs_heads)
-        head, batch = main.shared.head_and_batch(count)
-        sequence = batch * p.order.heads + head
-        return Tile(count, fill, head, batch, mask, p.walk(m_block), p.extras.of_head(head, batch), sequence)
+        head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
+        lengths = p.positions_of(span), span.k_len
+        mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
+        of_head, sequence = p.extras.of_head(head, span.batch), span.batch * p.order.heads + head
+        return Tile(count, fill, head, span, mask, p.walk(m_block, span), of_head, sequence)
+
+    def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
+        """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
+        return tile.span if p.work is None else p.sequence(main.shared.sequence(tile.count))
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -458,13 +479,13 @@ class FwdSm90:
         """What remains of the statistics of a tile when those of the next begin."""
         main.softmax.close(main.lse, main.inverse, tile.of_head.sink, tile.of_head.keep_scale)
         if cutlass.const_expr(main.largest is not None):
-            main.largest[0] = main.softmax.largest_of(main.tScS, p.seqlen_q - tile.mask.first_row)
+            main.largest[0] = main.softmax.largest_of(main.tScS, tile.span.q_len - tile.mask.first_row)
 
     @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
-        first_row = tile.mask.first_row
-        gLSE = cute.domain_offset((first_row,), p.mLSE[tile.batch, tile.head, None])
-        store_lse(main.lse, gLSE, main.tScS, main.thread, p.seqlen_q - first_row)
+        first_row, span = tile.mask.first_row, self._span(p, main, tile)
+        gLSE = cute.domain_offset((span.q_row(first_row),), span.of(p.mLSE, tile.head))
+        store_lse(main.lse, gLSE, main.tScS, main.thread, span.q_len - first_row)
         if cutlass.const_expr(main.largest is not None):
             raise_max_logit(p.extras.max_logit, tile.head, main.largest[0])
 
@@ -486,17 +507,18 @@ class FwdSm90:
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
         rO = self.output(main)
-        first_row = tile.mask.first_row
-        gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
+        first_row, span = tile.mask.first_row, self._span(p, main, tile)
+        gO = span.of(p.mO, tile.head)
+        gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
         # Beside other work no register is left to keep them over the tile.
-        thread = main.thread if self.static.features == PLAIN else rederived(main.thread)
+        thread = main.thread if self.static.features.weight == 0 else rederived(main.thread)
         tOcO = main.mma_pv.get_slice(thread).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
         )
-        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, p.seqlen_q - first_row)
+        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, span.q_len - first_row)
 
     @cute.jit
     def hand_over(self, main: Main, tile: Tile):

@@ -180,12 +180,16 @@ def test_refusals_come_before_any_work(
         attn_varlen(given_q, k, v, *cu, **options)
 
 
-def test_no_kernel_has_it_yet() -> None:
+def test_what_comes_back_on_cuda() -> None:
     with FakeTensorMode():
         x = torch.empty(8, 4, 64, dtype=torch.float16, device="cuda:0")
         cu = torch.empty(3, dtype=torch.int32, device="cuda:0")
-        with pytest.raises(UnsupportedError, match="attn_varlen on cuda: no kernel has it yet; move the"):
-            attn_varlen(x, x, x, cu, cu)
+        v = torch.empty(8, 4, 32, dtype=torch.float16, device="cuda:0")
+        out, lse = attn_varlen(x, x, v, cu, cu, return_lse=True)
+        assert (out.shape, out.dtype, out.device) == ((8, 4, 32), torch.float16, x.device)
+        assert (lse.shape, lse.dtype, lse.device) == ((4, 8), torch.float32, x.device)
+        with pytest.raises(UnsupportedError, match="softcap on cuda: no kernel has it yet; move the"):
+            attn_varlen(x, x, x, cu, cu, softcap=3.0)
 
 
 # The operator
