@@ -172,13 +172,11 @@ class BwdSm90Wide:
         )
 
     def bounds(self, left: Int32, right: Int32) -> tuple:
-        """Of the band. A left bound alone gets a right one that hides nothing: ptxas is short of registers
-        for that mask by itself, and would let every product wait for the one before.
+        """Of the band. Without a right bound there is one that hides nothing: ptxas is short of registers
+        for the other masks by themselves, and would let every product wait for the one before.
         """
-        has_left, has_right = self.static.has_left, self.static.has_right
-        if has_left and not has_right:
-            right = Int32(FAR)
-        return left if has_left else None, right if has_left or has_right else None
+        static = self.static
+        return left if static.has_left else None, right if static.has_right else Int32(FAR)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -357,7 +355,7 @@ class BwdSm90Wide:
         self.start_dk(p, main, fill, 0)
         # dV
         warpgroup.wait_group(2)
-        shared.do.release(fill)
+        shared.do.release_by_all(fill)
         main.free.pass_on()
         # dQ0, which leaves beside dK0
         warpgroup.wait_group(1)

@@ -12,7 +12,7 @@ from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.bwd_sm90_shared import NUM_WARPGROUPS, SMEM_ALIGN, Tile
+from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, SMEM_ALIGN, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTileSm90Wide
 from layouts.smem import SmemTile, byte_swizzle, to_cute
@@ -129,6 +129,8 @@ class Shared:
     @cute.jit
     def init_barriers(self):
         """By one thread, before a fence and a barrier of all."""
-        for ring in (self.k, self.v, self.q, self.do):
+        for ring in (self.k, self.v, self.q):
             ring.init(1, 4 * NUM_WARPGROUPS)
+        # D is read as numbers, by every thread, shortly before.
+        self.do.init(1, BOTH)
         self.dq.init(WARPGROUP_THREADS, 1)
