@@ -289,6 +289,7 @@ SM90_FWD = (
         checks_cut_sums=True,
         max_keys=1024,
         is_bounded=True,
+        max_weight=LIGHT,
         measured=_SWEEP + "causal 261/353/484 TFLOP/s",
     ),
     FwdTileSm90(
@@ -302,7 +303,7 @@ SM90_FWD = (
         max_weight=LIGHT,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
     FwdTileSm90(96, 128, 128, 2, 2, True, measured=_BY_WIDTH),
     FwdTileSm90(128, 128, 128, 2, 2, True, measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s"),
     FwdTileSm90(192, 128, 96, 2, 1, measured=_BY_WIDTH),
