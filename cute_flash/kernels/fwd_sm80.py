@@ -9,6 +9,9 @@ For each tile of query rows, over blocks j of keys from the last visible one to 
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
+Where they are asked for, softcap and ALiBi change S before the mask, dropout P after its sums were taken, and
+a sink l and the LSE at the end (`extras`).
+
 | warps      | rows                                                                    |
 |------------|-------------------------------------------------------------------------|
 | all, alike | tile_m / num_warps each (16 or 32); every warp reads all of K and V     |

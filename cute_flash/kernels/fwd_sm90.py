@@ -9,6 +9,9 @@ For each tile of query rows, over blocks j of keys, those that a right bound cut
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
+Where they are asked for, softcap and ALiBi change S before the mask, dropout P after its sums were taken, and
+a sink l and the LSE at the end (`extras`).
+
 Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while the softmax of neither waits.
 
 | warpgroup | warps | role                                                                                  |
@@ -503,6 +506,10 @@ class FwdSm90:
         convert(main.acc_O, rO, range(self.tile.width_v // 16))
         return rO
 
+    def thread(self, main: Main) -> Int32:
+        """At the end of a tile. Beside other work no register is left to keep addresses over its blocks."""
+        return main.thread if self.static.features.weight == 0 else rederived(main.thread)
+
     @cute.jit
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
@@ -511,9 +518,7 @@ class FwdSm90:
         gO = span.of(p.mO, tile.head)
         gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
-        # Beside other work no register is left to keep them over the tile.
-        thread = main.thread if self.static.features.weight == 0 else rederived(main.thread)
-        tOcO = main.mma_pv.get_slice(thread).partition_C(coords)
+        tOcO = main.mma_pv.get_slice(self.thread(main)).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
@@ -526,7 +531,7 @@ class FwdSm90:
         rO = self.output(main)
         sO = main.shared.output_stage(main.warpgroup, tile.count)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
-        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
+        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(self.thread(main))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))

@@ -15,7 +15,7 @@ import torch
 from cute_flash.arch import detect
 from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
-from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
 from tests.gpu import families, feature_cases, small_case, test_banks
@@ -58,7 +58,8 @@ def keys() -> Iterator[CompileKey]:
                     yield plan(problem, arch, is_packable=True).key
             except UnsupportedError:
                 continue
-            yield from gradient_keys(problem, family)
+            if problem.features == PLAIN:
+                yield from gradient_keys(problem, family)
     in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
     for problem, family in itertools.product((*deterministic_problems(), *in_order), families.runnable()):
         yield from gradient_keys(problem, family, deterministic=True)
