@@ -166,12 +166,17 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
         *grads, dalibi, dsinks = reference.backward_with(
             score, (dout, dlse), q, k, v, out, lse, asked.band, asked.scale
         )
+    found = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
+    return *found, *_per_head(asked, q, dalibi, dsinks)
+
+
+def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | None) -> list[Tensor]:
+    """From gradients (B, H) and (H) to those of the call's slopes and sinks, which may share a slope."""
     if asked.alibi is not None and asked.alibi.dim() == 1:
+        assert dalibi is not None
         dalibi = dalibi.sum(dim=0)
-    found = [torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True)]
-    for x, grad in ((asked.alibi, dalibi), (asked.sinks, dsinks)):
-        found.append(_like(x, q) if x is None else _like(x, q).copy_(grad))
-    return tuple(found)
+    given = ((asked.alibi, dalibi), (asked.sinks, dsinks))
+    return [_like(x, q) if x is None or grad is None else _like(x, q).copy_(grad) for x, grad in given]
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
@@ -183,16 +188,21 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
         grads = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
         return *grads, _like(None, q), _like(None, q)
-    return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
+    if replace(problem.features, return_max_logit=False) == PLAIN:
+        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
+    from cute_flash import backward_general
+
+    *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, asked, problem)
+    return *grads, *_per_head(asked, q, dalibi, dsinks)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     q, k, v, *how = inputs
     asked = How(*how)
     out, lse, max_logit = output
+    ctx.mark_non_differentiable(max_logit)
     # Gradients on a GPU are computed in threads of autograd's, which do not see it.
     ctx.family = planning.chosen_family()
-    ctx.mark_non_differentiable(max_logit)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *(getattr(asked, name) for name in TENSORS))
     nothing: dict[str, Any] = dict.fromkeys(TENSORS)

@@ -18,9 +18,8 @@ from cute_flash.problem import (
     UnsupportedError,
     check_gradient_features,
 )
-from cute_flash.work import max_items
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
-from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
 from cute_flash.work import max_items
 
 # Kernel families in the order of preference, and the least architecture each needs.
@@ -189,6 +188,7 @@ class BwdPlan:
     def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
+        static = replace(static, features=static.features.in_gradients)
         if not sees_mask:
             static = replace(static, has_left=False, has_right=False, features=PLAIN)
         return CompileKey(kernel, static, self.tile, self.arch.name + "a" * (self.family == "sm90"))
@@ -200,7 +200,8 @@ class BwdPlan:
     @property
     def main(self) -> CompileKey:
         variant = "_ordered" * self.is_ordered + "_wide" * isinstance(self.tile, BwdTileSm90Wide)
-        return self.key(f"bwd_{self.family}{variant}", sees_mask=True)
+        general = "_general" * (self.problem.features.in_gradients != PLAIN)
+        return self.key(f"bwd_{self.family}{variant}{general}", sees_mask=True)
 
     @property
     def after(self) -> CompileKey:
@@ -215,6 +216,12 @@ class BwdPlan:
         """Tiles of keys."""
         problem = self.problem
         return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
+
+    @property
+    def num_slope_sums(self) -> int:
+        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys."""
+        warps = self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
+        return ceil_div(self.problem.seqlen_k, self.tile.tile_n) * warps
 
     @property
     def num_blocks(self) -> int:
@@ -253,7 +260,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
     """Which gradients no kernel computes, and what would work."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     by = "" if asked is None else f" by kernel family {asked!r}"
-    where = f"head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
+    names = "".join(f"{name} and " for name in problem.features.in_gradients.names)
+    where = f"{names}head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
     if deterministic:
         return (
             f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
@@ -264,8 +272,9 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
             f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
             "move q, k, v to the CPU, or call attn under torch.no_grad()"
         )
+    least = "only on sm_90" + (", up to head_dim=128" if names else "")
     return (
-        f"the gradient of attn with {where}: it has no kernel for it (only on sm_90); "
+        f"the gradient of attn with {where}: it has no kernel for it ({least}); "
         "ask for 'sm80', or for no family"
     )
 

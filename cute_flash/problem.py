@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from cute_flash.band import Band
 
@@ -14,8 +14,7 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # What kernels have beyond plain attention.
 FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
-# The largest logit has no gradient, and changes none.
-GRADIENT_FEATURES = ("return_max_logit",)
+GRADIENT_FEATURES = tuple(name for name in FORWARD_FEATURES if name not in ("varlen", "seqused_k"))
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 
@@ -56,6 +55,11 @@ class Features:
     def weight(self) -> int:
         """How many more registers a forward kernel needs with them, in no unit."""
         return 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
+
+    @property
+    def in_gradients(self) -> Features:
+        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none."""
+        return replace(self, sinks=False, return_max_logit=False)
 
 
 PLAIN = Features()

@@ -41,10 +41,11 @@ from cute_flash.device.ldmatrix import Landing, Operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.score_bwd import BlockScores, Terms
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_gradients, fake_items
+from cute_flash.kernels.arguments import DTYPES, fake_gradients
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
 from cute_flash.work import HEADER
@@ -79,6 +80,7 @@ class Params:
     mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
+    terms: Terms | None  # of scores that are more than products
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Main:
     ds_landing: Landing
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
+    dslope: cute.Tensor | None  # (1), of the head at hand
 
 
 def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
@@ -136,14 +139,13 @@ class BwdSm80:
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        packed = "_varlen" if s.features.varlen else ""
-        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{packed}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
         tensors = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        items = (fake_items(),) if self.static.features.varlen else ()
-        return (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True), *items)
+        return (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -162,8 +164,24 @@ class BwdSm80:
         window_right: Int32,
         section: Int32,
         stream: CUstream,
-        mItems: cute.Tensor | None = None,
     ):
+        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV), (window_left, window_right)
+        self.launch(tensors, scale, bounds, section, None, None, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        scale: Float32,
+        bounds: tuple,
+        section: Int32,
+        terms: Terms | None,
+        mItems: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """`mItems`: the list of tiles, of a packed batch."""
+        mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV = tensors
+        window_left, window_right = bounds
         tile, static = self.tile, self.static
         is_packed = static.features.varlen
         if cutlass.const_expr(is_packed):
@@ -181,6 +199,7 @@ class BwdSm80:
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
             self.s_grid.mma(), self.kv_grid.mma(), self.q_grid.mma(),
+            terms,
         )  # fmt: skip
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -209,6 +228,8 @@ class BwdSm80:
         main = self._main(p, shared, span, thread, first_row)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
+        if cutlass.const_expr(main.dslope is not None):
+            main.dslope.fill(0.0)
 
         # Keys that no query sees load nothing: a late copy would land on what passes through sKV.
         blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
@@ -220,6 +241,8 @@ class BwdSm80:
             self.main_loop(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
+        if cutlass.const_expr(self.static.features.dropout):
+            main.acc_dV.store(main.acc_dV.load() * p.terms.keep_scale)
         rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
@@ -269,6 +292,7 @@ class BwdSm80:
             landing,
             cute.make_rmem_tensor(acc_shape, Float32),
             cute.make_rmem_tensor(acc_shape, Float32),
+            cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
         )
 
     @cute.jit
@@ -289,6 +313,10 @@ class BwdSm80:
             next_head = head + 1 if is_last_of_head else head
             following = (next_block, next_head, batch)
             self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
+            if cutlass.const_expr(main.dslope is not None):
+                if is_last_of_head:
+                    part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
+                    p.terms.store_dslope(main.dslope, head, batch, part)
             m_block, head, left = next_block, next_head, left - 1
 
     @cute.jit
@@ -334,20 +362,25 @@ class BwdSm80:
         if cutlass.const_expr(tile.stages == 2):
             self.load_following(p, main, following, left)
 
+        scores = self.scores(p, main, where)
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
+        if cutlass.const_expr(scores is not None):
+            scores.cap(acc_S)
         if is_cut:
-            lengths = main.span.k_len, main.span.q_len
-            mask = Mask(p.band, *lengths, rederived(main.first_row), self.coordinates(p, main))
+            mask = self.mask(p, main)
             mask.apply(as_mn(acc_S), m_block * tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
-        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            S_mn[r, None].store(
-                cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
-            )
         rP = cute.make_fragment_like(acc_S, self.dtype)
-        rP.store(acc_S.load().to(self.dtype))
+        if cutlass.const_expr(scores is not None):
+            scores.weigh(acc_S, rP, lse)
+        else:
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                S_mn[r, None].store(
+                    cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
+                )
+            rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
         if cutlass.const_expr(tile.keeps_p):
             self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
@@ -357,10 +390,15 @@ class BwdSm80:
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
         self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
         d, dP_mn = self.of_columns(p, main, stage + tile.stages), as_mn(acc_dP)
-        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
+        if cutlass.const_expr(scores is not None):
+            if cutlass.const_expr(scores.keeps_tangent):
+                lse = self.of_columns(p, main, stage)
+            scores.differentiate(acc_S, acc_dP, lse, d, main.dslope)
+        else:
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
         rdS = cute.make_fragment_like(acc_dP, self.dtype)
-        rdS.store(acc_dP.load().to(self.dtype))
+        rdS.store((acc_dP if scores is None else acc_S).load().to(self.dtype))
         main.ds_landing.store(rdS)
 
         # dK += dS^T Q
@@ -390,6 +428,17 @@ class BwdSm80:
         acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
         acc.fill(0.0)
         return acc
+
+    def mask(self, p: Params, main: Main) -> Mask:
+        lengths = main.span.k_len, main.span.q_len
+        return Mask(p.band, *lengths, rederived(main.first_row), self.coordinates(p, main))
+
+    def scores(self, p: Params, main: Main, where: tuple) -> BlockScores | None:
+        if p.terms is None:
+            return None
+        m_block, head, batch = where
+        first_query, row_step = m_block * self.tile.tile_m, 16 * self.tile.warps_s
+        return p.terms.block(self.mask(p, main), head, batch, first_query, True, row_step)
 
     def coordinates(self, p: Params, main: Main) -> cute.Tensor:
         """(key, query) within the tile of every element of S^T."""

@@ -43,6 +43,7 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -50,7 +51,7 @@ from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
-from cute_flash.problem import Static
+from cute_flash.problem import PLAIN, Static
 from cute_flash.tiles import WARPGROUP_ROWS
 from cute_flash.tiles_bwd import BwdTileSm90
 
@@ -79,6 +80,7 @@ class Main:
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
     turns: Turns
+    dslope: cute.Tensor | None  # (1), of the head at hand
 
 
 class BwdSm90:
@@ -88,6 +90,7 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
+        self.has_score = static.features != PLAIN
         # In order every tile has a block of its own: who is waited for has begun.
         self.draws_tiles = (static.has_left or static.has_right) and not self.is_ordered
 
@@ -96,7 +99,8 @@ class BwdSm90:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         ordered = "_ordered" if self.is_ordered else ""
-        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
@@ -125,6 +129,17 @@ class BwdSm90:
         counter: Int64,
         stream: CUstream,
     ):
+        tensors = mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV
+        bounds, grid = (window_left, window_right), (section, num_blocks, counter)
+        self.launch(tensors, scale, bounds, grid, None, stream)
+
+    @cute.jit
+    def launch(
+        self, tensors: tuple, scale: Float32, bounds: tuple, grid: tuple, terms: Terms | None, stream: CUstream
+    ):
+        mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
+        window_left, window_right = bounds
+        section, num_blocks, counter = grid
         tile, static = self.tile, self.static
         load = cpasync.CopyBulkTensorTileG2SOp()
         batch, heads_kv, seqlen_k, _ = mK.shape
@@ -159,6 +174,7 @@ class BwdSm90:
             make_mma(self.dtype, tile.tile_m, False, K, K),
             make_mma(self.dtype, tile.head_dim, True, K, MN),
             make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
+            terms,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -222,7 +238,11 @@ class BwdSm90:
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
             Turns(FIRST_TURN, NUM_WARPGROUPS, wg),
+            cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
         )
+
+    def dv_factor(self, p: Params) -> Float32:
+        return p.terms.keep_scale if self.static.features.dropout else Float32(1.0)
 
     @cute.jit
     def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
@@ -247,18 +267,22 @@ class BwdSm90:
         mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
+        if cutlass.const_expr(main.dslope is not None):
+            main.dslope.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = tile.walk.num * p.heads_per_kv
         shared.v.wait_full(tile.count)
         # On the way through the blocks of a head: counted along, for a division takes long.
-        i = Int32(0)
+        place = (Int32(0),)
+        if cutlass.const_expr(self.has_score):
+            place = (Int32(0), tile.head_kv * p.heads_per_kv)
         if total > 0:
-            i = self.one_block(p, main, tile, mask, operands, (begin, i), 0)
+            place = self.one_block(p, main, tile, mask, operands, (begin, place), 0)
         if total > 1:
-            i = self.one_block(p, main, tile, mask, operands, (begin + 1, i), 1)
+            place = self.one_block(p, main, tile, mask, operands, (begin + 1, place), 1)
         for fill in cutlass.range(begin + 2, begin + total, unroll=1):
-            i = self.one_block(p, main, tile, mask, operands, (fill, i), 2)
+            place = self.one_block(p, main, tile, mask, operands, (fill, place), 2)
         shared.v.release(tile.count)
         if total > 0:
             last = begin + total - 1
@@ -273,7 +297,7 @@ class BwdSm90:
             shared.q.release_by_all(last)
         cute.arch.sync_warp()
         shared.k.release(tile.count)
-        self.write(p.mdV, main.acc_dV, tile, main, p, Float32(1.0))
+        self.write(p.mdV, main.acc_dV, tile, main, p, self.dv_factor(p))
         self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
 
     @cute.jit
@@ -293,7 +317,7 @@ class BwdSm90:
         for the other's dS. `blocks_before`: 2 stands for any number above. `where`: the number of the block
         among all of this thread block, and among those of its head, of which the next one's is returned.
         """
-        fill, i = where
+        fill, (i, *_) = where
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
@@ -326,19 +350,45 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
+        if cutlass.const_expr(self.has_score):
+            first_query = tile.block(i) * self.tile.tile_m
+            scores = p.terms.block(mask, where[1][1], tile.batch, first_query, turned=True)
         if cutlass.const_expr(self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         warpgroup.wait_group(1)
         if cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
+        if cutlass.const_expr(self.has_score):
+            scores.cap(acc_S)
         self.mask(p, tile, mask, acc_S, i)
-        self.exponentiate(p, acc_S, rLSE)
-        convert(acc_S, rP)
+        if cutlass.const_expr(self.has_score):
+            scores.weigh(acc_S, rP, rLSE)
+        else:
+            self.exponentiate(p, acc_S, rLSE)
+            convert(acc_S, rP)
         # dS^T = P^T (dP^T - D)
         warpgroup.wait_group(0)
-        self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
+        if cutlass.const_expr(self.has_score):
+            sLSE, sD = (self.rows(main, sX, stage) for sX in (shared.sLSE, shared.sD))
+            scores.differentiate(acc_S, acc_dP, sLSE, sD, main.dslope)
+        else:
+            self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
-        return cutlass.select_(i + 1 == tile.walk.num, Int32(0), i + 1)
+        return self.following(p, main, tile, where[1])
+
+    @cute.jit
+    def following(self, p: Params, main: Main, tile: Tile, place: tuple):
+        """Where the next block is on the way through those of a head, and, where it matters, the next head."""
+        is_last = place[0] + 1 == tile.walk.num
+        i = cutlass.select_(is_last, Int32(0), place[0] + 1)
+        found = (i,)
+        if cutlass.const_expr(self.has_score):
+            if cutlass.const_expr(p.terms.slopes is not None):
+                if is_last:
+                    part = (tile.n_block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
+                    p.terms.store_dslope(main.dslope, place[1], tile.batch, part)
+            found = (i, place[1] + Int32(is_last))
+        return found
 
     @cute.jit
     def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
@@ -366,6 +416,12 @@ class BwdSm90:
         self.stage_dq(main, acc_dQ, fill)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.tell_dq(main, fill)
+
+    def rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """LSE or D of this thread's columns, where they are."""
+        coords = as_mn(main.tScS)
+        columns = cute.make_layout((2, cute.size(coords, mode=[1]) // 2), stride=(1, 8))
+        return cute.make_tensor(sX[None, stage].iterator + coords[0, 0][1], columns)
 
     @cute.jit
     def load_rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:

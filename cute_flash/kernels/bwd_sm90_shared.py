@@ -11,6 +11,7 @@ from cute_flash.band import Band, BlockRange, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.score_bwd import Terms
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
@@ -75,6 +76,7 @@ class Params:
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
+    terms: Terms | None  # of scores that are more than products
 
     def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
         tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
