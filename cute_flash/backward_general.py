@@ -28,7 +28,8 @@ _launches: dict[tuple, Launch] = {}
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, problem: Problem) -> Gradients:
     """`problem` describes the call, and was checked."""
     if problem.is_empty:
-        return *map(torch.zeros_like, (q, k, v)), *_of_nothing(dlse, lse, how, problem)
+        zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return *zeros, *_of_nothing(dlse, lse, how, problem)
     deterministic = how.deterministic or backward.is_mode_deterministic()
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
@@ -57,9 +58,7 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, problem: Problem) -> Gradi
 
     window = backward.kernel_window(how.window_left, how.window_right)
     is_plain = problem.features.in_gradients == PLAIN
-    found: Any = launch(
-        dout, dlse, q, k, v, out, lse, how.scale, window, None if is_plain else terms, finish
-    )
+    found: Any = launch(dout, dlse, q, k, v, out, lse, how.scale, window, None if is_plain else terms, finish)
     return found
 
 
@@ -72,7 +71,7 @@ def _num_blind(problem: Problem) -> int:
 
 
 def _dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int) -> Tensor:
-    """-Σ exp(sink - LSE) Δ over batch and queries. Those that see no key have Δ = -dLSE, whatever flows in."""
+    """-Σ exp(sink - LSE) Δ over batch and queries. Blind ones have Δ = -dLSE, whatever flows into them."""
     # Without a sink such a query has an LSE of -inf, and no weight.
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     total = sinks.new_zeros(sinks.shape, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Which scores of a block dropout keeps, as bits: the backward asks twice, for dV and for dP.
 
-Two calls of Philox draw for 2 rows and 4 columns of a thread, which is one byte: a step. The steps are a loop,
-short enough to run beside the tensor cores, before the scores are there.
+Two calls of Philox draw for 2 rows and 4 columns of a thread, which is one byte: a step. The steps are a
+loop, short enough to run beside the tensor cores, before the scores are there.
 """
 
 from dataclasses import dataclass

@@ -39,8 +39,8 @@ class Terms:
     def block(
         self, mask: Mask, head: Int32, batch: Int32, first_col: Int32, turned: bool, row_step: int = 16
     ) -> "BlockScores":
-        """The scores of a mask's rows, from a column on; `turned`: rows are keys. `row_step`: from one m16 tile
-        of a thread to the next.
+        """The scores of a mask's rows, from a column on; `turned`: rows are keys. `row_step`: from one m16
+        tile of a thread to the next.
         """
         score, kept, distance = self.score, None, None
         if self.slopes is not None:

@@ -23,8 +23,6 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 | sRows         | 2 stages x tile_m, fp32  | LSE and D of one block of queries                |
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -37,7 +35,7 @@ from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
-from cute_flash.device.ldmatrix import Landing, Operand
+from cute_flash.device.ldmatrix import Operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
@@ -46,6 +44,7 @@ from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_gradients
+from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
 from cute_flash.work import HEADER
@@ -53,69 +52,6 @@ from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
 FLOATS = 4  # in 16 bytes
-
-
-@dataclass(frozen=True)
-class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
-    are (1, H, T, D).
-    """
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mdO: cute.Tensor
-    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-    scale: Float32
-    scale_log2: Float32
-    band: Band  # of keys over queries: left and right change places
-    order: TileOrder | None
-    work: WorkList | None  # of a packed batch
-    copy_in: cute.TiledCopy
-    copy_out: cute.TiledCopy
-    mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
-    mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
-    mma_q: cute.TiledMma  # dS K: queries x head_dim
-    terms: Terms | None  # of scores that are more than products
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Tiles of one kind stand in one tensor, so that their operands share addresses."""
-
-    sKV: cute.Tensor  # (tile_n, tile_d, K or V)
-    sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
-    sdSP: cute.Tensor  # (tile_n, tile_m, dS or P)
-    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
-
-
-@dataclass(frozen=True)
-class Main:
-    """What one block of the main loop works on."""
-
-    thread: Int32
-    shared: Shared
-    span: Sequence
-    first_row: Int32
-    k: Operand  # S^T = K Q^T
-    q: Operand
-    v: Operand  # dP^T = V dO^T
-    do: Operand
-    p: Operand  # dV += P^T dO, where P is in shared memory
-    do_t: Operand
-    ds: Operand  # dK += dS^T Q, likewise
-    q_t: Operand
-    ds_t: Operand  # dQ = dS K
-    k_t: Operand
-    p_landing: Landing
-    ds_landing: Landing
-    acc_dK: cute.Tensor
-    acc_dV: cute.Tensor
-    dslope: cute.Tensor | None  # (1), of the head at hand
 
 
 def dq_grid(tile: BwdTile, dtype) -> WarpGrid:

@@ -135,7 +135,13 @@ class BwdSm90:
 
     @cute.jit
     def launch(
-        self, tensors: tuple, scale: Float32, bounds: tuple, grid: tuple, terms: Terms | None, stream: CUstream
+        self,
+        tensors: tuple,
+        scale: Float32,
+        bounds: tuple,
+        grid: tuple,
+        terms: Terms | None,
+        stream: CUstream,
     ):
         mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
         window_left, window_right = bounds
@@ -378,7 +384,7 @@ class BwdSm90:
 
     @cute.jit
     def following(self, p: Params, main: Main, tile: Tile, place: tuple):
-        """Where the next block is on the way through those of a head, and, where it matters, the next head."""
+        """Where the next block is on the way through those of a head, and, where it matters, its head."""
         is_last = place[0] + 1 == tile.walk.num
         i = cutlass.select_(is_last, Int32(0), place[0] + 1)
         found = (i,)
