@@ -53,7 +53,7 @@ def attn(
         torch SDPA) or "bshd" (as in flash-attn). deterministic: gradients with the same bits every time, also
         asked for by `torch.use_deterministic_algorithms`.
 
-    Also on CUDA, but without gradients there so far (docs/semantics.md says exactly what they do):
+    More than plain attention (docs/semantics.md says exactly what they do):
         softcap: scores become softcap · tanh(score / softcap). alibi: slopes, (H) or (B, H), of a bias
         -slope · |distance| on the scores. sinks: (H), a logit for each head that takes part in the softmax
         and has no value. dropout: the probability that a weight is dropped, by torch's generator.

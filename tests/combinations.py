@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_flash import reference
 from cute_flash.band import Band
 from cute_flash.philox import Dropout
+from cute_flash.problem import Features, Problem
 
 # Every draw of dropout in tests: (seed, offset).
 RNG = (0x1234_5678_9ABC_DEF0, 77)
@@ -65,6 +66,13 @@ class Combination:
             features={name: value for name, value in some.items() if pick.random() < 0.5},
         )
 
+    @property
+    def problem(self) -> Problem:
+        sizes = self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim
+        width_v = None if self.head_dim_v == self.head_dim else self.head_dim_v
+        dtype, asked = str(self.dtype).removeprefix("torch."), dict.fromkeys(self.features, True)
+        return Problem(*sizes, dtype, self.band, width_v, Features(**asked))
+
     def tensors(self) -> dict[str, Tensor]:
         """q, k, v, and the slopes and sinks if asked for."""
         generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
@@ -92,7 +100,8 @@ class Combination:
         alibi, p = tensors.get("alibi"), self.features.get("dropout")
         if alibi is not None:
             alibi = alibi.expand(self.batch, self.heads)
-        dropout = None if p is None else Dropout(p, torch.tensor(RNG), self.heads, first)
+        rng = torch.tensor(RNG, device=next(iter(tensors.values())).device)
+        dropout = None if p is None else Dropout(p, rng, self.heads, first)
         return reference.Score(self.features.get("softcap"), alibi, tensors.get("sinks"), dropout)
 
     def options(self, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ NAMES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_cuda_the_forward_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_have_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "detect", lambda index: arch.ARCHS["sm_90"])
     monkeypatch.setattr(api, "draw_rng", lambda device: torch.empty(2, dtype=torch.int64, device=device))
     with FakeTensorMode():
@@ -130,18 +130,16 @@ def test_on_cuda_the_forward_has_them(name: str, monkeypatch: pytest.MonkeyPatch
         found = attn(x, x, x, return_lse=True, **options)
         assert [t.shape for t in found[:2]] == [x.shape, x.shape[:3]]
         assert supports(x, x, x, **options)
-        # Whether there are gradients is asked with `deterministic` only.
-        answer = supports(x, x, x, **options, deterministic=True)
+        assert supports(x, x, x, **options, deterministic=True)
     problem = Problem(1, 4, 4, 8, 8, 64, features=Features(**{name: True}))
-    for found_arch in ("sm_80", "sm_90"):
+    for found_arch in ("sm_80", "sm_86", "sm_90"):
         assert plan(problem, arch.ARCHS[found_arch]).key.static.features == problem.features
-    if name == "return_max_logit":
-        assert answer and bwd_plan(problem, arch.ARCHS["sm_90"])
-        return
-    message = f"^the gradient of attn with {name} on cuda: there is no backward kernel yet; move the tensors "
-    with pytest.raises(UnsupportedError, match=message) as raised:
-        bwd_plan(problem, arch.ARCHS["sm_90"])
-    assert not answer and answer.reason == str(raised.value)
+        gradients = bwd_plan(problem, arch.ARCHS[found_arch])
+        # A sink is in the LSE, and the largest logit has no gradient.
+        changes_main = name not in ("sinks", "return_max_logit")
+        assert gradients.main.kernel.endswith("_general") == changes_main
+        assert gradients.main.static.features == (problem.features if changes_main else PLAIN)
+        assert gradients.before(True).static.features is gradients.after.static.features is PLAIN
     problem.check("cpu")
 
 
@@ -155,17 +153,6 @@ def test_no_kernel_has_them_yet(name: str) -> None:
         ):
             planned(problem, arch.ARCHS["sm_90"])
     problem.check("cpu")
-
-
-def test_gradients_on_cuda_are_refused_by_name() -> None:
-    x = torch.empty(1, 4, 8, 64, dtype=torch.float16)
-    given = (x, None, x, x, x, x, torch.empty(1, 4, 8))
-    for name, how in (
-        ("softcap", How(0.3, None, None, softcap=1.0)),
-        ("sinks", How(0.3, None, 0, sinks=x[0, :, 0, 0])),
-    ):
-        with pytest.raises(UnsupportedError, match=f"the gradient of attn with {name} on cuda"):
-            general._bwd_cuda(*given, *how)
 
 
 def test_presence_is_static_and_values_are_not() -> None:

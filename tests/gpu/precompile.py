@@ -1,7 +1,9 @@
 """Compile the kernels that the GPU tests need, in parallel, before the first test waits for one.
 
-python -m tests.gpu.precompile DIR [JOBS]
+python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
+
+SET: plain, study, features; all of them by default.
 """
 
 import itertools
@@ -18,17 +20,16 @@ from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, feature_cases, small_case, test_banks
+from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks
 
 DTYPES = (torch.bfloat16, torch.float16)
+COMBINATIONS = 300  # the default of `--combinations`
 
 
 def problems() -> Iterator[Problem]:
     for case, dtype in itertools.product((*cases.GPU, *small_case.SMALL), DTYPES):
         yield case.problem(dtype)
     yield from deterministic_problems()
-    for asked in feature_cases.CASES:
-        yield asked.problem()
     for widths, band, rows in itertools.product(cases.OTHER_WIDTHS, cases.OTHER_WIDTH_BANDS, (200, 3)):
         head_dim, head_dim_v = widths
         yield Problem(2, 8, 2, rows, 333, head_dim, "bfloat16", band, head_dim_v)
@@ -78,11 +79,28 @@ def study_keys() -> Iterator[CompileKey]:
             yield replace(key, tile=replace(key.tile, layout=layout))
 
 
+def feature_keys() -> Iterator[CompileKey]:
+    """Those of the forward tests, and forward and backward of the tests of gradients."""
+    arch = detect(0)
+    for asked, family in itertools.product(feature_cases.CASES, families.runnable()):
+        with use_kernels(family):
+            yield plan(asked.problem(), arch, is_packable=True).key
+    yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
+
+
+SETS = {"plain": keys, "study": study_keys, "features": feature_keys}
+
+
 def main() -> None:
     os.environ["CUTE_FLASH_CACHE_DIR"] = os.path.abspath(sys.argv[1])
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else os.cpu_count() or 1
-    wanted = list(dict.fromkeys(itertools.chain(keys(), study_keys())))
-    compiled = sum(precompile_all(wanted, jobs))
+    chosen = sys.argv[3:] or list(SETS)
+    wanted = list(dict.fromkeys(itertools.chain.from_iterable(SETS[name]() for name in chosen)))
+    compiled = 0
+    for done, is_new in enumerate(precompile_all(wanted, jobs), start=1):
+        compiled += is_new
+        if done % 20 == 0:
+            print(f"{done} of {len(wanted)}", flush=True)
     print(f"{compiled} of {len(wanted)} kernels compiled, {jobs} at a time")
 
 
