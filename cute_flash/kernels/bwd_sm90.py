@@ -42,13 +42,15 @@ from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.sequence import WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
-from cute_flash.kernels.arguments import fake_counters, fake_gradients
+from cute_flash.kernels.arguments import fake_counters, fake_gradients, fake_items
 from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS
@@ -89,20 +91,23 @@ class BwdSm90:
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
         # In order every tile has a block of its own: who is waited for has begun.
-        self.draws_tiles = (static.has_left or static.has_right) and not self.is_ordered
+        differs = static.has_left or static.has_right or static.features.varlen
+        self.draws_tiles = differs and not self.is_ordered
 
     @property
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         ordered = "_ordered" if self.is_ordered else ""
-        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}"
+        packed = "_varlen" if s.features.varlen else ""
+        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{packed}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
         order = fake_counters(given[6]) if self.is_ordered else None
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
-        return (*given, order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        items = (fake_items(),) if self.static.features.varlen else ()
+        return (*given, order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True), *items)
 
     @cute.jit
     def __call__(
@@ -124,9 +129,14 @@ class BwdSm90:
         num_blocks: Int32,
         counter: Int64,
         stream: CUstream,
+        mItems: cute.Tensor | None = None,
     ):
         tile, static = self.tile, self.static
         load = cpasync.CopyBulkTensorTileG2SOp()
+        is_packed, tiles = static.features.varlen, TmaTiles
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
+            tiles = RaggedTiles
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
@@ -138,10 +148,10 @@ class BwdSm90:
             turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         params = Params(
             self.shapes,
-            TmaTiles.of(load, mQ, self.shapes.q),
-            TmaTiles.of(load, mdO, self.shapes.q),
-            TmaTiles.of(load, mK, self.shapes.k),
-            TmaTiles.of(load, mV, self.shapes.k),
+            tiles.of(load, mQ, self.shapes.q),
+            tiles.of(load, mdO, self.shapes.q),
+            tiles.of(load, mK, self.shapes.k),
+            tiles.of(load, mV, self.shapes.k),
             mLSE,
             mD,
             mdQ,
@@ -156,6 +166,7 @@ class BwdSm90:
             # The longest first; in order, the last: who is waited for must have begun.
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
             TileQueue(num_n_blocks * heads_kv * batch, counter, self.draws_tiles),
+            WorkList(mItems, heads_kv, section) if is_packed else None,
             make_mma(self.dtype, tile.tile_m, False, K, K),
             make_mma(self.dtype, tile.head_dim, True, K, MN),
             make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
@@ -244,7 +255,7 @@ class BwdSm90:
         """dK and dV of a tile of keys."""
         shared, begin = main.shared, tile.fill
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
-        mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
+        mask = Mask(p.band, tile.span.k_len, tile.span.q_len, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
@@ -397,7 +408,7 @@ class BwdSm90:
     def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, i: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
         m_block, blocks = tile.block(i), tile.blocks
-        is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
+        is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
@@ -432,13 +443,15 @@ class BwdSm90:
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
+        # That of a packed batch is read again, not kept in registers until now.
+        span = tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+        gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
-        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, p.seqlen_k - first_row)
+        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, span.k_len - first_row)
 
 
 class BwdSm90Ordered(BwdSm90):
