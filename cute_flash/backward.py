@@ -22,7 +22,7 @@ _launches: dict[tuple, Launch] = {}
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Grads:
     """The CUDA kernel of `cute_flash::bwd`."""
-    deterministic = deterministic or _is_mode_deterministic()
+    deterministic = deterministic or is_mode_deterministic()
     # Everything that decides the launch but the addresses and the values of the window. The kernels check the
     # shapes and dtypes of dout, out, lse and dlse by themselves.
     signature = (
@@ -38,7 +38,7 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=Fa
     return launch(dout, dlse, q, k, v, out, lse, scale, window)
 
 
-def _is_mode_deterministic() -> bool:
+def is_mode_deterministic() -> bool:
     """Whether torch was told to be deterministic, and not just to warn."""
     return torch.are_deterministic_algorithms_enabled() and (
         not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -197,6 +197,8 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None
     static = problem.static
     rows: tuple[AnyBwdTile, ...] = SM90_BWD if family == "sm90" else SM80_BWD[arch.name]
     for tile in rows:
+        if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
+            continue
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
     return None
