@@ -13,7 +13,7 @@ from cute_flash.band import ceil_div
 from cute_flash.problem import PLAIN, Features, Problem, Static, UnsupportedError
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
-from cute_flash.work import max_items, num_padded_blocks
+from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -61,7 +61,12 @@ def _check_family(family: str) -> None:
 
 @dataclass(frozen=True)
 class AnyTile:
-    """That of a kernel to which the sizes of tiles are arguments."""
+    """That of a kernel to which the sizes of tiles are arguments: one that lists them."""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Classes, and sums of warps of them."""
+        return 4 * (BUCKETS + BUCKETS // 32)
 
 
 @dataclass(frozen=True)

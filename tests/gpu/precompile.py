@@ -1,6 +1,6 @@
 """Compile the kernels that the GPU tests need, in parallel, before the first test waits for one.
 
-python -m tests.gpu.precompile DIR [JOBS]
+python -m tests.gpu.precompile DIR [JOBS [packed]]    "packed": only those of packed batches
 python -m pytest tests/gpu --kernel-cache=DIR
 """
 
@@ -18,7 +18,7 @@ from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, small_case, test_banks
+from tests.gpu import families, small_case, test_banks, varlen_cases
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -43,6 +43,28 @@ def gradient_keys(problem: Problem, family: str, deterministic: bool = False) ->
     except UnsupportedError:
         return
     yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
+
+
+def packed_keys() -> Iterator[CompileKey]:
+    arch = detect(0)
+    for case, dtype in itertools.product((*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS), DTYPES):
+        problem = varlen_cases.problem_of(case, dtype)
+        for family in families.runnable():
+            try:
+                with use_kernels(family):
+                    forward = plan(problem, arch)
+            except UnsupportedError:
+                continue
+            yield from (forward.prepare, forward.key)
+            for deterministic in (False, True):
+                try:
+                    with use_kernels(family):
+                        gradients = bwd_plan(problem, arch, deterministic)
+                except UnsupportedError:
+                    # Those of wide heads are the other family's.
+                    continue
+                yield gradients.prepare
+                yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
 
 
 def keys() -> Iterator[CompileKey]:
@@ -78,7 +100,11 @@ def study_keys() -> Iterator[CompileKey]:
 def main() -> None:
     os.environ["CUTE_FLASH_CACHE_DIR"] = os.path.abspath(sys.argv[1])
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else os.cpu_count() or 1
-    wanted = list(dict.fromkeys(itertools.chain(keys(), study_keys())))
+    if len(sys.argv) > 3:
+        wanted = list(dict.fromkeys(packed_keys()))
+        print(f"{sum(precompile_all(wanted, jobs))} of {len(wanted)} kernels compiled")
+        return
+    wanted = list(dict.fromkeys(itertools.chain(keys(), packed_keys(), study_keys())))
     compiled = sum(precompile_all(wanted, jobs))
     print(f"{compiled} of {len(wanted)} kernels compiled, {jobs} at a time")
 
