@@ -1,4 +1,4 @@
-"""Packed sequences on CUDA: the list of their tiles, made on the GPU, and the kernels that take theirs from it.
+"""Packed sequences on CUDA: a list of their tiles, made on the GPU, and kernels that take theirs from it.
 
 The host knows shapes only: how many tokens and sequences there are. So a new set of lengths needs no sync,
 compiles nothing, and may be written into the same offsets between two replays of a captured graph.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
-from cute_flash.problem import PLAIN, Features, Problem, Static, UnsupportedError
+from cute_flash.problem import Features, Problem, Static, UnsupportedError
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
 from cute_flash.work import BUCKETS, max_items, num_padded_blocks
@@ -330,7 +330,12 @@ def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
     tile = fwd_tile(family, arch, problem)
-    packs = is_packable and not problem.features.varlen and family == "sm90" and _pays_to_pack(problem, tile.tile_m)
+    packs = (
+        is_packable
+        and not problem.features.varlen
+        and family == "sm90"
+        and _pays_to_pack(problem, tile.tile_m)
+    )
     section = _section(problem, arch) // (problem.group if packs else 1)
     chosen = Plan(problem, arch, family, tile, section, packs)
     if chosen.num_tiles > MAX_BLOCKS:

@@ -144,10 +144,10 @@ def check_window(window: tuple[int | None, int | None]) -> None:
 
 def check_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no kernel has."""
-    missing = [name for name in features.names if name not in ("varlen", "seqused_k")]
-    if missing:
+    missing = next((name for name in features.names if name not in ("varlen", "seqused_k")), None)
+    if missing is not None:
         raise UnsupportedError(
-            f"{missing[0]} on cuda: no kernel has it yet; move the tensors to the CPU, or leave {missing[0]} out"
+            f"{missing} on cuda: no kernel has it yet; move the tensors to the CPU, or leave {missing} out"
         )
 
 

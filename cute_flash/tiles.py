@@ -286,6 +286,8 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
                 return wide
     elif static.head_dim_v is None:
         bounds = static.has_left + static.has_right
+        # The lengths of a packed batch are in registers; those of others are arguments.
+        bounds = min(bounds + static.features.varlen, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
             if tile.head_dim >= static.head_dim and tile.max_bounds >= bounds and tile.fits(arch):
                 return tile

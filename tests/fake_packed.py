@@ -38,7 +38,12 @@ class FakePacked:
         self.keys.append(key)
         by_name = {"prepare_fwd": _prepare_fwd, "prepare_fwd_early": _prepare_fwd}
         by_name |= {"fwd_sm80": _forward, "fwd_sm90": _forward, "prepare_bwd": _prepare_bwd}
-        by_name |= {"bwd_preprocess": _before, "bwd_sm80": _main, "bwd_sm90": _main, "bwd_postprocess": _after}
+        by_name |= {
+            "bwd_preprocess": _before,
+            "bwd_sm80": _main,
+            "bwd_sm90": _main,
+            "bwd_postprocess": _after,
+        }
         name = key.kernel
         if name.startswith("bwd_p"):
             name = name.removesuffix("_dlse").removesuffix("_sm80")
@@ -67,7 +72,9 @@ def check_items(items: Tensor) -> None:
     assert items.dtype == torch.int32 and items.is_contiguous() and items.data_ptr() % 16 == 0
 
 
-def _prepare_fwd(key, cu_q, cu_k, used, items, total_q, total_k, tile_m, tile_n, left, right, descends) -> None:
+def _prepare_fwd(
+    key, cu_q, cu_k, used, items, total_q, total_k, tile_m, tile_n, left, right, descends
+) -> None:
     assert (used is not None) == key.static.features.seqused_k
     check_items(items)
     runs = packed_model.runs(cu_q, cu_k, used, (total_q, total_k), False)

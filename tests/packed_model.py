@@ -74,7 +74,9 @@ class Lengths:
         return sum(self.queries) + self.padding[0], sum(self.keys) + self.padding[1]
 
 
-def runs(cu_q: Tensor, cu_k: Tensor, used: Tensor | None, totals: tuple[int, int], of_keys: bool) -> list[Run]:
+def runs(
+    cu_q: Tensor, cu_k: Tensor, used: Tensor | None, totals: tuple[int, int], of_keys: bool
+) -> list[Run]:
     queries, keys = cu_q.tolist(), cu_k.tolist()
     found, unused = [], []
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(queries), pairwise(keys), strict=True)):

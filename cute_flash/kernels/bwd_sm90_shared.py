@@ -163,7 +163,7 @@ class Shared:
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):
         """By one thread, before a fence and a barrier of all."""
-        # A warp that multiplies arrives once, one that adds dQ, which has only read the tile, by every thread.
+        # A warp that multiplies arrives once, one that adds dQ, which has only read the tile, by each thread.
         self.k.init(1, 4 * NUM_WARPGROUPS + 32 * num_adders)
         self.v.init(1, 4 * NUM_WARPGROUPS)
         self.q.init(1, BOTH)

@@ -137,7 +137,10 @@ def test_random_batches(gpu: FakePacked, seed: int, window: tuple[int | None, in
     if 0 not in lengths.totals:
         prepare, main = (args for _, args in gpu.calls[-2:])
         early = "_early" if gpu.name == "sm_90" else ""
-        assert [name for name, _ in gpu.calls[-2:]] == [f"prepare_fwd{early}", f"fwd_{gpu.name.replace('_', '')}"]
+        assert [name for name, _ in gpu.calls[-2:]] == [
+            f"prepare_fwd{early}",
+            f"fwd_{gpu.name.replace('_', '')}",
+        ]
         assert prepare[-3:-1] == tuple(MAX_SEQLEN if side is None else side for side in window)
         assert main[6:8] == tuple(side or 0 for side in window)
 
@@ -188,7 +191,9 @@ def test_offsets_of_any_stride(gpu: FakePacked) -> None:
     assert gpu.arguments("prepare")[0].is_contiguous()
 
 
-@pytest.mark.parametrize("lengths", [Lengths([0, 0], [3, 4]), Lengths([3, 4], [0, 0])], ids=("queries", "keys"))
+@pytest.mark.parametrize(
+    "lengths", [Lengths([0, 0], [3, 4]), Lengths([3, 4], [0, 0])], ids=("queries", "keys")
+)
 def test_nothing_to_compute_launches_nothing(gpu: FakePacked, lengths: Lengths) -> None:
     run(tensors(lengths), how_of(lengths, (None, 0)))
     empty = torch.zeros(1, dtype=torch.int32)

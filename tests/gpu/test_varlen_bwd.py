@@ -107,7 +107,9 @@ def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band):
         for name, a, b, span in zip("qkv", found, expected, (queries, keys, keys), strict=True):
             # dQ is added in no certain order.
             close = {"rtol": 0.02, "atol": 0.01 * b.abs().max().item()}
-            torch.testing.assert_close(a[span], b[span], **close, msg=lambda text, name=name: f"d{name}: {text}")
+            torch.testing.assert_close(
+                a[span], b[span], **close, msg=lambda text, name=name: f"d{name}: {text}"
+            )
 
 
 def test_new_lengths_neither_wait_nor_compile():

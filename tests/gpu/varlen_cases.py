@@ -1,7 +1,7 @@
 """Packed batches for the GPU tests, and the oracle on each of their sequences."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class Packed:
     heads: int
     heads_kv: int
     head_dim: int
-    band: Band = Band()
+    band: Band = field(default_factory=Band)
     head_dim_v: int | None = None
 
     @property
