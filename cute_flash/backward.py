@@ -120,13 +120,13 @@ def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..
         dq, dk, dv = targets
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
-        before(out, dout, lse, lse_log2, d, sums, turns, dlse)
+        before(out, dout, lse, lse_log2, d, sums, turns, dlse, None)
         scale, dq_scale = scales
         if terms is not None:
             counters_of_turns, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
             main(
                 q, k, v, dout, lse_log2, d, sums, *counters_of_turns, dk, dv, scale, *window, section, *grid,
-                *terms
+                *terms, None
             )  # fmt: skip
         elif is_sm90:
             main(
@@ -134,7 +134,7 @@ def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..
             )  # fmt: skip
         else:
             main(q, k, v, dout, lse_log2, d, sums, dk, dv, scale, *window, section)
-        after(sums, dq, dq_scale)
+        after(sums, dq, dq_scale, None)
 
     return run
 

@@ -20,7 +20,7 @@ from cute_flash.problem import (
 )
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
-from cute_flash.work import max_items
+from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -68,7 +68,12 @@ def _check_family(family: str) -> None:
 
 @dataclass(frozen=True)
 class AnyTile:
-    """That of a kernel to which the sizes of tiles are arguments."""
+    """That of a kernel to which the sizes of tiles are arguments: one that lists them."""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Classes, and sums of warps of them."""
+        return 4 * (BUCKETS + BUCKETS // 32)
 
 
 @dataclass(frozen=True)
@@ -188,10 +193,20 @@ class BwdPlan:
     def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
-        static = replace(static, features=static.features.in_gradients)
+        static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
         if not sees_mask:
-            static = replace(static, has_left=False, has_right=False, features=PLAIN)
-        return CompileKey(kernel, static, self.tile, self.arch.name + "a" * (self.family == "sm90"))
+            packed = Features(varlen=static.features.varlen)
+            static = replace(static, has_left=False, has_right=False, features=packed)
+        return CompileKey(kernel, static, self.tile, self.target)
+
+    @property
+    def target(self) -> str:
+        return self.arch.name + "a" * (self.family == "sm90")
+
+    @property
+    def prepare(self) -> CompileKey:
+        """Of the kernel before all others, where the batch is packed."""
+        return prepare_key("prepare_bwd", self.problem, self.target)
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
@@ -209,12 +224,28 @@ class BwdPlan:
 
     @property
     def num_m_blocks(self) -> int:
-        return ceil_div(self.problem.seqlen_q, self.tile.tile_m)
+        """Blocks of queries; of a packed batch, in which each sequence begins with a new one."""
+        problem, tile_m = self.problem, self.tile.tile_m
+        if problem.features.varlen:
+            return num_padded_blocks(problem.seqlen_q, tile_m, problem.batch)
+        return ceil_div(problem.seqlen_q, tile_m)
+
+    @property
+    def num_items(self) -> tuple[int, int]:
+        """Tiles of keys of all heads that a packed batch may have, and blocks of queries."""
+        problem, tile = self.problem, self.tile
+        has_unused = problem.features.seqused_k
+        return (
+            max_items(problem.seqlen_k, tile.tile_n, problem.batch, has_unused),
+            max_items(problem.seqlen_q, tile.tile_m, problem.batch),
+        )
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of keys."""
+        """Tiles of keys; of a packed batch, as many as there may be."""
         problem = self.problem
+        if problem.features.varlen:
+            return self.num_items[0] * problem.heads_kv
         return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
 
     @property
@@ -236,7 +267,7 @@ class BwdPlan:
     def draws_tiles(self) -> bool:
         """Whether blocks draw their tiles from a counter, as tiles differ in length."""
         static = self.problem.static
-        return self.is_persistent and (static.has_left or static.has_right)
+        return self.is_persistent and (static.has_left or static.has_right or static.features.varlen)
 
 
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
@@ -267,6 +298,11 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
             f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
             "head_dim=128 and V as wide as K"
         )
+    if problem.features.varlen and problem.head_dim_v is None:
+        return (
+            f"the gradient of attn_varlen with {where}: kernel family 'sm90' has it up to head_dim=128; "
+            "ask for 'sm80', or for no family"
+        )
     if problem.head_dim_v is not None:
         return (
             f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
@@ -280,13 +316,14 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
 
 
 def _check_grid(problem: Problem, tile: AnyBwdTile) -> None:
-    what = "the gradient of attn with"
-    for name, size in (("batch", problem.batch), ("heads", problem.heads)):
+    what, is_packed = "the gradient of attn with", problem.features.varlen
+    for name, size in (("batch", 1 if is_packed else problem.batch), ("heads", problem.heads)):
         if size > MAX_GRID_YZ:
             raise UnsupportedError(f"{what} {name}={size}: at most {MAX_GRID_YZ}; split the call")
     most = ((1 << 32) - 1) // tile.head_dim
-    if problem.seqlen_q > most:
-        raise UnsupportedError(f"{what} seqlen_q={problem.seqlen_q}: at most {most}")
+    rows = problem.seqlen_q + (problem.batch + 1) * tile.tile_m * is_packed
+    if rows > most:
+        raise UnsupportedError(f"{what} seqlen_q={rows}: at most {most}")
 
 
 def _bwd_plan(

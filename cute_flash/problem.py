@@ -14,7 +14,6 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # What kernels have beyond plain attention.
 FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
-GRADIENT_FEATURES = tuple(name for name in FORWARD_FEATURES if name not in ("varlen", "seqused_k"))
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 
@@ -169,14 +168,14 @@ def check_features(features: Features) -> None:
 
 
 def check_gradient_features(features: Features) -> None:
-    """Raise `UnsupportedError` for what no backward kernel has."""
-    for name in features.names:
-        if name not in GRADIENT_FEATURES:
-            what = "attn_varlen" if name == "varlen" else f"attn with {name}"
-            raise UnsupportedError(
-                f"the gradient of {what} on cuda: there is no backward kernel yet; move the "
-                "tensors to the CPU, or call attn under torch.no_grad()"
-            )
+    """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
+    check_features(features)
+    beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
+    if features.varlen and beside:
+        raise UnsupportedError(
+            f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "
+            "the tensors to the CPU, or call it under torch.no_grad()"
+        )
 
 
 def check_softcap(softcap: float) -> None:

@@ -334,6 +334,8 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
                 return wide
     elif static.head_dim_v is None:
         bounds = static.has_left + static.has_right
+        # The lengths of a packed batch are in registers; those of others are arguments.
+        bounds = min(bounds + static.features.varlen, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
             has_room = tile.max_weight >= static.features.weight
             can_mask = tile.max_bounds >= bounds

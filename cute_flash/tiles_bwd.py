@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import PLAIN, Problem
+from cute_flash.problem import Problem
 from cute_flash.tiles import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WARPGROUP_ROWS, copy_rows
 
 _BY_RULE = "not measured: chosen by the rules above the table"
@@ -211,13 +211,15 @@ AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    is_plain = static.features.in_gradients == PLAIN
+    is_plain = static.features.in_gradients.weight == 0
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE
     else:
         rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
     for tile in rows:
+        if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
+            continue
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
     return None

@@ -32,7 +32,7 @@ def attn_varlen(
     dropout: float | None = None,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`attn` on sequences that are packed one after the other; on the CPU only, so far.
+    """`attn` on sequences that are packed one after the other.
 
     Args:
         q: (Tq, H, D). k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv). H must be a multiple of Hkv.
@@ -43,6 +43,10 @@ def attn_varlen(
         error on the CPU, where lengths are known; a tensor is taken and not read.
         seqused_k: (B), int32: only so many keys of each sequence count; alignment is with them.
         The rest as for `attn`, each sequence by itself; alibi is (H) or (B, H).
+
+    On CUDA lengths are read by the kernels alone: no host sync, nothing is compiled for new ones, and a
+    captured graph takes those that are written into the same offsets. Offsets that are wrong give wrong
+    results, within the tensors' memory. Gradients as for `attn`; with D above 128 by mma.sync.
 
     Returns:
         out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also (H).

@@ -80,8 +80,8 @@ class BwdPreprocess:
             sums,
             compact(Int32, batch, heads, blocks) if self.is_ordered else None,
             rows() if self.has_dlse else None,
+            fake_items() if self.static.features.varlen else None,
             make_fake_stream(use_tvm_ffi_env_stream=True),
-            *((fake_items(),) if self.static.features.varlen else ()),
         )
 
     @cute.jit
@@ -95,8 +95,8 @@ class BwdPreprocess:
         mdQ: cute.Tensor,
         mCounters: cute.Tensor | None,
         mdLSE: cute.Tensor | None,
+        mItems: cute.Tensor | None,
         stream: CUstream,
-        mItems: cute.Tensor | None = None,
     ):
         batch, heads, padded = mLSE_log2.shape
         num_blocks = padded // self.tile_m
@@ -218,8 +218,8 @@ class BwdPostprocess:
             Float32, (batch, heads, blocks, size), stride_order=(3, 2, 1, 0), assumed_align=16
         )
         out = fake_rows(self.static, (batch, heads, seqlen, self.static.head_dim))
-        items = (fake_items(),) if self.static.features.varlen else ()
-        return mdQ, out, Float32(1.0), make_fake_stream(use_tvm_ffi_env_stream=True), *items
+        items = fake_items() if self.static.features.varlen else None
+        return mdQ, out, Float32(1.0), items, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
     def __call__(
@@ -227,8 +227,8 @@ class BwdPostprocess:
         mdQ: cute.Tensor,
         mOut: cute.Tensor,
         scale: Float32,
+        mItems: cute.Tensor | None,
         stream: CUstream,
-        mItems: cute.Tensor | None = None,
     ):
         batch, heads, blocks, _ = mdQ.shape
         if cutlass.const_expr(self.static.features.varlen):

@@ -123,9 +123,7 @@ class BwdSm80:
         if cutlass.const_expr(is_packed):
             mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
         batch, heads_kv, seqlen_k, _ = mK.shape
-        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        if cutlass.const_expr(is_packed):
-            num_n_blocks = mItems.shape[0] - HEADER
+        num_n_blocks = mItems.shape[0] - HEADER if is_packed else cute.ceil_div(seqlen_k, tile.tile_n)
         row_elements = self.k_tile.copy_cols
         params = Params(
             mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
@@ -138,15 +136,13 @@ class BwdSm80:
             terms,
         )  # fmt: skip
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_n_blocks * heads_kv * batch, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
-        )
+        grid = (num_n_blocks * heads_kv * batch, 1, 1)
+        self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, p: Params):
         index, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.static.features.varlen):
-            # As many blocks as there may be tiles.
             if index < p.work.num_tiles():
                 n_block, head_kv, numbers = p.work.read(index)
                 self.one_tile(p, n_block, head_kv, Sequence.told(numbers))
@@ -210,26 +206,13 @@ class BwdSm80:
         landing = self.s_grid.landing(p.mma_s, thread, shared.sdSP, self.s_tile)
         acc_shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         return Main(
-            thread,
-            shared,
-            span,
-            first_row,
-            k,
-            q,
-            k.shifted(1),
-            q.shifted(tile.stages),
-            ds.shifted(1),
-            q_t.shifted(tile.stages),
-            ds,
-            q_t,
+            thread, shared, span, first_row,
+            k, q, k.shifted(1), q.shifted(tile.stages), ds.shifted(1), q_t.shifted(tile.stages), ds, q_t,
             self.q_grid.a(p.mma_q, thread, shared.sdSP, self.s_tile, turned=True),
             self.q_grid.b(p.mma_q, thread, shared.sKV, self.k_tile, turned=True),
-            landing.shifted(1),
-            landing,
-            cute.make_rmem_tensor(acc_shape, Float32),
-            cute.make_rmem_tensor(acc_shape, Float32),
+            landing.shifted(1), landing, *(cute.make_rmem_tensor(acc_shape, Float32) for _ in range(2)),
             cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
-        )
+        )  # fmt: skip
 
     @cute.jit
     def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
@@ -356,8 +339,7 @@ class BwdSm80:
         self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
         gdQ = main.span.of(p.mdQ, head)[main.span.q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
-            # A warp's additions are 128 bytes side by side.
-            target = gdQ.iterator + (i * tile.num_threads + main.thread)
+            target = gdQ.iterator + (i * tile.num_threads + main.thread)  # 128 bytes of a warp side by side
             cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
 
     def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:

@@ -44,8 +44,8 @@ class BwdPostprocessSm80(BwdPostprocess):
         mdQ: cute.Tensor,
         mOut: cute.Tensor,
         scale: Float32,
+        mItems: cute.Tensor | None,
         stream: CUstream,
-        mItems: cute.Tensor | None = None,
     ):
         batch, heads, blocks, _ = mdQ.shape
         if cutlass.const_expr(self.static.features.varlen):

@@ -42,8 +42,10 @@ from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.score_bwd import Terms
+from cute_flash.device.sequence import WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -51,7 +53,7 @@ from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
-from cute_flash.problem import PLAIN, Static
+from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS
 from cute_flash.tiles_bwd import BwdTileSm90
 
@@ -90,9 +92,10 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
-        self.has_score = static.features != PLAIN
+        self.has_score = static.features.in_gradients.weight > 0
         # In order every tile has a block of its own: who is waited for has begun.
-        self.draws_tiles = (static.has_left or static.has_right) and not self.is_ordered
+        differs = static.has_left or static.has_right or static.features.varlen
+        self.draws_tiles = differs and not self.is_ordered
 
     @property
     def name(self) -> str:
@@ -131,7 +134,7 @@ class BwdSm90:
     ):
         tensors = mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV
         bounds, grid = (window_left, window_right), (section, num_blocks, counter)
-        self.launch(tensors, scale, bounds, grid, None, stream)
+        self.launch(tensors, scale, bounds, grid, None, None, stream)
 
     @cute.jit
     def launch(
@@ -141,13 +144,19 @@ class BwdSm90:
         bounds: tuple,
         grid: tuple,
         terms: Terms | None,
+        mItems: cute.Tensor | None,
         stream: CUstream,
     ):
+        """`mItems`: the list of tiles, of a packed batch."""
         mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
         window_left, window_right = bounds
         section, num_blocks, counter = grid
         tile, static = self.tile, self.static
         load = cpasync.CopyBulkTensorTileG2SOp()
+        is_packed, tiles = static.features.varlen, TmaTiles
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
+            tiles = RaggedTiles
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
@@ -159,10 +168,10 @@ class BwdSm90:
             turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         params = Params(
             self.shapes,
-            TmaTiles.of(load, mQ, self.shapes.q),
-            TmaTiles.of(load, mdO, self.shapes.q),
-            TmaTiles.of(load, mK, self.shapes.k),
-            TmaTiles.of(load, mV, self.shapes.k),
+            tiles.of(load, mQ, self.shapes.q),
+            tiles.of(load, mdO, self.shapes.q),
+            tiles.of(load, mK, self.shapes.k),
+            tiles.of(load, mV, self.shapes.k),
             mLSE,
             mD,
             mdQ,
@@ -177,6 +186,7 @@ class BwdSm90:
             # The longest first; in order, the last: who is waited for must have begun.
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
             TileQueue(num_n_blocks * heads_kv * batch, counter, self.draws_tiles),
+            WorkList(mItems, heads_kv, section) if is_packed else None,
             make_mma(self.dtype, tile.tile_m, False, K, K),
             make_mma(self.dtype, tile.head_dim, True, K, MN),
             make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
@@ -270,7 +280,7 @@ class BwdSm90:
         """dK and dV of a tile of keys."""
         shared, begin = main.shared, tile.fill
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
-        mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
+        mask = Mask(p.band, tile.span.k_len, tile.span.q_len, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
         if cutlass.const_expr(main.dslope is not None):
@@ -459,7 +469,7 @@ class BwdSm90:
     def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, i: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
         m_block, blocks = tile.block(i), tile.blocks
-        is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
+        is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
@@ -494,13 +504,15 @@ class BwdSm90:
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
+        # That of a packed batch is read again, not kept in registers until now.
+        span = tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+        gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
-        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, p.seqlen_k - first_row)
+        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, span.k_len - first_row)
 
 
 class BwdSm90Ordered(BwdSm90):

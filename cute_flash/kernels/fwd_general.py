@@ -12,7 +12,7 @@ from cute_flash.kernels.fwd_sm90 import FwdSm90
 
 
 def with_extras(arguments: tuple, kernel: FwdSm80 | FwdSm90) -> tuple:
-    """The fake arguments of a plain kernel, with those of the extras and the list of tiles before the stream."""
+    """The fake arguments of a plain kernel, with the extras and the list of tiles before the stream."""
     *plain, stream = arguments
     features = kernel.static.features
     items = fake_items() if features.varlen else None

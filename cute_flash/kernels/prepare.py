@@ -1,8 +1,10 @@
 """Before the kernels of a packed batch: the list of its tiles, see `cute_flash/work.py`. One block a list.
 
-count     every thread, sequence by sequence: tiles of each class of length
-sum       one class a thread: how many tiles are of longer classes, which come before
-write     a warp takes 32 sequences; each claims its places among its class, then all lanes write
+| step  | who                 | what                                                                    |
+|-------|---------------------|-------------------------------------------------------------------------|
+| count | a thread a sequence | tiles of each class of length                                           |
+| sum   | a thread a class    | how many tiles are of longer classes, which come before                 |
+| write | a warp 32 sequences | each claims its places among those of its class, then all lanes write   |
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError, arch, attn_varlen, counters, general, operands, packed, packed_cuda
+from cute_flash import UnsupportedError, arch, counters, general, operands, packed, packed_cuda, use_kernels
 from cute_flash import compile as compiling
 from cute_flash.how import How
 from cute_flash.plan import MAX_SEQLEN
@@ -31,7 +31,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fake
     monkeypatch.setattr(packed_cuda, "_launches", {})
     monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
     monkeypatch.setattr(Tensor, "new_empty", _poisoned(Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+    monkeypatch.setattr(packed_cuda, "_bwd_launches", {})
     return fake
 
 
@@ -61,6 +63,70 @@ def run(inputs: list[Tensor], how: How) -> tuple[Tensor, Tensor]:
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert (out.dtype, lse.dtype, lse.stride()) == (inputs[0].dtype, torch.float32, expected_lse.stride())
     return out, lse
+
+
+def run_backward(
+    inputs: list[Tensor], how: How, dlse: Tensor | None = None, turn: Any = lambda x: x
+) -> tuple[Tensor, ...]:
+    """The gradients of the CUDA path, compared with those of the CPU path."""
+    out, lse = packed.forward(*inputs, how, None)
+    dout = turn(normal(*out.shape, seed=5, dtype=out.dtype))
+    grads = general._bwd_cuda(dout, dlse, *inputs, out, lse, *how)[:3]
+    expected = packed.backward((dout, dlse), *inputs, out, lse, how)[:3]
+    for grad, other, x in zip(grads, expected, inputs, strict=True):
+        assert (grad.shape, grad.dtype, grad.stride()) == (x.shape, x.dtype, torch.empty_like(x).stride())
+        torch.testing.assert_close(grad, other.to(grad.dtype), rtol=0.02, atol=0.02)
+        assert torch.equal(grad == 0, other == 0) or not (grad[other == 0].abs() > 1e-3).any()
+    return grads
+
+
+@pytest.mark.parametrize("window", BANDS, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_gradients_of_random_batches(
+    gpu: FakePacked, seed: int, window: tuple[int | None, int | None]
+) -> None:
+    lengths = Lengths.drawn(seed)
+    inputs = tensors(lengths)
+    dlse = normal(4, lengths.totals[0], dtype=torch.float32) if seed % 2 else None
+    _, dk, dv = run_backward(inputs, how_of(lengths, window, -0.3 if seed % 3 == 0 else 0.3), dlse)
+    # Keys of nobody, and those of sequences without queries.
+    unseen = torch.ones(lengths.totals[1], dtype=torch.bool)
+    begins, counts = lengths.cu_k.tolist(), lengths.used or lengths.keys
+    for begin, count, queries in zip(begins, counts, lengths.queries, strict=False):
+        unseen[begin : begin + count] = queries == 0
+    assert not dk[unseen].any() and not dv[unseen].any()
+
+
+def test_gradients_in_order(gpu: FakePacked) -> None:
+    how = how_of(LENGTHS, (None, 0), deterministic=True)
+    if gpu.name == "sm_90":
+        run_backward(tensors(LENGTHS), how)
+        assert "bwd_sm90_ordered" in [key.kernel for key in gpu.keys]
+    else:
+        with pytest.raises(UnsupportedError, match="deterministic gradients"):
+            run_backward(tensors(LENGTHS), how)
+
+
+def test_wide_gradients_are_of_the_other_family(gpu: FakePacked) -> None:
+    lengths = Lengths([5, 0, 40], [7, 3, 30])
+    queries, keys = lengths.totals
+    inputs = [normal(n, 2, 136, seed=i) for i, n in enumerate((queries, keys, keys))]
+    run_backward(inputs, how_of(lengths, (None, 0)))
+    assert [key.kernel for key in gpu.keys][-3:] == ["bwd_preprocess", "bwd_sm80", "bwd_postprocess_sm80"]
+    if gpu.name == "sm_90":
+        with use_kernels("sm90"), pytest.raises(UnsupportedError, match="attn_varlen with head_dim=136"):
+            run_backward(inputs, how_of(lengths, (None, 0)))
+
+
+@pytest.mark.parametrize("name", ["strides of 0", "heads first", "columns not contiguous"])
+def test_strides_of_the_output_gradient(gpu: FakePacked, name: str) -> None:
+    turn = (lambda x: x[:1, :1].expand(x.shape)) if name == "strides of 0" else STRIDES[name][0]
+    run_backward(tensors(LENGTHS), how_of(LENGTHS, (None, 0)), turn=turn)
+
+
+def test_strides_of_gradients(gpu: FakePacked) -> None:
+    for make, _ in STRIDES.values():
+        run_backward(list(map(make, tensors(LENGTHS))), how_of(LENGTHS, (None, 0)))
 
 
 @pytest.mark.parametrize("window", BANDS, ids=str)
@@ -153,4 +219,3 @@ def test_what_kernels_do_not_have_is_refused(gpu: FakePacked) -> None:
         wrong = torch.ones(1, dtype=torch.int32)
         general._fwd_cuda(*tensors(LENGTHS), *how_of(LENGTHS, (None, 0))._replace(seqused_k=wrong))
     assert not gpu.calls
-    assert attn_varlen is not None

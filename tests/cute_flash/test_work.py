@@ -1,4 +1,4 @@
-"""The list of a packed batch's tiles: its bounds, its order, and the parts of the kernel that run on a CPU."""
+"""The list of a packed batch's tiles: its bounds, its order, and parts of the kernel that run on a CPU."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features; all of them by default.
+SET: plain, study, features, packed; all of them by default.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks
+from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
 
 DTYPES = (torch.bfloat16, torch.float16)
 COMBINATIONS = 300  # the default of `--combinations`
@@ -46,6 +46,28 @@ def gradient_keys(problem: Problem, family: str, deterministic: bool = False) ->
     except UnsupportedError:
         return
     yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
+
+
+def packed_keys() -> Iterator[CompileKey]:
+    arch = detect(0)
+    for case, dtype in itertools.product((*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS), DTYPES):
+        problem = varlen_cases.problem_of(case, dtype)
+        for family in families.runnable():
+            try:
+                with use_kernels(family):
+                    forward = plan(problem, arch)
+            except UnsupportedError:
+                continue
+            yield from (forward.prepare, forward.key)
+            for deterministic in (False, True):
+                try:
+                    with use_kernels(family):
+                        gradients = bwd_plan(problem, arch, deterministic)
+                except UnsupportedError:
+                    # Those of wide heads are the other family's.
+                    continue
+                yield gradients.prepare
+                yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
 
 
 def keys() -> Iterator[CompileKey]:
@@ -88,7 +110,7 @@ def feature_keys() -> Iterator[CompileKey]:
     yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
 
 
-SETS = {"plain": keys, "study": study_keys, "features": feature_keys}
+SETS = {"plain": keys, "study": study_keys, "features": feature_keys, "packed": packed_keys}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from cute_flash.band import Band
 from cute_flash.compile import cache_info
 from tests import cases
 from tests.gpu import varlen_cases
-from tests.gpu.varlen_cases import CAUSAL, CASES, OTHER_WIDTHS, Packed
+from tests.gpu.varlen_cases import CASES, CAUSAL, OTHER_WIDTHS, Packed
 from tests.packed_model import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
@@ -65,7 +65,7 @@ def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band):
     inputs, attend = case.inputs(), case.attend()
     out, lse = attend(*inputs)
     spans = list(case.sequences())
-    for kept, (queries, keys) in enumerate(spans):
+    for kept, (queries, _) in enumerate(spans):
         for value in (torch.nan, torch.inf):
             poisoned = [x.clone() for x in inputs]
             for b, (other_queries, other_keys) in enumerate(spans):

@@ -1,7 +1,7 @@
 """Packed batches for the GPU tests, and the oracle on each of their sequences."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 import cute_flash
 from cute_flash import reference
 from cute_flash.band import Band
+from cute_flash.problem import Features, Problem
 from tests.packed_model import Lengths
 
 CAUSAL, WINDOW = Band(None, 0), Band(100, 37)
@@ -20,7 +21,7 @@ class Packed:
     heads: int
     heads_kv: int
     head_dim: int
-    band: Band = Band()
+    band: Band = field(default_factory=Band)
     head_dim_v: int | None = None
 
     @property
@@ -59,6 +60,14 @@ class Packed:
         counts = zip(self.lengths.queries, self.lengths.used or self.lengths.keys, strict=True)
         for (q0, k0), (sq, sk) in zip(begins, counts, strict=False):
             yield slice(q0, q0 + sq), slice(k0, k0 + sk)
+
+
+def problem_of(case: Packed, dtype: torch.dtype) -> Problem:
+    """As kernels are planned for: all tokens together."""
+    features = Features(varlen=True, seqused_k=case.lengths.used is not None)
+    sizes = (len(case.lengths.queries), case.heads, case.heads_kv, *case.lengths.totals, case.head_dim)
+    name = str(dtype).removeprefix("torch.")
+    return Problem(*sizes, name, case.band, case.head_dim_v, features)
 
 
 def unused_keys(lengths: Lengths) -> Tensor:
