@@ -73,7 +73,8 @@ def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
             assert x.data_ptr() % 4 == 0
 
 
-def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse) -> None:
+def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse, items) -> None:
+    assert items is None
     assert ("_ordered" in key.kernel) == (counters is not None)
     assert key.kernel.endswith("_dlse") == (dlse is not None)
     assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == dq.data_ptr() % 16 == 0
@@ -124,6 +125,8 @@ class Terms(NamedTuple):
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     kernel, terms = key.kernel.removesuffix("_general"), Terms()
     if kernel != key.kernel:
+        *rest, items = rest
+        assert items is None
         rest, terms = rest[:-6], Terms(*rest[-6:])
     terms.check(key, k.shape[2])
     is_ordered = kernel == "bwd_sm90_ordered"
@@ -171,7 +174,8 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     _rows(key, sums)[:, :, :seqlen, :width] += ds @ k
 
 
-def _after(key, sums, dq, scale) -> None:
+def _after(key, sums, dq, scale, items) -> None:
+    assert items is None
     assert not key.kernel.endswith("_ordered")
     dq.copy_(_rows(key, sums)[:, :, : dq.shape[2], : dq.shape[3]] * scale)
 

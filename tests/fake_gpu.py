@@ -107,7 +107,8 @@ class FakeGpu:
         def kernel(*args: Any) -> None:
             extras = None
             if plan.problem.features != PLAIN:
-                args, extras = args[:-7], Extras(*args[-7:])
+                assert args[-1] is None, "the list of a packed batch's tiles"
+                args, extras = args[:-8], Extras(*args[-8:-1])
                 extras.check(plan.problem.features)
             launch = Launch(plan, *args[:8], args[8:], extras)
             check(launch)

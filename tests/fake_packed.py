@@ -50,7 +50,7 @@ class FakePacked:
 
         def launch(*args: Any) -> None:
             self.calls.append((key.kernel, args))
-            by_name[name.removesuffix("_ordered")](key, *args)
+            by_name[name.removesuffix("_general").removesuffix("_ordered")](key, *args)
 
         return launch
 
@@ -84,10 +84,13 @@ def _prepare_fwd(
 
 def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
     *arguments, items = rest
+    arguments, extras = arguments[:-7], arguments[-7:]
     static = key.static
+    assert extras == [None] * 7, "plain attention"
     assert static.features.varlen and not static.features.seqused_k and not static.packs_heads
-    assert len(arguments) == (4 if key.kernel == "fwd_sm90" else 1)
-    assert key.kernel == "fwd_sm80" or arguments[-1] == COUNTER
+    is_sm80 = key.kernel == "fwd_sm80_general"
+    assert len(arguments) == (1 if is_sm80 else 4)
+    assert is_sm80 or arguments[-1] == COUNTER
     assert arguments[0] >= 1 and q.shape[1] % arguments[0] == 0, "sections of query heads"
     check_rows(key, q, k, v, out)
     check_items(items)
@@ -153,7 +156,9 @@ def _before(key, out, dout, lse, lse_log2, d, sums, turns, dlse, items) -> None:
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     *rest, items = rest
-    if key.kernel != "bwd_sm80":
+    rest, terms = rest[:-6], rest[-6:]
+    assert terms == [None] * 6, "plain attention"
+    if key.kernel != "bwd_sm80_general":
         turns, dk, dv, scale, left, right, section, num_blocks, counter = rest
         assert num_blocks >= 1 and (turns is not None) == ("ordered" in key.kernel)
         assert counter == (0 if "ordered" in key.kernel else COUNTER)

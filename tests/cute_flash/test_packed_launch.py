@@ -101,7 +101,7 @@ def test_gradients_in_order(gpu: FakePacked) -> None:
     how = how_of(LENGTHS, (None, 0), deterministic=True)
     if gpu.name == "sm_90":
         run_backward(tensors(LENGTHS), how)
-        assert "bwd_sm90_ordered" in [key.kernel for key in gpu.keys]
+        assert "bwd_sm90_ordered_general" in [key.kernel for key in gpu.keys]
     else:
         with pytest.raises(UnsupportedError, match="deterministic gradients"):
             run_backward(tensors(LENGTHS), how)
@@ -112,7 +112,7 @@ def test_wide_gradients_are_of_the_other_family(gpu: FakePacked) -> None:
     queries, keys = lengths.totals
     inputs = [normal(n, 2, 136, seed=i) for i, n in enumerate((queries, keys, keys))]
     run_backward(inputs, how_of(lengths, (None, 0)))
-    assert [key.kernel for key in gpu.keys][-3:] == ["bwd_preprocess", "bwd_sm80", "bwd_postprocess_sm80"]
+    assert [key.kernel for key in gpu.keys][-3:] == ["bwd_preprocess", "bwd_sm80_general", "bwd_postprocess_sm80"]
     if gpu.name == "sm_90":
         with use_kernels("sm90"), pytest.raises(UnsupportedError, match="attn_varlen with head_dim=136"):
             run_backward(inputs, how_of(lengths, (None, 0)))
@@ -139,7 +139,7 @@ def test_random_batches(gpu: FakePacked, seed: int, window: tuple[int | None, in
         early = "_early" if gpu.name == "sm_90" else ""
         assert [name for name, _ in gpu.calls[-2:]] == [
             f"prepare_fwd{early}",
-            f"fwd_{gpu.name.replace('_', '')}",
+            f"fwd_{gpu.name.replace('_', '')}_general",
         ]
         assert prepare[-3:-1] == tuple(MAX_SEQLEN if side is None else side for side in window)
         assert main[6:8] == tuple(side or 0 for side in window)
