@@ -155,30 +155,20 @@ class FwdSm80:
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         if cutlass.const_expr(is_packed):
             num_m_blocks = mItems.shape[0] - HEADER
+        band = Band(
+            window_left if self.static.has_left else None, window_right if self.static.has_right else None
+        )
         params = Params(
-            mQ,
-            mK,
-            mV,
-            mO,
-            mLSE,
-            scale_log2,
-            Band(
-                window_left if self.static.has_left else None,
-                window_right if self.static.has_right else None,
-            ),
+            mQ, mK, mV, mO, mLSE, scale_log2, band,
             None if is_packed else TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
             WorkList(mItems, heads, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
-            self._tiled_mma(),
-            extras,
-        )
+            self._tiled_mma(), extras,
+        )  # fmt: skip
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_m_blocks * heads * batch, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            stream=stream,
-        )
+        grid = (num_m_blocks * heads * batch, 1, 1)
+        self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
 
     def _tiled_mma(self) -> cute.TiledMma:
         """Warps stacked along the rows; two n8 tiles at a time, so that one ldmatrix.x4 feeds both."""

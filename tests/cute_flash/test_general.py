@@ -139,19 +139,16 @@ def test_kernels_have_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         changes_main = name not in ("sinks", "return_max_logit")
         assert gradients.main.kernel.endswith("_general") == changes_main
         assert gradients.main.static.features == (problem.features if changes_main else PLAIN)
-        assert gradients.before(True).static.features is gradients.after.static.features is PLAIN
+        assert gradients.before(True).static.features == gradients.after.static.features == PLAIN
     problem.check("cpu")
 
 
-@pytest.mark.parametrize("name", ["varlen", "seqused_k"])
-def test_no_kernel_has_them_yet(name: str) -> None:
-    problem = Problem(1, 4, 4, 8, 8, 64, features=Features(softcap=True, **{name: True}))
-    what = "attn_varlen" if name == "varlen" else name
-    for planned in (plan, bwd_plan):
-        with pytest.raises(
-            UnsupportedError, match=f"^{what} on cuda: no kernel has it yet; move the tensors"
-        ):
-            planned(problem, arch.ARCHS["sm_90"])
+@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout"])
+def test_no_kernel_has_these_gradients_of_packed_sequences_yet(name: str) -> None:
+    problem = Problem(1, 4, 4, 8, 8, 64, features=Features(varlen=True, **{name: True}))
+    assert plan(problem, arch.ARCHS["sm_90"]).key.static.features == problem.features
+    with pytest.raises(UnsupportedError, match=f"^the gradient of attn_varlen with {name} on cuda: there is"):
+        bwd_plan(problem, arch.ARCHS["sm_90"])
     problem.check("cpu")
 
 
@@ -166,5 +163,5 @@ def test_presence_is_static_and_values_are_not() -> None:
     )
     other_how = how_of(other, other.tensors())
     assert general.checked_problem(*inputs, other_how).static == problem.static
-    assert Problem(1, 4, 4, 8, 8, 64).static.features is PLAIN
+    assert Problem(1, 4, 4, 8, 8, 64).static.features == PLAIN
     assert PLAIN.names == ()

@@ -112,7 +112,11 @@ def test_wide_gradients_are_of_the_other_family(gpu: FakePacked) -> None:
     queries, keys = lengths.totals
     inputs = [normal(n, 2, 136, seed=i) for i, n in enumerate((queries, keys, keys))]
     run_backward(inputs, how_of(lengths, (None, 0)))
-    assert [key.kernel for key in gpu.keys][-3:] == ["bwd_preprocess", "bwd_sm80_general", "bwd_postprocess_sm80"]
+    assert [key.kernel for key in gpu.keys][-3:] == [
+        "bwd_preprocess",
+        "bwd_sm80_general",
+        "bwd_postprocess_sm80",
+    ]
     if gpu.name == "sm_90":
         with use_kernels("sm90"), pytest.raises(UnsupportedError, match="attn_varlen with head_dim=136"):
             run_backward(inputs, how_of(lengths, (None, 0)))
