@@ -87,7 +87,9 @@ def test_keys_without_queries_have_no_gradient():
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
-def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band):
+def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
+    if family == "sm90" and head_dim > 128:
+        pytest.skip("packed gradients of wide heads are the other family's")
     case = Packed(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     dout = torch.randn(303, 4, head_dim, device="cuda").bfloat16()
