@@ -188,7 +188,8 @@ CUDA = 2
 # The address of a counter, which only a GPU would read.
 COUNTER = 1 << 40
 DTYPES = {
-    torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1), torch.int64: (0, 64, 1)
+    torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1), torch.int64: (0, 64, 1),
+    torch.int32: (0, 32, 1),
 }  # fmt: skip
 
 
