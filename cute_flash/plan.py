@@ -291,7 +291,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
     """Which gradients no kernel computes, and what would work."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     by = "" if asked is None else f" by kernel family {asked!r}"
-    names = "".join(f"{name} and " for name in problem.features.in_gradients.names)
+    scores = replace(problem.features.in_gradients, varlen=False, seqused_k=False)
+    names = "".join(f"{name} and " for name in scores.names)
     where = f"{names}head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
     if deterministic:
         return (

@@ -217,8 +217,9 @@ def test_values_of_another_width(gpu: FakePacked) -> None:
 
 
 def test_what_kernels_do_not_have_is_refused(gpu: FakePacked) -> None:
-    with pytest.raises(UnsupportedError, match="softcap on cuda"):
-        general._fwd_cuda(*tensors(LENGTHS), *how_of(LENGTHS, (None, 0), softcap=3.0))
+    inputs, how = tensors(LENGTHS), how_of(LENGTHS, (None, 0), softcap=3.0)
+    with pytest.raises(UnsupportedError, match="the gradient of attn_varlen with softcap on cuda"):
+        general._bwd_cuda(inputs[0], None, *inputs, inputs[0], inputs[0], *how)
     with pytest.raises(ValueError, match="seqused_k has 1 lengths for 3 sequences"):
         wrong = torch.ones(1, dtype=torch.int32)
         general._fwd_cuda(*tensors(LENGTHS), *how_of(LENGTHS, (None, 0))._replace(seqused_k=wrong))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_flash import UnsupportedError, api, attn, attn_nested, attn_varlen, general, merge, reference
+from cute_flash import api, attn, attn_nested, attn_varlen, general, merge, reference
 from tests.combinations import RNG, Combination, gradients, normal
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
@@ -188,8 +188,8 @@ def test_what_comes_back_on_cuda() -> None:
         out, lse = attn_varlen(x, x, v, cu, cu, return_lse=True)
         assert (out.shape, out.dtype, out.device) == ((8, 4, 32), torch.float16, x.device)
         assert (lse.shape, lse.dtype, lse.device) == ((4, 8), torch.float32, x.device)
-        with pytest.raises(UnsupportedError, match="softcap on cuda: no kernel has it yet; move the"):
-            attn_varlen(x, x, x, cu, cu, softcap=3.0)
+        _, most = attn_varlen(x, x, x, cu, cu, softcap=3.0, dropout=0.1, return_max_logit=True)
+        assert (most.shape, most.dtype, most.device) == ((4,), torch.float32, x.device)
 
 
 # The operator
