@@ -101,6 +101,8 @@ class Suite:
 SUITES = {
     "paper": Suite(16384, 2048, (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256)),
     "quick": Suite(16384, 2048, (1024, 8192), (64, 128)),
+    # Where launches, and the beginning and end of tiles, are most of the time.
+    "short": Suite(16384, 2048, (64, 128, 256, 512, 1024), (64, 128)),
     # 32 query heads on 8 key heads, and 64 on 8, at D=128.
     "gqa": Suite(16384, 4096, (1024, 4096, 8192), (128,), group=4),
     "gqa8": Suite(16384, 8192, (1024, 4096, 8192), (128,), group=8),

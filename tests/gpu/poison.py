@@ -14,7 +14,8 @@ def poisoned(make):
     def made(*args, **kwargs):
         x = make(*args, **kwargs)
         if x.is_cuda:
-            x.fill_(torch.nan if x.is_floating_point() else GARBAGE)
+            with torch.no_grad():
+                x.fill_(torch.nan if x.is_floating_point() else GARBAGE)
         return x
 
     return made

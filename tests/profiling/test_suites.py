@@ -65,3 +65,10 @@ def test_grouped_heads():
         assert shape in shapes
         assert {one.batch * one.seqlen for one in shapes} == {16384}
         assert {one.heads / one.heads_kv for one in shapes} == {shape.heads / shape.heads_kv}
+
+
+def test_short_sequences_are_as_many_tokens():
+    shapes = SUITES["short"].shapes()
+    assert {shape.seqlen for shape in shapes} == {64, 128, 256, 512, 1024}
+    assert all(shape.batch * shape.seqlen == 16384 for shape in shapes)
+    assert all(shape.heads * shape.head_dim == 2048 for shape in shapes)
