@@ -240,8 +240,10 @@ def _call(function: Callable[..., None], request: Request, chosen: Plan) -> None
     arguments = (*chosen.launch_arguments, *([COUNTER] if chosen.draws_tiles else []))
     extras = [OnGpu(x) if isinstance(x, Tensor) else x for x in request.extras()]
     given = (tvm_ffi.from_dlpack(x) if isinstance(x, OnGpu) else x for x in extras)
+    # After them the list of a packed batch's tiles.
+    items = (None,) if extras else ()
     window = request.left or 0, request.right or 0
-    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, *window, *arguments, *given)
+    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, *window, *arguments, *given, *items)
 
 
 def main() -> None:
