@@ -24,7 +24,7 @@ from profiling.timing import Contender, DeviceLost, Failure, Measured, Timer, at
 
 METHOD = {
     "rounds": "in one process, every round times every provider once; over as many rounds as there are "
-    "providers, each comes once right after every other (Williams design)",
+    "providers (twice as many, if odd), each comes equally often after every other (Williams design)",
     "turn": "back-to-back calls for about settings.ms ms between two events, after half as many untimed",
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",

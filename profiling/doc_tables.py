@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS
 from profiling.record import Cell, Run, load
 from profiling.report import geometric_mean
+from profiling.suites import MASKS
 from profiling.terminal import Table
 
 README, FRONT = DATA / "README.md", ROOT / "README.md"
@@ -138,9 +140,9 @@ def distance() -> Table:
     return Table("", ("kernel, D", *columns), tuple(rows))
 
 
-def _over_best(run: Run, wanted: Callable[[Cell], bool]) -> list[float]:
-    """Our speed over the best right peer's in each of the cells that are wanted."""
-    found = ((cell, run.best_peer(cell)) for cell in run.cells if wanted(cell))
+def _over_best(run: Run, cells: Iterable[Cell]) -> list[float]:
+    """Our speed over the best right peer's in each of a run's cells."""
+    found = ((cell, run.best_peer(cell)) for cell in cells)
     ratios = (cell.ratio(run.ours[0], best) for cell, best in found if best is not None)
     return [ratio for ratio in ratios if ratio is not None]
 
@@ -150,25 +152,21 @@ def _mean(ratios: list[float]) -> str:
     return "-" if mean is None else f"{mean:.2f}"
 
 
-def _is_short(cell: Cell) -> bool:
-    return cell.shape.seqlen <= SHORT
-
-
 def summary() -> Table:
     """Every run in one line: geometric means over the best peer of each cell."""
     rows = []
     for label, path in RUNS.items():
         run = load(DATA / path)
-        everything = _over_best(run, lambda cell: True)
+        everything = _over_best(run, run.cells)
         dims = [
-            _mean(_over_best(run, lambda cell, d=d: cell.shape.head_dim == d))  # type: ignore[misc]
-            for d in (64, 128, 256)
+            _mean(_over_best(run, (cell for cell in run.cells if cell.shape.head_dim == head_dim)))
+            for head_dim in (64, 128, 256)
         ]
         reach = f"{min(everything):.2f} to {max(everything):.2f}" if everything else "-"
         whole = f"**{_mean(everything)}**"
         name = f"[{label}]({path})"
         commit = f"`{run.machine['git_commit']}`"
-        short = _mean(_over_best(run, _is_short))
+        short = _mean(_over_best(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT)))
         rows.append((name, ", ".join(run.peers), whole, reach, *dims, short, commit))
     columns = ("kernel", "best of", "all cells", "lowest to highest", "D = 64", "128", "256")
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
@@ -181,20 +179,14 @@ def ratios() -> Table:
     for label, path in (("forward", FORWARD), ("backward", BACKWARD)):
         run = load(DATA / path)
         lengths = sorted({cell.shape.seqlen for cell in run.cells})
+        at: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
+        for cell in run.cells:
+            at[cell.shape.head_dim, cell.shape.seqlen, cell.shape.mask].append(cell)
         for head_dim in sorted({cell.shape.head_dim for cell in run.cells}):
-            cells = []
-            for length in lengths:
-                at = [
-                    _mean(_over_best(run, lambda cell, k=(head_dim, length, m): _place(cell) == k))  # type: ignore[misc]
-                    for m in ("full", "causal")
-                ]
-                cells.append(" / ".join(at))
+            places = [[(head_dim, length, mask) for mask in MASKS] for length in lengths]
+            cells = [" / ".join(_mean(_over_best(run, at[place])) for place in pair) for pair in places]
             rows.append((f"{label}, D = {head_dim}", *cells))
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
-
-
-def _place(cell: Cell) -> tuple[int, int, str]:
-    return cell.shape.head_dim, cell.shape.seqlen, cell.shape.mask
 
 
 def _markdown(table: Table) -> str:

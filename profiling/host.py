@@ -71,7 +71,7 @@ class HostTime:
 def host_times(
     contenders: Mapping[str, Contender], timer: Timer, clock: Callable[[], float], calls: int, repeats: int
 ) -> tuple[dict[str, HostTime], dict[str, str]]:
-    """Microseconds of host time per call, in rotating order, and the errors of the contenders that failed."""
+    """Microseconds of host time per call, in balanced order, and the errors of the contenders that failed."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     errors: dict[str, str] = {}
 
