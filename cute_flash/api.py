@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -12,6 +15,9 @@ from cute_flash.band import Band
 from cute_flash.how import How, draw_rng
 from cute_flash.plan import bwd_plan, plan
 from cute_flash.problem import Support, UnsupportedError, check_window
+
+if TYPE_CHECKING:
+    from cute_flash.block_map import BlockMap
 
 LAYOUTS = ("bhsd", "bshd")
 
@@ -39,6 +45,11 @@ def attn(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    bias: Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    score_mod_bwd: Callable | None = None,
+    block_map: BlockMap | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
@@ -59,6 +70,13 @@ def attn(
         and has no value. dropout: the probability that a weight is dropped, by torch's generator.
         return_max_logit: also return the largest score of each head as it enters the softmax, (H), the last
         of the results. alibi and sinks have gradients.
+
+    Your own attention (docs/mods.md), on the CPU so far:
+        bias: added to the scores, to broadcast with (B, H, Sq, Sk). score_mod(score, b, h, q_idx, kv_idx):
+        what becomes of a score; mask_mod(b, h, q_idx, kv_idx): whether it counts, besides the mask below.
+        Both are traced, once, as FlexAttention's are; captured tensors and numbers are arguments. bias and
+        captured floating-point tensors have gradients. score_mod_bwd(grad, score, b, h, q_idx, kv_idx): the
+        gradient of the score, if not the derived one. block_map: which blocks mask_mod leaves, made before.
 
     Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left
     <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are
@@ -84,9 +102,12 @@ def attn(
     left, right = _band(causal, window)
     if scale is None:
         scale = _default_scale(q)
-    if softcap or dropout or alibi is not None or sinks is not None or return_max_logit:
+    asked = None
+    if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
+        asked = bias, score_mod, mask_mod, score_mod_bwd, block_map
+    if asked or softcap or dropout or alibi is not None or sinks is not None or return_max_logit:
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
-        found = _general(*_to_bhsd(q, k, v, layout), how)
+        found = _general(*_to_bhsd(q, k, v, layout), how, asked)
         return _chosen(
             *_from_bhsd(found[0], found[1], q.dim(), layout), found[2], return_lse, return_max_logit
         )
@@ -114,6 +135,11 @@ def supports(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    bias: Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    score_mod_bwd: Callable | None = None,
+    block_map: BlockMap | None = None,
 ) -> Support:
     """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
 
@@ -123,7 +149,13 @@ def supports(
         left, right = _band(causal, window)
         scale = _default_scale(q) if scale is None else scale
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
-        problem = general.checked_problem(*_to_bhsd(q, k, v, layout), how)
+        tensors = _to_bhsd(q, k, v, layout)
+        problem = general.checked_problem(*tensors, how)
+        if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
+            from cute_flash import custom
+
+            asked = _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map)
+            problem = custom.checked_problem(*tensors, how, asked)
         if q.device.type == "cuda":
             plan(problem, detect(q.device.index))
             if deterministic:
@@ -161,11 +193,27 @@ def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_
     return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
 
 
-def _general(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+def _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map) -> Any:
+    from cute_flash import custom
+    from cute_flash.mods.call import Call
+
+    return custom.custom_of(bias, Call.of(score_mod, mask_mod, score_mod_bwd), block_map)
+
+
+def _general(
+    q: Tensor, k: Tensor, v: Tensor, how: How, asked: tuple | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     if how.dropout:
         how = how._replace(rng=draw_rng(q.device))
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_tangents(*(x for x in (q, k, v, how.alibi, how.sinks) if x is not None))
+    if asked is not None:
+        from cute_flash import custom
+
+        given = _custom(*asked)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(*given.tables, *(() if given.bias is None else (given.bias,)))
+        return custom.custom_fwd(q, k, v, *how, *given)
     return general.general_fwd(q, k, v, *how)
 
 

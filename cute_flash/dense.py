@@ -8,6 +8,7 @@ from torch import Tensor
 from cute_flash.band import Band
 from cute_flash.loops import accumulator_dtype, default_scale, group_size
 from cute_flash.score import Score, capped, distance
+from cute_flash.written import PartWritten, Written
 
 
 def dense(
@@ -17,7 +18,8 @@ def dense(
     group = group_size(q, k)
     K, V = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     S = (q.double() @ K.mT) * default_scale(q, scale)
-    P, lse = _probabilities(_modified(S, score), _mask(q, k, band), score)
+    S = _modified(S, score)
+    P, lse = _probabilities(S, _mask(q, k, band) & _seen(S, score), score)
     return _dropped(P, score) @ V, lse
 
 
@@ -39,7 +41,8 @@ def dense_low_precision(
     K = K * default_scale(q, scale)
     S = (q.to(wide) @ K.to(wide).mT).to(dtype)
     if score is not None:
-        P, lse = _probabilities(_modified(S.to(wide), score), mask, score)
+        S = _modified(S.to(wide), score)
+        P, lse = _probabilities(S, mask & _seen(S, score), score)
         return (_dropped(P.to(dtype), score).to(wide) @ V.to(wide)).to(dtype), lse
     empty = ~mask.any(dim=-1)
     S = S.masked_fill(~mask, -torch.inf).masked_fill(empty[:, None], 0.0)
@@ -49,7 +52,7 @@ def dense_low_precision(
 
 
 def _modified(S: Tensor, score: Score | None) -> Tensor:
-    """Softcap and ALiBi."""
+    """Softcap, ALiBi, bias and score_mod."""
     if score is None:
         return S
     sq, sk = S.shape[2:]
@@ -58,7 +61,24 @@ def _modified(S: Tensor, score: Score | None) -> Tensor:
     if score.alibi is not None:
         i, j = (torch.arange(n, device=S.device) for n in (sq, sk))
         S = S - score.alibi.to(S.dtype)[:, :, None, None] * distance(i, j, sq, sk, S.dtype)
+    if score.written is not None:
+        S, _ = _whole(S, score.written).apply(S, range(sq), range(sk))
     return S
+
+
+def _seen(S: Tensor, score: Score | None) -> Tensor:
+    """What mask_mod and score_mod leave visible, to broadcast with S."""
+    seen = torch.ones((), dtype=torch.bool, device=S.device)
+    if score is None or score.written is None:
+        return seen
+    hidden = _whole(S, score.written).hidden(range(S.shape[2]), range(S.shape[3]), S.device)
+    seen = seen if hidden is None else ~hidden.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)
+    return seen & (S.detach() != -torch.inf)
+
+
+def _whole(S: Tensor, written: Written) -> PartWritten:
+    """All scores as one block."""
+    return PartWritten(written, range(S.shape[0]), range(S.shape[1]), 1, S.dtype)
 
 
 def _probabilities(S: Tensor, mask: Tensor, score: Score | None) -> tuple[Tensor, Tensor]:
@@ -67,10 +87,10 @@ def _probabilities(S: Tensor, mask: Tensor, score: Score | None) -> tuple[Tensor
     if score is not None and score.sinks is not None:
         sink = score.sinks.to(S.dtype)[:, None, None].expand(*S.shape[:3], 1)
         S = torch.cat([S, sink], dim=-1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], dim=-1)
     empty = ~mask.any(dim=-1)
     # Rows without keys get finite scores here, their result below: -inf - (-inf) would poison their gradient.
-    S = S.masked_fill(empty[:, None], 0.0)
+    S = S.masked_fill(empty[..., None], 0.0)
     lse = S.logsumexp(dim=-1)
     P = torch.exp(S - lse[..., None]).masked_fill(~mask, 0.0)
     if score is not None and score.sinks is not None:

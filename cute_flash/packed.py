@@ -17,6 +17,8 @@ from torch import Tensor
 from cute_flash import operands, reference
 from cute_flash.how import How
 from cute_flash.problem import Problem
+from cute_flash.score import Score
+from cute_flash.written import Written
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,16 @@ def _offsets(name: str, offsets: Tensor, total: int, longest: tuple[str, int | N
     return values
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, how: How, max_logit: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, how: How, max_logit: Tensor | None, written: Written | None = None
+) -> tuple[Tensor, Tensor]:
     out, lse = outputs(q, v)
     out.zero_()
     lse.fill_(-torch.inf)
     heads = q.shape[1]
     for one in list(sequences(q, k, how)):
         given = one.of_queries(q), one.of_keys(k), one.of_keys(v)
-        score = how.score(_batch(how), heads, one.index)
+        score = _score(how, heads, one, written)
         found, found_lse = reference.forward(*given, how.band, how.scale, score, max_logit)
         one.of_queries(out).copy_(found)
         lse[:, one.queries] = found_lse[0]
@@ -127,7 +131,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How, max_logit: Tensor | None)
 
 
 def backward(
-    douts: tuple[Tensor, Tensor | None], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
+    douts: tuple[Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    how: How,
+    written: Written | None = None,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dalibi (B, H), dsinks (H)."""
     dout, dlse = douts
@@ -135,7 +146,7 @@ def backward(
     heads, dtype = q.shape[1], reference.accumulator_dtype(q.dtype)
     dalibi, dsinks = q.new_zeros(_batch(how), heads, dtype=dtype), q.new_zeros(heads, dtype=dtype)
     for one in sequences(q, k, how):
-        score = how.score(_batch(how), heads, one.index)
+        score = _score(how, heads, one, written)
         gradients = one.of_queries(dout), None if dlse is None else dlse[None, :, one.queries]
         given = (
             one.of_queries(q),
@@ -151,6 +162,12 @@ def backward(
         dalibi[one.index] += found[3][0]
         dsinks += found[4]
     return dq, dk, dv, dalibi, dsinks
+
+
+def _score(how: How, heads: int, one: Sequence, written: Written | None) -> Score | None:
+    """Of one sequence; users' functions see its index."""
+    found = how.score(_batch(how), heads, one.index)
+    return found if written is None else replace(found or Score(), written=replace(written, first=one.index))
 
 
 def _batch(how: How) -> int:

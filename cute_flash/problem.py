@@ -44,6 +44,10 @@ class Features:
     dropout: bool = False
     return_max_logit: bool = False
     seqused_k: bool = False
+    bias: bool = False
+    score_mod: bool = False
+    mask_mod: bool = False
+    block_map: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

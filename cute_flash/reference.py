@@ -10,7 +10,7 @@ The first two are in `dense.py`.
 Tensors are q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); query head h uses key head
 h // (H // Hkv). Row i sees the keys of `band`; a row that sees none gives out = 0 and LSE = -inf. The LSE,
 (B, H, Sq), is the natural logarithm of Σ exp(scale q·k), in fp32 (fp64 for fp64 inputs). A `Score` adds
-softcap, ALiBi, sinks and dropout.
+softcap, ALiBi, sinks, dropout, a bias and what users write.
 """
 
 from __future__ import annotations
@@ -184,6 +184,8 @@ def forward(
                 S = Qi @ Kj.mT
                 if part is not None:
                     part.apply_(S, None if part.slopes is None else tile.distance(keys, S))
+                    S, _ = part.finish(S, tile.rows, keys)
+                    part.hide_(S, tile.rows, keys, -torch.inf)
                 if is_masked:
                     tile.hide_(S, keys, -torch.inf)
                 if max_logit is not None:
@@ -243,7 +245,8 @@ def backward_with(
         dV = (P ∘ Z)ᵀ dO    dS' = P ∘ (Z ∘ dO Vᵀ - Δ)    dS = dS' ∘ (1 - t²)
         dalibi = -Σ dS' ∘ A    dsinks = -Σ exp(sinks - LSE) Δ
 
-    The last two are 0 where there is no such feature.
+    The last two are 0 where there is no such feature. Gradients of a bias and of what users' functions
+    capture are added to the score's own sums.
     """
     dtype, scale = accumulator_dtype(q.dtype), default_scale(q, scale)
     sq, sk, group = q.shape[2], k.shape[2], group_size(q, k)
@@ -278,13 +281,16 @@ def backward_with(
                 Kj, Vj, dKj, dVj = (x[:, :, keys.start : keys.stop] for x in (K, V, dK, dV))
                 Kj, Vj = Kj.to(dtype), Vj.to(dtype)
                 S = Qi @ Kj.mT
-                Z = tangent = away = None
+                Z = tangent = away = before = None
                 if part is not None:
                     Z = part.factors(tile.rows, keys, dtype)
                     away = None if part.slopes is None else tile.distance(keys, S)
                     tangent = part.apply_(S, away)
+                    S, before = part.finish(S, tile.rows, keys)
                 # P = exp(S - LSE)
                 P = S.sub_(LSEi).exp_()
+                if part is not None:
+                    part.hide_(P, tile.rows, keys, 0.0)
                 if is_masked:
                     tile.hide_(P, keys, 0.0)
                 # dV += (P ∘ Z)ᵀ dO
@@ -293,6 +299,7 @@ def backward_with(
                 dP = dOi @ Vj.mT
                 dS = (dP if Z is None else dP.mul_(Z)).sub_(delta).mul_(P)
                 if part is not None:
+                    dS = part.dfinish(dS, before, P, tile.rows, keys)
                     if away is not None:
                         dalibi[b, heads] += part.dslopes(dS, away)
                     if tangent is not None:

@@ -5,7 +5,8 @@ For row i and key j of sequence b and query head h, in this order:
     s = scale q·k
     s = softcap tanh(s / softcap)
     s = s - alibi[b, h] |i + Sk - Sq - j|
-    s = -inf outside the band
+    s = score_mod(s + bias[b, h, i, j], b, h, i, j)
+    s = -inf outside the band, and where mask_mod(b, h, i, j) is false
     p = exp(s - LSE),   LSE = log(exp(sinks[h]) + Σ exp(s))
     p = p / (1 - dropout), or 0 where the mask of `philox.Dropout` drops it
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.philox import Dropout
+from cute_flash.written import PartWritten, Written
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +30,14 @@ class Score:
     alibi: Tensor | None = None  # (B, H)
     sinks: Tensor | None = None  # (H)
     dropout: Dropout | None = None
+    written: Written | None = None
 
     @property
     def extra_blocks(self) -> int:
         """Temporaries of a block of scores beyond those of plain attention, in elements of fp32 a score."""
-        return 2 * (self.softcap is not None) + 3 * (self.alibi is not None) + 16 * (self.dropout is not None)
+        written = 0 if self.written is None else self.written.extra_blocks
+        numbers = 2 * (self.softcap is not None) + 3 * (self.alibi is not None)
+        return numbers + 16 * (self.dropout is not None) + written
 
 
 def distance(rows: Tensor, keys: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
@@ -51,6 +56,7 @@ class PartScore:
         self.score, self.batch, self.num_kv = score, b, len(h)
         self.heads = range(h.start * group, h.stop * group)
         self.slopes = self.sinks = None
+        self.written = None if score.written is None else PartWritten(score.written, b, h, group, dtype)
         if score.alibi is not None:
             slopes = score.alibi[b.start : b.stop, self.heads.start : self.heads.stop].to(dtype)
             self.slopes = slopes.unflatten(1, (len(h), group))[..., None, None]
@@ -74,6 +80,19 @@ class PartScore:
         if self.slopes is not None and distance is not None:
             S.unflatten(2, (-1, len(distance))).sub_(self.slopes * distance)
         return tangent
+
+    def finish(self, S: Tensor, rows: range, keys: range) -> tuple[Tensor, Tensor | None]:
+        """Bias and score_mod, after the rest; and the scores before score_mod, if there is one."""
+        return (S, None) if self.written is None else self.written.apply(S, rows, keys)
+
+    def hide_(self, block: Tensor, rows: range, keys: range, value: float) -> None:
+        """Overwrite what mask_mod hides."""
+        if self.written is not None:
+            self.written.hide_(block, rows, keys, value)
+
+    def dfinish(self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range) -> Tensor:
+        """The gradient of S before `finish`."""
+        return dS if self.written is None else self.written.differentiate(dS, before, P, rows, keys)
 
     def dslopes(self, dS: Tensor, distance: Tensor) -> Tensor:
         """(batch, heads) of a block."""

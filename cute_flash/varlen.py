@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ def attn_varlen(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    score_mod_bwd: Callable | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attn` on sequences that are packed one after the other.
 
@@ -42,7 +46,8 @@ def attn_varlen(
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if known. A number that is too small is an
         error on the CPU, where lengths are known; a tensor is taken and not read.
         seqused_k: (B), int32: only so many keys of each sequence count; alignment is with them.
-        The rest as for `attn`, each sequence by itself; alibi is (H) or (B, H).
+        The rest as for `attn`, each sequence by itself; alibi is (H) or (B, H). To score_mod and mask_mod,
+        b is the sequence, and q_idx and kv_idx count within it.
 
     On CUDA lengths are read by the kernels alone: no host sync, nothing is compiled for new ones, and a
     captured graph takes those that are written into the same offsets. Offsets that are wrong give wrong
@@ -64,7 +69,9 @@ def attn_varlen(
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
     )
-    return api._chosen(*api._general(q, k, v, how), return_lse, return_max_logit)
+    mods = score_mod, mask_mod, score_mod_bwd
+    asked = None if mods == (None, None, None) else (None, *mods, None)
+    return api._chosen(*api._general(q, k, v, how, asked), return_lse, return_max_logit)
 
 
 def attn_nested(

@@ -1,0 +1,265 @@
+"""The torch operators for a bias and for functions that users write, beside all that the general ones take.
+
+    custom_fwd(q, k, v, *How, *Custom) -> (out, lse, max_logit)
+    custom_bwd(dout, dlse, q, k, v, out, lse, *How, *Custom) -> (dq, dk, dv, dalibi, dsinks, dbias, dtables)
+
+Functions come as the digest of their graphs, which this process has seen, and the values that they captured:
+`tables` and `numbers`, of score_mod, of mask_mod and of score_mod_bwd, one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_flash import general, ops
+from cute_flash.block_map import BlockMap
+from cute_flash.how import SCHEMA, TENSORS, How
+from cute_flash.mods.call import Call, Graphs, graphs_of
+from cute_flash.problem import CPU_DTYPES, Problem, UnsupportedError
+from cute_flash.score import Score
+from cute_flash.written import Sums, Written
+
+
+class Custom(NamedTuple):
+    """The arguments of both operators after those of `How`."""
+
+    bias: Tensor | None = None  # (B or 1, H or 1, Sq or 1, Sk or 1)
+    mods: str = ""  # digest of the graphs
+    tables: list[Tensor] = []  # noqa: RUF012
+    numbers: list[float] = []  # noqa: RUF012
+    block_map: list[Tensor] = []  # noqa: RUF012
+    block_sizes: list[int] = []  # noqa: RUF012
+    wants: list[bool] = []  # gradients: of the bias, then of each table  # noqa: RUF012
+
+    @property
+    def graphs(self) -> Graphs:
+        return graphs_of(self.mods)
+
+    @property
+    def map(self) -> BlockMap | None:
+        return BlockMap.of_tensors(self.block_map, self.block_sizes) if self.block_map else None
+
+    def written(self, first: int = 0) -> Written:
+        parts = self.graphs.parts(self.tables, self.numbers)
+        return Written(self.graphs, parts, self.bias, self.map, first)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Tables of score_mod that want a gradient."""
+        score = self.graphs.score
+        found = () if score is None else score.tables
+        return tuple(i for i, x in enumerate(found) if x.is_differentiable and self.wants[1 + i])
+
+
+CUSTOM_SCHEMA = (
+    "Tensor? bias, str mods, Tensor[] tables, float[] numbers, Tensor[] block_map, SymInt[] block_sizes, "
+    "bool[] wants"
+)
+NUM_HOW = len(How._fields)
+ops.LIBRARY.define(
+    f"custom_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}, {CUSTOM_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+ops.LIBRARY.define(
+    "custom_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{SCHEMA}, {CUSTOM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _split(arguments: Any) -> tuple[How, Custom]:
+    return How(*arguments[:NUM_HOW]), Custom(*arguments[NUM_HOW:])
+
+
+# ---- what is asked for
+# -----------------------------------------------------------------------------------------------
+
+
+def four_dimensional(bias: Any) -> Tensor:
+    if not isinstance(bias, Tensor):
+        raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
+    if bias.dim() > 4:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}: expected up to four dimensions, (B, H, Sq, Sk)"
+        )
+    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+
+
+def custom_of(bias: Tensor | None, call: Call, block_map: BlockMap | None) -> Custom:
+    if block_map is not None and not isinstance(block_map, BlockMap):
+        raise ValueError(f"block_map is a {type(block_map).__name__}: give a cute_flash.BlockMap")
+    bias = None if bias is None else four_dimensional(bias)
+    is_enabled = torch.is_grad_enabled()
+    wants = [is_enabled and x is not None and x.requires_grad for x in (bias, *call.tables)]
+    maps, sizes = ([], []) if block_map is None else (list(block_map.tensors), list(block_map.sizes))
+    return Custom(bias, call.graphs.digest, list(call.tables), list(call.numbers), maps, sizes, wants)
+
+
+def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Problem:
+    """Describe a call and refuse what contradicts itself, or what the device has no kernel for."""
+    plain = general.checked_problem(q, k, v, how)
+    graphs, sizes = custom.graphs, (plain.batch, plain.heads, plain.seqlen_q, plain.seqlen_k)
+    if plain.features.varlen:
+        for name, given in (("bias", custom.bias is not None), ("block_map", bool(custom.block_map))):
+            if given:
+                raise UnsupportedError(f"{name} of packed sequences: use score_mod and mask_mod, or attn")
+    if custom.bias is not None:
+        _check_bias(custom.bias, q, sizes)
+    for table in custom.tables:
+        if table.device != q.device:
+            raise ValueError(
+                f"a captured tensor is on {table.device} and q is on {q.device}: they must agree"
+            )
+    block_map = custom.map
+    if block_map is not None:
+        block_map.check(*sizes, q.device)
+    features = replace(
+        plain.features,
+        bias=custom.bias is not None,
+        score_mod=graphs.score is not None,
+        mask_mod=graphs.mask is not None,
+        block_map=block_map is not None,
+    )
+    problem = replace(plain, features=features)
+    problem.check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
+    return problem
+
+
+def _check_bias(bias: Tensor, q: Tensor, sizes: tuple[int, ...]) -> None:
+    if any(own not in (1, size) for own, size in zip(bias.shape, sizes, strict=True)):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
+    if bias.device != q.device:
+        raise ValueError(f"bias is on {bias.device} and q is on {q.device}: they must agree")
+    if str(bias.dtype).removeprefix("torch.") not in CPU_DTYPES:
+        raise UnsupportedError(f"bias is {bias.dtype}: use one of {', '.join(CPU_DTYPES)}")
+
+
+def _score(how: How, problem: Problem, written: Written) -> Score:
+    found = how.score(problem.batch, problem.heads) or Score()
+    return replace(found, written=written)
+
+
+# ---- forward
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _fwd_fake(q, k, v, *arguments) -> Any:
+    how, custom = _split(arguments)
+    checked_problem(q, k, v, how, custom)
+    return general._fwd_fake(q, k, v, *how)
+
+
+def _fwd_cpu(q, k, v, *arguments) -> Any:
+    how, custom = _split(arguments)
+    problem = checked_problem(q, k, v, how, custom)
+    from cute_flash import packed, reference
+
+    most = general._max_logit(q, how, -torch.inf)
+    wanted = most if how.max_logit else None
+    if how.cu_seqlens_q is not None:
+        return *packed.forward(q, k, v, how, wanted, custom.written()), most
+    score = _score(how, problem, custom.written())
+    out, lse = reference.forward(q, k, v, problem.band, how.scale, score, wanted)
+    return ops._out_like(q, v).copy_(out), lse, most
+
+
+def _fwd_cuda(q, k, v, *arguments) -> Any:
+    checked_problem(q, k, v, *_split(arguments))
+    raise UnsupportedError("custom_fwd on cuda: nothing but plain attention was asked for")
+
+
+# ---- backward
+# --------------------------------------------------------------------------------------------------------
+
+
+def _bwd_fake(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
+    how, custom = _split(arguments)
+    plain = general._bwd_fake(dout, dlse, q, k, v, out, lse, *how)
+    return *plain, general._like(custom.bias if custom.wants[0] else None, q), _dtables(custom, q)
+
+
+def _dtables(custom: Custom, q: Tensor) -> list[Tensor]:
+    """Not filled; empty where there is none."""
+    wanted = custom.wanted
+    return [general._like(x if i in wanted else None, q) for i, x in enumerate(custom.tables)]
+
+
+def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
+    from cute_flash import packed, reference
+
+    how, custom = _split(arguments)
+    problem = checked_problem(q, k, v, how, custom)
+    written = custom.written()
+    sums = Sums(written, custom.wants[0], custom.wanted, reference.accumulator_dtype(q.dtype))
+    written = replace(written, sums=sums)
+    if how.cu_seqlens_q is not None:
+        *grads, dalibi, dsinks = packed.backward((dout, dlse), q, k, v, out, lse, how, written)
+    else:
+        score = _score(how, problem, written)
+        *grads, dalibi, dsinks = reference.backward_with(
+            score, (dout, dlse), q, k, v, out, lse, how.band, how.scale
+        )
+    found = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
+    dbias = general._like(None, q) if sums.dbias is None else sums.dbias.to(custom.bias.dtype)
+    dtables = _dtables(custom, q)
+    for i, grad in sums.dtables.items():
+        dtables[i].copy_(grad)
+    return *found, *general._per_head(how, q, dalibi, dsinks), dbias, dtables
+
+
+def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
+    return _fwd_cuda(q, k, v, *arguments)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *arguments = inputs
+    how, custom = _split(arguments)
+    out, lse, max_logit = output
+    ctx.mark_non_differentiable(max_logit)
+    ctx.set_materialize_grads(False)
+    tensors = [getattr(how, name) for name in TENSORS]
+    ctx.save_for_backward(q, k, v, out, lse, *tensors, custom.bias, *custom.tables, *custom.block_map)
+    nothing: dict[str, Any] = dict.fromkeys(TENSORS)
+    ctx.how = how._replace(**nothing)
+    ctx.num_tables = len(custom.tables)
+    ctx.custom = custom._replace(bias=None, tables=[], block_map=[])
+
+
+def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    num_tables = ctx.num_tables
+    how = ctx.how._replace(**dict(zip(TENSORS, tensors)))
+    bias, *lists = tensors[len(TENSORS) :]
+    tables = lists[:num_tables]
+    custom = ctx.custom._replace(bias=bias, tables=tables, block_map=lists[num_tables:])
+    # Torch takes an empty list for one of tensors.
+    nothing = [None if x else [] for x in (custom.numbers, custom.block_sizes)]
+    unused = nothing[0], [None] * len(custom.block_map), nothing[1], None
+    if dout is None and dlse is None:
+        return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
+    dout = torch.zeros_like(out) if dout is None else dout
+    *grads, dalibi, dsinks, dbias, dtables = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
+    by_name = {"alibi": dalibi, "sinks": dsinks}
+    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
+    wanted = custom.wanted
+    found = [x if i in wanted else None for i, x in enumerate(dtables)]
+    of_bias = dbias if bias is not None and custom.wants[0] else None
+    return *grads, *given, of_bias, None, found, *unused
+
+
+ops.LIBRARY.impl("custom_fwd", _fwd_cpu, "CPU")
+ops.LIBRARY.impl("custom_fwd", _fwd_cuda, "CUDA")
+ops.LIBRARY.impl("custom_bwd", _bwd_cpu, "CPU")
+ops.LIBRARY.impl("custom_bwd", _bwd_cuda, "CUDA")
+torch.library.register_fake("cute_flash::custom_fwd", _fwd_fake, lib=ops.LIBRARY)
+torch.library.register_fake("cute_flash::custom_bwd", _bwd_fake, lib=ops.LIBRARY)
+torch.library.register_autograd(
+    "cute_flash::custom_fwd", _autograd, setup_context=_setup_context, lib=ops.LIBRARY
+)
+
+custom_fwd = torch.ops.cute_flash.custom_fwd.default
+custom_bwd = torch.ops.cute_flash.custom_bwd.default
