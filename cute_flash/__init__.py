@@ -8,17 +8,23 @@ from cute_flash.problem import Support, UnsupportedError
 from cute_flash.version import __version__
 
 if TYPE_CHECKING:
+    from cute_flash import masks
+    from cute_flash.block_map import BlockMap
+    from cute_flash.mods.graph import TraceError
     from cute_flash.partial import attention_probs, merge
     from cute_flash.varlen import attn_nested, attn_varlen
 
 __all__ = [
+    "BlockMap",
     "Support",
+    "TraceError",
     "UnsupportedError",
     "__version__",
     "attention_probs",
     "attn",
     "attn_nested",
     "attn_varlen",
+    "masks",
     "merge",
     "supports",
     "use_kernels",
@@ -26,6 +32,8 @@ __all__ = [
 
 # Imported when first asked for, so that `import cute_flash` stays light.
 _ON_DEMAND = {
+    "BlockMap": "block_map",
+    "TraceError": "mods.graph",
     "attention_probs": "partial",
     "merge": "partial",
     "attn_nested": "varlen",
@@ -34,9 +42,11 @@ _ON_DEMAND = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "masks":
+        return import_module("cute_flash.masks")
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(import_module(f"cute_flash.{_ON_DEMAND[name]}"), name)
     return found
