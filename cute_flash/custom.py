@@ -83,9 +83,7 @@ def four_dimensional(bias: Any) -> Tensor:
     if not isinstance(bias, Tensor):
         raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
     if bias.dim() > 4:
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}: expected up to four dimensions, (B, H, Sq, Sk)"
-        )
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: expected at most four dimensions")
     return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 

@@ -145,9 +145,7 @@ def block_causal(block: int) -> Mask:
 def sliding_window(window: int, num_global: int = 0) -> Mask:
     """The last `window` keys up to the query's own, and the first `num_global` of all, causal."""
     if window < 1 or num_global < 0:
-        raise ValueError(
-            f"sliding_window: window={window} must be positive, num_global={num_global} not less"
-        )
+        raise ValueError(f"sliding_window: window={window}, num_global={num_global}: at least 1 and 0")
 
     def mask(b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx

@@ -46,7 +46,9 @@ class Written:
         """Temporaries of a block of scores, in elements of fp32 a score."""
         found = 2
         if self.graphs.score is not None:
-            found += 2 * self.graphs.score.num_inner + 2 * self.graphs.gradient(self.wanted).graph.num_inner
+            found += 2 * self.graphs.score.num_inner
+            if self.sums is not None:
+                found += 2 * self.graphs.gradient(self.wanted).graph.num_inner
         return found + 2 * (0 if self.graphs.mask is None else self.graphs.mask.num_inner)
 
     @property

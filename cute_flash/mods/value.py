@@ -173,10 +173,11 @@ def node_of(builder: Builder, x: Any) -> int:
 
 def op(name: str, *operands: Any) -> Value:
     builder = _builder_of(*operands)
+    nodes = [node_of(builder, x) for x in operands]
     try:
-        return Value(builder, builder.op(name, *(node_of(builder, x) for x in operands)))
+        return Value(builder, builder.op(name, *nodes))
     except TraceError as error:
-        raise error if str(error).endswith(")") else refuse(str(error)) from None
+        raise refuse(str(error)) from None
 
 
 class TableValue:

@@ -1,0 +1,332 @@
+"""`attn` with a bias and with users' functions on the CPU, against the same functions on whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cute_flash
+from cute_flash import BlockMap, UnsupportedError, attn, attn_varlen, masks, reference, supports
+from cute_flash.band import Band
+from cute_flash.custom import custom_of
+from cute_flash.mods.call import Call
+from cute_flash.score import Score
+from tests.combinations import normal
+
+H, HKV, D = 4, 2, 8
+SLOPES = normal(H, seed=11).abs()
+NEAR = normal(H, 12, seed=12)
+PAIRS = normal(2, 2, 9, seed=13)
+IDS = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 3] * 10)
+SCALE, WIDTH = torch.tensor(1.3, dtype=torch.float64), 6
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score - SLOPES[h] * (q_idx - kv_idx).abs()
+
+
+def relative(score, b, h, q_idx, kv_idx):
+    return score + NEAR[h, (q_idx - kv_idx).clamp(0, NEAR.shape[1] - 1)]
+
+
+def everything(score, b, h, q_idx, kv_idx):
+    distance = (q_idx - kv_idx).abs()
+    x = torch.tanh(score / 3) * SCALE + torch.sigmoid(score) * NEAR[h, distance % 12]
+    x = x + torch.where(score > 0.2, score**2, torch.exp(-score)) / (1 + distance)
+    x = torch.maximum(x, torch.minimum(score, PAIRS[b % 2, h // 2, kv_idx // 12])) - torch.log1p(distance)
+    return x + torch.sqrt(score.abs() + 1) * torch.rsqrt(torch.square(x) + 1) + torch.sin(score) * (h == 1)
+
+
+def hides_by_score(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score * WIDTH, -float("inf"))
+
+
+def documents(b, h, q_idx, kv_idx):
+    return (IDS[q_idx] == IDS[kv_idx]) & (q_idx >= kv_idx)
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx < WIDTH + h) & ((kv_idx + b) % 3 != 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    sq: int = 37
+    sk: int = 37
+    bias: tuple[int, ...] | None = None
+    score_mod: Any = None
+    mask_mod: Any = None
+    tables: tuple[Tensor, ...] = ()
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("alibi", score_mod=alibi, tables=(SLOPES,)),
+    Case("relative", 20, 50, score_mod=relative, tables=(NEAR,), rest={"causal": True}),
+    Case("everything", score_mod=everything, tables=(NEAR, PAIRS, SCALE)),
+    Case("hidden by score", score_mod=hides_by_score),
+    Case("documents", mask_mod=documents),
+    Case("rows without keys", 50, 21, mask_mod=by_head),
+    Case("bias", 33, 70, bias=(2, H, 33, 70)),
+    Case("bias of heads", bias=(H, 1, 1), rest={"window": (9, 3)}),
+    Case("bias of keys", bias=(37,)),
+    Case("bias of rows", bias=(2, 1, 37, 1)),
+    Case("all", 37, 37, (1, H, 37, 37), everything, by_head, (NEAR, PAIRS, SCALE),
+         {"causal": True, "softcap": 4.0}),
+]  # fmt: skip
+
+
+def inputs(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = ((2, H, case.sq, D), (2, HKV, case.sk, D), (2, HKV, case.sk, D))
+    return [normal(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: Case) -> Tensor:
+    """Straight from the definition: the functions are called on whole tensors, autograd does the rest."""
+    S = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
+    if "softcap" in case.rest:
+        S = torch.tanh(S / case.rest["softcap"]) * case.rest["softcap"]
+    S = S if bias is None else S + bias
+    sizes = (2, 1, 1, 1), (H, 1, 1), (case.sq, 1), (case.sk,)
+    place = [torch.arange(size[0]).view(size) for size in sizes]
+    S = S if case.score_mod is None else case.score_mod(S, *place)
+    band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
+    seen = reference.visible(band, range(case.sq), range(case.sk), case.sq, case.sk, S.device)
+    seen = seen if case.mask_mod is None else seen & case.mask_mod(*place)
+    seen = seen.expand_as(S)
+    blind = ~seen.any(-1, keepdim=True)
+    P = S.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return P @ v.repeat_interleave(H // HKV, 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(case)
+    bias = None if case.bias is None else normal(*case.bias, seed=5).requires_grad_()
+    tables = [table.requires_grad_() for table in case.tables]
+    wanted = [*tensors, *([] if bias is None else [bias]), *tables]
+    for name in ("MAX_ROWS", "MAX_KEYS"):
+        monkeypatch.setattr(reference, name, 16)
+    try:
+        given = {"bias": bias, "score_mod": case.score_mod, "mask_mod": case.mask_mod, **case.rest}
+        out = attn(*tensors, **given)
+        expected = by_torch(*tensors, bias, case)
+        weights = normal(*out.shape, seed=9)
+        torch.testing.assert_close(out, expected)
+        found = torch.autograd.grad((out * weights).sum(), wanted, materialize_grads=True)
+        torch.testing.assert_close(
+            found, torch.autograd.grad((expected * weights).sum(), wanted, materialize_grads=True)
+        )
+        if "softcap" not in case.rest:
+            call = Call.of(case.score_mod, case.mask_mod, None)
+            score = Score(written=custom_of(bias, call, None).written())
+            band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
+            torch.testing.assert_close(reference.dense(*tensors, band, None, score)[0], out)
+    finally:
+        for table in tables:
+            table.requires_grad_(False)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.rest], ids=lambda case: case.name)
+def test_flex_attention(case: Case) -> None:
+    """FlexAttention, uncompiled, on the same functions; it has no bias, and no gradients on the CPU."""
+    with torch.no_grad():
+        q, k, v = (x.detach() for x in inputs(case))
+        bias = None if case.bias is None else normal(*case.bias, seed=5)
+        block_mask = None
+        if case.mask_mod is not None:
+            block_mask = create_block_mask(case.mask_mod, 2, H, case.sq, case.sk, device="cpu")
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            if bias is not None:
+                own = bias.expand(2, H, case.sq, case.sk)
+                score = score + own[b, h, q_idx, kv_idx]
+            return score if case.score_mod is None else case.score_mod(score, b, h, q_idx, kv_idx)
+
+        expected = flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+        found = attn(q, k, v, bias=bias, score_mod=case.score_mod, mask_mod=case.mask_mod)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    case = CASES[1]
+    q, k, v = inputs(case, dtype)
+    near = NEAR.to(dtype).requires_grad_()
+    out = attn(q, k, v, bias=torch.ones(1, dtype=dtype), score_mod=lambda s, b, h, i, j: s + near[h, j % 12])
+    assert out.dtype == dtype
+    (dnear,) = torch.autograd.grad(out.sum(), near)
+    assert dnear.dtype == dtype and dnear.shape == near.shape
+
+
+def test_gradcheck() -> None:
+    q, k, v = (normal(1, heads, 4, 3, seed=i).requires_grad_() for i, heads in enumerate((2, 1, 1)))
+    bias, table = normal(1, 1, 4, 4, seed=4).requires_grad_(), normal(2, 5, seed=5).requires_grad_()
+    sinks = normal(2, seed=6).requires_grad_()
+
+    def layer(q, k, v, bias, table, sinks):
+        def mod(score, b, h, q_idx, kv_idx):
+            return torch.tanh(score) * table[h, q_idx] + torch.exp(table[h, kv_idx] * 0.3)
+
+        mask = masks.sliding_window(2)
+        return attn(
+            q, k, v, bias=bias, score_mod=mod, mask_mod=mask, softcap=2.0, sinks=sinks, return_lse=True
+        )
+
+    torch.autograd.gradcheck(layer, (q, k, v, bias, table, sinks))
+
+
+def test_a_gradient_of_the_users_own() -> None:
+    q, k, v = inputs(CASES[0])
+    table = normal(H, seed=8).requires_grad_()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.floor(score * 4) / 4 + table[h] * score
+
+    def straight(grad, score, b, h, q_idx, kv_idx):
+        return grad * (WIDTH + table[h])
+
+    out = attn(q, k, v, score_mod=mod, score_mod_bwd=straight)
+    found = torch.autograd.grad(out.sum(), (q, table))
+    plain = torch.autograd.grad(attn(q, k, v, score_mod=mod).sum(), (q, table))
+    torch.testing.assert_close(found[1], plain[1])
+    # The derived one sees no slope in a floor, the user's one of 6.
+    ratio = attn(q, k, v, score_mod=mod, score_mod_bwd=lambda g, s, b, h, i, j: g * (1 + table[h]))
+    one = torch.autograd.grad(ratio.sum(), q)[0]
+    torch.testing.assert_close(found[0] - plain[0], 6 * (one - plain[0]))
+
+
+def test_no_derivative_is_an_error_in_backward_only() -> None:
+    q, k, v = inputs(CASES[0])
+    mod = lambda score, b, h, q_idx, kv_idx: score // 0.5  # noqa: E731
+    out = attn(q.detach(), k.detach(), v.detach(), score_mod=mod)
+    assert out.isfinite().all()
+    with pytest.raises(cute_flash.TraceError, match="floordiv of floats has no derivative: give score_mod_b"):
+        attn(q, k, v, score_mod=mod).sum().backward()
+
+
+def test_values_are_read_at_each_call() -> None:
+    q, k, v = inputs(CASES[0])
+    table = torch.zeros(H)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * table[h]
+
+    first = attn(q, k, v, score_mod=mod)
+    table += 2
+    torch.testing.assert_close(attn(q, k, v, score_mod=mod), attn(q, k, v, scale=2 * D**-0.5))
+    torch.testing.assert_close(first, attn(q, k, v, scale=0.0))
+
+
+def test_layouts_and_results() -> None:
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    out, lse, most = attn(q, k, v, score_mod=alibi, return_lse=True, return_max_logit=True)
+    turned = attn(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=alibi, layout="bshd")
+    torch.testing.assert_close(turned.transpose(1, 2), out)
+    by_argument = attn(q, k, v, alibi=SLOPES, return_lse=True, return_max_logit=True)
+    torch.testing.assert_close((out, lse, most), by_argument)
+
+
+def test_packed_sequences() -> None:
+    lengths = [0, 5, 17, 9]
+    offsets = torch.tensor(lengths).cumsum(0).to(torch.int32)
+    total = sum(lengths)
+    q, k, v = (normal(total, heads, D, seed=i).requires_grad_() for i, heads in enumerate((H, HKV, HKV)))
+    table = normal(3, 20, seed=7).requires_grad_()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * table[b, q_idx] + table[b, kv_idx]
+
+    out = attn_varlen(q, k, v, offsets, offsets, score_mod=mod, mask_mod=by_head)
+    parts = []
+    for b, (first, last) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        one = [x[first:last].transpose(0, 1)[None] for x in (q, k, v)]
+        shifted = lambda s, _, h, i, j, b=b: mod(s, b, h, i, j)  # noqa: E731
+        mask = lambda _, h, i, j, b=b: by_head(b, h, i, j)  # noqa: E731
+        parts.append(attn(*one, score_mod=shifted, mask_mod=mask)[0].transpose(0, 1))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out, expected)
+    weights = normal(*out.shape, seed=3)
+    found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v, table)) for x in (out, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+# Block maps
+
+
+def test_a_block_map_is_the_mask() -> None:
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    block_map = BlockMap.of(by_head, (2, H, 37, 37), tile=(8, 4))
+    expected = attn(q, k, v, mask_mod=by_head)
+    torch.testing.assert_close(attn(q, k, v, mask_mod=by_head, block_map=block_map), expected)
+
+
+def test_a_block_map_of_the_users_own() -> None:
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    status = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
+    status[..., 0], status[..., 4] = 2, 1
+    block_map = BlockMap.of_status(status, 8, 8, 37, 37)
+    found = attn(q, k, v, block_map=block_map)
+    torch.testing.assert_close(found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | (j >= 32)))
+    found = attn(q, k, v, block_map=block_map, mask_mod=lambda b, h, i, j: j % 2 == 0)
+    torch.testing.assert_close(
+        found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | ((j >= 32) & (j % 2 == 0)))
+    )
+
+
+# Refusals
+
+
+def test_refusals() -> None:
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"bias": torch.ones(3, 37, 37)}, "bias has shape .1, 3, 37, 37.: it does not broadcast with"),
+        ({"bias": 3.0}, "bias is a float: give a tensor"),
+        ({"bias": torch.ones(1, dtype=torch.int64)}, "bias is torch.int64: use one of"),
+        ({"bias": torch.ones(1, device="meta")}, "bias is on meta"),
+        ({"bias": torch.ones(1, 1, 1, 1, 1)}, "expected at most four dimensions"),
+        ({"mask_mod": lambda b, h, i, j: torch.ones(3, device="meta")[i] > 0}, "made inside|torch"),
+        ({"block_map": 3}, "block_map is a int"),
+        ({"block_map": BlockMap.of(None, (1, 1, 8, 8))}, "block_map is of 8 queries and 8 keys"),
+        ({"block_map": BlockMap.of(by_head, (3, H, 37, 37))}, "block_map has batch=3: expected 1 or 2"),
+        ({"score_mod_bwd": alibi}, "score_mod_bwd without score_mod"),
+    ]
+    for given, message in bad:
+        with pytest.raises(ValueError, match=message):
+            attn(q, k, v, **given)
+        assert not supports(q, k, v, **given)
+    assert supports(q, k, v, score_mod=alibi)
+    far = torch.ones(H, device="meta")
+    with pytest.raises(ValueError, match="a captured tensor is on meta"):
+        attn(q, k, v, score_mod=lambda s, b, h, i, j: s + far[h])
+
+
+def test_no_kernel_yet() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 8, 64, dtype=torch.float16, device="cuda:0")
+        for name, value in (
+            ("score_mod", lambda s, b, h, i, j: s * 2),
+            ("mask_mod", lambda b, h, i, j: i >= j),
+            ("bias", torch.empty(1, device="cuda:0")),
+        ):
+            with pytest.raises(UnsupportedError, match=f"{name} on cuda: no kernel has it yet"):
+                attn(x, x, x, **{name: value})
+
+
+def test_opcheck() -> None:
+    q, k, v = inputs(CASES[0])
+    table = normal(H, seed=1).requires_grad_()
+    bias = normal(1, 1, 37, 37).requires_grad_()
+    call = Call.of(lambda s, b, h, i, j: s * table[h] * WIDTH, masks.causal(), None)
+    how = cute_flash.api._how(0.3, None, None, False, None, None, None, None, False)
+    given = custom_of(bias, call, BlockMap.of(masks.causal(), (2, H, 37, 37), tile=(16, 16)))
+    results = torch.library.opcheck(torch.ops.cute_flash.custom_fwd, (q, k, v, *how, *given))
+    assert set(results.values()) == {"SUCCESS"}

@@ -1,0 +1,151 @@
+"""Graphs as kernels compute them: on the host, scalar by scalar, and compiled for a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import (
+    from_dlpack,
+    make_fake_compact_tensor,
+    make_fake_stream,
+    make_fake_tensor,
+)
+
+from cute_flash.device.mods import CuteArithmetic
+from cute_flash.mods.derive import gradient
+from cute_flash.mods.evaluate import Evaluator, Stages, evaluate
+from cute_flash.mods.graph import Graph
+from cute_flash.mods.lower import lowered
+from cute_flash.mods.trace import Bound, bound
+
+SIZE, HEAD, BATCH, GRAD = 7, 2, 1, 1.7
+TABLE = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+FLAGS = torch.tensor([True, False, True, True, False, True])
+IDS = torch.tensor([0, 3, 3, 1, 1, 0, 2])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+COUNT, RATE = 3, 2.5
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What the instructions mean that only a GPU has, where no GPU is compiled for."""
+    if request.node.get_closest_marker("compiles") is None:
+        monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan: cutlass.min(a, b))
+        monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan: cutlass.max(a, b))
+        monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+
+
+def everything(score, b, h, q, kv):
+    d = q - kv
+    x = score * RATE + TABLE[h, d.abs()] - d // COUNT + d % COUNT + (-d) // 4 + d % -5
+    x = x + torch.where(FLAGS[kv] & ~(q < kv) | (IDS[q] == IDS[kv]), torch.tanh(score), 0.3)
+    x = x + torch.exp(-score.abs()) + torch.log(score.abs() + 1) + torch.sqrt(score * score + 0.1)
+    x = x + torch.rsqrt(score * score + 1) + torch.sigmoid(score) + score % 0.7 + score % -0.7
+    x = x + torch.minimum(score, kv) + torch.maximum(score, q * 0.1) + (kv << 2) + (q >> 1) + (kv & 3)
+    x = x + (q ^ 5) + (~q) + (kv | 1) + torch.exp2(score * 0.1) + torch.log2(score * score + 2)
+    x = x + score.floor() + score.sin() + score.cos() + score.int() + score / RATE + q / 7 + score / 3
+    x = x + torch.minimum(q, kv) + d.clamp(-2, 2) + (q > kv).float() + (q != 0).logical_xor(kv != 0).int()
+    return x - SLOPES[h] * d.abs() + h * b
+
+
+def without_the_score(score, b, h, q, kv):
+    return SLOPES[h] * RATE + q
+
+
+def on_the_host(found: Bound, graph: Graph, score: torch.Tensor) -> torch.Tensor:
+    num = len(graph.outputs)
+
+    @cute.jit
+    def program(out, score, tables, numbers):  # type: ignore[no-untyped-def]
+        evaluator = Evaluator(graph, CuteArithmetic(), tuple(tables), tuple(numbers))
+        head = evaluator.at_head(Int32(BATCH), Int32(HEAD))
+        for i in cutlass.range_constexpr(SIZE):
+            row = evaluator.at_row(head, Int32(i))
+            for j in cutlass.range_constexpr(SIZE):
+                column = evaluator.at_column(head, Int32(j), Float32(j))
+                values = evaluator.at(head, row, column, score[i, j], Float32(GRAD))
+                for n in cutlass.range_constexpr(num):
+                    out[n, i, j] = Float32(values[n])
+
+    out = torch.full((num, SIZE, SIZE), torch.nan)
+    tables = [from_dlpack(x.to(torch.uint8) if x.dtype == torch.bool else x) for x in found.tables]
+    numbers = [Float32(x) if isinstance(x, float) else Int32(x) for x in found.numbers]
+    program(from_dlpack(out), from_dlpack(score), tables, numbers)
+    return out
+
+
+@pytest.mark.parametrize("way", ["as traced", "lowered", "gradient"])
+@pytest.mark.parametrize("function", [everything, without_the_score])
+def test_values(function: Any, way: str) -> None:
+    found = bound(function, "score_mod")
+    graph = found.graph
+    if way != "as traced":
+        wanted = tuple(i for i, x in enumerate(graph.tables) if x.is_differentiable)
+        graph = lowered(gradient(graph, wanted).graph if way == "gradient" else graph)
+    score = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 3
+    places = torch.tensor(BATCH), torch.tensor(HEAD), torch.arange(SIZE)[:, None], torch.arange(SIZE)
+    grad = torch.tensor(GRAD, dtype=torch.float64)
+    arguments = found.tables, found.numbers
+    expected = evaluate(graph, arguments, torch.float64, places, score.double(), grad)
+    values = on_the_host(found, graph, score)
+    for one, other in zip(values, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double().expand(SIZE, SIZE), rtol=3e-6, atol=3e-5)
+
+
+def test_lowered_graphs_convert_rows_and_columns_only() -> None:
+    found = bound(lambda s, b, h, q, kv: s / RATE - SLOPES[h] * (q - kv).abs(), "score_mod")
+    graph = lowered(found.graph)
+    inner = [graph.nodes[i].op for i in Stages.of(graph).nodes[3]]
+    assert sorted(inner) == ["abs", "input", "mul", "mul", "sub", "sub"]
+    # Not where it would not be exact, or is not known to be.
+    other = bound(lambda s, b, h, q, kv: s + (q - kv) * 3 + (q - kv + COUNT), "score_mod")
+    inner = [lowered(other.graph).nodes[i].op for i in Stages.of(lowered(other.graph)).nodes[3]]
+    assert inner.count("to_float") == 2
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_compiled_for_a_gpu(arch: str) -> None:
+    """Parts of a head and a row are carried into a loop; a table is read once for a head."""
+    found = bound(lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs() + TABLE[h, kv] * RATE, "score_mod")
+    graph, keys = lowered(found.graph), 8
+
+    @cute.kernel
+    def kernel(score, tables, numbers):  # type: ignore[no-untyped-def]
+        evaluator = Evaluator(graph, CuteArithmetic(), tuple(tables), tuple(numbers))
+        head = evaluator.at_head(cute.arch.block_idx()[0], cute.arch.block_idx()[1])
+        row = evaluator.at_row(head, cute.arch.thread_idx()[0])
+        for n in cutlass.range(score.shape[0] // keys, unroll=1):
+            for c in cutlass.range_constexpr(keys):
+                column = evaluator.at_column(head, n * keys + c)
+                score[n * keys + c] = evaluator.at(head, row, column, score[n * keys + c])[0]
+
+    @cute.jit
+    def program(score, tables, numbers, stream):  # type: ignore[no-untyped-def]
+        kernel(score, tables, numbers).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    tables = [
+        make_fake_tensor(
+            Float32,
+            tuple(cute.sym_int() for _ in range(table.rank)),
+            tuple(cute.sym_int64() for _ in range(table.rank)),
+        )
+        for table in graph.tables
+    ]
+    numbers = [Float32(1.0) if kind == "float" else Int32(1) for kind in graph.numbers]
+    score = make_fake_compact_tensor(Float32, (cute.sym_int(),))
+    made = cute.compile(
+        program, score, tables, numbers, make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin",
+    )  # fmt: skip
+    assert made.__cubin__
+    loads = made.__ptx__.count("ld.global")
+    # A slope; a score and an element of the table for each column.
+    assert loads == 1 + 2 * keys, made.__ptx__

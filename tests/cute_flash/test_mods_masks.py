@@ -1,0 +1,191 @@
+"""Masks, block maps and their pictures, against definitions pair by pair."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from cute_flash import BlockMap, masks
+from cute_flash.band import Band, ceil_div
+from cute_flash.block_map import EMPTY, FULL, PARTIAL, _maps, seen_by
+from cute_flash.mods import trace
+from cute_flash.mods.trace import bound
+
+IDS = torch.tensor([0, 0, 0, 5, 5, 1, 1, 1, 1, 2, 2, 2])
+PARENTS = [-1, 0, 0, 1, 1, 2, -1]
+MASKS: dict[str, tuple[Any, Any]] = {
+    "causal": (masks.causal(), lambda b, i, j: j <= i),
+    "causal, shifted": (masks.causal(3), lambda b, i, j: j <= i + 3),
+    "prefix": (masks.prefix_lm(4), lambda b, i, j: j <= i or j < 4),
+    "prefixes": (masks.prefix_lm(torch.tensor([2, 7])), lambda b, i, j: j <= i or j < (2, 7)[b]),
+    "ids": (masks.document(IDS), lambda b, i, j: IDS[i] == IDS[j]),
+    "ids of each": (masks.document(torch.stack([IDS, IDS.flip(0)])),
+                    lambda b, i, j: IDS[i] == IDS[j] if b == 0 else IDS[11 - i] == IDS[11 - j]),
+    "offsets": (masks.document(offsets=torch.tensor([0, 3, 3, 8])),
+                lambda b, i, j: (i >= 3) + (i >= 8) == (j >= 3) + (j >= 8)),
+    "dilated": (masks.dilated(3, 2), lambda b, i, j: i - j in (0, 2, 4)),
+    "block causal": (masks.block_causal(5), lambda b, i, j: j // 5 <= i // 5),
+    "window": (masks.sliding_window(3), lambda b, i, j: 0 <= i - j < 3),
+    "window and global": (masks.sliding_window(3, 2), lambda b, i, j: 0 <= i - j and (i - j < 3 or j < 2)),
+    "and": (masks.and_(masks.causal(), masks.document(IDS), masks.dilated(4, 2)),
+            lambda b, i, j: IDS[i] == IDS[j] and i - j in (0, 2, 4, 6)),
+    "or": (masks.or_(masks.sliding_window(2), masks.block_causal(6)),
+           lambda b, i, j: 0 <= i - j < 2 or j // 6 <= i // 6),
+    "not": (masks.not_(masks.causal()), lambda b, i, j: j > i),
+}  # fmt: skip
+
+
+def seen(mask: Any, sq: int, sk: int, place: tuple[int, int] = (0, 0), band: Band | None = None) -> Any:
+    rows, keys = torch.arange(sq), torch.arange(sk)
+    found = None if mask is None else bound(mask, "mask_mod")
+    return seen_by(found, band or Band(), rows, keys, (sq, sk), place)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    mask, meaning = MASKS[name]
+    for b in range(2):
+        expected = [[bool(meaning(b, i, j)) for j in range(12)] for i in range(12)]
+        assert seen(mask, 12, 12, (b, 0)).tolist() == expected
+
+
+def ancestors(node: int) -> set[int]:
+    return {node} | (ancestors(PARENTS[node]) if PARENTS[node] >= 0 else set())
+
+
+def test_tree() -> None:
+    found = seen(masks.tree(torch.tensor(PARENTS), prefix=5), 7, 12).tolist()
+    for i, j in product(range(7), range(12)):
+        assert found[i][j] == (j < 5 or j - 5 in ancestors(i))
+
+
+def test_other_values_are_the_same_trace() -> None:
+    bound(masks.and_(masks.sliding_window(3, 2), masks.document(IDS)), "mask_mod")
+    before = trace.num_traces
+    bound(masks.and_(masks.sliding_window(9, 1), masks.document(IDS.flip(0))), "mask_mod")
+    assert trace.num_traces == before
+
+
+def test_masks_that_contradict_themselves() -> None:
+    bad: list[Any] = [
+        (lambda: masks.document(), "give either ids or offsets"),
+        (lambda: masks.document(IDS, offsets=IDS), "give either ids or offsets"),
+        (lambda: masks.document(torch.zeros(1, 1, 1)), "ids have shape"),
+        (lambda: masks.document(offsets=torch.tensor([0])), "offsets have shape"),
+        (lambda: masks.tree(torch.tensor([0])), r"parents\[0\]=0"),
+        (lambda: masks.tree(torch.zeros(1, 1)), "parents have shape"),
+        (lambda: masks.dilated(0, 1), "must be positive"),
+        (lambda: masks.block_causal(0), "must be positive"),
+        (lambda: masks.sliding_window(0), "at least 1"),
+        (lambda: masks.and_(), "at least one"),
+        (lambda: masks.or_(), "at least one"),
+    ]
+    for make, message in bad:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+# Block maps
+
+SHAPES = [(12, 12, (4, 4)), (12, 11, (5, 4)), (7, 12, (8, 8)), (12, 5, (3, 2))]
+
+
+@pytest.mark.parametrize("name", ["none", "prefixes", "window and global", "and", "not"])
+@pytest.mark.parametrize(("sq", "sk", "tile"), SHAPES)
+@pytest.mark.parametrize("window", [(None, None), (4, 1)])
+def test_block_maps(name: str, sq: int, sk: int, tile: tuple[int, int], window: Any) -> None:
+    mask = None if name == "none" else MASKS[name][0]
+    block_map = BlockMap.of(mask, (2, 3, sq, sk), tile=tile, window=window)
+    status = block_map.status
+    assert tuple(status.shape) == (1 + (name == "prefixes"), 1, ceil_div(sq, tile[0]), ceil_div(sk, tile[1]))
+    for b in range(len(status)):
+        pairs = seen(mask, sq, sk, (b, 0), Band(*window))
+        for m, n in product(range(status.shape[2]), range(status.shape[3])):
+            block = pairs[m * tile[0] : (m + 1) * tile[0], n * tile[1] : (n + 1) * tile[1]]
+            expected = EMPTY if not block.any() else PARTIAL
+            if block.all() and block.shape[1] == tile[1]:
+                expected = FULL
+            assert status[b, 0, m, n] == expected
+    # Both ways, in order.
+    for lists, value, by in (
+        (block_map.partial, PARTIAL, status), (block_map.full, FULL, status),
+        (block_map.partial_queries, PARTIAL, status.mT), (block_map.full_queries, FULL, status.mT),
+    ):  # fmt: skip
+        assert lists.num.dtype == lists.index.dtype == torch.int32 and lists.index.is_contiguous()
+        for place in product(*map(range, by.shape[:3])):
+            expected = (by[place] == value).nonzero().flatten().tolist()
+            assert lists.index[place][: lists.num[place]].tolist() == expected
+    visited = int((status != EMPTY).sum())
+    assert block_map.share == pytest.approx(visited / status.numel())
+
+
+def test_a_band_alone_is_what_kernels_visit() -> None:
+    for sq, sk, tile in SHAPES:
+        band = Band(3, 1)
+        status = BlockMap.of(None, (1, 1, sq, sk), tile=tile, window=(3, 1)).status[0, 0]
+        for m in range(len(status)):
+            blocks = band.blocks(m, *tile, sq, sk)
+            for n, found in enumerate(status[m].tolist()):
+                if not blocks.begin <= n < blocks.end:
+                    assert found == EMPTY
+                assert (found == FULL) == (blocks.full_begin <= n < blocks.full_end)
+
+
+def test_maps_are_kept_while_they_hold() -> None:
+    ids = IDS.clone()
+    shape, mask = (1, 1, 12, 12), masks.document(ids)
+    first = BlockMap.of(mask, shape, tile=(4, 4))
+    assert BlockMap.of(masks.document(ids), shape, tile=(4, 4)) is first
+    assert BlockMap.of(mask, shape, tile=(2, 4)) is not first
+    ids.fill_(0)
+    changed = BlockMap.of(mask, shape, tile=(4, 4))
+    assert changed is not first and changed.share == 1.0
+    window = BlockMap.of(masks.sliding_window(2), shape, tile=(4, 4))
+    assert BlockMap.of(masks.sliding_window(9), shape, tile=(4, 4)) is not window
+    for i in range(100):
+        BlockMap.of(masks.causal(i), shape, tile=(4, 4))
+    assert len(_maps.known) <= 64
+
+
+def test_many_queries_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status
+    monkeypatch.setattr("cute_flash.block_map.MAX_PAIRS", 1)
+    _maps.known.clear()
+    assert torch.equal(BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
+
+
+def test_a_status_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="status has shape"):
+        BlockMap.of_status(torch.zeros(1, 1, 2, 2), 4, 4, 12, 12)
+    with pytest.raises(ValueError, match="the last block of keys is not whole"):
+        BlockMap.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 12, 11)
+    block_map = BlockMap.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 11, 12)
+    again = BlockMap.of_tensors(list(block_map.tensors), list(block_map.sizes))
+    assert torch.equal(again.status, block_map.status) and again.sizes == block_map.sizes
+
+
+# Pictures
+
+
+def test_text() -> None:
+    assert masks.draw(masks.causal(), 6, tile=(3, 2)) == (
+        "causal: 6 queries x 6 keys, blocks of 3 x 2: 2 full, 3 partial, 1 empty; 58% visible\n"
+        "   0 +...\n     ++..\n     +++.\n   3 ####..\n     ####+.\n     ####++\n"
+    )
+    coloured = masks.draw(masks.causal(), 6, tile=(3, 2), has_colour=True)
+    assert coloured.count("\x1b[0m") == 18
+
+
+def test_svg() -> None:
+    from xml.etree import ElementTree
+
+    mask = masks.prefix_lm(torch.tensor([2, 5]))
+    drawn = masks.draw(mask, 9, 12, place=(1, 0), as_svg=True, title="a < b")
+    root = ElementTree.fromstring(drawn)
+    boxes = [x.attrib for x in root.iter("{http://www.w3.org/2000/svg}rect")]
+    sizes = (int(x["width"]) * int(x["height"]) for x in boxes if x["fill"] in ("#5faf5f", "#d7af5f"))
+    assert sum(sizes) == 12 * 12 * int(seen(mask, 9, 12, (1, 0)).sum())
+    assert "a &lt; b" in drawn
