@@ -85,8 +85,9 @@ class BlockMap:
 
     @staticmethod
     def of_tensors(tensors: list[Tensor], sizes: list[int]) -> BlockMap:
-        pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return BlockMap(*sizes, *(BlockList(num, index) for num, index in pairs))
+        tile_m, tile_n, seqlen_q, seqlen_k = sizes
+        lists = (BlockList(num, index) for num, index in zip(tensors[::2], tensors[1::2], strict=True))
+        return BlockMap(tile_m, tile_n, seqlen_q, seqlen_k, *lists)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

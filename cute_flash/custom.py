@@ -202,7 +202,9 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
             score, (dout, dlse), q, k, v, out, lse, how.band, how.scale
         )
     found = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
-    dbias = general._like(None, q) if sums.dbias is None else sums.dbias.to(custom.bias.dtype)
+    dbias = general._like(custom.bias if custom.wants[0] else None, q)
+    if sums.dbias is not None:
+        dbias.copy_(sums.dbias)
     dtables = _dtables(custom, q)
     for i, grad in sums.dtables.items():
         dtables[i].copy_(grad)
@@ -235,7 +237,7 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
     tables = lists[:num_tables]
     custom = ctx.custom._replace(bias=bias, tables=tables, block_map=lists[num_tables:])
     # Torch takes an empty list for one of tensors.
-    nothing = [None if x else [] for x in (custom.numbers, custom.block_sizes)]
+    nothing: list[Any] = [None if x else [] for x in (custom.numbers, custom.block_sizes)]
     unused = nothing[0], [None] * len(custom.block_map), nothing[1], None
     if dout is None and dlse is None:
         return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused

@@ -120,7 +120,9 @@ class PartWritten:
     def _five(self, block: Tensor, rows: range) -> Tensor:
         return block.unflatten(2, (-1, len(rows)))
 
-    def _places(self, rows: range, keys: range, device: torch.device) -> tuple[Tensor, ...]:
+    def _places(
+        self, rows: range, keys: range, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         b, h, q, kv = (torch.arange(x.start, x.stop, device=device) for x in (self.b, self.h, rows, keys))
         heads = h.view(1, *self.shape, 1, 1)
         return (b + self.written.first).view(-1, 1, 1, 1, 1), heads, q.view(-1, 1), kv

@@ -254,5 +254,6 @@ class State:
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, (int, str)) and isinstance(self._value, (tuple, list, dict)):
-            return self._captures.follow(self._place, ("item", key), itemgetter(key), self._value[key])
+            get = itemgetter(key)
+            return self._captures.follow(self._place, ("item", key), get, get(self._value))
         return self.__getattr__("__getitem__")(key)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cute_flash.mods.captures import MAX_INT, Captures, Read, code_of
 from cute_flash.mods.graph import Builder, Graph, TraceError, with_used_arguments
+from cute_flash.mods.meaning import inputs
 from cute_flash.mods.value import Specialise, TableValue, Value, node_of
 
 ROLES = {
@@ -112,8 +113,7 @@ def _traced(function: Callable, role: str) -> Trace:
         captures = None
         try:
             captures = Captures(builder, function, static)
-            inputs = [Value(builder, builder.input(name)) for name in ROLES[role]]
-            result = captures.function(*inputs)
+            result = captures.function(*inputs(builder, ROLES[role]))
             return _finished(builder, captures, _output(builder, result, role))
         except Specialise as needed:
             assert captures is not None
