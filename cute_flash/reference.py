@@ -132,6 +132,11 @@ class _Tile:
         i, j = (torch.arange(x.start, x.stop, device=like.device) for x in (self.rows, keys))
         return distance(i, j, self.sq, self.sk, like.dtype)
 
+    def seen(self, device: torch.device) -> Iterator[tuple[range, Tensor]]:
+        """Key blocks with what the band shows of them, (rows, keys)."""
+        for keys, _ in self.key_ranges():
+            yield keys, visible(self.band, self.rows, keys, self.sq, self.sk, device)
+
     def blind(self, like: Tensor) -> Tensor:
         """Which rows see no key, as (group * rows, 1)."""
         bounds = [(self.band.lo(i, self.sq, self.sk), self.band.hi(i, self.sq, self.sk)) for i in self.rows]
@@ -268,9 +273,9 @@ def backward_with(
             LSEi = LSEi.masked_fill(empty, torch.inf)
             dLSEi = tile.load(dLSE, dtype).masked_fill(empty, 0.0)
             sinks = None if part is None else part.sinks
-            if sinks is not None:
+            if part is not None and sinks is not None:
                 # A sink alone gives a row an LSE, and still no key.
-                empty = empty | tile.blind(LSEi)
+                empty = empty | tile.blind(LSEi) | part.blind(LSEi, tile.rows, tile.seen)
             dOi = tile.load(dO, dtype).masked_fill(empty, 0.0)
             delta = (dOi * tile.load(O, dtype)).sum(dim=-1, keepdim=True).sub_(dLSEi)
             if part is not None and sinks is not None:

@@ -13,6 +13,7 @@ For row i and key j of sequence b and query head h, in this order:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,18 @@ class PartScore:
         """Overwrite what mask_mod hides."""
         if self.written is not None:
             self.written.hide_(block, rows, keys, value)
+
+    def blind(self, like: Tensor, rows: range, seen: Callable) -> Tensor:
+        """Which rows (batch, Hkv, group * rows, 1) mask_mod leaves no key of those that the band shows."""
+        found = torch.zeros_like(like, dtype=torch.bool)
+        if self.written is None or not self.written.hides:
+            return found
+        found = ~found.unflatten(2, (-1, len(rows)))
+        for keys, shown in seen(like.device):
+            hidden = self.written.hidden(rows, keys, like.device)
+            assert hidden is not None
+            found = found & ~(shown & ~hidden).any(dim=-1, keepdim=True)
+        return found.flatten(2, 3)
 
     def dfinish(self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range) -> Tensor:
         """The gradient of S before `finish`."""

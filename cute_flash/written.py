@@ -100,6 +100,10 @@ class PartWritten:
             into += grad.sum_to_size(into.shape)
         return dS
 
+    @property
+    def hides(self) -> bool:
+        return self.written.graphs.mask is not None or self.written.block_map is not None
+
     def hidden(self, rows: range, keys: range, device: torch.device) -> Tensor | None:
         """What mask_mod and the block map hide, to broadcast with five dimensions; None: nothing."""
         graph, block_map, seen = self.written.graphs.mask, self.written.block_map, None

@@ -257,6 +257,34 @@ def test_packed_sequences() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_what_flows_into_a_row_without_keys_stays_there(has_sink: bool) -> None:
+    q, k, v = inputs(CASES[0])
+    sinks = torch.zeros(H, dtype=torch.float64) if has_sink else None
+    out = attn(q, k, v, mask_mod=lambda b, h, i, j: (i >= j) & (i % 5 != 0), sinks=sinks)
+    assert (out[:, :, ::5] == 0).all()
+    weights = torch.ones_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), weights, retain_graph=True)
+    weights[:, :, ::5] = torch.nan
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), weights), expected)
+    assert (expected[0][:, :, ::5] == 0).all()
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    table = normal(H, seed=1).requires_grad_()
+
+    def layer(q, k, v):
+        mod = lambda score, b, h, i, j: score * table[h]  # noqa: E731
+        return attn(2 * q, k, v, score_mod=mod, mask_mod=masks.causal()) * 2
+
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+    found = (torch.autograd.grad(f(q, k, v).sum(), table) for f in (compiled, layer))
+    torch.testing.assert_close(*found)
+
+
 # Block maps
 
 
