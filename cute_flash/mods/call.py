@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -63,8 +63,7 @@ def graphs_of(digest: str) -> Graphs:
     return _known[digest]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     graphs: Graphs
     tables: tuple[Tensor, ...]
     numbers: tuple[float, ...]
@@ -73,13 +72,16 @@ class Call:
     def of(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> Call:
         if score_mod_bwd is not None and score_mod is None:
             raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
-        given = (("score_mod", score_mod), ("mask_mod", mask_mod), ("score_mod_bwd", score_mod_bwd))
-        found = [None if function is None else bound(function, role) for role, function in given]
-        key = tuple(None if x is None else x.graph for x in found)
+        score = _NOTHING if score_mod is None else bound(score_mod, "score_mod")
+        mask = _NOTHING if mask_mod is None else bound(mask_mod, "mask_mod")
+        bwd = _NOTHING if score_mod_bwd is None else bound(score_mod_bwd, "score_mod_bwd")
+        key = score.graph, mask.graph, bwd.graph
         graphs = _remembered.get(key)
         if graphs is None:
             graphs = _remembered[key] = Graphs(*key)
             _known[graphs.digest] = graphs
-        some: list[Bound] = [x for x in found if x is not None]
-        tables = tuple(table for x in some for table in x.tables)
-        return Call(graphs, tables, tuple(number for x in some for number in x.numbers))
+        tables = score.tables + mask.tables + bwd.tables
+        return Call(graphs, tables, score.numbers + mask.numbers + bwd.numbers)
+
+
+_NOTHING: Any = Bound(None, (), ())  # type: ignore[arg-type]

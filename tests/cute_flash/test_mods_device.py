@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_lowered_graphs_convert_rows_and_columns_only() -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiled_for_a_gpu(arch: str) -> None:
+def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
     """Parts of a head and a row are carried into a loop; a table is read once for a head."""
     found = bound(lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs() + TABLE[h, kv] * RATE, "score_mod")
     graph, keys = lowered(found.graph), 8
@@ -143,7 +144,7 @@ def test_compiled_for_a_gpu(arch: str) -> None:
     score = make_fake_compact_tensor(Float32, (cute.sym_int(),))
     made = cute.compile(
         program, score, tables, numbers, make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin",
+        options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir={tmp_path}",
     )  # fmt: skip
     assert made.__cubin__
     loads = made.__ptx__.count("ld.global")
