@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cute_flash import ops
+from cute_flash import general, ops
 from cute_flash.arch import detect
 from cute_flash.band import Band
+from cute_flash.how import How, draw_rng
 from cute_flash.plan import bwd_plan, plan
 from cute_flash.problem import Support, UnsupportedError, check_window
 
@@ -33,7 +34,12 @@ def attn(
     return_lse: bool = False,
     layout: str = "bhsd",
     deterministic: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
     Args:
@@ -46,6 +52,13 @@ def attn(
         the sum of the exponentials of each row. layout: order of the dimensions of 4-D tensors, "bhsd" (as in
         torch SDPA) or "bshd" (as in flash-attn). deterministic: gradients with the same bits every time, also
         asked for by `torch.use_deterministic_algorithms`.
+
+    More than plain attention (docs/semantics.md says exactly what they do):
+        softcap: scores become softcap · tanh(score / softcap). alibi: slopes, (H) or (B, H), of a bias
+        -slope · |distance| on the scores. sinks: (H), a logit for each head that takes part in the softmax
+        and has no value. dropout: the probability that a weight is dropped, by torch's generator.
+        return_max_logit: also return the largest score of each head as it enters the softmax, (H), the last
+        of the results. alibi and sinks have gradients.
 
     Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left
     <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are
@@ -71,15 +84,17 @@ def attn(
     left, right = _band(causal, window)
     if scale is None:
         scale = _default_scale(q)
+    if softcap or dropout or alibi is not None or sinks is not None or return_max_logit:
+        how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        found = _general(*_to_bhsd(q, k, v, layout), how)
+        return _chosen(
+            *_from_bhsd(found[0], found[1], q.dim(), layout), found[2], return_lse, return_max_logit
+        )
     if layout == "bhsd" and q.dim() == 4:
         out, lse = _fwd(q, k, v, scale, left, right, deterministic)
         return (out, lse) if return_lse else out
     out, lse = _fwd(*_to_bhsd(q, k, v, layout), scale, left, right, deterministic)
-    if q.dim() == 4:
-        out = out.transpose(1, 2)
-    else:
-        heads = (slice(None), 0) if q.dim() == 3 else (0, 0)
-        out, lse = out[heads], lse[heads]
+    out, lse = _from_bhsd(out, lse, q.dim(), layout)
     return (out, lse) if return_lse else out
 
 
@@ -94,6 +109,11 @@ def supports(
     return_lse: bool = False,
     layout: str = "bhsd",
     deterministic: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+    return_max_logit: bool = False,
 ) -> Support:
     """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
 
@@ -101,9 +121,9 @@ def supports(
     """
     try:
         left, right = _band(causal, window)
-        ops.check_scale(_default_scale(q) if scale is None else scale)
-        problem = ops.problem_of(*_to_bhsd(q, k, v, layout), (left, right))
-        problem.check(q.device.type)
+        scale = _default_scale(q) if scale is None else scale
+        how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        problem = general.checked_problem(*_to_bhsd(q, k, v, layout), how)
         if q.device.type == "cuda":
             plan(problem, detect(q.device.index))
             if deterministic:
@@ -128,6 +148,32 @@ def _fwd(
     # Nothing to differentiate: step over the operator's autograd layer.
     with torch._C._AutoDispatchBelowAutograd():
         return ops.fwd(q, k, v, scale, left, right)
+
+
+def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_logit) -> How:
+    """The rest of a call, without (seed, offset)."""
+    for name, x in (("alibi", alibi), ("sinks", sinks)):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(
+                f"{name} is a {type(x).__name__}: give a tensor with a value for each query head"
+            )
+    numbers = softcap or 0.0, dropout or 0.0
+    return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
+
+
+def _general(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    if how.dropout:
+        how = how._replace(rng=draw_rng(q.device))
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_tangents(*(x for x in (q, k, v, how.alibi, how.sinks) if x is not None))
+    return general.general_fwd(q, k, v, *how)
+
+
+def _chosen(
+    out: Tensor, lse: Tensor, max_logit: Tensor, return_lse: bool, return_max_logit: bool
+) -> Tensor | tuple[Tensor, ...]:
+    wanted = (out, *(lse,) * return_lse, *(max_logit,) * return_max_logit)
+    return wanted if len(wanted) > 1 else out
 
 
 def _is_watched() -> bool:
@@ -174,3 +220,11 @@ def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tens
     if q.dim() == 3:
         return q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     return q[None, None], k[None, None], v[None, None]
+
+
+def _from_bhsd(out: Tensor, lse: Tensor, dim: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Views in the order of a call's q."""
+    if dim == 4:
+        return (out if layout == "bhsd" else out.transpose(1, 2)), lse
+    heads = (slice(None), 0) if dim == 3 else (0, 0)
+    return out[heads], lse[heads]

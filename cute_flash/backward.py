@@ -1,4 +1,7 @@
-"""The gradients on CUDA: the kernels before, in the middle and after, and their workspace."""
+"""The gradients on CUDA: the kernels before, in the middle and after, and their workspace.
+
+Those with what a call asks for beyond plain attention come through `backward_general`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,18 @@ from cute_flash import arch, counters, operands, ranges
 from cute_flash import plan as planning
 from cute_flash.operands import MAX_WINDOW, MIN_SCALE, ROW_ALIGN_BYTES, is_launchable, launchable
 from cute_flash.plan import BwdPlan
+from cute_flash.problem import Problem
 
 Grads = tuple[Tensor, Tensor, Tensor]
-# What one call signature needs: (dout, dlse, q, k, v, out, lse, scale, window) -> (dq, dk, dv).
+# What one call signature needs: (dout, dlse, q, k, v, out, lse, scale, window) -> (dq, dk, dv). And, of a
+# general one, what its main kernel takes besides and what is done with the workspace at the end.
 Launch = Callable[..., Grads]
 _launches: dict[tuple, Launch] = {}
 
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Grads:
     """The CUDA kernel of `cute_flash::bwd`."""
-    deterministic = deterministic or _is_mode_deterministic()
+    deterministic = deterministic or is_mode_deterministic()
     # Everything that decides the launch but the addresses and the values of the window. The kernels check the
     # shapes and dtypes of dout, out, lse and dlse by themselves.
     signature = (
@@ -32,24 +37,27 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=Fa
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:
-        launch = _prepare(dout, dlse, q, k, v, out, (left, right), deterministic)
+        problem = operands.problem_of(q, k, v, (left, right))
+        launch = _launch_empty
+        if not problem.is_empty:
+            launch = prepare(dout, dlse, q, k, v, out, problem, deterministic)
         operands.remember(_launches, signature, launch)
-    window = 0 if left is None else min(left, MAX_WINDOW), 0 if right is None else min(right, MAX_WINDOW)
-    return launch(dout, dlse, q, k, v, out, lse, scale, window)
+    return launch(dout, dlse, q, k, v, out, lse, scale, kernel_window(left, right))
 
 
-def _is_mode_deterministic() -> bool:
+def kernel_window(left: int | None, right: int | None) -> tuple[int, int]:
+    return 0 if left is None else min(left, MAX_WINDOW), 0 if right is None else min(right, MAX_WINDOW)
+
+
+def is_mode_deterministic() -> bool:
     """Whether torch was told to be deterministic, and not just to warn."""
     return torch.are_deterministic_algorithms_enabled() and (
         not torch.is_deterministic_algorithms_warn_only_enabled()
     )
 
 
-def _prepare(dout, dlse, q, k, v, out, window, deterministic: bool) -> Launch:
-    """Check, plan and compile for one call signature."""
-    problem = operands.problem_of(q, k, v, window)
-    if problem.is_empty:
-        return _launch_empty
+def prepare(dout, dlse, q, k, v, out, problem: Problem, deterministic: bool) -> Launch:
+    """Plan and compile for one call signature."""
     with ranges.marked("plan"):
         plan = planning.bwd_plan(problem, arch.detect(q.device.index), deterministic)
     run, workspace = _kernels(plan, dlse is not None, q.device), _workspace(plan, q.device)
@@ -58,10 +66,10 @@ def _prepare(dout, dlse, q, k, v, out, window, deterministic: bool) -> Launch:
     must_copy_grads = not all(is_launchable(torch.empty_like(x)) for x in (q, k, v))
     index = q.device.index
 
-    def launch(dout, dlse, q, k, v, out, lse, scale, window):
+    def launch(dout, dlse, q, k, v, out, lse, scale, window, terms=None, finish=None):
         if operands.current_device() != index:
             with torch.cuda.device(index):
-                return launch(dout, dlse, q, k, v, out, lse, scale, window)
+                return launch(dout, dlse, q, k, v, out, lse, scale, window, terms, finish)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         targets = tuple(map(_target, grads)) if must_copy_grads else grads
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
@@ -74,12 +82,13 @@ def _prepare(dout, dlse, q, k, v, out, window, deterministic: bool) -> Launch:
             q, k, v, out, dout = map(launchable, (q, k, v, out, dout))
         dlse = None if dlse is None else dlse.contiguous()
         given = q, k, v, out, dout, lse.contiguous(), dlse
-        run(given, workspace(), targets, (scale, dq_scale), window)
+        room = workspace()
+        run(given, room, targets, (scale, dq_scale), window, None if terms is None else terms(scale, room))
         if must_copy_grads:
             for grad, target in zip(grads, targets, strict=True):
                 if grad is not target:
                     grad.copy_(target)
-        return grads
+        return grads if finish is None else (*grads, *finish(room))
 
     return launch
 
@@ -105,28 +114,35 @@ def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..
     after, is_sm90 = compiled_kernel(plan.after), plan.family == "sm90"
     draws_tiles, index = plan.draws_tiles, device.index
 
-    def run(given, workspace, targets, scales, window):
+    def run(given, workspace, targets, scales, window, terms):
         q, k, v, out, dout, lse, dlse = given
-        lse_log2, d, sums, turns = workspace
+        lse_log2, d, sums, turns = workspace[:4]
         dq, dk, dv = targets
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
-        before(out, dout, lse, lse_log2, d, sums, turns, dlse)
+        before(out, dout, lse, lse_log2, d, sums, turns, dlse, None)
         scale, dq_scale = scales
-        if is_sm90:
+        if terms is not None:
+            counters_of_turns, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
+            main(
+                q, k, v, dout, lse_log2, d, sums, *counters_of_turns, dk, dv, scale, *window, section, *grid,
+                *terms, None
+            )  # fmt: skip
+        elif is_sm90:
             main(
                 q, k, v, dout, lse_log2, d, sums, turns, dk, dv, scale, *window, section, num_blocks, address
             )  # fmt: skip
         else:
             main(q, k, v, dout, lse_log2, d, sums, dk, dv, scale, *window, section)
-        after(sums, dq, dq_scale)
+        after(sums, dq, dq_scale, None)
 
     return run
 
 
 def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, ...]]:
     """Allocates LSE and D (B, H, Sq), sums of dQ (B, H, m_block, elements of a tile), all fp32 and padded to
-    whole tiles of queries, and an ordered plan's counters (B, H, m_block), int32.
+    whole tiles of queries, and an ordered plan's counters (B, H, m_block), int32; with ALiBi, zeros for the
+    parts of the gradients of the slopes, (B, H, tiles of keys times warps), fp32.
 
     Each by itself: a view of one piece for all costs the host as much as an allocation.
     """
@@ -135,6 +151,7 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
     rows = _compact(*heads, blocks * tile_m)
     tiles = _compact(*heads, blocks, tile_m * plan.tile.head_dim)
     turns = _compact(*heads, blocks) if plan.is_ordered else None
+    num_parts = plan.num_slope_sums if plan.problem.features.alibi else 0
 
     def allocate():
         return (
@@ -142,6 +159,8 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
             torch.empty_strided(*rows, dtype=torch.float32, device=device),
             torch.empty_strided(*tiles, dtype=torch.float32, device=device),
             None if turns is None else torch.empty_strided(*turns, dtype=torch.int32, device=device),
+            # Keys that no query sees write none.
+            *((torch.zeros(*heads, num_parts, device=device),) if num_parts else ()),
         )
 
     return allocate

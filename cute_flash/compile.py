@@ -37,6 +37,11 @@ from cute_flash.ranges import marked
 KERNELS = {
     "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
     "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
+    "fwd_sm80_general": ("cute_flash.kernels.fwd_general", "FwdSm80General"),
+    "fwd_sm90_general": ("cute_flash.kernels.fwd_general", "FwdSm90General"),
+    "prepare_fwd": ("cute_flash.kernels.prepare", "PrepareFwd"),
+    "prepare_fwd_early": ("cute_flash.kernels.prepare", "PrepareFwdEarly"),
+    "prepare_bwd": ("cute_flash.kernels.prepare", "PrepareBwd"),
     "bwd_sm90": ("cute_flash.kernels.bwd_sm90", "BwdSm90"),
     "bwd_sm90_wide": ("cute_flash.kernels.bwd_sm90_wide", "BwdSm90Wide"),
     "bwd_sm90_ordered": ("cute_flash.kernels.bwd_sm90", "BwdSm90Ordered"),
@@ -46,11 +51,15 @@ KERNELS = {
     "bwd_preprocess_ordered_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrderedWithDLSE"),
     "bwd_postprocess": ("cute_flash.kernels.bwd_around", "BwdPostprocess"),
     "bwd_sm80": ("cute_flash.kernels.bwd_sm80", "BwdSm80"),
+    "bwd_sm80_general": ("cute_flash.kernels.bwd_general", "BwdSm80General"),
+    "bwd_sm90_general": ("cute_flash.kernels.bwd_general", "BwdSm90General"),
+    "bwd_sm90_ordered_general": ("cute_flash.kernels.bwd_general", "BwdSm90OrderedGeneral"),
     "bwd_postprocess_sm80": ("cute_flash.kernels.bwd_sm80_post", "BwdPostprocessSm80"),
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/*.py", "device/*.py", "band.py", "tiles*.py", "problem.py", "compile.py", "../layouts/*.py",
+    "kernels/*.py", "device/*.py", "band.py", "work.py", "philox.py", "tiles*.py", "problem.py", "compile.py",
+    "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")

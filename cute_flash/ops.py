@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, operands, ranges, reference
+from cute_flash import arch, counters, operands, ranges
 from cute_flash import plan as planning
 from cute_flash.backward import bwd_cuda
 from cute_flash.band import Band
@@ -66,8 +66,12 @@ def _out_like(q: Tensor, v: Tensor) -> Tensor:
     return out.permute([order.index(i) for i in range(4)])
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _lse_like(q: Tensor) -> Tensor:
-    return torch.empty(q.shape[:3], dtype=reference.accumulator_dtype(q.dtype), device=q.device)
+    return torch.empty(q.shape[:3], dtype=lse_dtype(q.dtype), device=q.device)
 
 
 # ---- forward
@@ -83,6 +87,8 @@ def _fwd_cpu(q, k, v, scale, left, right, deterministic=False) -> Any:
     problem = problem_of(q, k, v, (left, right))
     problem.check("cpu")
     check_scale(scale)
+    from cute_flash import reference
+
     out, lse = reference.forward(q, k, v, problem.band, scale)
     return _out_like(q, v).copy_(out), lse
 
@@ -200,6 +206,8 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=F
 
 
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
+    from cute_flash import reference
+
     grads = reference.backward(dout, q, k, v, out, lse, Band(left, right), scale, dlse)
     return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
 

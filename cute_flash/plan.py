@@ -10,9 +10,17 @@ from dataclasses import dataclass, replace
 
 from cute_flash.arch import ArchSpec
 from cute_flash.band import ceil_div
-from cute_flash.problem import Problem, Static, UnsupportedError
+from cute_flash.problem import (
+    PLAIN,
+    Features,
+    Problem,
+    Static,
+    UnsupportedError,
+    check_gradient_features,
+)
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
-from cute_flash.tiles_bwd import AnyBwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
@@ -59,13 +67,29 @@ def _check_family(family: str) -> None:
 
 
 @dataclass(frozen=True)
+class AnyTile:
+    """That of a kernel to which the sizes of tiles are arguments: one that lists them."""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Classes, and sums of warps of them."""
+        return 4 * (BUCKETS + BUCKETS // 32)
+
+
+@dataclass(frozen=True)
 class CompileKey:
     """All that determines the machine code, but the version of the code itself."""
 
     kernel: str
     static: Static
-    tile: FwdTile | FwdTileSm90 | AnyBwdTile
+    tile: FwdTile | FwdTileSm90 | AnyBwdTile | AnyTile
     target: str
+
+
+def prepare_key(kernel: str, problem: Problem, target: str) -> CompileKey:
+    """Of a kernel that lists the tiles of a packed batch, whatever is in them."""
+    features = Features(varlen=True, seqused_k=problem.features.seqused_k)
+    return CompileKey(kernel, Static("bfloat16", 8, False, False, features=features), AnyTile(), target)
 
 
 @dataclass(frozen=True)
@@ -78,14 +102,30 @@ class Plan:
     packs_heads: bool = False  # the query heads of a K/V head are rows of one tile
 
     @property
+    def target(self) -> str:
+        """wgmma belongs to one architecture alone, which the compiler spells with an "a"."""
+        return self.arch.name + ("a" if self.is_persistent else "")
+
+    @property
     def key(self) -> CompileKey:
-        # wgmma belongs to one architecture alone, which the compiler spells with an "a".
-        target = self.arch.name + ("a" if self.is_persistent else "")
         static = self.problem.static
-        # Without a mask it does not matter which head and position a row is.
-        is_bounded = static.has_left or static.has_right
-        static = replace(static, packs_heads=self.packs_heads and is_bounded)
-        return CompileKey(f"fwd_{self.family}", static, self.tile, target)
+        # Without a mask it does not matter which head and position a row is; the list of tiles knows what of
+        # a sequence is used.
+        is_bounded, features = static.has_left or static.has_right, replace(static.features, seqused_k=False)
+        static = replace(static, packs_heads=self.packs_heads and is_bounded, features=features)
+        general = "_general" * (features != PLAIN)
+        return CompileKey(f"fwd_{self.family}{general}", static, self.tile, self.target)
+
+    @property
+    def prepare(self) -> CompileKey:
+        """Of the kernel before, where the batch is packed."""
+        early = "_early" if self.is_persistent else ""
+        return prepare_key(f"prepare_fwd{early}", self.problem, self.target)
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of all heads that a packed batch may have."""
+        return max_items(self.problem.seqlen_q, self.tile.tile_m, self.problem.batch)
 
     @property
     def is_persistent(self) -> bool:
@@ -93,8 +133,10 @@ class Plan:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the output."""
+        """Tiles of the output; of a packed batch, as many as there may be."""
         p = self.problem
+        if p.features.varlen:
+            return self.num_items * p.heads
         if self.packs_heads:
             return ceil_div(p.group * p.seqlen_q, self.tile.tile_m) * p.heads_kv * p.batch
         return ceil_div(p.seqlen_q, self.tile.tile_m) * p.heads * p.batch
@@ -108,7 +150,7 @@ class Plan:
     def draws_tiles(self) -> bool:
         """Whether blocks draw their tiles from a counter, the last argument of the launch."""
         static = self.problem.static
-        return self.is_persistent and (static.has_left or static.has_right)
+        return self.is_persistent and (static.has_left or static.has_right or static.features.varlen)
 
     @property
     def launch_arguments(self) -> tuple[int, ...]:
@@ -151,9 +193,20 @@ class BwdPlan:
     def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
+        static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
         if not sees_mask:
-            static = replace(static, has_left=False, has_right=False)
-        return CompileKey(kernel, static, self.tile, self.arch.name + "a" * (self.family == "sm90"))
+            packed = Features(varlen=static.features.varlen)
+            static = replace(static, has_left=False, has_right=False, features=packed)
+        return CompileKey(kernel, static, self.tile, self.target)
+
+    @property
+    def target(self) -> str:
+        return self.arch.name + "a" * (self.family == "sm90")
+
+    @property
+    def prepare(self) -> CompileKey:
+        """Of the kernel before all others, where the batch is packed."""
+        return prepare_key("prepare_bwd", self.problem, self.target)
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
@@ -162,7 +215,8 @@ class BwdPlan:
     @property
     def main(self) -> CompileKey:
         variant = "_ordered" * self.is_ordered + "_wide" * isinstance(self.tile, BwdTileSm90Wide)
-        return self.key(f"bwd_{self.family}{variant}", sees_mask=True)
+        general = "_general" * (self.problem.features.in_gradients != PLAIN)
+        return self.key(f"bwd_{self.family}{variant}{general}", sees_mask=True)
 
     @property
     def after(self) -> CompileKey:
@@ -170,13 +224,35 @@ class BwdPlan:
 
     @property
     def num_m_blocks(self) -> int:
-        return ceil_div(self.problem.seqlen_q, self.tile.tile_m)
+        """Blocks of queries; of a packed batch, in which each sequence begins with a new one."""
+        problem, tile_m = self.problem, self.tile.tile_m
+        if problem.features.varlen:
+            return num_padded_blocks(problem.seqlen_q, tile_m, problem.batch)
+        return ceil_div(problem.seqlen_q, tile_m)
+
+    @property
+    def num_items(self) -> tuple[int, int]:
+        """Tiles of keys of all heads that a packed batch may have, and blocks of queries."""
+        problem, tile = self.problem, self.tile
+        has_unused = problem.features.seqused_k
+        return (
+            max_items(problem.seqlen_k, tile.tile_n, problem.batch, has_unused),
+            max_items(problem.seqlen_q, tile.tile_m, problem.batch),
+        )
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of keys."""
+        """Tiles of keys; of a packed batch, as many as there may be."""
         problem = self.problem
+        if problem.features.varlen:
+            return self.num_items[0] * problem.heads_kv
         return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
+
+    @property
+    def num_slope_sums(self) -> int:
+        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys."""
+        warps = self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
+        return ceil_div(self.problem.seqlen_k, self.tile.tile_n) * warps
 
     @property
     def num_blocks(self) -> int:
@@ -191,12 +267,13 @@ class BwdPlan:
     def draws_tiles(self) -> bool:
         """Whether blocks draw their tiles from a counter, as tiles differ in length."""
         static = self.problem.static
-        return self.is_persistent and (static.has_left or static.has_right)
+        return self.is_persistent and (static.has_left or static.has_right or static.features.varlen)
 
 
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
+    check_gradient_features(problem.features)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)
@@ -214,31 +291,40 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
     """Which gradients no kernel computes, and what would work."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     by = "" if asked is None else f" by kernel family {asked!r}"
-    where = f"head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
+    scores = replace(problem.features.in_gradients, varlen=False, seqused_k=False)
+    names = "".join(f"{name} and " for name in scores.names)
+    where = f"{names}head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
     if deterministic:
         return (
             f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
             "head_dim=128 and V as wide as K"
+        )
+    if problem.features.varlen and problem.head_dim_v is None:
+        return (
+            f"the gradient of attn_varlen with {where}: kernel family 'sm90' has it up to head_dim=128; "
+            "ask for 'sm80', or for no family"
         )
     if problem.head_dim_v is not None:
         return (
             f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
             "move q, k, v to the CPU, or call attn under torch.no_grad()"
         )
+    least = "only on sm_90" + (", up to head_dim=128" if names else "")
     return (
-        f"the gradient of attn with {where}: it has no kernel for it (only on sm_90); "
+        f"the gradient of attn with {where}: it has no kernel for it ({least}); "
         "ask for 'sm80', or for no family"
     )
 
 
 def _check_grid(problem: Problem, tile: AnyBwdTile) -> None:
-    what = "the gradient of attn with"
-    for name, size in (("batch", problem.batch), ("heads", problem.heads)):
+    what, is_packed = "the gradient of attn with", problem.features.varlen
+    for name, size in (("batch", 1 if is_packed else problem.batch), ("heads", problem.heads)):
         if size > MAX_GRID_YZ:
             raise UnsupportedError(f"{what} {name}={size}: at most {MAX_GRID_YZ}; split the call")
     most = ((1 << 32) - 1) // tile.head_dim
-    if problem.seqlen_q > most:
-        raise UnsupportedError(f"{what} seqlen_q={problem.seqlen_q}: at most {most}")
+    rows = problem.seqlen_q + (problem.batch + 1) * tile.tile_m * is_packed
+    if rows > most:
+        raise UnsupportedError(f"{what} seqlen_q={rows}: at most {most}")
 
 
 def _bwd_plan(
@@ -264,6 +350,7 @@ def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
     tile = fwd_tile(family, arch, problem)
     packs = is_packable and family == "sm90" and _pays_to_pack(problem, tile.tile_m)
+    packs = packs and _treats_heads_alike(problem.features)
     section = _section(problem, arch) // (problem.group if packs else 1)
     chosen = Plan(problem, arch, family, tile, section, packs)
     if chosen.num_tiles > MAX_BLOCKS:
@@ -277,6 +364,11 @@ def _pays_to_pack(problem: Problem, tile_m: int) -> bool:
     return rows < tile_m and ceil_div(group * rows, tile_m) < group
 
 
+def _treats_heads_alike(features: Features) -> bool:
+    """Whether a kernel needs to know which head a row belongs to for nothing but its mask."""
+    return replace(features, softcap=False) == PLAIN
+
+
 def _section(problem: Problem, arch: ArchSpec) -> int:
     """Query heads per section: those of as many K/V heads as fit a share of L2 and divide their number.
 
@@ -288,8 +380,11 @@ def _section(problem: Problem, arch: ArchSpec) -> int:
 
 
 def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
-    """K/V heads of all batches that fit a share of L2 together and divide their number."""
-    kv_heads = problem.batch * problem.heads_kv
+    """K/V heads of all batches that fit a share of L2 together and divide their number.
+
+    Of a packed batch, heads of all sequences together.
+    """
+    kv_heads = problem.heads_kv * (1 if problem.features.varlen else problem.batch)
     if kv_heads == 0:
         return 1
     most = min(max(1, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)), kv_heads)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from cute_flash.band import Band
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 GPU_DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+# What kernels have beyond plain attention.
+FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
+# The kernels' tangent errs by 2^-23 of it.
+MAX_SOFTCAP = 1 << 14
 
 
 class UnsupportedError(ValueError):
@@ -28,6 +34,37 @@ class Support:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What a call asks for beyond q, k, v and a band. Presence is compiled in; values are run-time."""
+
+    varlen: bool = False  # q, k, v packed as (T, H, D), with offsets of sequences
+    softcap: bool = False
+    alibi: bool = False  # slopes are (B, H): a call's (H) has a batch stride of 0
+    sinks: bool = False
+    dropout: bool = False
+    return_max_logit: bool = False
+    seqused_k: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that ask for them."""
+        return tuple(one.name for one in fields(self) if getattr(self, one.name))
+
+    @property
+    def weight(self) -> int:
+        """How many more registers a forward kernel needs with them, in no unit."""
+        return 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
+
+    @property
+    def in_gradients(self) -> Features:
+        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none."""
+        return replace(self, sinks=False, return_max_logit=False)
+
+
+PLAIN = Features()
+
+
+@dataclass(frozen=True)
 class Static:
     """The part of a problem that is compiled into a kernel. Everything else is a run-time argument."""
 
@@ -37,6 +74,7 @@ class Static:
     has_right: bool
     head_dim_v: int | None = None  # of V and of the output, where it is another one
     packs_heads: bool = False  # rows are (query head of a group, position): the mask wraps around
+    features: Features = PLAIN
 
     @property
     def width_v(self) -> int:
@@ -45,7 +83,10 @@ class Static:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+    """Shapes, dtype and mask of one call: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv).
+
+    Of a packed batch, B sequences, Sq and Sk are bounds of their lengths; for kernels, all of them together.
+    """
 
     batch: int
     heads: int
@@ -56,6 +97,7 @@ class Problem:
     dtype: str = "bfloat16"
     band: Band = field(default_factory=Band)
     head_dim_v: int | None = None  # None: that of the keys
+    features: Features = PLAIN
 
     @property
     def width_v(self) -> int:
@@ -70,7 +112,7 @@ class Problem:
     def static(self) -> Static:
         width_v = None if self.width_v == self.head_dim else self.width_v
         bounds = self.band.left is not None, self.band.right is not None
-        return Static(self.dtype, self.head_dim, *bounds, width_v)
+        return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features)
 
     @property
     def is_empty(self) -> bool:
@@ -90,6 +132,7 @@ class Problem:
         if device == "cuda":
             check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
+            check_features(self.features)
 
 
 def check_heads(heads: int, heads_kv: int) -> None:
@@ -113,6 +156,33 @@ def check_window(window: tuple[int | None, int | None]) -> None:
             raise ValueError(
                 f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'"
             )
+
+
+def check_features(features: Features) -> None:
+    """Raise `UnsupportedError` for what no forward kernel has."""
+    for name in features.names:
+        if name not in FORWARD_FEATURES:
+            raise UnsupportedError(
+                f"{name} on cuda: no kernel has it yet; move the tensors to the CPU, or leave {name} out"
+            )
+
+
+def check_gradient_features(features: Features) -> None:
+    """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
+    check_features(features)
+    beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
+    if features.varlen and beside:
+        raise UnsupportedError(
+            f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "
+            "the tensors to the CPU, or call it under torch.no_grad()"
+        )
+
+
+def check_softcap(softcap: float) -> None:
+    if softcap > MAX_SOFTCAP:
+        raise UnsupportedError(
+            f"softcap={softcap} on cuda: at most {MAX_SOFTCAP}; leave it out, as it hardly changes a score"
+        )
 
 
 def check_head_dim(head_dim: int) -> None:

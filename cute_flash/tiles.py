@@ -19,6 +19,9 @@ SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
+# How much a row has registers for beside plain attention (`Features.weight`): a slope and a sink; softcap or
+# dropout, alone; everything.
+LIGHT, MEDIUM, ANY_WEIGHT = 2, 3, 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -51,6 +54,7 @@ class FwdTile:
     )
     max_bounds: int = 2  # sides of the band it can mask; with more the registers would spill
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
+    max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -132,6 +136,7 @@ class FwdTileSm90:
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
+    max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -195,41 +200,79 @@ class FwdTileSm90:
         static = problem.static
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
-        is_short_enough = self.max_keys is None or problem.seqlen_k <= self.max_keys
+        # How long the sequences of a packed batch are is not known: rather short, and the same every time.
+        is_packed = static.features.varlen
+        is_short_enough = self.max_keys is None or is_packed or problem.seqlen_k <= self.max_keys
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
-        return is_wide_enough and is_as_wide and is_short_enough and is_meant
+        has_room = self.max_weight >= static.features.weight
+        return is_wide_enough and is_as_wide and is_short_enough and is_meant and has_room
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
+_WITH_ROOM = "not measured: for softcap and dropout, which would spill in the row before"
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
 # Rows are tried in order; the first one that is wide enough, fits and can mask is taken. Rules for parts that
 # are not at hand: two blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit
 # in registers (the fewer rows, the more shared memory is read per MMA), no spills.
 _SM_80 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
-    FwdTile(128, 128, 48, 4, 2, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=12, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 2, measured=_BY_RULE),
+    FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
+    FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
+    FwdTile(192, 64, 64, 4, 1, q_steps=6, measured=_BY_RULE),
     FwdTile(256, 128, 64, 8, 1, measured=_BY_RULE),
 )
 # 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
 _SM_86 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 1, measured=_BY_RULE),
-    FwdTile(128, 128, 32, 4, 1, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 1, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
     FwdTile(192, 64, 32, 4, 1, q_steps=12, measured=_BY_RULE),
     FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
 )
 _SM_90 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTile(96, 128, 64, 4, 2, q_steps=2, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTile(128, 128, 48, 4, 2, max_bounds=1, measured=_H200 + "310/376/398; 221/322/408 TFLOP/s"),
-    FwdTile(128, 128, 32, 4, 2, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
-    FwdTile(192, 64, 64, 4, 1, q_steps=12, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, 6, 1, measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, 4, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
+    FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
+    FwdTile(64, 128, 64, 4, 2, 2, measured=_WITH_ROOM),
+    FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
+    FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_WITH_ROOM),
+    FwdTile(96, 128, 32, 4, 2, measured=_WITH_ROOM),
+    FwdTile(
+        128,
+        128,
+        48,
+        4,
+        2,
+        max_bounds=1,
+        max_weight=LIGHT,
+        measured=_H200 + "310/376/398; 221/322/408 TFLOP/s",
+    ),
+    FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
+    FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
+    FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
+    FwdTile(192, 64, 64, 4, 1, 6, measured=_WITH_ROOM),
+    FwdTile(
+        256,
+        64,
+        64,
+        4,
+        1,
+        6,
+        1,
+        max_weight=LIGHT,
+        measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s",
+    ),
+    FwdTile(256, 64, 64, 4, 1, 4, max_weight=LIGHT, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
+    FwdTile(256, 64, 64, 4, 1, measured=_WITH_ROOM),
 )
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
@@ -248,6 +291,7 @@ SM90_FWD = (
         checks_cut_sums=True,
         max_keys=1024,
         is_bounded=True,
+        max_weight=LIGHT,
         measured=_SWEEP + "causal 261/353/484 TFLOP/s",
     ),
     FwdTileSm90(
@@ -258,15 +302,31 @@ SM90_FWD = (
         2,
         True,
         checks_cut_sums=True,
+        max_weight=LIGHT,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
-    FwdTileSm90(96, 128, 128, 2, 2, True, measured=_BY_WIDTH),
-    FwdTileSm90(128, 128, 128, 2, 2, True, measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s"),
+    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
+    FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
+    FwdTileSm90(96, 128, 96, 2, 2, True, measured=_WITH_ROOM),
+    FwdTileSm90(
+        128,
+        128,
+        128,
+        2,
+        2,
+        True,
+        max_weight=MEDIUM,
+        measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
+    ),
+    FwdTileSm90(128, 128, 96, 2, 2, True, measured=_WITH_ROOM),
     FwdTileSm90(192, 128, 96, 2, 1, measured=_BY_WIDTH),
     FwdTileSm90(256, 128, 64, 2, 1, is_bounded=True, measured=_SWEEP + "causal 363/492/690 TFLOP/s"),
     FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, is_bounded=False, measured=_SWEEP + "523/610/706 TFLOP/s"),
     # 80 keys spill under a bound.
-    FwdTileSm90(256, 128, 80, 2, 1, is_bounded=False, measured=_SWEEP + "507/605/712 TFLOP/s"),
+    FwdTileSm90(
+        256, 128, 80, 2, 1, is_bounded=False, max_weight=LIGHT, measured=_SWEEP + "507/605/712 TFLOP/s"
+    ),
+    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, measured=_WITH_ROOM),
     # Values narrower or wider than keys.
     FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
     FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, measured=_BY_WIDTH),
@@ -284,8 +344,12 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
                 return wide
     elif static.head_dim_v is None:
         bounds = static.has_left + static.has_right
+        # The lengths of a packed batch are in registers; those of others are arguments.
+        bounds = min(bounds + static.features.varlen, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
-            if tile.head_dim >= static.head_dim and tile.max_bounds >= bounds and tile.fits(arch):
+            has_room = tile.max_weight >= static.features.weight
+            can_mask = tile.max_bounds >= bounds
+            if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
                 return tile
     widths = f"head_dim={static.head_dim}"
     if static.head_dim_v is not None:

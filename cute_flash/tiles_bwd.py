@@ -178,6 +178,21 @@ _BWD_99 = (
     BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
+# With softcap, ALiBi or dropout: smaller tiles, for all of them together to spill nothing.
+_SCORE_163 = (
+    _BWD_99[0],
+    BwdTile(96, 64, 64, 2, 4, 4, 4, measured=_BY_RULE),
+    BwdTile(128, 64, 64, 2, 4, 2, 2, measured=_BY_RULE),
+    BwdTile(192, 32, 64, 2, 4, 2, 2, measured=_BY_RULE),
+    BwdTile(256, 64, 32, 1, 2, 2, 2, measured=_BY_RULE),
+)
+_SCORE_99 = (
+    *_SCORE_163[:2],
+    BwdTile(128, 64, 64, 1, 4, 2, 2, measured=_BY_RULE),
+    BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
+    BwdTile(256, 64, 16, 1, 1, 1, 2, 4, measured=_BY_RULE),
+)
+SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_86": _SCORE_99, "sm_89": _SCORE_99, "sm_90": _SCORE_163}
 
 _GRADIENTS = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/8192, sweep of 2026-11-15, version 2: "
 _GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; causal 296/458 TFLOP/s"
@@ -189,14 +204,23 @@ SM90_BWD = (
     # The most keys for which dK and dV leave registers for dQ, and shared memory for two buffers of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
+# With softcap, ALiBi or dropout. Wide heads have no registers for them: they are left to mma.sync.
+SM90_BWD_SCORE = (BwdTileSm90(64, 64, 128, measured=_BY_RULE), SM90_BWD[1])
 AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
 def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    rows: tuple[AnyBwdTile, ...] = SM90_BWD if family == "sm90" else SM80_BWD[arch.name]
+    is_plain = static.features.in_gradients.weight == 0
+    rows: tuple[AnyBwdTile, ...]
+    if family == "sm90":
+        rows = SM90_BWD if is_plain else SM90_BWD_SCORE
+    else:
+        rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
     for tile in rows:
+        if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
+            continue
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
     return None

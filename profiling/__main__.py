@@ -19,6 +19,7 @@ from cute_flash.compile import precompile_all
 from profiling import (
     compare,
     doc_tables,
+    features,
     figures,
     host,
     machine,
@@ -33,7 +34,15 @@ from profiling import (
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
-from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, Provider, select, split_available
+from profiling.providers import (
+    BY_NAME_ONLY,
+    DEFAULT_NAMES,
+    KERNELS,
+    CuteFlash,
+    Provider,
+    select,
+    split_available,
+)
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import progress, show
@@ -93,11 +102,23 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
     host_command = commands.add_parser("host", help="host time per call, import and first call")
     _add_common(host_command, host.NAMES)
+    _add_features(commands.add_parser("features", help="what features cost beside the call without them"))
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
     plots = commands.add_parser("plots", help="the figures of the documents, from checked-in files; no GPU")
     plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="default: plots/")
     return parser
+
+
+def _add_features(parser: argparse.ArgumentParser) -> None:
+    defaults, add, kinds = features.Settings(), parser.add_argument, tuple(features.KINDS)
+    add("--kinds", type=_names, default=kinds, metavar=",".join(kinds), help="default: all")
+    add("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
+    add("--head-dims", type=_integers, default=defaults.head_dims, metavar="64,128")
+    add("--rounds", type=_at_least_one, default=defaults.rounds, help="default: %(default)s")
+    add("--ms", type=float, default=defaults.ms, help="of back-to-back calls (default: %(default)s)")
+    add("--seed", type=int, default=defaults.seed)
+    add("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
 
 
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
@@ -233,6 +254,22 @@ def _host(args: argparse.Namespace) -> int:
     return FOUND_WANTING if errors else OK
 
 
+def _features(args: argparse.Namespace) -> int:
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: there is nothing to measure")
+    names = {f.name for f in fields(features.Settings)} & set(vars(args))
+    settings = features.Settings(**{name: getattr(args, name) for name in names})
+    context = CuteFlash(kernels=args.kernels).context()
+    with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
+        found = features.run_features(args.kinds, settings, EventTimer(), torch.device("cuda"), step)
+    if args.out:
+        write_json(features.to_dict(found, settings, machine.facts()), args.out)
+    show(features.tables(found))
+    errors = [f"{one.name}, {name}: {text}" for one in found for name, text in one.errors.items()]
+    _print_lines("Failures", errors)
+    return FOUND_WANTING if errors else OK
+
+
 def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
     """The GPU here, or another architecture with the option that needs no GPU."""
     if args.arch and not getattr(args, without_gpu):
@@ -316,7 +353,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        commands = {"bench": _bench, "host": _host, "tune": _tune, "ncu": _ncu, "plots": _plots}
+        commands = {
+            "bench": _bench,
+            "host": _host,
+            "features": _features,
+            "tune": _tune,
+            "ncu": _ncu,
+            "plots": _plots,
+        }
         return commands[args.command](args)
     except (ValueError, OSError) as error:
         # A wrong argument or file, said before anything is measured.

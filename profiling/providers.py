@@ -180,7 +180,7 @@ BshdPrepareBackward = Callable[[Tensor, Tensor, Tensor, Tensor, bool], BackwardC
 
 
 @cache
-def _fa3_ops() -> Any:
+def fa3_ops() -> Any:
     """FlashAttention-3's ops, from the folder FA3_DIR (`_C.so`) or from its Python package."""
     folder = os.environ.get("FA3_DIR")
     if folder and not (Path(folder) / "_C.so").exists():
@@ -197,7 +197,7 @@ def _fa3_ops() -> Any:
 
 
 def _fa3_forward() -> BshdForward:
-    op = _fa3_ops().fwd
+    op = fa3_ops().fwd
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return op(q, k, v, softmax_scale=q.shape[-1] ** -0.5, is_causal=causal, num_splits=1)[0]
@@ -207,7 +207,7 @@ def _fa3_forward() -> BshdForward:
 
 def _fa3_backward() -> BshdPrepareBackward:
     """The op itself: it comes without an autograd of its own."""
-    forward, backward = _fa3_ops().fwd, _fa3_ops().bwd
+    forward, backward = fa3_ops().fwd, fa3_ops().bwd
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
         options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_flash import arch, backward, ops
 from cute_flash.band import Band
+from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
+from cute_flash.tiles_bwd import BwdTile
 from tests.fake_gpu import COUNTER, FakeGpu
 
 LOG2_E = math.log2(math.e)
@@ -65,12 +67,14 @@ def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
             assert element == 1 and all(stride % 8 == 0 for stride in outer)
             assert x.data_ptr() % 16 == 0
         else:
-            assert x.is_contiguous() and x.dtype in (torch.float32, torch.int32)
+            assert x.is_contiguous() or (x.dtype == torch.float32 and x.dim() == 2)  # slopes
+            assert x.dtype in (torch.float32, torch.int32) or x.shape == (2,)
             # The gradient of the LSE is read one by one; workspaces by 16 bytes.
             assert x.data_ptr() % 4 == 0
 
 
-def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse) -> None:
+def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse, items) -> None:
+    assert items is None
     assert ("_ordered" in key.kernel) == (counters is not None)
     assert key.kernel.endswith("_dlse") == (dlse is not None)
     assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == dq.data_ptr() % 16 == 0
@@ -86,15 +90,53 @@ def _before(key, out, dout, lse, lse_log2, d, dq, counters, dlse) -> None:
         counters.zero_()
 
 
+class Terms(NamedTuple):
+    """What a kernel with features takes last; None: not asked for."""
+
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    dslopes: Tensor | None = None
+    threshold: int | None = None
+    keep_scale: float | None = None
+    rng: Tensor | None = None
+
+    def check(self, key: CompileKey, sk: int) -> None:
+        """Against what the kernel was compiled for: see `kernels.bwd_general`."""
+        features, tile = key.static.features, key.tile
+        asked = (features.softcap, *(features.alibi,) * 2, *(features.dropout,) * 3)
+        assert tuple(x is not None for x in self) == asked and features.in_gradients == features
+        if self.slopes is not None and self.dslopes is not None:
+            assert self.slopes.dtype == self.dslopes.dtype == torch.float32
+            warps = tile.num_warps if isinstance(tile, BwdTile) else 8
+            assert self.dslopes.shape == (*self.slopes.shape, -(-sk // tile.tile_n) * warps)
+            assert self.dslopes.is_contiguous() and not self.dslopes.any()
+        if self.rng is not None and self.threshold is not None:
+            assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
+            assert -(1 << 31) <= self.threshold < 1 << 31
+
+    def factors(self, shape: torch.Size) -> Tensor | float:
+        """Of dropout."""
+        if self.rng is None or self.threshold is None or self.keep_scale is None:
+            return 1.0
+        dropout = Dropout(self.threshold % 2**32 / 2**32, self.rng, shape[1])
+        return dropout.kept(*map(range, shape)) * self.keep_scale
+
+
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
-    is_ordered = key.kernel == "bwd_sm90_ordered"
-    if key.kernel == "bwd_sm80":
+    kernel, terms = key.kernel.removesuffix("_general"), Terms()
+    if kernel != key.kernel:
+        *rest, items = rest
+        assert items is None
+        rest, terms = rest[:-6], Terms(*rest[-6:])
+    terms.check(key, k.shape[2])
+    is_ordered = kernel == "bwd_sm90_ordered"
+    if kernel == "bwd_sm80":
         dk, dv, scale, left, right, section = rest
     else:
         counters, dk, dv, scale, left, right, section, num_blocks, counter = rest
         assert num_blocks >= 1
         static = key.static
-        draws_tiles = (static.has_left or static.has_right) and key.kernel == "bwd_sm90"
+        draws_tiles = (static.has_left or static.has_right) and kernel == "bwd_sm90"
         assert (counter == COUNTER) == draws_tiles
         assert is_ordered == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
@@ -111,9 +153,20 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     hidden = (offset > (math.inf if band.right is None else band.right)) | (
         offset < (-math.inf if band.left is None else -band.left)
     )
+    slope_of_cap = 1.0
+    if terms.softcap is not None:
+        tangent = (scores / terms.softcap).tanh()
+        scores, slope_of_cap = terms.softcap * tangent, 1 - tangent**2
+    if terms.slopes is not None:
+        scores = scores - terms.slopes[:, :, None, None] * offset.abs()
     p = (scores - lse_log2[:, :, :seqlen, None] / LOG2_E).exp().masked_fill(hidden, 0)
-    ds = p * (dout @ v.mT - d[:, :, :seqlen, None])
-    dv.copy_((p.mT @ dout).unflatten(1, (-1, group)).sum(2))
+    kept = terms.factors(p.shape)
+    ds = p * (dout @ v.mT * kept - d[:, :, :seqlen, None])
+    if terms.dslopes is not None:
+        # All of it in one of the parts.
+        terms.dslopes[:, :, -1] = -(ds * offset.abs()).sum(dim=(2, 3))
+    ds = ds * slope_of_cap
+    dv.copy_(((p * kept).mT @ dout).unflatten(1, (-1, group)).sum(2))
     dk.copy_((ds.mT @ q * scale).unflatten(1, (-1, group)).sum(2))
     if is_ordered:
         assert not counters.any()
@@ -121,7 +174,8 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     _rows(key, sums)[:, :, :seqlen, :width] += ds @ k
 
 
-def _after(key, sums, dq, scale) -> None:
+def _after(key, sums, dq, scale, items) -> None:
+    assert items is None
     assert not key.kernel.endswith("_ordered")
     dq.copy_(_rows(key, sums)[:, :, : dq.shape[2], : dq.shape[3]] * scale)
 

@@ -10,18 +10,53 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from cute_flash import ops, reference
 from cute_flash.band import Band
+from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, Plan
+from cute_flash.problem import PLAIN, Features
 
 D = 16
 # The address of a counter, which only a GPU would read.
 COUNTER = 1 << 40
+
+
+class Extras(NamedTuple):
+    """What a kernel of the general operator takes last; None: not asked for."""
+
+    softcap: float | None
+    slopes: Tensor | None
+    sinks: Tensor | None
+    threshold: int | None
+    keep_scale: float | None
+    rng: Tensor | None
+    max_logit: Tensor | None
+
+    def check(self, features: Features) -> None:
+        """Against what the kernel was compiled for: see `kernels.extras.fake_extras`."""
+        dropout = (features.dropout,) * 3
+        asked = (features.softcap, features.alibi, features.sinks, *dropout, features.return_max_logit)
+        assert tuple(x is not None for x in self) == asked
+        assert all(x is None or x.dtype == torch.float32 for x in (self.slopes, self.sinks, self.max_logit))
+        if self.max_logit is not None:
+            assert self.max_logit.is_contiguous() and (self.max_logit == -torch.inf).all()
+        if self.rng is not None and self.threshold is not None:
+            assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
+            assert -(1 << 31) <= self.threshold < 1 << 31
+
+    def score(self, heads: int) -> reference.Score:
+        dropout = None
+        if self.rng is not None and self.threshold is not None:
+            p = self.threshold % 2**32 / 2**32
+            dropout = Dropout(p, self.rng, heads)
+            assert dropout.scale == pytest.approx(self.keep_scale)
+        return reference.Score(self.softcap, self.slopes, self.sinks, dropout)
 
 
 @dataclass
@@ -38,6 +73,7 @@ class Launch:
     left: int
     right: int
     arguments: tuple[int, ...]  # the plan's, and the address of a counter
+    extras: Extras | None = None  # of what is not plain
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         """(B, Hkv, group S, ...) as (B, Hkv, group, S, ...), in place."""
@@ -69,11 +105,19 @@ class FakeGpu:
         self.plans.append(plan)
 
         def kernel(*args: Any) -> None:
-            launch = Launch(plan, *args[:8], args[8:])
+            extras = None
+            if plan.problem.features != PLAIN:
+                assert args[-1] is None, "the list of a packed batch's tiles"
+                args, extras = args[:-8], Extras(*args[-8:-1])
+                extras.check(plan.problem.features)
+            launch = Launch(plan, *args[:8], args[8:], extras)
             check(launch)
             static = plan.problem.static
             band = Band(launch.left if static.has_left else None, launch.right if static.has_right else None)
-            out, lse = reference.forward(launch.heads(launch.q), launch.k, launch.v, band, launch.scale)
+            q, score, most = launch.heads(launch.q), None, None
+            if extras is not None:
+                score, most = extras.score(q.shape[1]), extras.max_logit
+            out, lse = reference.forward(q, launch.k, launch.v, band, launch.scale, score, most)
             launch.write(launch.out, out)
             launch.write(launch.lse, lse)
             self.launches.append(launch)

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from torch import Tensor
 from cute_flash import compile as compiling
 from cute_flash.arch import by_name
 from cute_flash.band import Band
+from cute_flash.forward import extra_arguments
+from cute_flash.how import How
 from cute_flash.plan import Plan, plan, use_kernels
-from cute_flash.problem import Problem
+from cute_flash.problem import Features, Problem
 
 STUB = r"""
 #include <stdint.h>
@@ -84,11 +86,13 @@ class Request:
     is_bshd: bool = False  # heads inside the rows: strides out of order
     is_packed: bool = False  # the heads of a group are rows of one tile
     tile: dict[str, int] | None = None  # instead of the table's
+    features: list[str] = field(default_factory=list)
 
     def plan(self) -> Plan:
         sizes = (self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim)
+        features, band = Features(**dict.fromkeys(self.features, True)), Band(self.left, self.right)
         with use_kernels(self.family):
-            problem = Problem(*sizes, band=Band(self.left, self.right), head_dim_v=self.head_dim_v)
+            problem = Problem(*sizes, band=band, head_dim_v=self.head_dim_v, features=features)
             found = plan(problem, by_name(self.target), is_packable=self.is_packed)
         return replace(found, tile=type(found.tile)(**self.tile)) if self.tile else found
 
@@ -105,6 +109,22 @@ class Request:
         q, out = tensor(*rows, self.head_dim), tensor(*rows, width_v)
         k, v = (tensor(self.heads_kv, self.seqlen_k, width) for width in (self.head_dim, width_v))
         return [q, k, v, out, torch.zeros(q.shape[:3])]
+
+    def extras(self) -> tuple[Any, ...]:
+        """What a call makes of its features, as `forward` does."""
+        if not self.features:
+            return ()
+        asked = set(self.features)
+        how = How(
+            0.1, self.left, self.right,
+            softcap=3.0 if "softcap" in asked else 0.0,
+            alibi=torch.zeros(self.heads) if "alibi" in asked else None,
+            sinks=torch.zeros(self.heads, 2)[:, 1] if "sinks" in asked else None,
+            dropout=0.75 if "dropout" in asked else 0.0,
+            rng=torch.zeros(2, dtype=torch.int64) if "dropout" in asked else None,
+            max_logit="return_max_logit" in asked,
+        )  # fmt: skip
+        return extra_arguments(how, 0.1, torch.zeros(self.heads), (self.batch, self.heads))
 
 
 @dataclass(frozen=True)
@@ -167,7 +187,10 @@ class _Managed(ctypes.Structure):
 CUDA = 2
 # The address of a counter, which only a GPU would read.
 COUNTER = 1 << 40
-DTYPES = {torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1)}
+DTYPES = {
+    torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1), torch.int64: (0, 64, 1),
+    torch.int32: (0, 32, 1),
+}  # fmt: skip
 
 
 class OnGpu:
@@ -215,7 +238,12 @@ def _call(function: Callable[..., None], request: Request, chosen: Plan) -> None
 
     tensors = [OnGpu(x) for x in request.tensors()]
     arguments = (*chosen.launch_arguments, *([COUNTER] if chosen.draws_tiles else []))
-    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, request.left or 0, request.right or 0, *arguments)
+    extras = [OnGpu(x) if isinstance(x, Tensor) else x for x in request.extras()]
+    given = (tvm_ffi.from_dlpack(x) if isinstance(x, OnGpu) else x for x in extras)
+    # After them the list of a packed batch's tiles.
+    items = (None,) if extras else ()
+    window = request.left or 0, request.right or 0
+    function(*map(tvm_ffi.from_dlpack, tensors), 0.1, *window, *arguments, *given, *items)
 
 
 def main() -> None:

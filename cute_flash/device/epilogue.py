@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from cute_flash.device.copies import RowTiles
 from cute_flash.device.softmax import THREADS_PER_ROW
@@ -52,6 +52,15 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
             row = coords[r, 0][0]
             if row < rows_left:
                 gLSE[row] = lse[r]
+
+
+@cute.jit
+def raise_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
+    """The maximum of a head (H) and of what each thread of this warp found; NaN does not count."""
+    for step in cutlass.range_constexpr(5):
+        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+    if cute.arch.lane_idx() == 0 and largest > -Float32.inf:
+        cute.arch.atomic_fmax(mMax.iterator + head, largest, sem="relaxed", scope="gpu")
 
 
 @cute.jit

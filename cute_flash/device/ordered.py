@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.band import Band
+from cute_flash.device.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,15 @@ class Order:
 
     counters: cute.Tensor  # (B, H, m_block)
     band: Band  # of queries over keys
-    seqlen_q: Int32
+    seqlen_q: Int32  # of every sequence, unless they are packed
     seqlen_k: Int32
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
 
-    def turn(self, n_block: Int32, m_block: Int32) -> Int32:
-        """How many tiles of keys come before this one."""
-        blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k)
+    def turn(self, n_block: Int32, m_block: Int32, span: Sequence | None = None) -> Int32:
+        """How many tiles of keys come before this one; `span`: of a packed batch."""
+        lengths = (self.seqlen_q, self.seqlen_k) if span is None else (span.q_len, span.k_len)
+        blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
         return blocks.end - 1 - n_block
 
     def _counter(self, where: tuple):

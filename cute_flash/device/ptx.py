@@ -14,8 +14,9 @@ def pack(low: Float32, high: Float32, dtype) -> Int32:
     )
 
 
-def rederived(value: Int32) -> Int32:
+def rederived(value: Int32 | Float32) -> Int32 | Float32:
     """The same value, of which the compiler knows nothing more: what follows from it is computed where it is
     used instead of being kept in registers over a loop.
     """
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+    of = Float32 if isinstance(value, Float32) else Int32
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[of], read_only_args=[value])

@@ -13,6 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.views import as_mn
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # Four neighbouring threads hold the columns of one row of an accumulator, on mma.sync and wgmma alike.
@@ -52,11 +54,14 @@ class Softmax:
     row_sum: cute.Tensor  # (rows of this thread,) fp32, this thread's columns only
     alpha: cute.Tensor  # (rows of this thread,) fp32, the factor of the last rescaling
     scale_log2: Float32  # scale * log2(e)
+    largest: cute.Tensor | None = None  # (rows of this thread,) fp32, of this thread's scores, if wanted
 
     @staticmethod
-    def start(acc_O_mn: cute.Tensor, scale_log2: Float32) -> "Softmax":
+    def start(acc_O_mn: cute.Tensor, scale_log2: Float32, wants_largest: bool = False) -> "Softmax":
         rows = cute.size(acc_O_mn, mode=[0])
-        softmax = Softmax(*(cute.make_rmem_tensor(rows, Float32) for _ in range(3)), scale_log2)
+        statistics = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
+        largest = cute.make_rmem_tensor(rows, Float32) if wants_largest else None
+        softmax = Softmax(*statistics, scale_log2, largest)
         softmax.restart()
         return softmax
 
@@ -64,6 +69,8 @@ class Softmax:
         """Forget all keys seen."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        if self.largest is not None:
+            self.largest.fill(-Float32.inf)
 
     @cute.jit
     def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32):
@@ -81,6 +88,9 @@ class Softmax:
         """The maximum of each row over this thread's columns."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            # The maximum that weights are relative to may lag behind.
+            if cutlass.const_expr(self.largest is not None):
+                self.largest[r] = cute.arch.fmax(self.largest[r], block_max[r])
 
     @cute.jit
     def is_outgrown(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32):
@@ -177,18 +187,56 @@ class Softmax:
             acc_S_mn[r, None].store(probs)
 
     @cute.jit
-    def finish(self, acc_O_mn: cute.Tensor, lse: cute.Tensor):
+    def largest_of(self, tScS: cute.Tensor, rows_left: Int32) -> Float32:
+        """The largest score that this thread has seen, natural, of rows that exist."""
+        coords, found = as_mn(tScS), -Float32.inf
+        for r in cutlass.range_constexpr(cute.size(self.row_max)):
+            found = cute.arch.fmax(found, self.largest[r] if coords[r, 0][0] < rows_left else found)
+        return found * self.scale_log2 * LN_2
+
+    @cute.jit
+    def finish(
+        self,
+        acc_O_mn: cute.Tensor,
+        lse: cute.Tensor,
+        sink: Float32 | None = None,
+        keep_scale: Float32 | None = None,
+    ):
         """Normalise the output; write each row's LSE."""
         inverse = cute.make_fragment_like(self.row_sum)
-        self.close(lse, inverse)
+        self.close(lse, inverse, sink, keep_scale)
         self.scale_rows(acc_O_mn, inverse)
 
     @cute.jit
-    def close(self, lse: cute.Tensor, inverse: cute.Tensor):
-        """Each row's LSE, natural log, and 1 / l. A row without keys gives -inf and 0."""
+    def close(
+        self,
+        lse: cute.Tensor,
+        inverse: cute.Tensor,
+        sink: Float32 | None = None,
+        keep_scale: Float32 | None = None,
+    ):
+        """Each row's LSE, natural log, and 1 / l, times the scale of dropout. A row without keys gives 0, and
+        -inf or the sink.
+        """
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
             is_empty = total == 0.0
             inverse[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
             log_sum = cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if is_empty else (self.row_max[r] + log_sum) * LN_2
+            if cutlass.const_expr(sink is not None):
+                lse[r], share = _beside(lse[r], sink)
+                inverse[r] = inverse[r] * share
+            if cutlass.const_expr(keep_scale is not None):
+                inverse[r] = inverse[r] * keep_scale
+
+
+@cute.jit
+def _beside(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """log(exp(lse) + exp(sink)), and the share that stays for the keys. Exact where either is -inf."""
+    has_keys = lse != -Float32.inf
+    over = (sink - lse) * LOG2_E if has_keys else Float32(0.0)
+    weight = cute.math.exp2(over, fastmath=True)
+    smaller = cute.math.exp2(cute.arch.fmin(over, -over), fastmath=True)
+    both = cute.arch.fmax(lse, sink) + cute.math.log2(1.0 + smaller, fastmath=True) * LN_2
+    return (both if has_keys else sink), cute.arch.rcp_approx(1.0 + weight)

@@ -61,7 +61,7 @@ def store_dq(
     thread: Int32,
 ):
     """Rows of dQ in the inputs' type from a warpgroup's part of the registers, scaled before."""
-    head, batch, m_block = where
+    head, span, m_block = where
     static, tile = shape
     rows, columns = tile.dq_part
     by_rows = rows < tile.tile_m
@@ -73,7 +73,7 @@ def store_dq(
     tiles = columns // 8
     layout = cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
     packed = cute.make_tensor(cute.recast_tensor(rdQ, Int32).iterator, layout)
-    gOut = row_tile(mOut[batch, head, None, None], first_row, rows, tile.head_dim)
+    gOut = row_tile(span.of(mOut, head), span.q_row(first_row), rows, tile.head_dim)
     gPart = cute.make_tensor((gOut.iterator + first_column).align(16), gOut.layout)
     coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))
-    store_rows(packed, gPart, as_mn(coords), static.head_dim - first_column, mOut.shape[2] - first_row)
+    store_rows(packed, gPart, as_mn(coords), static.head_dim - first_column, span.q_len - first_row)

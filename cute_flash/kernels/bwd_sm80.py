@@ -23,8 +23,6 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 | sRows         | 2 stages x tile_m, fp32  | LSE and D of one block of queries                |
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -37,76 +35,23 @@ from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
-from cute_flash.device.ldmatrix import Landing, Operand
+from cute_flash.device.ldmatrix import Operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.score_bwd import BlockScores, Terms
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_gradients
+from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
+from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
 FLOATS = 4  # in 16 bytes
-
-
-@dataclass(frozen=True)
-class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mdO: cute.Tensor
-    mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
-    mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-    scale: Float32
-    scale_log2: Float32
-    band: Band  # of keys over queries: left and right change places
-    order: TileOrder
-    copy_in: cute.TiledCopy
-    copy_out: cute.TiledCopy
-    mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
-    mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
-    mma_q: cute.TiledMma  # dS K: queries x head_dim
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Tiles of one kind stand in one tensor, so that their operands share addresses."""
-
-    sKV: cute.Tensor  # (tile_n, tile_d, K or V)
-    sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
-    sdSP: cute.Tensor  # (tile_n, tile_m, dS or P)
-    sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
-
-
-@dataclass(frozen=True)
-class Main:
-    """What one block of the main loop works on."""
-
-    thread: Int32
-    shared: Shared
-    first_row: Int32
-    k: Operand  # S^T = K Q^T
-    q: Operand
-    v: Operand  # dP^T = V dO^T
-    do: Operand
-    p: Operand  # dV += P^T dO, where P is in shared memory
-    do_t: Operand
-    ds: Operand  # dK += dS^T Q, likewise
-    q_t: Operand
-    ds_t: Operand  # dQ = dS K
-    k_t: Operand
-    p_landing: Landing
-    ds_landing: Landing
-    acc_dK: cute.Tensor
-    acc_dV: cute.Tensor
 
 
 def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
@@ -130,7 +75,8 @@ class BwdSm80:
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -155,49 +101,84 @@ class BwdSm80:
         section: Int32,
         stream: CUstream,
     ):
+        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV), (window_left, window_right)
+        self.launch(tensors, scale, bounds, section, None, None, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        scale: Float32,
+        bounds: tuple,
+        section: Int32,
+        terms: Terms | None,
+        mItems: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """`mItems`: the list of tiles, of a packed batch."""
+        mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV = tensors
+        window_left, window_right = bounds
         tile, static = self.tile, self.static
+        is_packed = static.features.varlen
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
         batch, heads_kv, seqlen_k, _ = mK.shape
-        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        num_n_blocks = mItems.shape[0] - HEADER if is_packed else cute.ceil_div(seqlen_k, tile.tile_n)
         row_elements = self.k_tile.copy_cols
         params = Params(
             mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
             Band(window_right if static.has_right else None, window_left if static.has_left else None),
-            TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            None if is_packed else TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            WorkList(mItems, heads_kv, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
             self.s_grid.mma(), self.kv_grid.mma(), self.q_grid.mma(),
+            terms,
         )  # fmt: skip
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_n_blocks * heads_kv * batch, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
-        )
+        grid = (num_n_blocks * heads_kv * batch, 1, 1)
+        self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, p: Params):
-        tile = self.tile
+        index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.static.features.varlen):
+            if index < p.work.num_tiles():
+                n_block, head_kv, numbers = p.work.read(index)
+                self.one_tile(p, n_block, head_kv, Sequence.told(numbers))
+        else:
+            n_block, head_kv, batch = p.order.decode(index)
+            self.one_tile(p, n_block, head_kv, Sequence(batch, p.mQ.shape[2], p.mK.shape[2]))
+
+    @cute.jit
+    def one_tile(self, p: Params, n_block: Int32, head_kv: Int32, span: Sequence):
+        tile, batch = self.tile, span.batch
         thread, _, _ = cute.arch.thread_idx()
-        n_block, head_kv, batch = p.order.decode(cute.arch.block_idx()[0])
-        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        seqlen_q, seqlen_k = span.q_len, span.k_len
         first_row = n_block * tile.tile_n
         shared = self._allocate()
-        main = self._main(p, shared, thread, first_row)
+        main = self._main(p, shared, span, thread, first_row)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
+        if cutlass.const_expr(main.dslope is not None):
+            main.dslope.fill(0.0)
 
         # Keys that no query sees load nothing: a late copy would land on what passes through sKV.
         blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
         if blocks.begin < blocks.end:
             rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
             for i, mX in enumerate((p.mK, p.mV)):
-                gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
+                gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             self.main_loop(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
+        if cutlass.const_expr(self.static.features.dropout):
+            main.acc_dV.store(main.acc_dV.load() * p.terms.keep_scale)
         rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.mma_kv, rows, thread, p.mK.shape[2] - first_row)
+        epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
-            gX = row_tile(mX[batch, head_kv, None, None], first_row, tile.tile_n, tile.head_dim)
+            gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
             epilogue.store(acc, shared.sKV[None, None, i], gX)
 
     def _allocate(self) -> Shared:
@@ -215,7 +196,7 @@ class BwdSm80:
             smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
         )
 
-    def _main(self, p: Params, shared: Shared, thread: Int32, first_row: Int32) -> Main:
+    def _main(self, p: Params, shared: Shared, span: Sequence, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
         # Tiles of a kind follow each other: V's operands are K's, shifted, dO's are Q's, P's are dS's.
         k = self.s_grid.a(p.mma_s, thread, shared.sKV, self.k_tile)
@@ -225,24 +206,13 @@ class BwdSm80:
         landing = self.s_grid.landing(p.mma_s, thread, shared.sdSP, self.s_tile)
         acc_shape = p.mma_kv.get_slice(thread).partition_shape_C((tile.tile_n, tile.head_dim))
         return Main(
-            thread,
-            shared,
-            first_row,
-            k,
-            q,
-            k.shifted(1),
-            q.shifted(tile.stages),
-            ds.shifted(1),
-            q_t.shifted(tile.stages),
-            ds,
-            q_t,
+            thread, shared, span, first_row,
+            k, q, k.shifted(1), q.shifted(tile.stages), ds.shifted(1), q_t.shifted(tile.stages), ds, q_t,
             self.q_grid.a(p.mma_q, thread, shared.sdSP, self.s_tile, turned=True),
             self.q_grid.b(p.mma_q, thread, shared.sKV, self.k_tile, turned=True),
-            landing.shifted(1),
-            landing,
-            cute.make_rmem_tensor(acc_shape, Float32),
-            cute.make_rmem_tensor(acc_shape, Float32),
-        )
+            landing.shifted(1), landing, *(cute.make_rmem_tensor(acc_shape, Float32) for _ in range(2)),
+            cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
+        )  # fmt: skip
 
     @cute.jit
     def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
@@ -253,7 +223,7 @@ class BwdSm80:
         self.load_block(p, main, (m_block, head, batch), self.stage_of(left))
         cute.arch.cp_async_commit_group()
         # Keys past the end must not reach dQ: all blocks of the last tile are masked.
-        is_tail = main.first_row + self.tile.tile_n > p.mK.shape[2]
+        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
         full_end = Int32(0) if is_tail else Int32(blocks.full_end)
         while left > 0:
             is_cut = m_block < blocks.full_begin or m_block >= full_end
@@ -262,25 +232,29 @@ class BwdSm80:
             next_head = head + 1 if is_last_of_head else head
             following = (next_block, next_head, batch)
             self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
+            if cutlass.const_expr(main.dslope is not None):
+                if is_last_of_head:
+                    part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
+                    p.terms.store_dslope(main.dslope, head, batch, part)
             m_block, head, left = next_block, next_head, left - 1
 
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
         """Start the copies of a block of Q and dO, and of the statistics of its rows."""
-        m_block, head, batch = where
-        tile, shared, thread = self.tile, main.shared, rederived(main.thread)
+        m_block, head, _batch = where
+        tile, shared, span, thread = self.tile, main.shared, main.span, rederived(main.thread)
         loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
-            gX = row_tile(mX[batch, head, None, None], first, tile.tile_m, tile.head_dim)
+            gX = row_tile(span.of(mX, head), span.q_row(first), tile.tile_m, tile.head_dim)
             sX = shared.sQdO[None, None, stage + i * tile.stages]
-            loader.load(gX, sX, p.mQ.shape[2] - first, True)
+            loader.load(gX, sX, span.q_len - first, True)
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, Float32, num_bits_per_copy=32 * FLOATS)
         if thread < tile.tile_m // FLOATS:
             for i, mY in enumerate((p.mLSE, p.mD)):
-                here = first + thread * FLOATS
-                source = (mY[batch, head, None].iterator + here).align(16)
+                here = span.q_block(m_block, tile.tile_m) * tile.tile_m + thread * FLOATS
+                source = (span.of(mY, head).iterator + here).align(16)
                 sY = shared.sRows[None, stage + i * tile.stages]
                 target = (sY.iterator + thread * FLOATS).align(16)
                 four = cute.make_layout(FLOATS)
@@ -297,7 +271,7 @@ class BwdSm80:
 
     @cute.jit
     def one_block(self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple):
-        m_block, head, batch = where
+        m_block, head, _batch = where
         tile, stage = self.tile, self.stage_of(left)
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
@@ -307,20 +281,25 @@ class BwdSm80:
         if cutlass.const_expr(tile.stages == 2):
             self.load_following(p, main, following, left)
 
+        scores = self.scores(p, main, where)
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
+        if cutlass.const_expr(scores is not None):
+            scores.cap(acc_S)
         if is_cut:
-            first_row, coordinates = rederived(main.first_row), self.coordinates(p, main)
-            mask = Mask(p.band, p.mK.shape[2], p.mQ.shape[2], first_row, coordinates)
+            mask = self.mask(p, main)
             mask.apply(as_mn(acc_S), m_block * tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
-        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            S_mn[r, None].store(
-                cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
-            )
         rP = cute.make_fragment_like(acc_S, self.dtype)
-        rP.store(acc_S.load().to(self.dtype))
+        if cutlass.const_expr(scores is not None):
+            scores.weigh(acc_S, rP, lse)
+        else:
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                S_mn[r, None].store(
+                    cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
+                )
+            rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
         if cutlass.const_expr(tile.keeps_p):
             self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
@@ -330,10 +309,15 @@ class BwdSm80:
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
         self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
         d, dP_mn = self.of_columns(p, main, stage + tile.stages), as_mn(acc_dP)
-        for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-            dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
+        if cutlass.const_expr(scores is not None):
+            if cutlass.const_expr(scores.keeps_tangent):
+                lse = self.of_columns(p, main, stage)
+            scores.differentiate(acc_S, acc_dP, lse, d, main.dslope)
+        else:
+            for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
+                dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
         rdS = cute.make_fragment_like(acc_dP, self.dtype)
-        rdS.store(acc_dP.load().to(self.dtype))
+        rdS.store((acc_dP if scores is None else acc_S).load().to(self.dtype))
         main.ds_landing.store(rdS)
 
         # dK += dS^T Q
@@ -353,16 +337,26 @@ class BwdSm80:
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
         self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
-        gdQ = p.mdQ[batch, head, m_block, None]
+        gdQ = main.span.of(p.mdQ, head)[main.span.q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
-            # A warp's additions are 128 bytes side by side.
-            target = gdQ.iterator + (i * tile.num_threads + main.thread)
+            target = gdQ.iterator + (i * tile.num_threads + main.thread)  # 128 bytes of a warp side by side
             cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
 
     def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:
         acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
         acc.fill(0.0)
         return acc
+
+    def mask(self, p: Params, main: Main) -> Mask:
+        lengths = main.span.k_len, main.span.q_len
+        return Mask(p.band, *lengths, rederived(main.first_row), self.coordinates(p, main))
+
+    def scores(self, p: Params, main: Main, where: tuple) -> BlockScores | None:
+        if p.terms is None:
+            return None
+        m_block, head, batch = where
+        first_query, row_step = m_block * self.tile.tile_m, 16 * self.tile.warps_s
+        return p.terms.block(self.mask(p, main), head, batch, first_query, True, row_step)
 
     def coordinates(self, p: Params, main: Main) -> cute.Tensor:
         """(key, query) within the tile of every element of S^T."""

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.kernels.bwd_around import BwdPostprocess
 from cute_flash.kernels.bwd_sm80 import SMEM_ALIGN, dq_grid
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
+from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 
@@ -24,6 +26,7 @@ class Params:
     scale: Float32
     tiled_mma: cute.TiledMma
     copy_out: cute.TiledCopy
+    mItems: cute.Tensor | None  # the blocks of a packed batch
 
 
 class BwdPostprocessSm80(BwdPostprocess):
@@ -36,24 +39,42 @@ class BwdPostprocessSm80(BwdPostprocess):
         self.out_tile = SmemTile(tile.tile_m, tile.head_dim)
 
     @cute.jit
-    def __call__(self, mdQ: cute.Tensor, mOut: cute.Tensor, scale: Float32, stream: CUstream):
+    def __call__(
+        self,
+        mdQ: cute.Tensor,
+        mOut: cute.Tensor,
+        scale: Float32,
+        mItems: cute.Tensor | None,
+        stream: CUstream,
+    ):
         batch, heads, blocks, _ = mdQ.shape
+        if cutlass.const_expr(self.static.features.varlen):
+            mOut, blocks = unpacked(mOut), mItems.shape[0] - HEADER
         copy_out = plain_row_copy(self.num_threads, self.out_tile.copy_cols, self.dtype)
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_postprocess_sm80_d{self.static.head_dim}_{self.static.dtype}",
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
-        self.kernel(Params(mdQ, mOut, scale, self.grid.mma(), copy_out)).launch(
+        self.kernel(Params(mdQ, mOut, scale, self.grid.mma(), copy_out, mItems)).launch(
             grid=(blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, p: Params):
+        index, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(self.static.features.varlen):
+            if index < p.mItems[0, 0]:
+                m_block, numbers = read_item(p.mItems, index)
+                self.one_block(p, m_block, head, Sequence.told(numbers))
+        else:
+            self.one_block(p, index, head, Sequence(batch, p.mOut.shape[2], Int32(0)))
+
+    @cute.jit
+    def one_block(self, p: Params, m_block: Int32, head: Int32, span: Sequence):
         thread, _, _ = cute.arch.thread_idx()
-        m_block, head, batch = cute.arch.block_idx()
         first_row = m_block * self.tile_m
-        gdQ = p.mdQ[batch, head, m_block, None]
+        gdQ = span.of(p.mdQ, head)[span.q_block(m_block, self.tile_m), None]
         shape = p.tiled_mma.get_slice(thread).partition_shape_C((self.tile_m, self.tile_d))
         acc = cute.make_rmem_tensor(shape, Float32)
         for i in cutlass.range_constexpr(cute.size(acc)):
@@ -62,6 +83,6 @@ class BwdPostprocessSm80(BwdPostprocess):
         sOut = SmemAllocator().allocate_tensor(
             self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(self.out_tile)
         )
-        gOut = row_tile(p.mOut[batch, head, None, None], first_row, self.tile_m, self.tile_d)
+        gOut = row_tile(span.of(p.mOut, head), span.q_row(first_row), self.tile_m, self.tile_d)
         rows = RowTiles(p.copy_out, thread, self.tile_m, self.tile_d, self.static.head_dim)
-        Epilogue(p.tiled_mma, rows, thread, p.mOut.shape[2] - first_row).store(acc, sOut, gOut)
+        Epilogue(p.tiled_mma, rows, thread, span.q_len - first_row).store(acc, sOut, gOut)

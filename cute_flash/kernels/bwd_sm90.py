@@ -42,7 +42,10 @@ from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.score_bwd import Terms
+from cute_flash.device.sequence import WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -79,6 +82,7 @@ class Main:
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
     turns: Turns
+    dslope: cute.Tensor | None  # (1), of the head at hand
 
 
 class BwdSm90:
@@ -88,15 +92,18 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
+        self.has_score = static.features.in_gradients.weight > 0
         # In order every tile has a block of its own: who is waited for has begun.
-        self.draws_tiles = (static.has_left or static.has_right) and not self.is_ordered
+        differs = static.has_left or static.has_right or static.features.varlen
+        self.draws_tiles = differs and not self.is_ordered
 
     @property
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         ordered = "_ordered" if self.is_ordered else ""
-        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
@@ -125,8 +132,31 @@ class BwdSm90:
         counter: Int64,
         stream: CUstream,
     ):
+        tensors = mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV
+        bounds, grid = (window_left, window_right), (section, num_blocks, counter)
+        self.launch(tensors, scale, bounds, grid, None, None, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        scale: Float32,
+        bounds: tuple,
+        grid: tuple,
+        terms: Terms | None,
+        mItems: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """`mItems`: the list of tiles, of a packed batch."""
+        mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
+        window_left, window_right = bounds
+        section, num_blocks, counter = grid
         tile, static = self.tile, self.static
         load = cpasync.CopyBulkTensorTileG2SOp()
+        is_packed, tiles = static.features.varlen, TmaTiles
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
+            tiles = RaggedTiles
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
@@ -138,10 +168,10 @@ class BwdSm90:
             turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         params = Params(
             self.shapes,
-            TmaTiles.of(load, mQ, self.shapes.q),
-            TmaTiles.of(load, mdO, self.shapes.q),
-            TmaTiles.of(load, mK, self.shapes.k),
-            TmaTiles.of(load, mV, self.shapes.k),
+            tiles.of(load, mQ, self.shapes.q),
+            tiles.of(load, mdO, self.shapes.q),
+            tiles.of(load, mK, self.shapes.k),
+            tiles.of(load, mV, self.shapes.k),
             mLSE,
             mD,
             mdQ,
@@ -156,9 +186,11 @@ class BwdSm90:
             # The longest first; in order, the last: who is waited for must have begun.
             TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
             TileQueue(num_n_blocks * heads_kv * batch, counter, self.draws_tiles),
+            WorkList(mItems, heads_kv, section) if is_packed else None,
             make_mma(self.dtype, tile.tile_m, False, K, K),
             make_mma(self.dtype, tile.head_dim, True, K, MN),
             make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
+            terms,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -222,7 +254,11 @@ class BwdSm90:
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
             Turns(FIRST_TURN, NUM_WARPGROUPS, wg),
+            cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
         )
+
+    def dv_factor(self, p: Params) -> Float32:
+        return p.terms.keep_scale if self.static.features.dropout else Float32(1.0)
 
     @cute.jit
     def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
@@ -244,21 +280,25 @@ class BwdSm90:
         """dK and dV of a tile of keys."""
         shared, begin = main.shared, tile.fill
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
-        mask = Mask(p.band, p.seqlen_k, p.seqlen_q, first_row, main.tScS)
+        mask = Mask(p.band, tile.span.k_len, tile.span.q_len, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
+        if cutlass.const_expr(main.dslope is not None):
+            main.dslope.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = tile.walk.num * p.heads_per_kv
         shared.v.wait_full(tile.count)
         # On the way through the blocks of a head: counted along, for a division takes long.
-        i = Int32(0)
+        place = (Int32(0),)
+        if cutlass.const_expr(self.has_score):
+            place = (Int32(0), tile.head_kv * p.heads_per_kv)
         if total > 0:
-            i = self.one_block(p, main, tile, mask, operands, (begin, i), 0)
+            place = self.one_block(p, main, tile, mask, operands, (begin, place), 0)
         if total > 1:
-            i = self.one_block(p, main, tile, mask, operands, (begin + 1, i), 1)
+            place = self.one_block(p, main, tile, mask, operands, (begin + 1, place), 1)
         for fill in cutlass.range(begin + 2, begin + total, unroll=1):
-            i = self.one_block(p, main, tile, mask, operands, (fill, i), 2)
+            place = self.one_block(p, main, tile, mask, operands, (fill, place), 2)
         shared.v.release(tile.count)
         if total > 0:
             last = begin + total - 1
@@ -273,7 +313,7 @@ class BwdSm90:
             shared.q.release_by_all(last)
         cute.arch.sync_warp()
         shared.k.release(tile.count)
-        self.write(p.mdV, main.acc_dV, tile, main, p, Float32(1.0))
+        self.write(p.mdV, main.acc_dV, tile, main, p, self.dv_factor(p))
         self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
 
     @cute.jit
@@ -293,7 +333,7 @@ class BwdSm90:
         for the other's dS. `blocks_before`: 2 stands for any number above. `where`: the number of the block
         among all of this thread block, and among those of its head, of which the next one's is returned.
         """
-        fill, i = where
+        fill, (i, *_) = where
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
@@ -326,19 +366,45 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
+        if cutlass.const_expr(self.has_score):
+            first_query = tile.block(i) * self.tile.tile_m
+            scores = p.terms.block(mask, where[1][1], tile.batch, first_query, turned=True)
         if cutlass.const_expr(self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         warpgroup.wait_group(1)
         if cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
+        if cutlass.const_expr(self.has_score):
+            scores.cap(acc_S)
         self.mask(p, tile, mask, acc_S, i)
-        self.exponentiate(p, acc_S, rLSE)
-        convert(acc_S, rP)
+        if cutlass.const_expr(self.has_score):
+            scores.weigh(acc_S, rP, rLSE)
+        else:
+            self.exponentiate(p, acc_S, rLSE)
+            convert(acc_S, rP)
         # dS^T = P^T (dP^T - D)
         warpgroup.wait_group(0)
-        self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
+        if cutlass.const_expr(self.has_score):
+            sLSE, sD = (self.rows(main, sX, stage) for sX in (shared.sLSE, shared.sD))
+            scores.differentiate(acc_S, acc_dP, sLSE, sD, main.dslope)
+        else:
+            self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
-        return cutlass.select_(i + 1 == tile.walk.num, Int32(0), i + 1)
+        return self.following(p, main, tile, where[1])
+
+    @cute.jit
+    def following(self, p: Params, main: Main, tile: Tile, place: tuple):
+        """Where the next block is on the way through those of a head, and, where it matters, its head."""
+        is_last = place[0] + 1 == tile.walk.num
+        i = cutlass.select_(is_last, Int32(0), place[0] + 1)
+        found = (i,)
+        if cutlass.const_expr(self.has_score):
+            if cutlass.const_expr(p.terms.slopes is not None):
+                if is_last:
+                    part = (tile.n_block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
+                    p.terms.store_dslope(main.dslope, place[1], tile.batch, part)
+            found = (i, place[1] + Int32(is_last))
+        return found
 
     @cute.jit
     def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
@@ -366,6 +432,12 @@ class BwdSm90:
         self.stage_dq(main, acc_dQ, fill)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.tell_dq(main, fill)
+
+    def rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """LSE or D of this thread's columns, where they are."""
+        coords = as_mn(main.tScS)
+        columns = cute.make_layout((2, cute.size(coords, mode=[1]) // 2), stride=(1, 8))
+        return cute.make_tensor(sX[None, stage].iterator + coords[0, 0][1], columns)
 
     @cute.jit
     def load_rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
@@ -397,7 +469,7 @@ class BwdSm90:
     def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, i: Int32):
         """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
         m_block, blocks = tile.block(i), tile.blocks
-        is_tail = mask.first_row + WARPGROUP_ROWS > p.seqlen_k
+        is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
@@ -432,13 +504,15 @@ class BwdSm90:
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        gX = row_tile(mX[tile.batch, tile.head_kv, None, None], first_row, WARPGROUP_ROWS, head_dim)
+        # That of a packed batch is read again, not kept in registers until now.
+        span = tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+        gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
-        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, p.seqlen_k - first_row)
+        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, span.k_len - first_row)
 
 
 class BwdSm90Ordered(BwdSm90):

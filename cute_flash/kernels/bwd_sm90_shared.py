@@ -7,10 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange, Walk
+from cute_flash.band import Band, BlockRange, Walk, ceil_div
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ordered import Order
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.score_bwd import Terms
+from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
@@ -40,6 +43,11 @@ class Shapes:
         return DTYPES[self.static.dtype]
 
     @property
+    def tile_numbers(self) -> int:
+        """That tell a tile: n_block, head, and those of its sequence."""
+        return 2 + (NUMBERS if self.static.features.varlen else 1)
+
+    @property
     def q(self) -> SmemTile:
         return SmemTile(self.tile.tile_m, self.tile.head_dim)
 
@@ -55,15 +63,15 @@ class Shapes:
 @dataclass(frozen=True)
 class Params:
     shapes: cutlass.Constexpr  # Shapes
-    q: TmaTiles  # (tile_m, tile_d)
-    do: TmaTiles
-    k: TmaTiles  # (tile_n, tile_d)
-    v: TmaTiles
+    q: TmaTiles | RaggedTiles  # (tile_m, tile_d)
+    do: TmaTiles | RaggedTiles
+    k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
+    v: TmaTiles | RaggedTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
     mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
     turns: Order | None  # where tiles of keys add in order
-    mdK: cute.Tensor  # (B, Hkv, Sk, D)
+    mdK: cute.Tensor  # (B, Hkv, Sk, D), or packed: (1, Hkv, T, D)
     mdV: cute.Tensor
     seqlen_q: Int32
     seqlen_k: Int32
@@ -72,19 +80,39 @@ class Params:
     band: Band  # of keys over queries: left and right change places
     order: TileOrder
     queue: TileQueue
+    work: WorkList | None  # of a packed batch
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
+    terms: Terms | None  # of scores that are more than products
+
+    def tiles(self) -> TileQueue:
+        """Asked anew for every tile: how many there are is read again, not kept in a register."""
+        return self.queue if self.work is None else self.work.queue(self.queue.counter, self.queue.is_shared)
+
+    def coord(self, index: Int32) -> tuple:
+        """(n_block, head, the numbers of the sequence...)"""
+        if self.work is None:
+            return self.order.decode(index)
+        n_block, head, numbers = self.work.read(index)
+        return n_block, head, *numbers
+
+    def span(self, coord: tuple) -> Sequence:
+        if self.work is None:
+            return Sequence(coord[2], self.seqlen_q, self.seqlen_k)
+        return Sequence.told(coord[2:])
 
     def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
         tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
-        blocks = self.band.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
+        span = self.span(coord)
+        blocks = self.band.blocks(coord[0], tile_n, tile_m, span.k_len, span.q_len)
         # Without a mask every tile begins elsewhere, for few to add to the same block at a time; but not in
         # order, where the turns come one after the other.
         shift = None
         if self.band.left is None and self.band.right is None and self.turns is None:
-            shift = coord[0] * blocks.end // self.order.num_m_blocks
-        return Tile(count, fill, *coord, blocks, blocks.walk(ascends=True), shift)
+            tiles = self.order.num_m_blocks if self.work is None else ceil_div(span.k_len, tile_n)
+            shift = coord[0] * blocks.end // tiles
+        return Tile(count, fill, coord[0], coord[1], span, blocks, blocks.walk(ascends=True), shift)
 
     @property
     def num_adders(self) -> int:
@@ -102,7 +130,8 @@ class Shared:
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    tiles: cute.Tensor  # (n_block, head, batch; slot)
+    shapes: cutlass.Constexpr  # Shapes
+    tiles: cute.Tensor  # (n_block, head, sequence...; slot)
     k: Ring  # with the tile it is of; empty: multiplied for the last time, and the tile read by all
     v: Ring
     q: Ring  # with LSE
@@ -126,11 +155,12 @@ class Shared:
         per_thread = tile.tile_m * tile.head_dim // BOTH
         order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, TILE_SLOTS)), 16)
+        room = -(-shapes.tile_numbers // 4) * 4
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((room, TILE_SLOTS)), 16)
         parts = NUM_WARPGROUPS * ADDERS_IN_ORDER
         stages = (1, 1, tile.stages, tile.stages, parts, DS_STAGES)
         rings = [Ring.allocate(smem, number) for number in stages]
-        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, tiles, *rings)
+        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, shapes, tiles, *rings)
 
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):
@@ -147,13 +177,17 @@ class Shared:
     def tell_tile(self, count: Int32, coord: tuple):
         """Write down the tile whose K comes next; the arrival at k.full that follows tells it."""
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(3):
+            for i in cutlass.range_constexpr(len(coord)):
                 self.tiles[i, count % TILE_SLOTS] = coord[i]
 
+    @cute.jit
+    def tell_end(self, count: Int32):
+        self.tell_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.shapes.tile_numbers - 1))))
+
     def told_tile(self, count: Int32) -> tuple:
-        """After k.full: (n_block, head, batch); n_block is NO_TILE after the last."""
+        """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last."""
         uniform = cute.arch.make_warp_uniform
-        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(3))
+        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(self.shapes.tile_numbers))
 
 
 @dataclass(frozen=True)
@@ -164,10 +198,14 @@ class Tile:
     fill: Int32  # blocks of queries before this tile's
     n_block: Int32
     head_kv: Int32
-    batch: Int32
+    span: Sequence
     blocks: BlockRange  # of queries that see them
     walk: Walk  # over those
     shift: Int32 | None  # of the walk's beginning
+
+    @property
+    def batch(self) -> Int32:
+        return self.span.batch
 
     def block(self, i: Int32) -> Int32:
         """The block of queries that is the i-th on the way."""

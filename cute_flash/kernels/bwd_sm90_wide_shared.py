@@ -10,6 +10,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, SMEM_ALIGN, Tile
@@ -80,7 +81,8 @@ class Params:
         # Keys past the end must not reach dQ: all blocks of the last keys are cut.
         is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
         walk = replace(walk, whole_end=Int32(0) if is_tail else walk.whole_end)
-        return Tile(Int32(0), Int32(0), *coord, blocks, walk, None)
+        span = Sequence(coord[2], self.seqlen_q, self.seqlen_k)
+        return Tile(Int32(0), Int32(0), coord[0], coord[1], span, blocks, walk, None)
 
     def first_sums(self, tile: Tile) -> Int32:
         """Of all blocks of sums of dQ, the number of the first one that a tile adds to."""

@@ -9,6 +9,9 @@ For each tile of query rows, over blocks j of keys from the last visible one to 
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
+Where they are asked for, softcap and ALiBi change S before the mask, dropout P after its sums were taken, and
+a sink l and the LSE at the end (`extras`).
+
 | warps      | rows                                                                    |
 |------------|-------------------------------------------------------------------------|
 | all, alike | tile_m / num_warps each (16 or 32); every warp reads all of K and V     |
@@ -19,7 +22,7 @@ For each tile of query rows, over blocks j of keys from the last visible one to 
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -31,21 +34,28 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, store_lse
+from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
+from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
+from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.problem import Static
 from cute_flash.tiles import SMEM_ALIGN, FwdTile
+from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 
 @dataclass(frozen=True)
 class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D."""
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
+    are (1, H, T, D).
+    """
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -54,10 +64,12 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq)
     scale_log2: Float32
     band: Band
-    order: TileOrder
+    order: TileOrder | None
+    work: WorkList | None  # of a packed batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
+    extras: Extras
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,9 @@ class Main:
     softmax: Softmax
     mask: Mask
     blocks: BlockRange
+    head: OfHead
+    dropout: Dropout | None
+    sequence: Int32  # b H + h
 
 
 class FwdSm80:
@@ -93,7 +108,8 @@ class FwdSm80:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{study}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -113,32 +129,46 @@ class FwdSm80:
         section: Int32,
         stream: CUstream,
     ):
+        bounds = window_left, window_right
+        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, section, NO_EXTRAS, None, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        scale_log2: Float32,
+        bounds: tuple,
+        section: Int32,
+        extras: Extras,
+        mItems: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """`mItems`: the list of tiles, of a packed batch."""
+        mQ, mK, mV, mO, mLSE = tensors
+        window_left, window_right = bounds
         tile = self.tile
         row_elements = tile.smem(tile.tile_m).copy_cols
+        is_packed = self.static.features.varlen
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        if cutlass.const_expr(is_packed):
+            num_m_blocks = mItems.shape[0] - HEADER
+        band = Band(
+            window_left if self.static.has_left else None, window_right if self.static.has_right else None
+        )
         params = Params(
-            mQ,
-            mK,
-            mV,
-            mO,
-            mLSE,
-            scale * LOG2_E,
-            Band(
-                window_left if self.static.has_left else None,
-                window_right if self.static.has_right else None,
-            ),
-            TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            mQ, mK, mV, mO, mLSE, scale_log2, band,
+            None if is_packed else TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
+            WorkList(mItems, heads, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
-            self._tiled_mma(),
-        )
+            self._tiled_mma(), extras,
+        )  # fmt: skip
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_m_blocks * heads * batch, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            stream=stream,
-        )
+        grid = (num_m_blocks * heads * batch, 1, 1)
+        self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
 
     def _tiled_mma(self) -> cute.TiledMma:
         """Warps stacked along the rows; two n8 tiles at a time, so that one ldmatrix.x4 feeds both."""
@@ -148,23 +178,42 @@ class FwdSm80:
 
     @cute.kernel
     def kernel(self, p: Params):
+        index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.static.features.varlen):
+            # As many blocks as there may be tiles.
+            if index < p.work.num_tiles():
+                self.one_tile(p, *self.tile_of(p, index))
+        else:
+            self.one_tile(p, *self.tile_of(p, index))
+
+    @cute.jit
+    def tile_of(self, p: Params, index: Int32):
+        """Block of queries, head and sequence."""
+        if cutlass.const_expr(self.static.features.varlen):
+            m_block, head, numbers = p.work.read(index)
+            return m_block, head, Sequence.told(numbers)
+        m_block, head, batch = p.order.decode(index)
+        return m_block, head, Sequence(batch, p.mQ.shape[2], p.mK.shape[2])
+
+    @cute.jit
+    def one_tile(self, p: Params, m_block: Int32, head: Int32, span: Sequence):
         tile = self.tile
         thread, _, _ = cute.arch.thread_idx()
-        m_block, head, batch = p.order.decode(cute.arch.block_idx()[0])
-        seqlen_q, seqlen_k = p.mQ.shape[2], p.mK.shape[2]
+        seqlen_q, seqlen_k = span.q_len, span.k_len
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
         rows_left = seqlen_q - m_block * tile.tile_m
 
-        gQ = row_tile(p.mQ[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
-        gK = p.mK[batch, head_kv, None, None]
-        gV = p.mV[batch, head_kv, None, None]
+        first_row = span.q_row(m_block * tile.tile_m)
+        gQ = row_tile(span.of(p.mQ, head), first_row, tile.tile_m, tile.head_dim)
+        gK = span.of_keys(p.mK, head_kv)
+        gV = span.of_keys(p.mV, head_kv)
         sQ, sK, sV = self._allocate()
 
         thr_mma = p.tiled_mma.get_slice(thread)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
         acc_O.fill(0.0)
-        tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
+        tScS = self.coordinates(p.tiled_mma, thread)
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, p.extras.max_logit is not None)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         main = Main(
             RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
@@ -173,6 +222,7 @@ class FwdSm80:
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
+            p.extras.of_head(head, span.batch), p.extras.dropout(), span.batch * p.mQ.shape[1] + head,
         )  # fmt: skip
 
         # A tile that sees no key loads nothing: a late copy of Q would land on the output passing through sQ.
@@ -180,14 +230,27 @@ class FwdSm80:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
-        gO = row_tile(p.mO[batch, head, None, None], m_block * tile.tile_m, tile.tile_m, tile.head_dim)
-        gLSE = cute.local_tile(p.mLSE[batch, head, None], (tile.tile_m,), (m_block,))
+        if cutlass.const_expr(self.static.features.weight > 0):
+            # Beside other work no register is left to keep these over the loop.
+            thread = rederived(thread)
+            m_block, head, span = self.tile_of(p, rederived(cute.arch.block_idx()[0]))
+            rows_left, first_row = span.q_len - m_block * tile.tile_m, span.q_row(m_block * tile.tile_m)
+            tScS = self.coordinates(p.tiled_mma, thread)
+        gO = row_tile(span.of(p.mO, head), first_row, tile.tile_m, tile.head_dim)
+        gLSE = cute.domain_offset((first_row,), span.of(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
-        softmax.finish(as_mn(acc_O), lse)
+        softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.keep_scale)
         store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
         store_lse(lse, gLSE, tScS, thread, rows_left)
+        if cutlass.const_expr(p.extras.max_logit is not None):
+            raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
         epilogue.store(acc_O, sQ[None, None, 0], gO)
+
+    def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
+        """(row, column) within the tile of every element of S."""
+        whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
+        return tiled_mma.get_slice(thread).partition_C(whole)
 
     def _allocate(self):
         """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
@@ -256,7 +319,11 @@ class FwdSm80:
     ):
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
-        main.loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
+        loader = main.loader
+        if cutlass.const_expr(self.static.features.weight > 0):
+            # Beside other work no register is left to keep its addresses over the loop.
+            loader = replace(loader, thread=rederived(loader.thread))
+        loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
 
     @cute.jit
     def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr):
@@ -285,10 +352,15 @@ class FwdSm80:
             self.load_block(main, n_block - 1, False)
         cute.arch.cp_async_commit_group()
 
+        if cutlass.const_expr(main.head.score is not None):
+            main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n)
         if cutlass.const_expr(masked):
             main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
         keys_seen = (main.blocks.end - 1 - n_block) * tile.tile_n
         main.softmax.step(as_mn(acc_S), as_mn(main.acc_O), keys_seen)
+        if cutlass.const_expr(main.dropout is not None):
+            place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
+            main.dropout.drop(as_operand_a(acc_S), place)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
 

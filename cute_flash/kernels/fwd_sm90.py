@@ -9,6 +9,9 @@ For each tile of query rows, over blocks j of keys, those that a right bound cut
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
+Where they are asked for, softcap and ALiBi change S before the mask, dropout P after its sums were taken, and
+a sink l and the LSE at the end (`extras`).
+
 Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while the softmax of neither waits.
 
 | warpgroup | warps | role                                                                                  |
@@ -35,15 +38,20 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_flash.band import Band, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import store_lse, store_rows
+from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
 from cute_flash.device.mask import Mask
+from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.ptx import rederived
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_tensors
+from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
@@ -72,6 +80,8 @@ class Main:
     inverse: cute.Tensor  # 1 / l
     turns: Turns
     tScS: cute.Tensor  # (row, column) of every element of S
+    dropout: Dropout | None
+    largest: cute.Tensor | None  # (1,), the largest score of the tile that ends, of this thread
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,11 @@ class Tile:
     count: Int32  # tiles before this one
     fill: Int32  # blocks of K and V before this tile's
     head: Int32
-    batch: Int32
+    span: Sequence
     mask: Mask
     walk: Walk  # over its key blocks
+    of_head: OfHead
+    sequence: Int32  # b H + h
 
     def has_blocks(self):
         return self.walk.num > 0
@@ -101,7 +113,8 @@ class FwdSm90:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{study}"
+        features = "".join(f"_{name}" for name in s.features.names)
+        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))
@@ -124,32 +137,60 @@ class FwdSm90:
         counter: Int64,
         stream: CUstream,
     ):
+        bounds, grid = (window_left, window_right), (section, num_blocks, positions, counter)
+        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, grid, NO_EXTRAS, None, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: tuple,
+        scale_log2: Float32,
+        bounds: tuple,
+        grid: tuple,
+        extras: Extras,
+        mItems: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """`mItems`: the list of tiles, of a packed batch."""
+        mQ, mK, mV, mO, mLSE = tensors
+        window_left, window_right = bounds
+        section, num_blocks, positions, counter = grid
         tile, static = self.tile, self.static
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        is_packed, tiles = static.features.varlen, TmaTiles
+        if cutlass.const_expr(is_packed):
+            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
+            tiles = RaggedTiles
         batch, heads, seqlen_q, _ = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         params = Params(
             self.shapes,
-            TmaTiles.of(load, mQ, self.shapes.q),
-            TmaTiles.of(load, mK, self.shapes.k),
-            TmaTiles.of(load, mV, self.shapes.v),
-            TmaTiles.of(store, mO, self.shapes.o),
+            tiles.of(load, mQ, self.shapes.q),
+            tiles.of(load, mK, self.shapes.k),
+            tiles.of(load, mV, self.shapes.v),
+            tiles.of(store, mO, self.shapes.o),
             mO,
             mLSE,
             seqlen_q,
             positions,
             mK.shape[2],
             heads // mK.shape[1],
-            scale * LOG2_E,
+            scale_log2,
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
+            WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
             make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
+            extras,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(num_blocks, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=is_packed,
         )
 
     @cute.kernel
@@ -162,6 +203,9 @@ class FwdSm90:
                 shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.static.features.varlen):
+            # Until the list of tiles is complete.
+            cute.arch.griddepcontrol_wait()
 
         for_load, for_mma = self.tile.registers
         if warp_index < 4:
@@ -214,8 +258,15 @@ class FwdSm90:
 
     def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
-        mask = Mask(p.band, p.positions, p.seqlen_k, first_row, main.tScS, self.static.packs_heads)
-        return Tile(count, fill, *main.shared.head_and_batch(count), mask, p.walk(m_block))
+        head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
+        lengths = p.positions_of(span), span.k_len
+        mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
+        of_head, sequence = p.extras.of_head(head, span.batch), span.batch * p.order.heads + head
+        return Tile(count, fill, head, span, mask, p.walk(m_block, span), of_head, sequence)
+
+    def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
+        """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
+        return tile.span if p.work is None else p.sequence(main.shared.sequence(tile.count))
 
     def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
         tile = self.tile
@@ -225,7 +276,8 @@ class FwdSm90:
         acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.width_v)), Float32)
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
+        wants_largest = p.extras.max_logit is not None
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest)
         return Main(
             warpgroup_index,
             thread,
@@ -242,6 +294,8 @@ class FwdSm90:
             cute.make_fragment_like(softmax.row_max),
             Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
             p.mma_qk.get_slice(thread).partition_C(coords),
+            p.extras.dropout(),
+            cute.make_rmem_tensor(1, Float32) if wants_largest else None,
         )
 
     def _shape_S(self, mma_qk: cute.TiledMma):
@@ -264,26 +318,44 @@ class FwdSm90:
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
         softmax = main.softmax
+        self.transform(tile, acc_S, tile.walk.first)
         if tile.walk.begins_cut():
             tile.mask.apply(as_mn(acc_S), tile.walk.first * self.tile.tile_n)
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S))
+        self.drop(main, tile, acc_S, tile.walk.first, range(self.shapes.steps))
+
+    @cute.jit
+    def transform(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
+        """Softcap and ALiBi, before the mask."""
+        if cutlass.const_expr(tile.of_head.score is not None):
+            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n)
+
+    @cute.jit
+    def drop(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
+        """P = 0 where dropout says so; the sums are taken before."""
+        if cutlass.const_expr(main.dropout is not None):
+            first_column = n_block * self.tile.tile_n
+            place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
+            main.dropout.drop(as_operand_a(acc_P), place, steps)
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
         """Blocks from the second: cut, whole, cut. Bound on one side only, tiles end with the cut ones."""
         walk, static = tile.walk, self.static
+        # Where every maximum is asked for, sums say nothing more; P that is made again would draw again.
+        may_check = not (static.features.return_max_logit or static.features.dropout)
         whole_begin, whole_end = (tile.fill + cutlass.max(i, 1) for i in (walk.whole_begin, walk.whole_end))
         if cutlass.const_expr(static.has_left and static.has_right):
             for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
                 self.one_block(main, tile, fill, True, False)
         for fill in cutlass.range(whole_begin, whole_end, unroll=1):
-            self.one_block(main, tile, fill, False, self.tile.checks_sums)
+            self.one_block(main, tile, fill, False, self.tile.checks_sums and may_check)
         if cutlass.const_expr(static.has_left or static.has_right):
             for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
-                self.one_block(main, tile, fill, True, self.tile.checks_cut_sums)
+                self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
 
     @cute.jit
     def one_block(
@@ -300,6 +372,7 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(1)
         shared.k.release(fill)
+        self.transform(tile, acc_S, tile.walk.block(i))
         if cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
 
@@ -319,11 +392,13 @@ class FwdSm90:
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
         softmax.exponentiate_steps(*views, early, maybe_empty)
+        self.drop(main, tile, acc_P, tile.walk.block(i), early)
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         convert(acc_P, main.rP, early)
         softmax.exponentiate_steps(*views, late, maybe_empty)
+        self.drop(main, tile, acc_P, tile.walk.block(i), late)
         convert(acc_P, main.rP, late)
 
         if cutlass.const_expr(checks_sums):
@@ -371,7 +446,7 @@ class FwdSm90:
             main.shared.v.release(last)
         else:
             self.release_q(main, tile)
-        main.softmax.close(main.lse, main.inverse)
+        self.close(p, main, tile)
         self.write_lse(p, main, tile)
         if cutlass.const_expr(self.tile.q_stages > 1):
             self.hand_over(main, tile)
@@ -389,7 +464,7 @@ class FwdSm90:
         shared.v.wait_full(last)
         self.start_pv(main, last)
         main.turns.pass_on()
-        main.softmax.close(main.lse, main.inverse)
+        self.close(p, main, tile)
         main.softmax.restart()
         warpgroup.wait_group(1)
         shared.k.release(following.fill)
@@ -403,10 +478,19 @@ class FwdSm90:
         convert(acc_S, main.rP, range(self.shapes.steps))
 
     @cute.jit
+    def close(self, p: Params, main: Main, tile: Tile):
+        """What remains of the statistics of a tile when those of the next begin."""
+        main.softmax.close(main.lse, main.inverse, tile.of_head.sink, tile.of_head.keep_scale)
+        if cutlass.const_expr(main.largest is not None):
+            main.largest[0] = main.softmax.largest_of(main.tScS, tile.span.q_len - tile.mask.first_row)
+
+    @cute.jit
     def write_lse(self, p: Params, main: Main, tile: Tile):
-        first_row = tile.mask.first_row
-        gLSE = cute.domain_offset((first_row,), p.mLSE[tile.batch, tile.head, None])
-        store_lse(main.lse, gLSE, main.tScS, main.thread, p.seqlen_q - first_row)
+        first_row, span = tile.mask.first_row, self._span(p, main, tile)
+        gLSE = cute.domain_offset((span.q_row(first_row),), span.of(p.mLSE, tile.head))
+        store_lse(main.lse, gLSE, main.tScS, main.thread, span.q_len - first_row)
+        if cutlass.const_expr(main.largest is not None):
+            raise_max_logit(p.extras.max_logit, tile.head, main.largest[0])
 
     @cute.jit
     def release_q(self, main: Main, tile: Tile):
@@ -422,19 +506,24 @@ class FwdSm90:
         convert(main.acc_O, rO, range(self.tile.width_v // 16))
         return rO
 
+    def thread(self, main: Main) -> Int32:
+        """At the end of a tile. Beside other work no register is left to keep addresses over its blocks."""
+        return main.thread if self.static.features.weight == 0 else rederived(main.thread)
+
     @cute.jit
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
         rO = self.output(main)
-        first_row = tile.mask.first_row
-        gO = row_tile(p.mO[tile.batch, tile.head, None, None], first_row, WARPGROUP_ROWS, self.tile.width_v)
+        first_row, span = tile.mask.first_row, self._span(p, main, tile)
+        gO = span.of(p.mO, tile.head)
+        gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
-        tOcO = main.mma_pv.get_slice(main.thread).partition_C(coords)
+        tOcO = main.mma_pv.get_slice(self.thread(main)).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
         )
-        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, p.seqlen_q - first_row)
+        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, span.q_len - first_row)
 
     @cute.jit
     def hand_over(self, main: Main, tile: Tile):
@@ -442,7 +531,7 @@ class FwdSm90:
         rO = self.output(main)
         sO = main.shared.output_stage(main.warpgroup, tile.count)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
-        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(main.thread)
+        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(self.thread(main))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))

@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.barriers import Ring
+from cute_flash.device.ragged import RaggedTiles
+from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
 
@@ -17,23 +19,24 @@ from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
 def load_qk(p: Params, shared: Shared):
     """For every tile of this block: K of the first visible keys, Q, and the other blocks of K."""
     count, fill = Int32(0), Int32(0)  # of tiles; of blocks of K
-    index = p.queue.first()
-    while index < p.queue.num_tiles:
-        m_block, head, batch = p.order.decode(index)
+    index = p.tiles().first()
+    while index < p.tiles().num_tiles:
+        m_block, head, numbers = p.tile(index)
+        span = p.sequence(numbers)
         head_kv = head // p.heads_per_kv
-        walk = p.walk(m_block)
+        walk = p.walk(m_block, span)
         if walk.num > 0:
-            load_block(p.k, shared.k, shared.sK, fill, (walk.first, head_kv, batch))
-        load_q(p, shared, count, (m_block, head, batch))
+            load_block(p.k, shared.k, shared.sK, fill, (walk.first, head_kv, span.keys))
+        load_q(p, shared, count, (m_block, head), span)
         for i in cutlass.range(1, walk.num, unroll=1):
-            load_block(p.k, shared.k, shared.sK, fill + i, (walk.block(i), head_kv, batch))
+            load_block(p.k, shared.k, shared.sK, fill + i, (walk.block(i), head_kv, span.keys))
         fill += walk.num
         # Late, for a block with a long tile to leave the next one to others.
-        index = p.queue.following(index)
+        index = p.tiles().following(index)
         count += 1
-    p.queue.close(index)
+    p.tiles().close(index)
     shared.q.wait_empty(count)
-    shared.tell_tile(count, (Int32(NO_TILE), Int32(0), Int32(0)))
+    shared.tell_end(count)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(shared.q.full_of(count))
 
@@ -45,11 +48,11 @@ def load_v(p: Params, shared: Shared):
     shared.q.wait_full(count)
     m_block = shared.m_block(count)
     while m_block != NO_TILE:
-        head, batch = shared.head_and_batch(count)
+        head, span = shared.head(count), p.sequence(shared.sequence(count))
         shared.release_q(count)
-        walk = p.walk(m_block)
+        walk = p.walk(m_block, span)
         for i in cutlass.range(walk.num, unroll=1):
-            coord = (walk.block(i), head // p.heads_per_kv, batch)
+            coord = (walk.block(i), head // p.heads_per_kv, span.keys)
             load_block(p.v, shared.v, shared.sV, fill + i, coord)
         fill += walk.num
         count += 1
@@ -58,20 +61,20 @@ def load_v(p: Params, shared: Shared):
 
 
 @cute.jit
-def load_q(p: Params, shared: Shared, count: Int32, coord: tuple):
+def load_q(p: Params, shared: Shared, count: Int32, coord: tuple, span: Sequence):
     ring, num = shared.q, shared.shapes.tile.num_warpgroups
-    m_block, head, batch = coord
+    m_block, head = coord
     ring.wait_empty(count)
-    shared.tell_tile(count, coord)
+    shared.tell_tile(count, (*coord, *span.numbers))
     ring.expect(count, num * shared.shapes.q.bytes)
     for w in cutlass.range_constexpr(num):
         sQ = shared.sQ[None, None, (w, ring.stage(count))]
-        p.q.load(sQ, m_block * num + w, head, batch, ring.full_of(count))
+        p.q.load(sQ, m_block * num + w, head, span.queries, ring.full_of(count))
 
 
 @cute.jit
-def load_block(tiles: TmaTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
-    """Block (n_block, head, batch) of K or V."""
+def load_block(tiles: TmaTiles | RaggedTiles, ring: Ring, sX: cute.Tensor, fill: Int32, coord: tuple):
+    """Block (n_block, head, where the keys lie) of K or V."""
     ring.wait_empty(fill)
     ring.expect(fill, tiles.rows * tiles.cols * sX.element_type.width // 8)
     tiles.load(sX[None, None, ring.stage(fill)], *coord, ring.full_of(fill))
@@ -85,12 +88,12 @@ def store(p: Params, shared: Shared):
     wait_output(shared, count, 0)
     m_block = shared.m_block(count)
     while m_block != NO_TILE:
-        head, batch = shared.head_and_batch(count)
+        head, span = shared.head(count), p.sequence(shared.sequence(count))
         for w in cutlass.range_constexpr(num):
             if cutlass.const_expr(w > 0):
                 wait_output(shared, count, w)
             with cute.arch.elect_one():
-                p.o.store(shared.output_stage(w, count), m_block * num + w, head, batch)
+                p.o.store(shared.output_stage(w, count), m_block * num + w, head, span.queries)
                 cute.arch.cp_async_bulk_commit_group()
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=True)

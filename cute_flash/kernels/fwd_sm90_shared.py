@@ -11,9 +11,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
+from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.extras import Extras
 from cute_flash.problem import Static
 from cute_flash.tiles import FwdTileSm90
 from layouts.kernels import sm90_tiles
@@ -36,6 +39,11 @@ class Shapes:
     @property
     def dtype(self):
         return DTYPES[self.static.dtype]
+
+    @property
+    def tile_numbers(self) -> int:
+        """That tell a tile: m_block, head, and those of its sequence."""
+        return 2 + (NUMBERS if self.static.features.varlen else 1)
 
     @property
     def is_bounded(self) -> bool:
@@ -73,11 +81,11 @@ class Params:
     """All that the kernel reads, in one argument."""
 
     shapes: cutlass.Constexpr  # Shapes
-    q: TmaTiles  # (64, tile_d)
-    k: TmaTiles  # (tile_n, tile_d)
-    v: TmaTiles
-    o: TmaTiles
-    mO: cute.Tensor  # (B, H, Sq, D)
+    q: TmaTiles | RaggedTiles  # (64, tile_d)
+    k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
+    v: TmaTiles | RaggedTiles
+    o: TmaTiles | RaggedTiles
+    mO: cute.Tensor  # (B, H, Sq, D), or packed: (1, H, T, D)
     mLSE: cute.Tensor  # (B, H, Sq)
     seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed
     positions: Int32  # rows of a head
@@ -87,24 +95,47 @@ class Params:
     band: Band
     order: TileOrder
     queue: TileQueue
+    work: WorkList | None  # of a packed batch
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
+    extras: Extras
 
-    def walk(self, m_block: Int32) -> Walk:
+    def sequence(self, numbers: tuple) -> Sequence:
+        """From what `Shared` tells of a tile."""
+        if self.work is None:
+            return Sequence(*numbers, self.seqlen_q, self.seqlen_k)
+        return Sequence.told(numbers)
+
+    def positions_of(self, sequence: Sequence) -> Int32:
+        """Rows of a head; its queries, unless several heads are packed."""
+        return self.positions if self.work is None else sequence.q_len
+
+    def tiles(self) -> TileQueue:
+        """Asked anew for every tile: how many there are is read again, not kept in a register."""
+        return self.queue if self.work is None else self.work.queue(self.queue.counter, True)
+
+    def tile(self, index: Int32):
+        """m_block, head, and the numbers of the sequence."""
+        if self.work is None:
+            m_block, head, batch = self.order.decode(index)
+            return m_block, head, (batch,)
+        return self.work.read(index)
+
+    def walk(self, m_block: Int32, sequence: Sequence) -> Walk:
         """The key blocks of a tile of rows, in the order of work.
 
         In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
         worth keeping before. Without that bound only the end of the keys cuts a block: with that one first,
         the loop needs no mask.
         """
-        return self._blocks(m_block).walk(self.shapes.static.has_right)
+        return self._blocks(m_block, sequence).walk(self.shapes.static.has_right)
 
-    def _blocks(self, m_block: Int32) -> BlockRange:
-        tile = self.shapes.tile
+    def _blocks(self, m_block: Int32, sequence: Sequence) -> BlockRange:
+        tile, lengths = self.shapes.tile, (self.positions_of(sequence), sequence.k_len)
         if self.shapes.static.packs_heads:
             # Any position may be among the rows of a tile.
-            return self.band.blocks(Int32(0), ALL_ROWS, tile.tile_n, self.positions, self.seqlen_k)
-        return self.band.blocks(m_block, tile.tile_m, tile.tile_n, self.positions, self.seqlen_k)
+            return self.band.blocks(Int32(0), ALL_ROWS, tile.tile_n, *lengths)
+        return self.band.blocks(m_block, tile.tile_m, tile.tile_n, *lengths)
 
 
 @dataclass(frozen=True)
@@ -117,7 +148,7 @@ class Shared:
     k: Ring
     v: Ring
     o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
-    tiles: cute.Tensor  # (m_block, head, batch) of the last tiles; told by q.full; NO_TILE: the end
+    tiles: cute.Tensor  # (m_block, head, sequence...) of the last tiles; told by q.full; NO_TILE: the end
 
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
@@ -133,7 +164,8 @@ class Shared:
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((4, TILE_SLOTS)), 16)
+        room = -(-shapes.tile_numbers // 4) * 4
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((room, TILE_SLOTS)), 16)
         return Shared(shapes, sQ, sK, sV, *rings, o_full, tiles)
 
     @cute.jit
@@ -152,8 +184,12 @@ class Shared:
     def tell_tile(self, count: Int32, coord: tuple):
         """Write down the tile of a stage of Q; the arrival at q.full that follows tells it."""
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(3):
+            for i in cutlass.range_constexpr(len(coord)):
                 self.tiles[i, count % TILE_SLOTS] = coord[i]
+
+    @cute.jit
+    def tell_end(self, count: Int32):
+        self.tell_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.shapes.tile_numbers - 1))))
 
     @cute.jit
     def m_block(self, count: Int32) -> Int32:
@@ -161,8 +197,12 @@ class Shared:
         return self._told(0, count)
 
     @cute.jit
-    def head_and_batch(self, count: Int32):
-        return self._told(1, count), self._told(2, count)
+    def head(self, count: Int32):
+        return self._told(1, count)
+
+    def sequence(self, count: Int32) -> tuple:
+        """The numbers of the tile's sequence."""
+        return tuple(self._told(i, count) for i in range(2, self.shapes.tile_numbers))
 
     def _told(self, i: int, count: Int32) -> Int32:
         return cute.arch.make_warp_uniform(self.tiles[i, count % TILE_SLOTS])

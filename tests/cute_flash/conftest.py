@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_flash import arch, counters, operands, ops
+from cute_flash import arch, counters, forward, operands, ops
 from cute_flash import compile as compiling
 from tests.fake_gpu import COUNTER, FakeGpu
 
@@ -19,6 +19,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(operands, "current_device", lambda: fake.current)
     monkeypatch.setattr(torch.cuda, "device", fake.device)
     monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(forward, "_launches", {})
     # New memory holds NaN: what a launch forgets to write is seen.
     torch.use_deterministic_algorithms(True)
     yield fake

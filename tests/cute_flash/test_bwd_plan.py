@@ -10,7 +10,7 @@ from cute_flash import UnsupportedError
 from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import bwd_plan, use_kernels
-from cute_flash.problem import Problem
+from cute_flash.problem import Features, Problem
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -54,6 +54,28 @@ def test_wide_heads_have_a_thread_block_for_each_tile(head_dim: int, is_persiste
     assert found.num_tiles == -(-3001 // found.tile.tile_n) * 20
     assert found.num_blocks == (132 if is_persistent else found.num_tiles)
     assert found.draws_tiles == (is_persistent and band != Band())
+
+
+def test_wide_heads_with_features_are_left_to_mma_sync() -> None:
+    problem = Problem(1, 2, 2, 100, 300, 256, features=Features(softcap=True, sinks=True))
+    found = bwd_plan(problem, ARCHS["sm_90"])
+    assert (found.family, found.main.kernel, found.main.target) == ("sm80", "bwd_sm80_general", "sm_90")
+    message = r"attn with softcap and head_dim=256 .*'sm90': .*up to head_dim=128\); ask for 'sm80'"
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        bwd_plan(problem, ARCHS["sm_90"])
+    only_sinks = dataclasses.replace(problem, features=Features(sinks=True))
+    assert bwd_plan(only_sinks, ARCHS["sm_90"]).main.kernel == "bwd_sm90_wide"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 192, 256])
+def test_every_head_dim_has_gradients_with_features(arch: str, head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 100, 300, head_dim, features=Features(softcap=True, alibi=True, dropout=True))
+    found = bwd_plan(problem, ARCHS[arch])
+    assert found.tile.head_dim >= head_dim and found.tile.fits(ARCHS[arch])
+    # One part of each warp that multiplies.
+    warps = 8 if found.family == "sm90" else found.main.tile.num_warps
+    assert found.num_slope_sums == -(-300 // found.tile.tile_n) * warps
 
 
 def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

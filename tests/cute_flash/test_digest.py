@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from cute_flash import compile as compiling
 from cute_flash.arch import ARCHS
 from cute_flash.compile import digest
 from cute_flash.plan import CompileKey, plan, use_kernels
-from cute_flash.problem import Problem
+from cute_flash.problem import Features, Problem
 
 ROOT = Path(compiling.__file__).parents[1]
 
@@ -40,8 +41,8 @@ def clear_facts() -> Iterator[Callable[[], None]]:
 def test_digest_changes_with_all_that_is_compiled_in() -> None:
     ampere, hopper = key_of("sm80"), key_of("sm90")
     others = [hopper, replace(ampere, kernel="fwd_sm90"), replace(ampere, target="sm_86")]
-    statics = {"dtype": "float16", "head_dim": 56, "has_left": True, "has_right": True, "head_dim_v": 32}
-    statics["packs_heads"] = True
+    statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "has_left": True, "has_right": True}
+    statics |= {"head_dim_v": 32, "packs_heads": True, "features": Features(softcap=True)}
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     ampere_tile |= {"max_bounds": 0, "layout": "plain"}

@@ -20,10 +20,11 @@ ORDER = (
     *(
         f"cute_flash.{name}"
         for name in (
-            "version", "ranges", "counters", "disk", "ticker", "band", "problem", "arch", "tiles",
-            "tiles_bwd", "loops",
+            "version", "ranges", "counters", "disk", "ticker", "band", "work", "problem", "arch", "tiles",
+            "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
-            "operands", "backward", "ops", "api",
+            "operands", "backward", "ops", "how", "forward", "backward_general", "packed", "packed_cuda",
+            "general", "partial", "api", "varlen",
         )
     ),
     "cute_flash",  # the public names

@@ -11,7 +11,7 @@ import pytest
 from cute_flash.arch import ARCHS, ArchSpec
 from cute_flash.band import Band
 from cute_flash.plan import FAMILIES, plan, use_kernels
-from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.problem import Features, Problem, UnsupportedError
 from cute_flash.tiles import SM80_FWD, SM90_FWD, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import SM80_BWD, BwdTile, bwd_tile
 
@@ -51,6 +51,10 @@ def test_there_is_a_table_for_every_architecture() -> None:
     assert max((row.head_dim, row.width_v) for row in SM90_FWD if row.head_dim_v) == (256, 256)
 
 
+# Of every weight.
+FEATURES = (Features(alibi=True), Features(dropout=True), Features(softcap=True, dropout=True))
+
+
 def problem_of(head_dim: int, band: Band, keys: int = 1000, head_dim_v: int | None = None) -> Problem:
     return Problem(1, 1, 1, 1000, keys, head_dim, band=band, head_dim_v=head_dim_v)
 
@@ -67,6 +71,12 @@ def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
         for band, keys, queries in itertools.product(MASKS, (100, 1 << 20), (1, 1000))
     ]
     taken = [fwd_tile(family, arch, problem) for problem in problems]
+    for features in FEATURES:
+        with_them = [dataclasses.replace(problem, features=features) for problem in problems]
+        found = [fwd_tile(family, arch, problem) for problem in with_them]
+        # Never without the registers that they need.
+        assert all(one.max_weight >= features.weight for one in found)
+        taken += found
     assert any(one is row for one in taken)
 
 

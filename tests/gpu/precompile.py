@@ -1,7 +1,9 @@
 """Compile the kernels that the GPU tests need, in parallel, before the first test waits for one.
 
-python -m tests.gpu.precompile DIR [JOBS]
+python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
+
+SET: plain, study, features, packed; all of them by default.
 """
 
 import itertools
@@ -15,12 +17,13 @@ import torch
 from cute_flash.arch import detect
 from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
-from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, small_case, test_banks
+from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
 
 DTYPES = (torch.bfloat16, torch.float16)
+COMBINATIONS = 300  # the default of `--combinations`
 
 
 def problems() -> Iterator[Problem]:
@@ -45,6 +48,28 @@ def gradient_keys(problem: Problem, family: str, deterministic: bool = False) ->
     yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
 
 
+def packed_keys() -> Iterator[CompileKey]:
+    arch = detect(0)
+    for case, dtype in itertools.product((*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS), DTYPES):
+        problem = varlen_cases.problem_of(case, dtype)
+        for family in families.runnable():
+            try:
+                with use_kernels(family):
+                    forward = plan(problem, arch)
+            except UnsupportedError:
+                continue
+            yield from (forward.prepare, forward.key)
+            for deterministic in (False, True):
+                try:
+                    with use_kernels(family):
+                        gradients = bwd_plan(problem, arch, deterministic)
+                except UnsupportedError:
+                    # Those of wide heads are the other family's.
+                    continue
+                yield gradients.prepare
+                yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
+
+
 def keys() -> Iterator[CompileKey]:
     arch = detect(0)
     for problem in problems():
@@ -56,7 +81,8 @@ def keys() -> Iterator[CompileKey]:
                     yield plan(problem, arch, is_packable=True).key
             except UnsupportedError:
                 continue
-            yield from gradient_keys(problem, family)
+            if problem.features == PLAIN:
+                yield from gradient_keys(problem, family)
     in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
     for problem, family in itertools.product((*deterministic_problems(), *in_order), families.runnable()):
         yield from gradient_keys(problem, family, deterministic=True)
@@ -75,11 +101,28 @@ def study_keys() -> Iterator[CompileKey]:
             yield replace(key, tile=replace(key.tile, layout=layout))
 
 
+def feature_keys() -> Iterator[CompileKey]:
+    """Those of the forward tests, and forward and backward of the tests of gradients."""
+    arch = detect(0)
+    for asked, family in itertools.product(feature_cases.CASES, families.runnable()):
+        with use_kernels(family):
+            yield plan(asked.problem(), arch, is_packable=True).key
+    yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
+
+
+SETS = {"plain": keys, "study": study_keys, "features": feature_keys, "packed": packed_keys}
+
+
 def main() -> None:
     os.environ["CUTE_FLASH_CACHE_DIR"] = os.path.abspath(sys.argv[1])
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else os.cpu_count() or 1
-    wanted = list(dict.fromkeys(itertools.chain(keys(), study_keys())))
-    compiled = sum(precompile_all(wanted, jobs))
+    chosen = sys.argv[3:] or list(SETS)
+    wanted = list(dict.fromkeys(itertools.chain.from_iterable(SETS[name]() for name in chosen)))
+    compiled = 0
+    for done, is_new in enumerate(precompile_all(wanted, jobs), start=1):
+        compiled += is_new
+        if done % 20 == 0:
+            print(f"{done} of {len(wanted)}", flush=True)
     print(f"{compiled} of {len(wanted)} kernels compiled, {jobs} at a time")
 
 

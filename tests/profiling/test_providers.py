@@ -31,7 +31,7 @@ from profiling.providers import (
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    forget = providers._fa3_ops.cache_clear
+    forget = providers.fa3_ops.cache_clear
     forget()
     yield
     forget()
@@ -267,7 +267,7 @@ class FakeFa3:
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
     fake = FakeFa3()
-    monkeypatch.setattr(providers, "_fa3_ops", lambda: fake)
+    monkeypatch.setattr(providers, "fa3_ops", lambda: fake)
     tensors, dout, provider = inputs(heads_kv), torch.randn(2, 4, 33, 16), registry()["fa3"]
     call = provider.prepare_backward(*tensors, dout, causal)
     first, second = call(), call()
@@ -278,7 +278,7 @@ def test_fa3_gives_its_gradients_through_its_op(monkeypatch, heads_kv, causal):
 
 def test_who_cannot_do_the_backward_says_so(pretend_gpu, monkeypatch):
     # An FA3 that was built without it.
-    monkeypatch.setattr(providers, "_fa3_ops", lambda: SimpleNamespace(fwd=None))
+    monkeypatch.setattr(providers, "fa3_ops", lambda: SimpleNamespace(fwd=None))
     chosen = select(["cute_flash", "cute_flash-sm80", "sdpa-cudnn", "fa3"])
     assert split_available(chosen)[1] == {}
     available, absent = split_available(chosen, "bwd")

@@ -1,0 +1,236 @@
+"""The torch operators for all that a call may ask for beyond q, k, v and a band.
+
+    general_fwd(q, k, v, *How) -> (out, lse, max_logit)
+    general_bwd(dout, dlse, q, k, v, out, lse, *How) -> (dq, dk, dv, dalibi, dsinks)
+
+`How` lists the arguments in the order of the schema. Tensors are as those of `cute_flash::fwd`, (B, H, S, D);
+with offsets of sequences, `cu_seqlens_q` and `cu_seqlens_k`, they are packed: (T, H, D), the LSE (H, T).
+What was not asked for comes back empty. Plain attention has operators of its own (`ops.py`), whose host path
+is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import operands, ops
+from cute_flash import plan as planning
+from cute_flash.how import SCHEMA, TENSORS, How
+from cute_flash.problem import (
+    CPU_DTYPES,
+    PLAIN,
+    Problem,
+    UnsupportedError,
+    check_gradient_features,
+    check_softcap,
+)
+
+ops.LIBRARY.define(
+    f"general_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+ops.LIBRARY.define(
+    f"general_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+# ---- checks
+# ----------------------------------------------------------------------------------------------------------
+
+
+def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
+    """Describe a call and refuse what contradicts itself, or what the device has no kernel for."""
+    window = how.window_left, how.window_right
+    if how.cu_seqlens_q is None:
+        problem = operands.problem_of(q, k, v, window)
+    else:
+        from cute_flash import packed
+
+        problem = packed.problem_of(q, k, v, how)
+    problem = replace(problem, features=how.features)
+    ops.check_scale(how.scale)
+    _check_numbers(how)
+    if how.rng is not None and how.rng.device != q.device:
+        raise ValueError(f"rng is on {how.rng.device} and q is on {q.device}: they must agree")
+    _check_per_head("alibi", how.alibi, q, [(problem.heads,), (problem.batch, problem.heads)])
+    _check_per_head("sinks", how.sinks, q, [(problem.heads,)])
+    device = "cpu" if q.device.type in ("cpu", "meta") else "cuda"
+    problem.check(device)
+    if device == "cuda":
+        check_softcap(how.softcap)
+    return problem
+
+
+def _check_numbers(how: How) -> None:
+    if not 0 <= how.softcap < math.inf:
+        raise ValueError(f"softcap={how.softcap}: use a positive number, or None for no cap")
+    if not 0 <= how.dropout < 1:
+        raise ValueError(f"dropout={how.dropout}: use a probability from 0 up to, not including, 1")
+    if how.rng is not None and (how.rng.dtype != torch.int64 or how.rng.shape != (2,)):
+        raise ValueError(f"rng is {how.rng.dtype} of shape {tuple(how.rng.shape)}: expected int64, (2)")
+
+
+def _check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if x is None:
+        return
+    if tuple(x.shape) not in shapes:
+        choices = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, by query head")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} and q is on {q.device}: they must agree")
+    if str(x.dtype).removeprefix("torch.") not in CPU_DTYPES:
+        raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
+
+
+# ---- forward
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _max_logit(q: Tensor, how: How, value: float | None = None) -> Tensor:
+    """(H), or nothing."""
+    shape = (q.shape[1] if how.max_logit else 0,)
+    dtype = ops.lse_dtype(q.dtype)
+    if value is None:
+        return q.new_empty(shape, dtype=dtype)
+    return q.new_full(shape, value, dtype=dtype)
+
+
+def _fwd_fake(q, k, v, *how) -> Any:
+    asked = How(*how)
+    checked_problem(q, k, v, asked)
+    if asked.cu_seqlens_q is None:
+        return ops._out_like(q, v), ops._lse_like(q), _max_logit(q, asked)
+    from cute_flash import packed
+
+    return *packed.outputs(q, v), _max_logit(q, asked)
+
+
+def _fwd_cpu(q, k, v, *how) -> Any:
+    asked = How(*how)
+    problem = checked_problem(q, k, v, asked)
+    if asked.dropout and asked.rng is None:
+        raise ValueError("dropout needs rng: (seed, offset)")
+    from cute_flash import packed, reference
+
+    most = _max_logit(q, asked, -torch.inf)
+    if asked.cu_seqlens_q is not None:
+        return *packed.forward(q, k, v, asked, most if asked.max_logit else None), most
+    score = asked.score(problem.batch, problem.heads)
+    out, lse = reference.forward(q, k, v, problem.band, asked.scale, score, most if asked.max_logit else None)
+    return ops._out_like(q, v).copy_(out), lse, most
+
+
+def _fwd_cuda(q, k, v, *how) -> Any:
+    asked = How(*how)
+    problem = checked_problem(q, k, v, asked)
+    if problem.features == PLAIN:
+        return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
+    if problem.features.varlen:
+        from cute_flash import packed_cuda
+
+        return packed_cuda.forward(q, k, v, asked, problem)
+    from cute_flash import forward
+
+    return forward.fwd_cuda(q, k, v, asked, problem)
+
+
+# ---- backward
+# --------------------------------------------------------------------------------------------------------
+
+
+def _like(x: Tensor | None, q: Tensor) -> Tensor:
+    return q.new_empty(0) if x is None else torch.empty_like(x)
+
+
+def _bwd_fake(dout, dlse, q, k, v, out, lse, *how) -> Any:
+    asked = How(*how)
+    return *map(torch.empty_like, (q, k, v)), _like(asked.alibi, q), _like(asked.sinks, q)
+
+
+def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
+    from cute_flash import packed, reference
+
+    asked = How(*how)
+    if asked.cu_seqlens_q is not None:
+        *grads, dalibi, dsinks = packed.backward((dout, dlse), q, k, v, out, lse, asked)
+    else:
+        score = asked.score(q.shape[0], q.shape[1])
+        *grads, dalibi, dsinks = reference.backward_with(
+            score, (dout, dlse), q, k, v, out, lse, asked.band, asked.scale
+        )
+    found = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
+    return *found, *_per_head(asked, q, dalibi, dsinks)
+
+
+def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | None) -> list[Tensor]:
+    """From gradients (B, H) and (H) to those of the call's slopes and sinks, which may share a slope."""
+    if asked.alibi is not None and asked.alibi.dim() == 1:
+        assert dalibi is not None
+        dalibi = dalibi.sum(dim=0)
+    given = ((asked.alibi, dalibi), (asked.sinks, dsinks))
+    return [_like(x, q) if x is None or grad is None else _like(x, q).copy_(grad) for x, grad in given]
+
+
+def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
+    asked = How(*how)
+    problem = checked_problem(q, k, v, asked)
+    check_gradient_features(problem.features)
+    if problem.features.varlen:
+        from cute_flash import packed_cuda
+
+        found = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
+        return *found, _like(None, q), _like(None, q)
+    if replace(problem.features, return_max_logit=False) == PLAIN:
+        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
+    from cute_flash import backward_general
+
+    *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, asked, problem)
+    return *grads, *_per_head(asked, q, dalibi, dsinks)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *how = inputs
+    asked = How(*how)
+    out, lse, max_logit = output
+    ctx.mark_non_differentiable(max_logit)
+    # Gradients on a GPU are computed in threads of autograd's, which do not see it.
+    ctx.family = planning.chosen_family()
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *(getattr(asked, name) for name in TENSORS))
+    nothing: dict[str, Any] = dict.fromkeys(TENSORS)
+    ctx.how = asked._replace(**nothing)
+
+
+def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    how = ctx.how._replace(**dict(zip(TENSORS, tensors, strict=True)))
+    if dout is None and dlse is None:
+        return (None,) * (3 + len(How._fields))
+    dout = torch.zeros_like(out) if dout is None else dout
+    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
+        *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how)
+    by_name = {"alibi": dalibi, "sinks": dsinks}
+    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
+    return *grads, *given
+
+
+ops.LIBRARY.impl("general_fwd", _fwd_cpu, "CPU")
+ops.LIBRARY.impl("general_fwd", _fwd_cuda, "CUDA")
+ops.LIBRARY.impl("general_bwd", _bwd_cpu, "CPU")
+ops.LIBRARY.impl("general_bwd", _bwd_cuda, "CUDA")
+torch.library.register_fake("cute_flash::general_fwd", _fwd_fake, lib=ops.LIBRARY)
+torch.library.register_fake("cute_flash::general_bwd", _bwd_fake, lib=ops.LIBRARY)
+torch.library.register_autograd(
+    "cute_flash::general_fwd", _autograd, setup_context=_setup_context, lib=ops.LIBRARY
+)
+
+general_fwd = torch.ops.cute_flash.general_fwd.default
+general_bwd = torch.ops.cute_flash.general_bwd.default

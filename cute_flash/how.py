@@ -1,0 +1,80 @@
+"""The arguments of the general operators after their tensors, as one value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_flash.band import Band
+from cute_flash.problem import Features
+
+if TYPE_CHECKING:
+    from cute_flash.score import Score
+
+
+def draw_rng(device: torch.device) -> Tensor:
+    """(seed, offset) of one call, int64, from torch's generator of the device; no host sync."""
+    return torch.randint((1 << 63) - 1, (2,), dtype=torch.int64, device=device)
+
+
+class How(NamedTuple):
+    """The arguments of both operators after their tensors; 0 and None: not asked for."""
+
+    scale: float
+    window_left: int | None
+    window_right: int | None
+    deterministic: bool = False
+    softcap: float = 0.0
+    alibi: Tensor | None = None  # (H) or (B, H)
+    sinks: Tensor | None = None  # (H)
+    dropout: float = 0.0
+    rng: Tensor | None = None  # (seed, offset), int64
+    max_logit: bool = False
+    cu_seqlens_q: Tensor | None = None  # (B + 1), int32
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None  # (B), int32
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    @property
+    def band(self) -> Band:
+        return Band(self.window_left, self.window_right)
+
+    @property
+    def features(self) -> Features:
+        return Features(
+            softcap=self.softcap != 0,
+            alibi=self.alibi is not None,
+            sinks=self.sinks is not None,
+            dropout=self.dropout != 0,
+            return_max_logit=self.max_logit,
+            varlen=self.cu_seqlens_q is not None,
+            seqused_k=self.seqused_k is not None,
+        )
+
+    def score(self, batch: int, heads: int, sequence: int | None = None) -> Score | None:
+        """The values, of the whole batch or of one sequence of a packed one."""
+        if not (self.softcap or self.dropout or self.alibi is not None or self.sinks is not None):
+            return None
+        from cute_flash.philox import Dropout
+        from cute_flash.score import Score
+
+        alibi = None if self.alibi is None else self.alibi.expand(batch, heads)
+        first = 0
+        if sequence is not None:
+            first, alibi = sequence, None if alibi is None else alibi[sequence : sequence + 1]
+        dropout = None
+        if self.dropout:
+            assert self.rng is not None
+            dropout = Dropout(self.dropout, self.rng, heads, first)
+        return Score(self.softcap or None, alibi, self.sinks, dropout)
+
+
+SCHEMA = (
+    "float scale, SymInt? window_left, SymInt? window_right, bool deterministic, float softcap, "
+    "Tensor? alibi, Tensor? sinks, float dropout, Tensor? rng, bool max_logit, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
+TENSORS = ("alibi", "sinks", "rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")

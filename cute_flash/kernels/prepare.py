@@ -1,0 +1,275 @@
+"""Before the kernels of a packed batch: the list of its tiles, see `cute_flash/work.py`. One block a list.
+
+| step  | who                 | what                                                                    |
+|-------|---------------------|-------------------------------------------------------------------------|
+| count | a thread a sequence | tiles of each class of length                                           |
+| sum   | a thread a class    | how many tiles are of longer classes, which come before                 |
+| write | a warp 32 sequences | each claims its places among those of its class, then all lanes write   |
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from cute_flash.band import Band, ceil_div
+from cute_flash.problem import Static
+from cute_flash.work import BUCKETS, HEADER, ITEM, bucket, most_blocks
+
+THREADS = BUCKETS
+WARPS = THREADS // 32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the sequences lie; what the caller says is taken within bounds, for no tile to leave memory."""
+
+    mCuQ: cute.Tensor  # (B + 1)
+    mCuK: cute.Tensor
+    mUsedK: cute.Tensor | None  # (B)
+    total_q: Int32
+    total_k: Int32
+
+    @property
+    def size(self) -> Int32:
+        return self.mCuQ.shape[0] - 1
+
+    @cute.jit
+    def offsets(self, mCu: cute.Tensor, b: Int32, total: Int32):
+        """Where sequence b begins and ends."""
+        begin = cutlass.max(cutlass.min(mCu[b], total), 0)
+        return begin, cutlass.max(cutlass.min(mCu[b + 1], total), begin)
+
+    @cute.jit
+    def used(self, b: Int32, slot: Int32) -> Int32:
+        if cutlass.const_expr(self.mUsedK is None):
+            return slot
+        return cutlass.max(cutlass.min(self.mUsedK[b], slot), 0)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One list: the tiles of queries, or those of keys."""
+
+    mItems: cute.Tensor  # (HEADER + items, ITEM)
+    batch: Batch
+    of_keys: cutlass.Constexpr
+    counts_rest: cutlass.Constexpr  # what comes after the last sequence is one with a number of its own
+    tile_rows: Int32
+    tile_columns: Int32
+    band: Band  # of rows over columns
+    descends: Int32  # whether a sequence's last tile comes first
+
+    @property
+    def num_runs(self) -> Int32:
+        """Sequences, perhaps the unused keys of each, and what comes after the last."""
+        size = self.batch.size
+        return (2 * size if self.of_keys and self.batch.mUsedK is not None else size) + 1
+
+    @cute.jit
+    def run(self, r: Int32):
+        """(sequence, q_begin, q_len, k_begin, k_len)"""
+        batch, size = self.batch, self.batch.size
+        b = cutlass.min(r, size - 1)
+        is_rest = r == self.num_runs - 1
+        is_unused = cutlass.Boolean(False)
+        if cutlass.const_expr(self.of_keys and batch.mUsedK is not None):
+            is_unused = r >= size and not is_rest
+            b = r - size if is_unused else b
+        q_begin, q_end = batch.offsets(batch.mCuQ, b, batch.total_q)
+        k_begin, k_end = batch.offsets(batch.mCuK, b, batch.total_k)
+        k_len = batch.used(b, k_end - k_begin)
+        q_len = q_end - q_begin
+        if cutlass.const_expr(self.of_keys):
+            k_begin = k_begin + k_len if is_unused else k_begin
+            k_len = k_end - k_begin if is_unused else k_len
+            k_begin = k_end if is_rest else k_begin
+            k_len = batch.total_k - k_end if is_rest else k_len
+            q_len = 0 if is_rest or is_unused else q_len
+        else:
+            q_begin = q_end if is_rest else q_begin
+            q_len = batch.total_q - q_end if is_rest else q_len
+            k_len = 0 if is_rest else k_len
+        if cutlass.const_expr(self.counts_rest):
+            b = size if is_rest else b
+        return b, q_begin, q_len, k_begin, k_len
+
+    @cute.jit
+    def size(self, run: tuple):
+        """Tiles of a run, and their class."""
+        _b, _q_begin, q_len, _k_begin, k_len = run
+        rows, columns = (k_len, q_len) if cutlass.const_expr(self.of_keys) else (q_len, k_len)
+        cost = most_blocks(self.band, rows, columns, self.tile_rows, self.tile_columns)
+        return ceil_div(rows, self.tile_rows), bucket(cost)
+
+    @cute.jit
+    def build(self, classes: cute.Tensor, sums: cute.Tensor):
+        """By a thread block. `classes` (BUCKETS), `sums` (WARPS): shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        classes[thread] = 0
+        cute.arch.sync_threads()
+        for r in cutlass.range(thread, self.num_runs, THREADS, unroll=1):
+            tiles, place = self.size(self.run(r))
+            if tiles > 0:
+                cute.arch.atomic_add(classes.iterator + place, tiles, sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
+        self.sum(classes, sums, thread)
+        cute.arch.sync_threads()
+        for first in cutlass.range(thread - thread % 32, self.num_runs, THREADS, unroll=1):
+            self.write(classes, first, thread % 32)
+
+    @cute.jit
+    def sum(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
+        """classes: from numbers of tiles to the place of the first; those of longer ones come before."""
+        lane, warp = thread % 32, thread // 32
+        mine = classes[BUCKETS - 1 - thread]
+        until = mine
+        for step in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(until, 1 << step)
+            until = until + before if lane >= (1 << step) else until
+        if lane == 31:
+            sums[warp] = until
+        cute.arch.sync_threads()
+        for other in cutlass.range_constexpr(WARPS):
+            until = until + sums[other] if other < warp else until
+        classes[BUCKETS - 1 - thread] = until - mine
+        if thread == THREADS - 1:
+            self.mItems[0, 0] = cutlass.min(until, self.mItems.shape[0] - HEADER)
+
+    @cute.jit
+    def write(self, classes: cute.Tensor, first: Int32, lane: Int32):
+        """The tiles of 32 sequences, by a warp."""
+        b, q_begin, q_len, k_begin, k_len = self.run(cutlass.min(first + lane, self.num_runs - 1))
+        tiles, place = self.size((b, q_begin, q_len, k_begin, k_len))
+        tiles = tiles if first + lane < self.num_runs else 0
+        claimed = Int32(0)
+        if tiles > 0:
+            claimed = cute.arch.atomic_add(classes.iterator + place, tiles, sem="relaxed", scope="cta")
+        mine = (b, q_begin, q_len, k_begin, k_len, tiles, claimed)
+        for other in cutlass.range(cutlass.min(self.num_runs - first, 32), unroll=1):
+            *numbers, num, at = (cute.arch.shuffle_sync(x, other) for x in mine)
+            for i in cutlass.range(lane, num, 32, unroll=1):
+                block = num - 1 - i if self.descends != 0 else i
+                self.write_one(at + i, (block, *numbers))
+
+    @cute.jit
+    def write_one(self, item: Int32, numbers: tuple):
+        row = cute.make_rmem_tensor(ITEM, Int32)
+        row.fill(0)
+        for i in cutlass.range_constexpr(len(numbers)):
+            row[i] = numbers[i]
+        if item < self.mItems.shape[0] - HEADER:
+            target = (self.mItems.iterator + (item + HEADER) * ITEM).align(16)
+            cute.autovec_copy(row, cute.make_tensor(target, cute.make_layout(ITEM)))
+
+
+class PrepareFwd:
+    """The tiles of queries."""
+
+    is_followed_early = False
+
+    def __init__(self, static: Static, tile):
+        self.has_used = static.features.seqused_k
+
+    @property
+    def name(self) -> str:
+        return "cute_flash_prepare_fwd" + ("_used" if self.has_used else "")
+
+    num_lists = 1
+
+    def fake_arguments(self) -> tuple:
+        batch = cute.sym_int()
+
+        def integers(*shape, align=4):
+            order = tuple(reversed(range(len(shape))))
+            return make_fake_compact_tensor(Int32, shape, stride_order=order, assumed_align=align)
+
+        # B + 1 offsets; an expression of B would not be checked.
+        offsets = cute.sym_int()
+        return (
+            integers(offsets),
+            integers(offsets),
+            integers(batch) if self.has_used else None,
+            *(integers(cute.sym_int(), ITEM, align=16) for _ in range(self.num_lists)),
+            *(Int32(1) for _ in range(7)),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mUsedK: cute.Tensor | None,
+        mItems: cute.Tensor,
+        total_q: Int32,
+        total_k: Int32,
+        tile_m: Int32,
+        tile_n: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        descends: Int32,
+        stream: CUstream,
+    ):
+        batch = Batch(mCuQ, mCuK, mUsedK, total_q, total_k)
+        band = Band(window_left, window_right)
+        tiles = Tiles(mItems, batch, False, False, tile_m, tile_n, band, descends)
+        self.launch((tiles,), stream)
+
+    def launch(self, lists: tuple, stream: CUstream):
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(lists).launch(grid=(len(lists), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, lists: tuple):
+        if cutlass.const_expr(self.is_followed_early):
+            cute.arch.griddepcontrol_launch_dependents()
+        smem = SmemAllocator()
+        classes = smem.allocate_tensor(Int32, cute.make_layout(BUCKETS), 16)
+        sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        for i in cutlass.range_constexpr(len(lists)):
+            if cute.arch.block_idx()[0] == i:
+                lists[i].build(classes, sums)
+
+
+class PrepareFwdEarly(PrepareFwd):
+    """The same where the next kernel is launched beside it, and waits for its end by itself."""
+
+    is_followed_early = True
+
+
+class PrepareBwd(PrepareFwd):
+    """The tiles of keys, and those of queries for the kernels around."""
+
+    num_lists = 2
+
+    @property
+    def name(self) -> str:
+        return "cute_flash_prepare_bwd" + ("_used" if self.has_used else "")
+
+    @cute.jit
+    def __call__(
+        self,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mUsedK: cute.Tensor | None,
+        mKeys: cute.Tensor,
+        mQueries: cute.Tensor,
+        total_q: Int32,
+        total_k: Int32,
+        tile_m: Int32,
+        tile_n: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        descends: Int32,
+        stream: CUstream,
+    ):
+        batch = Batch(mCuQ, mCuK, mUsedK, total_q, total_k)
+        mirrored, band = Band(window_right, window_left), Band(window_left, window_right)
+        keys = Tiles(mKeys, batch, True, False, tile_n, tile_m, mirrored, descends)
+        queries = Tiles(mQueries, batch, False, True, tile_m, tile_n, band, descends)
+        self.launch((keys, queries), stream)

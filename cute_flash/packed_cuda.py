@@ -1,0 +1,249 @@
+"""Packed sequences on CUDA: a list of their tiles, made on the GPU, and kernels that take theirs from it.
+
+The host knows shapes only: how many tokens and sequences there are. So a new set of lengths needs no sync,
+compiles nothing, and may be written into the same offsets between two replays of a captured graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import arch, counters, operands, packed, ranges
+from cute_flash import plan as planning
+from cute_flash.backward import is_mode_deterministic
+from cute_flash.forward import Outputs, extra_arguments, largest
+from cute_flash.how import How
+from cute_flash.operands import (
+    MAX_ROW_STRIDE,
+    MAX_WINDOW,
+    MIN_SCALE,
+    ROW_ALIGN_BYTES,
+    ROW_ALIGN_ELEMENTS,
+)
+from cute_flash.plan import BwdPlan, Plan
+from cute_flash.problem import Problem
+from cute_flash.work import HEADER, ITEM
+
+# (q, k, v, how, scale) -> (out, lse, largest logits)
+Launch = Callable[[Tensor, Tensor, Tensor, How, float], Outputs]
+_launches: dict[tuple, Launch] = {}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outputs:
+    """out (Tq, H, Dv), lse (H, Tq), and the largest logits if asked for, of a checked problem."""
+    if how.dropout and how.rng is None:
+        raise ValueError("dropout needs rng: (seed, offset)")
+    problem = _all_tokens(problem, q, k)
+    if problem.is_empty:
+        return _empty(q, v, how)
+    # All that decides the launch but addresses, strides and values.
+    signature = (problem.static, *_sizes(problem), q.get_device(), planning.requested_family())
+    launch = _launches.get(signature)
+    if launch is None:
+        launch = _prepare_forward(problem, q.device)
+        operands.remember(_launches, signature, launch)
+    scale = how.scale
+    if scale < MIN_SCALE:
+        # The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum.
+        q, scale = (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
+    return launch(q, k, v, how, scale)
+
+
+def _empty(q: Tensor, v: Tensor, how: How) -> Outputs:
+    """No keys, or no rows: the rows of sequences give 0 and the sink, or -inf."""
+    out, lse = packed.outputs(q, v)
+    out.zero_()
+    lse.fill_(-math.inf)
+    if how.sinks is not None:
+        assert how.cu_seqlens_q is not None
+        is_row = torch.arange(q.shape[0], device=q.device) < how.cu_seqlens_q[-1]
+        lse = torch.where(is_row, how.sinks.to(lse.dtype)[:, None], lse)
+    return out, lse, largest(q, how, -math.inf)
+
+
+def _all_tokens(problem: Problem, q: Tensor, k: Tensor) -> Problem:
+    return replace(problem, seqlen_q=q.shape[0], seqlen_k=k.shape[0])
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    return problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
+
+
+def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
+    """Plan and compile for one call signature."""
+    with ranges.marked("plan"):
+        plan = planning.plan(problem, arch.detect(device.index))
+    from cute_flash.compile import compiled, compiled_kernel
+
+    prepare, function, arguments = compiled_kernel(plan.prepare), compiled(plan), plan.launch_arguments
+    index, draws_tiles = device.index, plan.draws_tiles
+    sizes = _prepare_sizes(plan)
+    rows = (HEADER + plan.num_items, ITEM)
+    descends = int(problem.static.has_right)
+
+    def launch(q, k, v, how, scale):
+        if operands.current_device() != index:
+            with torch.cuda.device(index):
+                return launch(q, k, v, how, scale)
+        q, k, v = map(launchable, (q, k, v))
+        (out, lse), most = packed.outputs(q, v), largest(q, how, -math.inf)
+        extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
+        items = torch.empty(rows, dtype=torch.int32, device=device)
+        # Before the first launch: nothing may come between it and the main one, which waits for its end.
+        _counter, address = counters.counter(index) if draws_tiles else (None, 0)
+        prepare(*_offsets(how), items, *sizes, *_window(how, MAX_WINDOW), descends)
+        more = (address,) if draws_tiles else ()
+        function(q, k, v, out, lse, scale, *_window(how, 0), *arguments, *more, *extras, items)
+        return out, lse, most
+
+    return launch
+
+
+# ---- backward
+# --------------------------------------------------------------------------------------------------------
+
+Grads = tuple[Tensor, Tensor, Tensor]
+# (given, how, scale, dq_scale) -> (dq, dk, dv); given: q, k, v, out, dout, lse, dlse
+LaunchBwd = Callable[[tuple, How, float, float], Grads]
+_bwd_launches: dict[tuple, LaunchBwd] = {}
+# Softcap, slopes and their gradients, and three of dropout: see `kernels/bwd_general.py`.
+NO_TERMS = (None,) * 6
+
+
+def backward(
+    douts: tuple[Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    how: How,
+    problem: Problem,
+) -> Grads:
+    """dq, dk, dv of a checked problem."""
+    dout, dlse = douts
+    problem = _all_tokens(problem, q, k)
+    if problem.is_empty:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    deterministic = how.deterministic or is_mode_deterministic()
+    signature = (
+        problem.static, *_sizes(problem), q.get_device(), dlse is None, deterministic,
+        planning.requested_family(),
+    )  # fmt: skip
+    launch = _bwd_launches.get(signature)
+    if launch is None:
+        launch = _prepare_backward(problem, dlse is not None, deterministic, q.device)
+        operands.remember(_bwd_launches, signature, launch)
+    scale = dq_scale = how.scale
+    if scale < MIN_SCALE:
+        # The forward has taken a negative scale for -q.
+        q, scale = (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
+        dq_scale = -scale if dq_scale < 0 else scale
+    return launch((q, k, v, out, dout, lse, dlse), how, scale, dq_scale)
+
+
+def _prepare_backward(
+    problem: Problem, has_dlse: bool, deterministic: bool, device: torch.device
+) -> LaunchBwd:
+    """Plan and compile for one call signature."""
+    with ranges.marked("plan"):
+        plan = planning.bwd_plan(problem, arch.detect(device.index), deterministic)
+    from cute_flash.compile import compiled_kernel
+
+    prepare, before, main, after = (
+        compiled_kernel(key) for key in (plan.prepare, plan.before(has_dlse), plan.main, plan.after)
+    )
+    index, draws_tiles, is_sm90 = device.index, plan.draws_tiles, plan.family == "sm90"
+    sizes, rows = _prepare_sizes(plan), [(HEADER + number, ITEM) for number in plan.num_items]
+    descends = int(problem.static.has_left or plan.is_ordered)
+    workspace, section, num_blocks = _workspace(plan, device), plan.section, plan.num_blocks
+
+    def launch(given, how, scale, dq_scale):
+        if operands.current_device() != index:
+            with torch.cuda.device(index):
+                return launch(given, how, scale, dq_scale)
+        grads = tuple(map(torch.empty_like, given[:3]))
+        dq, dk, dv = targets = tuple(map(_target, grads))
+        q, k, v, out, dout = map(launchable, given[:5])
+        lse, dlse = given[5].contiguous(), None if given[6] is None else given[6].contiguous()
+        keys, queries = (torch.empty(shape, dtype=torch.int32, device=device) for shape in rows)
+        lse_log2, d, sums, turns = workspace()
+        window = _window(how, 0)
+        # Before the launches: nothing may come between those that wait for each other by themselves.
+        _counter, address = counters.counter(index) if draws_tiles else (None, 0)
+        prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), descends)
+        before(out, dout, lse, lse_log2, d, sums, turns, dlse, queries)
+        turn, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
+        main(
+            q, k, v, dout, lse_log2, d, sums, *turn, dk, dv, scale, *window, section, *grid, *NO_TERMS, keys
+        )  # fmt: skip
+        after(sums, dq, dq_scale, queries)
+        for grad, target in zip(grads, targets, strict=True):
+            if grad is not target:
+                grad.copy_(target)
+        return grads
+
+    return launch
+
+
+def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, ...]]:
+    """Allocates LSE and D (1, H, rows), sums of dQ (1, H, m_block, elements of a tile), fp32, and an ordered
+    plan's counters (1, H, m_block), int32; every sequence is padded to whole blocks.
+    """
+    tile_m, blocks, heads = plan.tile.tile_m, plan.num_m_blocks, plan.problem.heads
+    rows, sums = (1, heads, blocks * tile_m), (1, heads, blocks, tile_m * plan.tile.head_dim)
+
+    def allocate():
+        return (
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.empty((1, heads, blocks), dtype=torch.int32, device=device) if plan.is_ordered else None,
+        )
+
+    return allocate
+
+
+def _target(grad: Tensor) -> Tensor:
+    """What the kernels write: the gradient itself, or memory in an order that they can store to."""
+    return grad if is_launchable(grad) else torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+# ---- arguments of both
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare_sizes(plan: Plan | BwdPlan) -> tuple[int, ...]:
+    return plan.problem.seqlen_q, plan.problem.seqlen_k, plan.tile.tile_m, plan.tile.tile_n
+
+
+def _offsets(how: How) -> tuple[Any, ...]:
+    assert how.cu_seqlens_q is not None and how.cu_seqlens_k is not None
+    used = None if how.seqused_k is None else how.seqused_k.contiguous()
+    return how.cu_seqlens_q.contiguous(), how.cu_seqlens_k.contiguous(), used
+
+
+def _window(how: How, unbounded: int) -> tuple[int, int]:
+    left, right = how.window_left, how.window_right
+    return (
+        unbounded if left is None else min(left, MAX_WINDOW),
+        unbounded if right is None else min(right, MAX_WINDOW),
+    )
+
+
+def is_launchable(tensor: Tensor) -> bool:
+    """`operands.is_launchable` for (T, H, D)."""
+    row, head, element = tensor.stride()
+    return element == 1 and not (head | row) % ROW_ALIGN_ELEMENTS and 0 <= row < MAX_ROW_STRIDE
+
+
+def launchable(tensor: Tensor) -> Tensor:
+    if is_launchable(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

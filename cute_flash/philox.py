@@ -1,0 +1,89 @@
+"""Dropout by a counter: Philox 4x32-10 in integer arithmetic of torch, and which draw belongs to which score.
+
+The mask of a call is a function of (seed, offset) and of a score's place, so nobody stores it: forward and
+backward, the CPU and a GPU compute the same bits. One call of Philox gives four draws of 32 bits, for the
+scores {i, i + 8} x {j, j + 8} of an aligned 16 x 16 square, i and j being rows and keys of one sequence:
+
+    key        the low and the high half of seed
+    counter    (8 ⌊j / 16⌋ + j mod 8,  8 ⌊i / 16⌋ + i mod 8,  b H + h,  the low half of offset)
+    draw       2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2
+
+Those four lie in one thread in the accumulators of mma.sync and of wgmma, whether rows are queries (the
+forward) or keys (the backward): neither direction throws draws away. A score is dropped when its draw is
+below `threshold`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
+# Rows and keys of a square, and how far apart the scores of one call lie in it.
+SQUARE, APART = 16, 8
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Four words of 32 bits for every counter; words are int64, counters broadcast against each other."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # A product of two words fills 64 bits; int64 keeps all of them, the sign being the uppermost.
+        low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (high >> 32 & WORD) ^ c1 ^ k0,
+            high & WORD,
+            (low >> 32 & WORD) ^ c3 ^ k1,
+            low & WORD,
+        )
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def threshold(p: float) -> int:
+    """Draws below it are dropped: p to the nearest 2^-32, and never all of them."""
+    return min(round(p * (1 << 32)), WORD)
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """Of one call: the probability, (seed, offset), the number of query heads, the first sequence's index."""
+
+    p: float
+    rng: Tensor
+    heads: int
+    first: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Of what is kept, so that the mean stays."""
+        return 1.0 / (1.0 - self.p)
+
+    def kept(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
+        """(batch, heads, rows, keys), true where a score is kept."""
+        seed, offset = (int(x) for x in self.rng)
+        device = self.rng.device
+
+        def squares(wanted: range) -> Tensor:
+            first, last = wanted.start // SQUARE, -(-wanted.stop // SQUARE)
+            return torch.arange(first * APART, last * APART, device=device)
+
+        b = torch.arange(batch.start, batch.stop, device=device)[:, None] + self.first
+        h = torch.arange(heads.start, heads.stop, device=device)
+        i, j = squares(rows), squares(keys)
+        sequence = (b * self.heads + h)[:, :, None, None]
+        counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & WORD))
+        draws = philox_4x32(counter, (seed & WORD, seed >> 32 & WORD))
+        low = torch.stack([x < threshold(self.p) for x in draws], dim=-1)
+        # (b, h, row square, row, key square, key, which 8 rows, which 8 keys) to rows and keys in order.
+        low = low.unflatten(-1, (2, 2)).unflatten(3, (-1, APART)).unflatten(2, (-1, APART))
+        whole = low.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
+        top, left = rows.start % SQUARE, keys.start % SQUARE
+        return ~whole[:, :, top : top + len(rows), left : left + len(keys)]

@@ -1,0 +1,78 @@
+"""What the host path of gradients with features would launch, seen without a GPU: as `tests.launch_capture`.
+
+    python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC FEATURE...
+
+calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments,
+and prints a JSON list of (kernel, grid, block, shared memory).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import arch, counters, general, operands
+from cute_flash import compile as compiling
+from cute_flash.how import How
+from cute_flash.plan import CompileKey
+from tests import launch_capture
+from tests.combinations import RNG
+from tests.launch_capture import COUNTER, OnGpu
+
+SQ, SK, HEADS, HEADS_KV = 300, 500, 4, 2
+
+
+def how_of(names: list[str], deterministic: bool) -> How:
+    """Slopes of one batch for all, and of another type."""
+    some: dict[str, Any] = {
+        "softcap": 2.0,
+        "alibi": torch.ones(HEADS, dtype=torch.bfloat16),
+        "sinks": torch.ones(HEADS),
+        "dropout": 0.9,
+    }
+    rng = torch.tensor(RNG) if "dropout" in names else None
+    return How(0.1, 50, 0, deterministic, rng=rng, **{name: some[name] for name in names})
+
+
+def main() -> None:
+    folder, name, head_dim, deterministic, *names = sys.argv[1:]
+    stub = launch_capture._build_stub(Path(folder))
+    captured = ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL).captured
+    preload, compiled = compiling._preload, compiling.compiled_kernel
+    launches: list[Any] = []
+
+    def compiled_kernel(key: CompileKey) -> Callable[..., None]:
+        import tvm_ffi
+
+        function = compiled(key)
+
+        def launch(*args: Any) -> None:
+            held = [OnGpu(x) if isinstance(x, Tensor) else x for x in args]
+            function(*(tvm_ffi.from_dlpack(x) if isinstance(x, OnGpu) else x for x in held))
+            numbers = (ctypes.c_int64 * 8)()
+            captured(numbers)
+            launches.append((key.kernel, list(numbers[1:4]), list(numbers[4:7]), numbers[7]))
+
+        return launch
+
+    compiling._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
+    compiling.compiled_kernel = compiled_kernel
+    arch.detect = lambda index: arch.ARCHS[name]  # type: ignore[assignment]
+    counters.counter = lambda index: (None, COUNTER)  # type: ignore[assignment]
+    operands.current_device = lambda: None
+    q, k = (torch.zeros(2, h, s, int(head_dim)).bfloat16() for h, s in ((HEADS, SQ), (HEADS_KV, SK)))
+    lse = torch.zeros(2, HEADS, SQ)
+    found = general._bwd_cuda(q, lse, q, k, k, q, lse, *how_of(names, bool(int(deterministic))))
+    assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
+    json.dump(launches, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

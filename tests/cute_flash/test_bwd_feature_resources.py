@@ -1,0 +1,104 @@
+"""Compile gates of the backward kernels with softcap, ALiBi and dropout, and their launches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_flash.arch import ARCHS
+from cute_flash.band import Band
+from cute_flash.plan import BwdPlan, bwd_plan, use_kernels
+from cute_flash.problem import Features, Problem
+from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.tiles_bwd import SM80_BWD_SCORE, SM90_BWD_SCORE, BwdTile
+from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
+from tests.launch_capture import has_compiler
+
+ALL = ("softcap", "alibi", "dropout")
+# (family, target, head dim, mask, names, whether in order): a sample of what is nearest to the limit.
+Gate = tuple[str, str, int, Band, tuple[str, ...], bool]
+GATES: list[Gate] = [
+    ("sm90", "sm_90", 128, WINDOW, ALL, False),
+    ("sm90", "sm_90", 128, WINDOW, ("softcap", "alibi"), False),
+    ("sm90", "sm_90", 128, CAUSAL, ALL, True),
+    ("sm90", "sm_90", 64, WINDOW, ALL, False),
+    ("sm80", "sm_80", 64, WINDOW, ALL, False),
+    ("sm80", "sm_80", 128, CAUSAL, ALL, False),
+    ("sm80", "sm_86", 256, FULL, ALL, False),
+    ("sm80", "sm_90", 256, WINDOW, ALL, False),
+]
+
+
+def gate_id(gate: Gate) -> str:
+    family, target, head_dim, band, names, is_ordered = gate
+    what = "all" if names == ALL else "+".join(names)
+    return f"{family}-{target}-d{head_dim}-{MASKS[band]}-{what}{'-ordered' * is_ordered}"
+
+
+def plan_of(gate: Gate) -> BwdPlan:
+    family, target, head_dim, band, names, is_ordered = gate
+    features = Features(**dict.fromkeys(names, True))
+    problem = Problem(2, 8, 4, 1000, 1000, head_dim, "bfloat16", band, features=features)
+    with use_kernels(family):
+        return bwd_plan(problem, ARCHS[target], is_ordered)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("gate", GATES, ids=gate_id)
+def test_kernel_keeps_everything_in_registers(gate: Gate) -> None:
+    the_plan, (family, target, head_dim, _, names, _) = plan_of(gate), gate
+    tile = the_plan.tile
+    assert tile in (SM90_BWD_SCORE if family == "sm90" else SM80_BWD_SCORE[target])
+    found = kernel_resources(the_plan.main)
+    assert found.symbol.startswith(f"cute_flash_bwd_{family}_d{head_dim}_bfloat16_")
+    assert all(f"_{name}" in found.symbol for name in names)
+    assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert found.serialised_wgmma == ()
+    assert found.smem_bytes <= the_plan.arch.smem_per_block
+    if isinstance(tile, BwdTile):
+        assert tile.accumulator_registers < found.registers <= 255
+    if nvdisasm() is None:
+        pytest.skip("no disassembler: the instructions were not counted")
+    if not isinstance(tile, BwdTile):
+        s, dkv = tile.head_dim // 16, tile.tile_m // 16
+        assert found.num_mma == 3 * (2 * s + 2 * dkv + tile.dq_part[0] // 64 * (tile.tile_n // 16))
+    # The draws are a loop: two calls of ten rounds of two products in every copy of it.
+    copies = 1 if isinstance(tile, BwdTile) else 3
+    if "dropout" in names:
+        assert found.sass["IMAD"] >= 40 * copies
+
+
+CAPTURED = [
+    ("sm_90", 128, False, ALL, "bwd_sm90_general"),
+    ("sm_90", 64, True, ("alibi", "dropout"), "bwd_sm90_ordered_general"),
+    ("sm_80", 256, False, ("softcap", "sinks"), "bwd_sm80_general"),
+]
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
+@pytest.mark.parametrize(("arch", "head_dim", "is_ordered", "names", "kernel"), CAPTURED)
+def test_kernels_take_what_the_host_path_gives(
+    tmp_path: Path, arch: str, head_dim: int, is_ordered: bool, names: tuple[str, ...], kernel: str
+) -> None:
+    arguments = (tmp_path, arch, head_dim, int(is_ordered), *names)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backward_capture", *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, main, after = json.loads(done.stdout)
+    assert before[0].startswith("bwd_preprocess") and after[0].startswith("bwd_postprocess")
+    assert main[0] == kernel
+    features = Features(**dict.fromkeys(names, True))
+    the_plan = bwd_plan(
+        Problem(2, 4, 2, 300, 500, head_dim, "bfloat16", Band(50, 0), features=features),
+        ARCHS[arch],
+        is_ordered,
+    )
+    blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
+    assert main[1:] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1], the_plan.tile.smem_bytes]

@@ -1,0 +1,234 @@
+"""Softcap, ALiBi, dropout and sinks as the kernels compute them, on the CPU as in `test_device`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash import philox
+from cute_flash.band import Band
+from cute_flash.device.mask import Mask
+from cute_flash.device.philox import Dropout, Place, philox_4x32
+from cute_flash.device.score import Score
+from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.wgmma import make_mma
+from cute_flash.kernels.fwd_sm80 import FwdSm80
+from cute_flash.problem import Static
+from cute_flash.tiles import FwdTile
+from tests.combinations import RNG
+from tests.cute_flash.test_philox import KNOWN, words
+
+FOR_HOPPER = "--gpu-arch sm_90a"
+# (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles a warp, and wgmma.
+ONE, TWO = FwdTile(64, 64, 32, 4, 1), FwdTile(64, 128, 48, 4, 1)
+SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
+    "one row tile": (64, 32, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), ONE)._tiled_mma()),
+    "two row tiles": (128, 48, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), TWO)._tiled_mma()),
+    "wgmma": (
+        64, 80, 128,
+        lambda: make_mma(cutlass.BFloat16, 80, True, OperandMajorMode.K, OperandMajorMode.K),
+    ),
+}  # fmt: skip
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the instructions mean that only a GPU has."""
+    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
+    monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, Float32(b)))
+    monkeypatch.setattr(cute.arch, "fmax", lambda a, b: cutlass.max(a, b))
+    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_published_vectors(counter: str, key: str, expected: str) -> None:
+    @cute.jit
+    def program(out, counter, key):  # type: ignore[no-untyped-def]
+        found = philox_4x32(tuple(counter[i] for i in range(4)), tuple(key[i] for i in range(2)))
+        for i in cutlass.range_constexpr(4):
+            out[i] = found[i]
+
+    out = torch.zeros(4, dtype=torch.uint32)
+    given = (torch.tensor(words(text), dtype=torch.uint32) for text in (counter, key))
+    program(from_dlpack(out), *map(from_dlpack, given))
+    assert out.tolist() == words(expected)
+
+
+def after_dropout(
+    shape: Any, turned: bool, way: str, first: tuple[int, int], steps: range, p: float = 0.3
+) -> torch.Tensor:
+    """A tile of sevens of head 3 of the second of sequences of 5 heads, after all threads dropped theirs."""
+    rows, columns, threads, mma_of = shape
+
+    @cute.jit
+    def program(out, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
+        mma = mma_of()
+        dropout = Dropout.read(rng, Uint32(threshold), Float32(2.0))
+        for thread in range(threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
+            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
+            acc.fill(7.0)
+            place = Place(Int32(1 * 5 + 3), first_row, first_column, tScS, turned)
+            getattr(dropout, way)(as_operand_a(acc), place, steps)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                row, col = tScS[i]
+                out[row, col] = acc[i]
+
+    out = torch.full((rows, columns), torch.nan)
+    # 32 bits with a sign, as a launch passes them.
+    bits = philox.threshold(p)
+    threshold = Int32(bits - (bits >> 31 << 32))
+    arguments = (from_dlpack(out), from_dlpack(torch.tensor(RNG)), *map(Int32, first), threshold)
+    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    return out
+
+
+@shapes
+@pytest.mark.parametrize("turned", [False, True], ids=["queries by keys", "keys by queries"])
+def test_every_score_has_its_draw(shape: Any, turned: bool) -> None:
+    rows, columns, *_ = shape
+    for first, way, p in (((0, 0), "drop", 0.3), ((128, 48), "drop", 0.8), ((128, 48), "negate", 0.3)):
+        mask = philox.Dropout(p, torch.tensor(RNG), 5)
+        found = after_dropout(shape, turned, way, first, range(columns // 16), p)
+        ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
+        kept = mask.kept(range(1, 2), range(3, 4), *(ranges[::-1] if turned else ranges))[0, 0]
+        expected = torch.where(kept.T if turned else kept, 7.0, 0.0 if way == "drop" else -7.0)
+        assert torch.equal(found, expected)
+
+
+def test_some_columns_at_a_time() -> None:
+    shape = SHAPES["wgmma"]
+    whole = after_dropout(shape, False, "drop", (0, 0), range(5))
+    part = after_dropout(shape, False, "drop", (0, 0), range(1, 3))
+    assert torch.equal(part[:, 16:48], whole[:, 16:48])
+    assert torch.equal(part[:, :16], torch.full((64, 16), 7.0)) and (part[:, 48:] == 7.0).all()
+
+
+# Scores
+
+
+def scores(
+    shape: Any, products: torch.Tensor, softcap: float | None, slope: float | None, sizes: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a tile of products, by all threads: scores, natural, and 1 - tanh²."""
+    rows, columns, threads, mma_of = shape
+
+    @cute.jit
+    def program(out, factors, products, numbers, sizes):  # type: ignore[no-untyped-def]
+        mma = mma_of()
+        score = Score.of(numbers[0], None if softcap is None else numbers[1])
+        score = score.of_head(None if slope is None else numbers[2])
+        for thread in range(threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
+            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = products[tScS[i]]
+            mask, acc_mn = Mask(Band(), sizes[0], sizes[1], sizes[2], tScS), as_mn(acc)
+            coords = as_mn(tScS)
+            if cutlass.const_expr(softcap is not None):
+                for r in cutlass.range_constexpr(cute.size(acc_mn, mode=[0])):
+                    for c in cutlass.range_constexpr(0, cute.size(acc_mn, mode=[1]), 4):
+                        four = [acc_mn[r, c + i] for i in range(4)]
+                        of_four = score.of_four(four, score.first_distance(mask, r, sizes[3]), c)
+                        for i in cutlass.range_constexpr(4):
+                            factors[coords[r, c + i]] = of_four[1][i]
+            score.apply(acc_mn, mask, sizes[3])
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                out[tScS[i]] = acc[i] * LN_2
+
+    out, factors = (torch.full((rows, columns), torch.nan) for _ in range(2))
+    numbers = torch.tensor([0.37, softcap or 0.0, slope or 0.0])
+    arguments = [*map(from_dlpack, (out, factors, products, numbers, torch.tensor(sizes, dtype=torch.int32)))]
+    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    return out, factors
+
+
+@shapes
+@pytest.mark.parametrize(("softcap", "slope"), [(None, 0.3), (30.0, None), (0.5, -0.7), (2.0, 0.01)], ids=str)
+def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
+    rows, columns, *_ = shape
+    generator = torch.Generator().manual_seed(1)
+    products = torch.randn(rows, columns, generator=generator) * 30
+    products[0, :4] = torch.tensor([0.0, torch.inf, -torch.inf, 1e30])
+    sq, sk, first_row, first_column = 300, 333, 64, 48
+    found, factors = scores(shape, products, softcap, slope, (sq, sk, first_row, first_column))
+    expected, tangent = 0.37 * products.double(), torch.zeros(())
+    if softcap is not None:
+        tangent = (expected / softcap).tanh()
+        expected = softcap * tangent
+    if slope is not None:
+        i = torch.arange(first_row, first_row + rows)[:, None] + sk - sq
+        expected = expected - slope * (i - torch.arange(first_column, first_column + columns)).abs()
+    # Of a score and a bias of opposite signs little may be left.
+    atol = 3e-7 * (softcap or 0.0) + (1e-5 if slope is not None else 0.0)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=atol)
+    if softcap is not None:
+        torch.testing.assert_close(factors.double(), 1 - tangent**2, rtol=1e-5, atol=1e-7)
+
+
+def test_small_scores_keep_their_digits() -> None:
+    """Below the cap, softcap 2^-23 and what fp32 gives."""
+    shape = SHAPES["wgmma"]
+    products = torch.linspace(-3, 3, 64 * 80).view(64, 80)
+    found, _ = scores(shape, products, 50.0, None, (64, 80, 0, 0))
+    expected = 50 * (0.37 * products.double() / 50).tanh()
+    assert (found - expected).abs().max() < 50 * 2.0**-22
+
+
+# Sinks
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, -50.0, 0.3, 2.0, 300.0])
+@pytest.mark.parametrize("keep_scale", [None, 2.5])
+def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, keep_scale: float | None) -> None:
+    """A row of scores and one that sees no key, on one of four threads that hold the same."""
+    monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
+    columns = 8
+
+    @cute.jit
+    def program(scores, out, lse, sink, keep_scale):  # type: ignore[no-untyped-def]
+        acc_O = cute.make_rmem_tensor(cute.make_layout((2, 1)), Float32)
+        acc_S = cute.make_rmem_tensor(cute.make_layout((2, columns)), Float32)
+        acc_O.fill(0.0)
+        softmax = Softmax.start(acc_O, Float32(LOG2_E), True)
+        for r, c in itertools.product(range(2), range(columns)):
+            acc_S[r, c] = scores[r, c]
+        softmax.step(acc_S, acc_O, Int32(0))
+        for r, c in itertools.product(range(2), range(columns)):
+            acc_O[r, 0] = acc_O[r, 0] + acc_S[r, c]
+        rows = cute.make_rmem_tensor(2, Float32)
+        softmax.finish(acc_O, rows, sink, keep_scale)
+        for r in cutlass.range_constexpr(2):
+            out[r], lse[r], lse[r + 2] = acc_O[r, 0], rows[r], softmax.largest[r]
+
+    scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(0)) * 3
+    scores[1] = -torch.inf
+    out, lse = torch.full((2,), torch.nan), torch.full((4,), torch.nan)
+    scale = None if keep_scale is None else Float32(keep_scale)
+    program(*map(from_dlpack, (scores, out, lse)), Float32(sink), scale)
+    keys = scores[0].double().exp().sum()
+    total = THREADS_PER_ROW * keys + torch.tensor(sink).double().exp()
+    torch.testing.assert_close(out[0].double(), (keep_scale or 1.0) * keys / total, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(lse[0].double(), total.log() if sink < 300 else torch.tensor(300.0).double())
+    # Exactly: nothing, the sink, and the largest score.
+    assert out[1] == 0 and lse[1] == sink
+    assert lse[2] == scores[0].max() and lse[3] == -torch.inf

@@ -1,0 +1,160 @@
+"""P and dS of a block of the backward with softcap, ALiBi and dropout, on the CPU as in `test_device`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash import philox
+from cute_flash.band import Band
+from cute_flash.device import score_bwd
+from cute_flash.device.mask import Mask
+from cute_flash.device.score import Score
+from cute_flash.device.score_bwd import Terms
+from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.views import as_mn
+from cute_flash.device.wgmma import make_mma
+from cute_flash.kernels.bwd_sm80 import BwdSm80
+from cute_flash.problem import Static
+from cute_flash.tiles_bwd import SM80_BWD_SCORE, BwdTile
+from tests.combinations import RNG
+from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
+
+FOR_HOPPER = "--gpu-arch sm_90a"
+SQ, SK, SCALE, BATCH, HEADS, HEAD = 300, 333, 0.37, 1, 5, 3
+FEATURES = ("softcap", "alibi", "dropout", "softcap alibi", "alibi dropout", "softcap alibi dropout")
+
+
+def mma_sync(tile: BwdTile) -> tuple[int, int, int, int, Callable[[], Any]]:
+    """(keys, queries, threads, from one m16 tile of a thread to the next, MMA) of S^T."""
+    kernel = BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
+    return tile.tile_n, tile.tile_m, tile.num_threads, 16 * tile.warps_s, kernel.s_grid.mma
+
+
+def wgmma(queries: int) -> tuple[int, int, int, int, Callable[[], Any]]:
+    K = OperandMajorMode.K
+    return 64, queries, 128, 16, lambda: make_mma(cutlass.BFloat16, queries, False, K, K)
+
+
+SHAPES = {f"d{tile.head_dim} sm_80": mma_sync(tile) for tile in SM80_BWD_SCORE["sm_80"]}
+SHAPES |= {"d256 sm_86": mma_sync(SM80_BWD_SCORE["sm_86"][-1]), "wgmma 64": wgmma(64)}
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
+    """What the instructions mean that are written out."""
+
+    def pack(low, high, dtype):  # type: ignore[no-untyped-def]
+        both = cute.make_rmem_tensor(2, Float32)
+        both[0], both[1] = low, high
+        bits = cute.recast_tensor(both, Int32)
+        return (bits[1] & -65536) | ((bits[0] >> 16) & 65535)
+
+    monkeypatch.setattr(score_bwd, "pack", pack)
+    monkeypatch.setattr(score_bwd, "rederived", lambda value: value)
+    monkeypatch.setattr(score_bwd, "_and", lambda value, bits: Int32(0))
+    monkeypatch.setattr(score_bwd, "derivative", lambda t: cutlass.max(Float32(1.0) - t * t, Float32(0.0)))
+
+
+def block(
+    shape: Any, names: list[str], first: tuple[int, int], products: torch.Tensor, dP: torch.Tensor,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, float]:  # fmt: skip
+    """P in 16 bits, dS, and the gradient of the slope, of a block of keys by queries that begins there."""
+    keys, queries, threads, row_step, mma_of = shape
+
+    @cute.jit
+    def program(P, dS, dslope, products, dP, statistics, numbers, slopes, rng, threshold):  # type: ignore[no-untyped-def]
+        mma = mma_of()
+        score = Score.of(numbers[0], numbers[1] if "softcap" in names else None)
+        dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
+        terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
+        band = Band(Int32(100), Int32(50))
+        for thread in range(threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((keys, queries)))
+            acc_S, acc_dP = (
+                cute.make_rmem_tensor(thr_mma.partition_shape_C((keys, queries)), Float32) for _ in range(2)
+            )
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                acc_S[i], acc_dP[i] = products[tScS[i]], dP[tScS[i]]
+            coords = as_mn(tScS)
+            lse, d = (cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32) for _ in range(2))
+            for c in cutlass.range_constexpr(cute.size(lse)):
+                lse[c], d[c] = statistics[0, coords[0, c][1]] * LOG2_E, statistics[1, coords[0, c][1]]
+            mask = Mask(band, Int32(SK), Int32(SQ), Int32(first[0]), tScS)
+            scores = terms.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
+            scores.cap(acc_S)
+            mask.apply(as_mn(acc_S), Int32(first[1]))
+            mask.hide_tail(as_mn(acc_S))
+            rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
+            scores.weigh(acc_S, rP, lse)
+            total = cute.make_rmem_tensor(1, Float32)
+            total.fill(0.0)
+            scores.differentiate(acc_S, acc_dP, lse, d, total)
+            dslope[thread] = total[0]
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
+
+    outs = [torch.full((keys, queries), torch.nan) for _ in range(2)] + [torch.zeros(threads)]
+    numbers = torch.tensor([SCALE, 2.0, 1 / 0.7])
+    slopes = torch.zeros(BATCH + 1, HEADS)
+    slopes[BATCH, HEAD] = 0.02
+    given = (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG))
+    arguments = (*map(from_dlpack, given), Int32(philox.threshold(0.3)))
+    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    return outs[0], outs[1], outs[2].double().sum().item()
+
+
+# Every shape with all features, and all combinations of them with two.
+BLOCKS = [(name, FEATURES[-1]) for name in SHAPES]
+BLOCKS += [(name, features) for name in ("wgmma 64", "d96 sm_80") for features in FEATURES[:-1]]
+
+
+@pytest.mark.parametrize(("name", "features"), BLOCKS)
+def test_a_block(name: str, features: str) -> None:
+    shape, names = SHAPES[name], features.split()
+    keys, queries, *_ = shape
+    generator = torch.Generator().manual_seed(1)
+    products, dP = (torch.randn(keys, queries, generator=generator) * 4 for _ in range(2))
+    statistics = torch.randn(2, queries, generator=generator)
+    # Cut by both bounds and by the end of the keys.
+    first = SK // keys * keys, SQ // queries * queries - queries
+    P, dS, dslope = block(shape, names, first, products, dP, statistics)
+
+    lse, delta = statistics.double()
+    j = torch.arange(first[0], first[0] + keys)[:, None]
+    i = torch.arange(first[1], first[1] + queries)
+    S, factor, Z = SCALE * products.double(), torch.ones(()), torch.ones(())
+    if "softcap" in names:
+        tangent = (S / 2.0).tanh()
+        S, factor = 2.0 * tangent, 1 - tangent**2
+    away = (i + SK - SQ - j).abs()
+    if "alibi" in names:
+        S = S - 0.02 * away
+    # The band of keys over queries.
+    ahead = i + SK - SQ - j
+    hidden = (ahead > 50) | (ahead < -100) | (j >= SK)
+    exact = (S - lse).exp().masked_fill(hidden, 0.0)
+    if "dropout" in names:
+        ranges = range(first[1], first[1] + queries), range(first[0], first[0] + keys)
+        kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).kept(
+            range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), *ranges
+        )
+        Z = kept[0, 0].T / 0.7
+    assert hidden.any() and not hidden.all()
+    torch.testing.assert_close(P.double(), exact * (Z > 0), rtol=2.0**-7, atol=1e-30)
+    dS_above = exact * (Z * dP.double() - delta)
+    torch.testing.assert_close(dS.double(), dS_above * factor, rtol=1e-4, atol=1e-5)
+    expected = -(dS_above * away).sum().item() if "alibi" in names else 0.0
+    assert dslope == pytest.approx(expected, rel=1e-4, abs=1e-3)

@@ -1,0 +1,103 @@
+"""Philox against its published vectors, and the mask against its definition, score by score."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cute_flash.how import draw_rng
+from cute_flash.philox import Dropout, philox_4x32, threshold
+
+# Random123, tests/kat_vectors: philox4x32 10, (counter, key, result).
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_published_vectors(counter: str, key: str, expected: str) -> None:
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in words(counter))
+    k0, k1 = words(key)
+    assert [int(x) for x in philox_4x32((c0, c1, c2, c3), (k0, k1))] == words(expected)
+
+
+def philox_by_the_paper(counter: list[int], key: list[int]) -> list[int]:
+    """In Python's own integers, which do not overflow."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        x, y = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (y >> 32) ^ b ^ k, y % 2**32, (x >> 32) ^ d ^ m, x % 2**32
+        k, m = (k + 0x9E3779B9) % 2**32, (m + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_the_other_one_too(counter: str, key: str, expected: str) -> None:
+    assert philox_by_the_paper(words(counter), words(key)) == words(expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [(range(0, 16), range(0, 16)), (range(3, 21), range(14, 50)), (range(40, 41), range(7, 8))],
+)
+def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
+    seed, offset, heads = 0x7123456789ABCDEF, 0x3FEDCBA987654321, 5
+    dropout = Dropout(0.3, torch.tensor([seed, offset]), heads, first=2)
+    kept = dropout.kept(range(1, 3), range(2, 4), rows, keys)
+    assert kept.shape == (2, 2, len(rows), len(keys))
+    places = itertools.product(enumerate((3, 4)), enumerate((2, 3)), enumerate(rows), enumerate(keys))
+    for (nb, b), (nh, h), (ni, i), (nj, j) in places:
+        counter = [8 * (j // 16) + j % 8, 8 * (i // 16) + i % 8, b * heads + h, offset % 2**32]
+        draws = philox_by_the_paper(counter, [seed % 2**32, seed >> 32])
+        draw = draws[2 * (i // 8 % 2) + j // 8 % 2]
+        assert bool(kept[nb, nh, ni, nj]) == (draw >= round(0.3 * 2**32))
+
+
+def test_a_mask_does_not_depend_on_how_it_is_cut() -> None:
+    dropout = Dropout(0.5, torch.tensor([5, 6]), 3)
+    whole = dropout.kept(range(2), range(3), range(70), range(90))
+    for rows, keys in ((range(0, 70), range(33, 90)), (range(17, 23), range(5, 71))):
+        part = dropout.kept(range(1, 2), range(1, 3), rows, keys)
+        assert torch.equal(part, whole[1:2, 1:3, rows.start : rows.stop, keys.start : keys.stop])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_are_dropped_as_asked_for(p: float) -> None:
+    kept = Dropout(p, torch.tensor([1, 2]), 4).kept(range(2), range(4), range(256), range(256))
+    # Half a million draws: five standard deviations.
+    assert abs(1 - p - kept.double().mean().item()) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    # Neither rows nor keys nor heads repeat each other.
+    for dim in range(4):
+        assert (kept.diff(dim=dim).double().mean() - 2 * p * (1 - p)).abs() < 0.01
+
+
+def test_seed_and_offset_both_matter() -> None:
+    masks = [
+        Dropout(0.5, torch.tensor(rng), 1).kept(range(1), range(1), range(64), range(64))
+        for rng in ([1, 2], [2, 2], [1, 3], [1 + (1 << 32), 2])
+    ]
+    assert len({bytes(mask.flatten().tolist()) for mask in masks}) == 4
+
+
+def test_thresholds() -> None:
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 1 << 31
+    assert threshold(1 - 2**-40) == (1 << 32) - 1
+
+
+def test_rng_follows_the_generator() -> None:
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        drawn += [draw_rng(torch.device("cpu")), draw_rng(torch.device("cpu"))]
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[4])
+    assert all(x.dtype == torch.int64 and x.shape == (2,) for x in drawn)

@@ -1,0 +1,265 @@
+"""`attn_varlen` on the CPU: each sequence against the oracle, by itself; offsets of every kind; refusals."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cute_flash import api, attn, attn_nested, attn_varlen, general, merge, reference
+from tests.combinations import RNG, Combination, gradients, normal
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed(case: Combination, lengths: list[tuple[int, int]], padding: int = 0) -> dict[str, Tensor]:
+    """q, k, v as (T, H, D) with some tokens of nobody at the end; slopes and sinks."""
+    queries, keys = (sum(column) + padding for column in zip(*lengths, strict=True))
+    made = replace(case, batch=len(lengths), seqlen_q=0, seqlen_k=0).tensors()
+    made["q"] = normal(queries, case.heads, case.head_dim, seed=1)
+    made["k"] = normal(keys, case.heads_kv, case.head_dim, seed=2)
+    made["v"] = normal(keys, case.heads_kv, case.head_dim_v, seed=3)
+    return made
+
+
+def one_by_one(
+    case: Combination, x: dict[str, Tensor], lengths: list[tuple[int, int]], used: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The oracle on each sequence; padding gives 0 and -inf."""
+    outs, lses, at = [], [], [0, 0]
+    for b, (sq, sk) in enumerate(lengths):
+        count = sk if used is None else used[b]
+        spans = slice(at[0], at[0] + sq), slice(at[1], at[1] + count)
+        q, k, v = (
+            x[name][span].transpose(0, 1)[None] for name, span in zip("qkv", (spans[0], *spans[1:] * 2))
+        )
+        alone = dict(x)
+        if "alibi" in x and x["alibi"].dim() == 2:
+            alone["alibi"] = x["alibi"][b : b + 1]
+        score = replace(case, batch=1).score(alone, first=b)
+        out, lse = reference.dense(q, k, v, case.band, None, score)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+        at = [at[0] + sq, at[1] + sk]
+    rest = len(x["q"]) - at[0]
+    outs.append(torch.zeros(rest, case.heads, case.head_dim_v, dtype=torch.float64))
+    lses.append(torch.full((case.heads, rest), -torch.inf, dtype=torch.float64))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_combinations(seed: int) -> None:
+    case, pick = replace(Combination.drawn(seed), dtype=torch.float64), random.Random(seed)
+    sizes = [0, 0, 1, 5, 17, 33]
+    lengths = [(pick.choice(sizes), pick.choice(sizes)) for _ in range(pick.randrange(1, 5))]
+    used = [pick.randrange(sk + 1) for _, sk in lengths] if pick.random() < 0.5 else None
+    tensors = packed(case, lengths, padding=pick.choice([0, 3]))
+
+    def mine(x: dict[str, Tensor]) -> Any:
+        cu = [offsets(list(column)) for column in zip(*lengths, strict=True)]
+        rest = {} if used is None else {"seqused_k": torch.tensor(used).int()}
+        return attn_varlen(x["q"], x["k"], x["v"], *cu, **case.options(x), **rest, return_lse=True)
+
+    def oracle(x: dict[str, Tensor]) -> Any:
+        return one_by_one(case, x, lengths, used)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG))
+        found, expected = mine(tensors), oracle(tensors)
+        torch.testing.assert_close(found, expected, **CLOSE)
+        weights = normal(*found[0].shape, seed=3), normal(*found[1].shape, seed=4)
+        mine_grads, oracle_grads = gradients(mine, tensors, weights), gradients(oracle, tensors, weights)
+        torch.testing.assert_close(mine_grads, oracle_grads, **CLOSE)
+
+
+def qkv(queries: int = 9, keys: int = 12) -> list[Tensor]:
+    return [normal(n, h, 4, seed=i) for i, (n, h) in enumerate(((queries, 4), (keys, 2), (keys, 2)))]
+
+
+def test_equal_lengths_are_a_batch() -> None:
+    q, k, v = (normal(3, h, 7, 4, seed=i) for i, h in enumerate((4, 2, 2)))
+    cu = offsets([7, 7, 7])
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    out, lse, most = attn_varlen(*flat, cu, cu, causal=True, return_lse=True, return_max_logit=True)
+    expected, expected_lse, expected_most = attn(q, k, v, causal=True, return_lse=True, return_max_logit=True)
+    torch.testing.assert_close(out.unflatten(0, (3, 7)).transpose(1, 2), expected)
+    torch.testing.assert_close(lse.unflatten(1, (3, 7)).transpose(0, 1), expected_lse)
+    torch.testing.assert_close(most, expected_most)
+
+
+def test_keys_that_no_query_sees_have_no_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    # The second sequence has keys and no queries, the third queries and no keys.
+    cu_q, cu_k = offsets([4, 0, 5]), offsets([6, 6, 0])
+    out, lse = attn_varlen(q, k, v, cu_q, cu_k, return_lse=True)
+    assert torch.equal(out[4:], torch.zeros(5, 4, 4, dtype=torch.float64))
+    assert torch.equal(lse[:, 4:], torch.full((4, 5), -torch.inf, dtype=torch.float64))
+    dout = torch.ones_like(out)
+    dout[4:] = torch.nan
+    out.backward(dout)
+    assert not q.grad[4:].any() and not k.grad[6:].any() and not v.grad[6:].any()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
+    assert v.grad[:6].abs().min() > 0
+
+
+def test_no_sequences_at_all() -> None:
+    q, k, v = qkv(3, 2)
+    out, lse = attn_varlen(q, k, v, offsets([]), offsets([]), return_lse=True)
+    assert not out.any() and torch.equal(lse, torch.full((4, 3), -torch.inf, dtype=torch.float64))
+    nothing = attn_varlen(*qkv(0, 0), offsets([0, 0]), offsets([0, 0]))
+    assert nothing.shape == (0, 4, 4)
+
+
+def test_upper_bounds_of_lengths() -> None:
+    q, k, v = qkv()
+    cu_q, cu_k = offsets([4, 5]), offsets([2, 10])
+    expected = attn_varlen(q, k, v, cu_q, cu_k)
+    for longest in ((5, 10), (500, 1000), (torch.tensor(5), torch.tensor(10)), (None, 10)):
+        found = attn_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="max_seqlen_q=4: sequence 1 has 5"):
+        attn_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=4)
+    with pytest.raises(ValueError, match="max_seqlen_k=9: sequence 1 has 10"):
+        attn_varlen(q, k, v, cu_q, cu_k, max_seqlen_k=9)
+
+
+def test_parts_of_packed_sequences_merge() -> None:
+    q, k, v = qkv(4, 12)
+    whole = attn_varlen(q, k, v, offsets([4]), offsets([12]), return_lse=True)
+    parts = [
+        attn_varlen(q, k[a:b], v[a:b], offsets([4]), offsets([b - a]), return_lse=True)
+        for a, b in ((0, 5), (5, 12))
+    ]
+    torch.testing.assert_close(merge(*zip(*parts, strict=True), layout="thd"), whole, **CLOSE)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"cu_q": offsets([4, 6])}, "cu_seqlens_q ends with 10: there are 9 tokens"),
+    ({"cu_k": torch.tensor([1, 4, 12]).int()}, "cu_seqlens_k begins with 1: expected 0"),
+    ({"cu_k": torch.tensor([0, 13, 12]).int()}, r"cu_seqlens_k\[2\]=12 is less than cu_seqlens_k\[1\]=13"),
+    ({"cu_q": offsets([4, 5]).long()}, "cu_seqlens_q is torch.int64: use torch.int32"),
+    ({"cu_q": offsets([9])}, "cu_seqlens_q has 2 offsets and cu_seqlens_k has 3"),
+    ({"cu_q": offsets([4, 5])[None]}, r"cu_seqlens_q has shape \(1, 3\): expected \(B \+ 1\)"),
+    ({"cu_q": torch.empty(0).int()}, r"cu_seqlens_q has shape \(0,\)"),
+    ({"cu_q": offsets([4, 5]).to("meta")}, "cu_seqlens_q is on meta and q is on cpu"),
+    ({"cu_q": [0, 4, 9]}, "cu_seqlens_q is a list: give an int32 tensor"),
+    ({"seqused_k": torch.tensor([2, 11]).int()}, r"seqused_k\[1\]=11: sequence 1 has 10 keys"),
+    ({"seqused_k": torch.tensor([-1, 1]).int()}, r"seqused_k\[0\]=-1"),
+    ({"seqused_k": torch.tensor([3]).int()}, "seqused_k has 1 lengths for 2 sequences"),
+    ({"seqused_k": torch.tensor([3, 4])}, "seqused_k is torch.int64"),
+    ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is negative"),
+    ({"q": torch.zeros(1, 9, 4, 4)}, r"q has shape \(1, 9, 4, 4\): expected packed sequences, \(T, H, D\)"),
+    ({"q": torch.zeros(9, 3, 4, dtype=torch.float64)}, "q has 3 heads and k, v have 2"),
+    ({"alibi": torch.zeros(3, 4)}, r"alibi has shape \(3, 4\): expected \(4,\) or \(2, 4\)"),
+    ({"dropout": 2.0}, "dropout=2.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_refusals_come_before_any_work(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "forward", lambda *_: pytest.fail("computed"))
+    q, k, v = qkv()
+    options = dict(options)
+    given_q = options.pop("q", q)
+    cu = options.pop("cu_q", offsets([4, 5])), options.pop("cu_k", offsets([2, 10]))
+    with pytest.raises(ValueError, match=message):
+        attn_varlen(given_q, k, v, *cu, **options)
+
+
+def test_what_comes_back_on_cuda() -> None:
+    with FakeTensorMode():
+        x = torch.empty(8, 4, 64, dtype=torch.float16, device="cuda:0")
+        cu = torch.empty(3, dtype=torch.int32, device="cuda:0")
+        v = torch.empty(8, 4, 32, dtype=torch.float16, device="cuda:0")
+        out, lse = attn_varlen(x, x, v, cu, cu, return_lse=True)
+        assert (out.shape, out.dtype, out.device) == ((8, 4, 32), torch.float16, x.device)
+        assert (lse.shape, lse.dtype, lse.device) == ((4, 8), torch.float32, x.device)
+        _, most = attn_varlen(x, x, x, cu, cu, softcap=3.0, dropout=0.1, return_max_logit=True)
+        assert (most.shape, most.dtype, most.device) == ((4,), torch.float32, x.device)
+
+
+# The operator
+
+
+def how_of(seqused: bool) -> Any:
+    used = torch.tensor([1, 7]).int() if seqused else None
+    cu = offsets([4, 5]), offsets([2, 9])
+    return general.How(0.3, None, 0, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], seqused_k=used, max_seqlen_q=6)
+
+
+@pytest.mark.parametrize("seqused", [False, True])
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_opcheck(seqused: bool, wants_grad: bool) -> None:
+    inputs, how = [x.requires_grad_(wants_grad) for x in qkv()], how_of(seqused)
+    results = torch.library.opcheck(general.general_fwd, (*inputs, *how))
+    assert set(results.values()) == {"SUCCESS"}
+    if not wants_grad:
+        out, lse, _ = general.general_fwd(*inputs, *how)
+        arguments = (torch.ones_like(out), torch.ones_like(lse), *inputs, out, lse, *how)
+        assert set(torch.library.opcheck(general.general_bwd, arguments).values()) == {"SUCCESS"}
+
+
+def test_compiled_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attn_varlen, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ([4, 5], [1, 8], [0, 7]):
+        q, k, v = qkv(sum(lengths), sum(lengths))
+        cu = offsets(lengths)
+        torch.testing.assert_close(compiled(q, k, v, cu, cu), attn_varlen(q, k, v, cu, cu))
+
+
+# Jagged tensors
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_nested(order: int) -> None:
+    lengths = [(4, 2), (0, 3), (5, 7)]
+    leaves = [x.requires_grad_() for x in qkv()]
+    cu = [offsets(list(column)) for column in zip(*lengths, strict=True)]
+    expected, expected_lse = attn_varlen(*leaves, *cu, causal=True, return_lse=True)
+    grads = torch.autograd.grad(expected.sin().sum() + expected_lse[expected_lse > -torch.inf].sum(), leaves)
+
+    where = [x.long() for x in cu]
+    jagged = [
+        torch.nested.nested_tensor_from_jagged(x, at)
+        for x, at in zip(leaves, (where[0], where[1], where[1]), strict=True)
+    ]
+    if order == 2:
+        jagged = [x.transpose(1, 2) for x in jagged]
+    out, lse = attn_nested(*jagged, causal=True, return_lse=True)
+    assert out.is_nested and out.shape[order] == jagged[0].shape[order]
+    flat, flat_lse = (x.transpose(1, 2).values() if order == 2 else x.values() for x in (out, lse))
+    torch.testing.assert_close(flat, expected)
+    torch.testing.assert_close(flat_lse.transpose(0, 1), expected_lse)
+    found = torch.autograd.grad(flat.sin().sum() + flat_lse[flat_lse > -torch.inf].sum(), leaves)
+    torch.testing.assert_close(found, grads)
+    # As a model goes on: jagged like its input.
+    assert (out + jagged[0]).is_nested
+
+
+def test_refusals_of_nested() -> None:
+    dense = torch.zeros(2, 4, 3, 8)
+    with pytest.raises(ValueError, match="q: expected a NestedTensor"):
+        attn_nested(dense, dense, dense)
+    first, second = (
+        torch.nested.nested_tensor_from_jagged(torch.zeros(6, 4, 8), torch.tensor(x))
+        for x in ([0, 2, 6], [0, 3, 6])
+    )
+    with pytest.raises(ValueError, match="k and v have sequences of different lengths"):
+        attn_nested(first, first, second)
+    with pytest.raises(ValueError, match="k and q have their lengths in different dimensions"):
+        attn_nested(first, first.transpose(1, 2), first)

@@ -1,0 +1,95 @@
+"""Calls that ask for more than plain attention, for the tests of them on a GPU and for compiling ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import reference
+from cute_flash.band import Band
+from cute_flash.dense import _mask, _modified
+from cute_flash.philox import Dropout
+from cute_flash.problem import Features, Problem
+from tests.cases import CAUSAL, FULL, Case, make_inputs
+from tests.combinations import RNG
+
+SOFTCAP, ALIBI, SINKS, DROPOUT, MOST = "softcap", "alibi", "sinks", "dropout", "return_max_logit"
+EACH = ((SOFTCAP,), (ALIBI,), (SINKS,), (DROPOUT,), (MOST,))
+ALL = (SOFTCAP, ALIBI, SINKS, DROPOUT, MOST)
+
+
+@dataclass(frozen=True)
+class Asked:
+    case: Case
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    softcap: float = 5.0
+    dropout: float = 0.3
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{str(self.dtype).removeprefix('torch.')}-{'+'.join(self.names)}"
+
+    def problem(self) -> Problem:
+        return replace(self.case.problem(self.dtype), features=Features(**dict.fromkeys(self.names, True)))
+
+    def tensors(self, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q, k, v, and the keywords of `attn`."""
+        case = self.case
+        generator = torch.Generator().manual_seed(5)
+        # Slopes of both signs, by batch and head; sinks about as heavy as all keys.
+        slopes = torch.randn(case.batch, case.heads, generator=generator) * 0.05
+        sinks = torch.randn(case.heads, generator=generator) + 5.0
+        values = {SOFTCAP: self.softcap, ALIBI: slopes, SINKS: sinks, DROPOUT: self.dropout, MOST: True}
+        options = {name: values[name] for name in self.names}
+        for name in (ALIBI, SINKS):
+            if name in options:
+                options[name] = options[name].to(device)
+        return *make_inputs(case, self.dtype, device), {
+            "window": (case.band.left, case.band.right),
+            **options,
+        }
+
+    def score(self, options: dict[str, Any], device: str = "cuda") -> reference.Score:
+        dropout = Dropout(self.dropout, torch.tensor(RNG, device=device), self.case.heads)
+        alibi, sinks = options.get(ALIBI), options.get(SINKS)
+        return reference.Score(options.get(SOFTCAP), alibi, sinks, dropout if DROPOUT in options else None)
+
+
+def max_logit(q: Tensor, k: Tensor, band: Band, score: reference.Score) -> Tensor:
+    """(H) in fp64, by definition."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = _modified(q.double() @ keys.mT * q.shape[-1] ** -0.5, score)
+    return scores.masked_fill(~_mask(q, k, band), -torch.inf).amax(dim=(0, 2, 3))
+
+
+def _cases() -> list[Asked]:
+    bf16, fp16 = torch.bfloat16, torch.float16
+    window, two = Band(100, 37), (SOFTCAP, SINKS)
+    # One by one and together, at the head dims that matter most.
+    cases = [Asked(Case(2, 4, 2, 257, 391, 128, CAUSAL), bf16, names) for names in (*EACH, ALL)]
+    cases += [Asked(Case(1, 4, 4, 300, 200, 64, FULL), fp16, names) for names in (*EACH, ALL)]
+    # Wide heads, and rows without keys above a causal mask with more queries than keys.
+    cases += [Asked(Case(2, 8, 2, 130, 700, 256, window), bf16, names) for names in ((SOFTCAP,), ALL)]
+    cases += [Asked(Case(2, 6, 3, 333, 129, 72, CAUSAL), fp16, names) for names in (two, ALL)]
+    # Padded and odd head dims.
+    cases += [Asked(Case(2, 2, 1, 150, 260, d, CAUSAL), bf16, ALL) for d in (40, 96, 192)]
+    # As models have it: sinks in a window, ALiBi over everything, a softcap for wide heads.
+    cases += [Asked(Case(1, 8, 1, 1000, 1000, 64, Band(200, 0)), bf16, (SINKS,))]
+    cases += [Asked(Case(1, 4, 4, 2500, 2500, 128, FULL), bf16, names) for names in ((ALIBI,), (DROPOUT,))]
+    cases += [Asked(Case(1, 4, 2, 900, 2500, 256, FULL), bf16, (SOFTCAP,), softcap=50.0)]
+    # Few rows of heads that share keys: packed where heads are alike.
+    cases += [Asked(Case(2, 16, 2, rows, 700, 128, CAUSAL), bf16, (SOFTCAP,)) for rows in (1, 33)]
+    cases += [Asked(Case(2, 16, 2, 3, 700, 128, CAUSAL), bf16, ALL)]
+    # Many more tiles than SMs: blocks that stay work on several, of other heads, some of which see no key.
+    for d, band in ((64, Band(30, 20)), (128, CAUSAL), (128, FULL), (256, CAUSAL)):
+        cases += [Asked(Case(4, 40, 8, 300, 150, d, band), bf16, ALL)]
+    # Almost nothing to see, and a single score.
+    cases += [Asked(Case(1, 2, 2, 999, 3, 64, CAUSAL), bf16, two), Asked(Case(1, 2, 2, 1, 1, 128), fp16, ALL)]
+    return cases
+
+
+CASES = _cases()

@@ -1,0 +1,90 @@
+"""A kernel that copies one tile of one sequence by `RaggedTiles`: what lies past its end must stay behind."""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from cute_flash.device.ragged import RaggedTiles
+from cute_flash.device.sequence import unpacked
+from cute_flash.kernels.arguments import DTYPES, fake_rows
+from cute_flash.problem import Features, Static
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+
+class RaggedCopy:
+    """mX rows [begin + rows · block, begin + length) -> the same rows of mY, all heads; one warp a head.
+
+    What the load found past the end is told by `mSeen`: the whole tile as it stood in shared memory.
+    """
+
+    def __init__(self, head_dim: int, rows: int = 64):
+        self.static = Static("bfloat16", head_dim, False, False, features=Features(varlen=True))
+        self.tile = SmemTile(rows, -(-head_dim // 32) * 32)
+
+    def fake_arguments(self) -> tuple:
+        heads, tokens, others, seen = (cute.sym_int() for _ in range(4))
+        shapes = (1, heads, tokens, self.static.head_dim), (1, heads, others, self.static.head_dim)
+        tensors = (fake_rows(self.static, shape) for shape in shapes)
+        whole = fake_rows(self.static, (1, heads, seen, self.tile.cols))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (*tensors, whole, Int32(0), Int32(0), Int32(0), stream)
+
+    def compiled(self):
+        options = "--gpu-arch sm_90a --enable-tvm-ffi"
+        return cute.compile(self, *self.fake_arguments(), options=options)
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mY: cute.Tensor,
+        mSeen: cute.Tensor,
+        begin: Int32,
+        length: Int32,
+        block: Int32,
+        stream: CUstream,
+    ):
+        mX, mY, mSeen = (unpacked(mZ) for mZ in (mX, mY, mSeen))
+        load = RaggedTiles.of(cpasync.CopyBulkTensorTileG2SOp(), mX, self.tile)
+        store = RaggedTiles.of(cpasync.CopyBulkTensorTileS2GOp(), mY, self.tile)
+        self.kernel(load, store, mSeen, begin, length, block).launch(
+            grid=(mX.shape[1], 1, 1), block=(32, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        load: RaggedTiles,
+        store: RaggedTiles,
+        mSeen: cute.Tensor,
+        begin: Int32,
+        length: Int32,
+        block: Int32,
+    ):
+        tile, smem = self.tile, SmemAllocator()
+        dtype = DTYPES[self.static.dtype]
+        sX = smem.allocate_tensor(dtype, to_cute(tile.affine(1)), 1024, swizzle=byte_swizzle(tile))
+        sX = sX[None, None, 0]
+        barrier = smem.allocate_array(cutlass.Int64, 1, byte_alignment=8)
+        head, where = cute.arch.block_idx()[0], (begin, length)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, tile.bytes)
+        load.load(sX, block, head, where, barrier)
+        cute.arch.mbarrier_wait(barrier, 0)
+        for row in cutlass.range(tile.rows, unroll=1):
+            for column in cutlass.range(cute.arch.lane_idx(), tile.cols, 32, unroll=1):
+                mSeen[0, head, row, column] = sX[row, column]
+        cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        with cute.arch.elect_one():
+            store.store(sX, block, head, where)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)

@@ -1,0 +1,185 @@
+"""Gradients with softcap, ALiBi, sinks and dropout on a GPU, by every family, against the fp64 oracle."""
+
+import math
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash import api, reference
+from tests import cases
+from tests.combinations import RNG, gradients
+from tests.feature_gradients import assert_feature_gradients, weights
+from tests.gpu import feature_combinations as made
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory", "known_rng")]
+
+
+@pytest.fixture
+def known_rng(monkeypatch):
+    monkeypatch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG, device=device))
+
+
+def on_gpu(case):
+    return {name: x.cuda() for name, x in case.tensors().items()}
+
+
+def attending(case, **more):
+    return lambda x: cute_flash.attn(x["q"], x["k"], x["v"], **case.options(x), return_lse=True, **more)
+
+
+def check(case, family, with_lse=False, **more):
+    tensors, douts = on_gpu(case), weights(case, "cuda", with_lse)
+    if not made.has_gradients(case, family):
+        with pytest.raises(cute_flash.UnsupportedError, match="gradient of attn with"):
+            gradients(attending(case, **more), tensors, douts)
+        return None
+    return assert_feature_gradients(attending(case, **more), case, tensors, douts, more.get("scale"))
+
+
+@pytest.mark.parametrize("case", made.CASES, ids=str)
+def test_against_the_oracle(case, family):
+    check(case, family)
+
+
+@pytest.mark.parametrize("case", made.CASES[:8], ids=str)
+def test_through_the_lse_with_other_values(case, family):
+    check(made.with_other_values(case), family, with_lse=True)
+
+
+@pytest.mark.parametrize("scale", (-0.3, 1.5))
+def test_scale(scale, family):
+    check(made.CASES[5], family, scale=scale)
+
+
+def test_random_combinations(family, request, record_property):
+    """Forward and backward of many calls; all that fail are told of at the end."""
+    count, refused, failed = request.config.getoption("--combinations"), 0, []
+    for seed in range(count):
+        case = made.drawn(seed)
+        try:
+            tensors = on_gpu(case)
+            out, lse = attending(case)(tensors)
+            x, band, score = [tensors[name] for name in "qkv"], case.band, case.score(tensors)
+            oracle, oracle_lse = reference.dense(*x, band, None, score)
+            low, _ = reference.dense_low_precision(*x, band, None, score)
+            cases.assert_lse_close(lse, oracle_lse)
+            cases.assert_error_within("out", out, oracle, low)
+            refused += check(case, family, with_lse=seed % 2 == 1) is None
+        except AssertionError as error:
+            failed.append(f"{seed}: {case}: {error}")
+    ran = f"{family}: {count} combinations, {refused} gradients refused by type, {len(failed)} failed"
+    print(ran)
+    record_property("combinations", ran)
+    assert not failed, "\n".join([ran, *failed[:20]])
+
+
+@pytest.mark.parametrize("case", made.ORDERED, ids=str)
+def test_deterministic_gradients_have_the_same_bits(case, family):
+    tensors, douts = on_gpu(case), weights(case, "cuda", True)
+    attend = attending(case, deterministic=True)
+    if family == "sm80":
+        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+            gradients(attend, tensors, douts)
+        return
+    first = assert_feature_gradients(attend, case, tensors, douts)
+    for _ in range(10):
+        again = gradients(attend, tensors, douts)
+        assert all(torch.equal(again[name], first[name]) for name in tensors)
+
+
+def test_rows_without_keys(family):
+    """dq exactly 0; a sink beside them receives the gradient of the LSE, whatever else flows in."""
+    case = made.CASES[16]
+    assert (case.seqlen_q, case.seqlen_k) == (333, 129) and "sinks" in case.features
+    tensors, (dout, dlse) = on_gpu(case), weights(case, "cuda", True)
+    for part in (0.0, 1.0):
+        found = gradients(attending(case), tensors, (dout, dlse * part))
+        assert not found["q"][:, :, : 333 - 129].any()
+    tensors["sinks"][0] = -math.inf
+    found = gradients(attending(case), tensors, (dout, dlse))
+    assert found["sinks"][0] == 0 and found["sinks"].isfinite().all()
+
+
+def test_memory_as_bshd(family):
+    case = made.CASES[5]
+    douts = weights(case, "cuda", True)
+    tensors = on_gpu(case)
+    for name in "qkv":
+        tensors[name] = tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    assert_feature_gradients(attending(case), case, tensors, douts)
+
+
+def test_the_default_family_computes_all_gradients(monkeypatch):
+    """Wide heads with features are left to the next one."""
+    from cute_flash import plan as planning
+
+    monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
+    case = next(case for case in made.CASES if case.head_dim == 256 and len(case.features) == 4)
+    token = planning._requested.set(None)
+    try:
+        assert_feature_gradients(attending(case), case, on_gpu(case), weights(case, "cuda", False))
+    finally:
+        planning._requested.reset(token)
+
+
+def test_compiled_training_step_equals_eager():
+    case = made.CASES[5]
+    tensors, douts = on_gpu(case), weights(case, "cuda", False)
+    eager = gradients(attending(case), tensors, douts)
+    compiled = gradients(torch.compile(attending(case), fullgraph=True), tensors, douts)
+    for name, x in eager.items():
+        torch.testing.assert_close(compiled[name], x, rtol=0.02, atol=0.02 * x.abs().max().item())
+
+
+def test_captured_training_step(monkeypatch):
+    """Replayed, a graph draws anew, and its gradients are those of its own mask: out is linear in v."""
+    monkeypatch.undo()
+    q, k, v = (
+        x.requires_grad_()
+        for x in cases.make_inputs(cases.Case(1, 2, 2, 200, 300, 64), torch.bfloat16, "cuda")
+    )
+    slopes = torch.tensor([0.01, 0.1], device="cuda", requires_grad=True)
+
+    def step():
+        out = cute_flash.attn(q, k, v, dropout=0.5, alibi=slopes, softcap=5.0).float()
+        return out.detach().sum(), *torch.autograd.grad(out.sum(), (q, k, v, slopes))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total, *grads = step()
+    sums = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        sums.append(total.item())
+        assert all(x.isfinite().all() for x in grads)
+        torch.testing.assert_close(
+            (grads[2].double() * v.double()).sum().item(), sums[-1], rtol=0.02, atol=2.0
+        )
+    assert len(set(sums)) == 3
+
+
+def test_dropout_and_weights_agree_between_the_directions():
+    """With v = 1 in one column and dout = 1 there, dv is the sum of a column of dropped weights."""
+    case = made.CASES[9]
+    tensors = on_gpu(case)
+    tensors["v"] = torch.ones_like(tensors["v"])
+    dout, dlse = (torch.zeros_like(x) for x in weights(case, "cuda", False))
+    dout[..., 0] = 1.0
+    out = attending(case)(tensors)[0]
+    dv = gradients(attending(case), tensors, (dout, dlse))["v"]
+    torch.testing.assert_close(dv[..., 0].double().sum(), out[..., 0].double().sum(), rtol=2e-3, atol=0.1)
+
+
+def test_count_of_kernels_stays_small():
+    from cute_flash.arch import detect
+    from tests.gpu import families
+
+    wanted = set(made.keys(detect(0), families.runnable(), 300))
+    assert len([key for key in wanted if "process" not in key.kernel]) <= 150

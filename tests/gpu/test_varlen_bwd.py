@@ -1,0 +1,189 @@
+"""The gradients of `attn_varlen` on a GPU: each sequence against the oracle, by itself."""
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash.band import Band
+from cute_flash.compile import cache_info
+from tests import cases
+from tests.gpu import varlen_cases
+from tests.gpu.varlen_cases import CASES, CAUSAL, Packed, unused_keys
+from tests.gradients import gradients, largest, weighted
+from tests.packed_model import Lengths
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
+
+
+def flows(case: Packed, with_lse: bool = False):
+    """Gradients of out and of the LSE; those that flow into rows of nobody are no numbers."""
+    generator = torch.Generator().manual_seed(7)
+    total, real = case.lengths.totals[0], sum(case.lengths.queries)
+    dout = torch.randn(total, case.heads, case.head_dim, generator=generator)
+    dlse = torch.randn(case.heads, total, generator=generator)
+    dout[real:], dlse[:, real:] = torch.nan, torch.nan
+    return dout.cuda(), dlse.cuda() if with_lse else None
+
+
+def grads_of(attend, inputs, dout, dlse):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out, lse = attend(*leaves)
+    if dlse is None:
+        return torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    return torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))
+
+
+def check(case: Packed, with_lse: bool = False, attend=None, dtype=torch.bfloat16) -> None:
+    dout, dlse = flows(case, with_lse)
+    real = sum(case.lengths.queries)
+    inputs = case.inputs(dtype)
+    clean = tuple(x.nan_to_num() for x in inputs)
+
+    def cut(out, lse):
+        flow = None if dlse is None else dlse[:, :real]
+        return weighted(dout[:real], flow)(out[:real], lse[:, :real])
+
+    mine = grads_of(attend or case.attend(), inputs, dout, dlse)
+    wide = tuple(x.double() for x in clean)
+    exact = gradients(lambda *x: varlen_cases.exact(case, *x), wide, cut)
+    rough = gradients(lambda *x: varlen_cases.rough(case, *x), clean, cut)
+    unused = unused_keys(case.lengths).cuda()
+    assert not mine[0][real:].any(), "dq of padding"
+    assert not mine[1][unused].any() and not mine[2][unused].any(), "dk, dv of keys of nobody"
+    most = max(map(largest, exact))
+    for name, value, oracle, low in zip("qkv", mine, exact, rough, strict=True):
+        assert torch.isfinite(value).all(), f"d{name}"
+        if largest(oracle) <= 1e-12 * most:
+            assert largest(value) <= 1e-4 * most, f"d{name}: should be 0"
+            continue
+        cases.assert_error_within(f"d{name}", value, oracle, low)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_against_the_oracle(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
+def test_fp16(case):
+    check(case, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
+def test_through_the_lse(band):
+    check(Packed(Lengths([70, 0, 200, 33], [90, 5, 150, 40]), 4, 2, 64, band), with_lse=True)
+
+
+def test_keys_without_queries_have_no_gradient():
+    """Exactly 0, beside neighbours that are no numbers."""
+    case = Packed(Lengths([100, 0, 0, 60], [90, 130, 1, 0], None, (9, 200)), 4, 2, 128, CAUSAL)
+    q, k, v = (x.requires_grad_() for x in case.inputs())
+    out, _ = case.attend()(q, k, v)
+    out.backward(torch.full_like(out, torch.nan))
+    assert not k.grad[90:].any() and not v.grad[90:].any()
+    # Queries without keys, and padding, whatever flows into them.
+    assert not q.grad[100:].any()
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
+def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
+    if family == "sm90" and head_dim > 128:
+        pytest.skip("packed gradients of wide heads are the other family's")
+    case = Packed(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
+    inputs, attend = case.inputs(), case.attend()
+    dout = torch.randn(303, 4, head_dim, device="cuda").bfloat16()
+
+    def grads(tensors, dout):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        return torch.autograd.grad(attend(*leaves)[0], leaves, dout)
+
+    expected, spans = grads(inputs, dout), list(case.sequences())
+    for kept, (queries, keys) in enumerate(spans):
+        poisoned, flow = [x.clone() for x in inputs], dout.clone()
+        for b, (other_queries, other_keys) in enumerate(spans):
+            if b != kept:
+                poisoned[0][other_queries], flow[other_queries] = torch.nan, torch.nan
+                poisoned[1][other_keys], poisoned[2][other_keys] = torch.nan, torch.inf
+        found = grads(poisoned, flow)
+        for name, a, b, span in zip("qkv", found, expected, (queries, keys, keys), strict=True):
+            # dQ is added in no certain order.
+            close = {"rtol": 0.02, "atol": 0.01 * b.abs().max().item()}
+            torch.testing.assert_close(
+                a[span], b[span], **close, msg=lambda text, name=name: f"d{name}: {text}"
+            )
+
+
+def test_new_lengths_neither_wait_nor_compile():
+    def step(seed, most):
+        case = Packed(Lengths.drawn(seed, most), 4, 2, 64, CAUSAL)
+        leaves = [x.nan_to_num().requires_grad_() for x in case.inputs()]
+        attend, dout = case.attend(), torch.randn_like(leaves[0])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, _ = attend(*leaves)
+            return torch.autograd.grad(out, leaves, dout)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for seed in range(1, 7):
+        step(seed, 300)
+    before = cache_info()
+    for seed in range(100):
+        step(seed, 700)
+    after = cache_info()
+    assert (after.compiles, after.disk_hits) == (before.compiles, before.disk_hits)
+
+
+def test_a_graph_of_a_training_step_with_lengths_written_in_place():
+    batches = (
+        Lengths([200, 0, 56], [150, 30, 76]),
+        Lengths([1, 250, 5], [1, 255, 0]),
+        Lengths([10, 20, 30], [10, 20, 30], None, (196, 196)),
+    )
+    case = Packed(batches[0], 4, 2, 128, CAUSAL)
+    leaves = [x.nan_to_num().requires_grad_() for x in case.inputs()]
+    cu_q, cu_k = batches[0].cu_q.cuda(), batches[0].cu_k.cuda()
+
+    def step():
+        out = cute_flash.attn_varlen(*leaves, cu_q, cu_k, causal=True)
+        return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in batches:
+        cu_q.copy_(lengths.cu_q)
+        cu_k.copy_(lengths.cu_k)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [x.clone() for x in captured]
+        for a, b in zip(replayed, step(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * b.abs().max().item() + 1e-6)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
+def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
+    case = Packed(Lengths([1000, 3, 0, 700, 333], [1000, 3, 50, 900, 333]), 8, 2, head_dim, band)
+    cu, window = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), (band.left, band.right)
+
+    def attend(*x):
+        return cute_flash.attn_varlen(*x, *cu, window=window, return_lse=True, deterministic=True)
+
+    inputs, loss = case.inputs(), weighted(flows(case)[0])
+    if family == "sm80":
+        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+            gradients(attend, inputs, loss)
+        return
+    first = gradients(attend, inputs, loss)
+    for _ in range(20):
+        again = gradients(attend, inputs, loss)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    check(case, attend=attend)

@@ -1,0 +1,121 @@
+"""The list of a packed batch's tiles, in plain Python: what `kernels/prepare.py` writes, but for the order of
+sequences of one class.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_flash.band import Band, ceil_div
+from cute_flash.work import HEADER, ITEM, bucket, most_blocks
+
+
+class Run(NamedTuple):
+    """A sequence, or rows of nobody."""
+
+    sequence: int
+    q_begin: int
+    q_len: int
+    k_begin: int
+    k_len: int
+
+
+class Item(NamedTuple):
+    block: int
+    sequence: int
+    q_begin: int
+    q_len: int
+    k_begin: int
+    k_len: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the sequences of a packed batch; of the tokens after the last one."""
+
+    queries: list[int]
+    keys: list[int]
+    used: list[int] | None = None
+    padding: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def drawn(seed: int, most: int = 300) -> Lengths:
+        """With empty sequences on either side; the same for the same seed."""
+        pick = random.Random(seed)
+        batch = pick.choice([1, 2, 3, 7, 20])
+        sizes = [0, 1, 2, 17, 63, 64, 65, 128, pick.randrange(1, most), pick.randrange(1, most)]
+        queries, keys = ([pick.choice(sizes) for _ in range(batch)] for _ in range(2))
+        if pick.random() < 0.3:
+            keys = queries
+        used = [pick.randrange(k + 1) for k in keys] if pick.random() < 0.4 else None
+        return Lengths(queries, keys, used, (pick.choice([0, 0, 5, 200]), pick.choice([0, 0, 9, 150])))
+
+    @property
+    def cu_q(self) -> Tensor:
+        return torch.tensor([0, *self.queries]).cumsum(0).int()
+
+    @property
+    def cu_k(self) -> Tensor:
+        return torch.tensor([0, *self.keys]).cumsum(0).int()
+
+    @property
+    def used_k(self) -> Tensor | None:
+        return None if self.used is None else torch.tensor(self.used).int()
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        return sum(self.queries) + self.padding[0], sum(self.keys) + self.padding[1]
+
+
+def runs(
+    cu_q: Tensor, cu_k: Tensor, used: Tensor | None, totals: tuple[int, int], of_keys: bool
+) -> list[Run]:
+    queries, keys = cu_q.tolist(), cu_k.tolist()
+    found, unused = [], []
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(queries), pairwise(keys), strict=True)):
+        k_len = k1 - k0 if used is None else int(used[b])
+        found.append(Run(b, q0, q1 - q0, k0, k_len))
+        unused.append(Run(b, q0, 0, k0 + k_len, k1 - k0 - k_len))
+    last = len(found) - 1
+    if of_keys:
+        rest = Run(last, queries[last], 0, keys[-1], totals[1] - keys[-1])
+        return [*found, *(unused if used is not None else []), rest]
+    return [*found, Run(last, queries[-1], totals[0] - queries[-1], keys[last], 0)]
+
+
+def items(
+    all_runs: list[Run], band: Band, tiles: tuple[int, int], of_keys: bool, descends: bool
+) -> Iterator[Item]:
+    """`band` of rows over columns, `tiles` of rows and of columns."""
+
+    def rows(run: Run) -> int:
+        return run.k_len if of_keys else run.q_len
+
+    def place(run: Run) -> int:
+        columns = run.q_len if of_keys else run.k_len
+        return bucket(most_blocks(band, rows(run), columns, *tiles))
+
+    for run in sorted((run for run in all_runs if rows(run)), key=place, reverse=True):
+        num = ceil_div(rows(run), tiles[0])
+        for i in range(num):
+            yield Item(num - 1 - i if descends else i, *run)
+
+
+def write(target: Tensor, found: list[Item]) -> None:
+    """Into an int32 tensor (HEADER + items at most, ITEM)."""
+    assert len(found) <= len(target) - HEADER, "more tiles than there is room for"
+    target[0, 0] = len(found)
+    if found:
+        target[HEADER : HEADER + len(found), : len(Item._fields)] = torch.tensor(found)
+    assert target.shape[1] == ITEM
+
+
+def read(items: Tensor) -> list[Item]:
+    return [Item(*row[: len(Item._fields)]) for row in items[HEADER : HEADER + int(items[0, 0])].tolist()]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from profiling import features
+from profiling.features import Cell, Found, Settings, Side, measure_cell, run_features
+from profiling.record import write_json
+from profiling.timing import Samples
+from tests.profiling.fakes import FakeTimer
+
+SMALL = Settings(
+    head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, window=5, sequences=2, rounds=2, ms=1.0
+)
+
+
+@pytest.fixture
+def short_sequences(monkeypatch):
+    monkeypatch.setattr(features, "SHORTEST", 3)
+    monkeypatch.setattr(features, "LONGEST", 20)
+
+
+def test_all_cells_run_and_what_fails_is_told(short_sequences, tmp_path, capsys):
+    found = run_features(tuple(features.KINDS), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"))
+    assert [one.kind for one in found] == ["feature"] * 2 + ["window"] + ["equal"] * 2 + ["ragged"] * 2
+    for one in found:
+        # FlashAttention-3 has no CPU path: its sides fail, and the others are measured all the same.
+        assert all(name.startswith("fa3") for name in one.errors) and bool(one.errors) == (
+            one.kind == "ragged"
+        )
+        rest = {side for samples in one.samples.values() for side in samples}
+        assert rest and len(one.samples["fwd"]) == len(one.samples["bwd"]) == len(rest)
+    write_json(features.to_dict(found, SMALL, {"gpu": "none"}), tmp_path / "features.json")
+    data = json.loads((tmp_path / "features.json").read_text())
+    assert len(data["cells"]) == 7 and data["settings"]["rounds"] == 2
+    shown = features.tables(found)
+    assert [table.title for table in shown] == list(features.KINDS)
+    assert [len(table.rows) for table in shown] == [10, 2, 4, 2]
+
+
+def test_sides_of_a_cell_compute_the_same(short_sequences):
+    device = torch.device("cpu")
+    for cell in features.equal_cells(SMALL, device):
+        dense, varlen = (side.prepare("fwd").call() for side in cell.sides.values())
+        torch.testing.assert_close(dense.reshape(varlen.shape), varlen)
+    cell = next(features.window_cells(SMALL, device))
+    causal, window = (side.prepare("fwd").call() for side in cell.sides.values())
+    torch.testing.assert_close(causal[:, :, :6], window[:, :, :6])
+    assert not torch.equal(causal, window)
+
+
+def test_ratios_are_those_of_times():
+    found = Found("feature", "x", "plain")
+    found.samples["fwd"] = {"plain": Samples(1, (2.0,)), "slow": Samples(1, (4.0,))}
+    found.samples["bwd"] = {"plain": Samples(1, (6.0,)), "slow": Samples(1, (6.0,))}
+    assert found.ratio("slow", "fwd") == 0.5 and found.ratio("slow", "bwd") == 1.0
+    assert found.ratio("slow", "both") == 0.8
+    assert found.ratio("absent", "both") is None
+    assert list(found.rows())[1] == ("x: slow", "4.000", "6.000", "0.50", "1.00", "0.80")
+
+
+def test_gradients_are_timed_without_the_forward_pass():
+    calls = []
+
+    def forward(x):
+        calls.append(x.requires_grad)
+        return x * 2
+
+    cell = Cell("feature", "x", {"one": Side(forward, (torch.ones(2),))}, "one")
+    found = measure_cell(cell, FakeTimer(event_ms=1.0), SMALL)
+    assert calls.count(True) == 1 and calls.count(False) > 1
+    assert not found.errors
+
+
+def test_an_unknown_kind_is_an_error():
+    with pytest.raises(ValueError, match="choose from feature"):
+        run_features(("speed",), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"))
+
+
+def test_lengths_are_the_same_every_time():
+    assert features.ragged_lengths(SMALL) == features.ragged_lengths(SMALL)
