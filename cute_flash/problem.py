@@ -80,6 +80,10 @@ class Static:
     def width_v(self) -> int:
         return self.head_dim_v or self.head_dim
 
+    @property
+    def is_bounded(self) -> bool:
+        return self.has_left or self.has_right
+
 
 @dataclass(frozen=True)
 class Problem:
