@@ -119,6 +119,11 @@ class Problem:
         return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features)
 
     @property
+    def mean_keys(self) -> int:
+        """Of a sequence; of a packed batch, for which all of them are counted, of one that is like the rest."""
+        return -(-self.seqlen_k // max(self.batch, 1)) if self.features.varlen else self.seqlen_k
+
+    @property
     def is_empty(self) -> bool:
         """No output row, or no key that could be seen: nothing to launch."""
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)

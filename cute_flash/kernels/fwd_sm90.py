@@ -35,7 +35,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band, Walk
+from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
@@ -59,6 +59,8 @@ from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
+# Whether a block is cut is asked of every one.
+MAYBE = "maybe"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Tile:
     head: Int32
     span: Sequence
     mask: Mask
-    walk: Walk  # over its key blocks
+    walk: Walk | OutwardWalk  # over its key blocks
     of_head: OfHead
     sequence: Int32  # b H + h
 
@@ -347,15 +349,21 @@ class FwdSm90:
         walk, static = tile.walk, self.static
         # Where every maximum is asked for, sums say nothing more; P that is made again would draw again.
         may_check = not (static.features.return_max_logit or static.features.dropout)
-        whole_begin, whole_end = (tile.fill + cutlass.max(i, 1) for i in (walk.whole_begin, walk.whole_end))
-        if cutlass.const_expr(static.has_left and static.has_right):
-            for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
-                self.one_block(main, tile, fill, True, False)
-        for fill in cutlass.range(whole_begin, whole_end, unroll=1):
-            self.one_block(main, tile, fill, False, self.tile.checks_sums and may_check)
-        if cutlass.const_expr(static.has_left or static.has_right):
-            for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
-                self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
+        checks_sums = self.tile.checks_sums and may_check
+        if cutlass.const_expr(isinstance(walk, OutwardWalk)):
+            for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
+                self.one_block(main, tile, fill, MAYBE, checks_sums)
+        else:
+            whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
+            whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
+            if cutlass.const_expr(static.has_left and static.has_right):
+                for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
+                    self.one_block(main, tile, fill, True, False)
+            for fill in cutlass.range(whole_begin, whole_end, unroll=1):
+                self.one_block(main, tile, fill, False, checks_sums)
+            if cutlass.const_expr(static.has_left or static.has_right):
+                for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
+                    self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
 
     @cute.jit
     def one_block(
@@ -373,7 +381,10 @@ class FwdSm90:
         warpgroup.wait_group(1)
         shared.k.release(fill)
         self.transform(tile, acc_S, tile.walk.block(i))
-        if cutlass.const_expr(masked):
+        if cutlass.const_expr(masked == MAYBE):
+            if tile.walk.is_cut(tile.walk.block(i)):
+                tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
+        elif cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
