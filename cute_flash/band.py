@@ -77,8 +77,11 @@ class Walk:
         """The key block that is the i-th on the way."""
         return self.first + self.step * i
 
+    def is_cut(self, i: Index):
+        """Whether the i-th block needs a mask."""
+        return (i < self.whole_begin) | (i >= self.whole_end)
+
     def begins_cut(self):
-        """Whether the first block needs a mask."""
         return (self.whole_begin > 0) | (self.whole_end == 0)
 
 
@@ -102,12 +105,13 @@ class OutwardWalk:
 
         return cutlass.select_(down >= self.blocks.begin, down, up)
 
-    def is_cut(self, block: Index):
-        """Whether a block needs a mask."""
+    def is_cut(self, i: Index):
+        """Whether the i-th block needs a mask."""
+        block = self.block(i)
         return (block < self.blocks.full_begin) | (block >= self.blocks.full_end)
 
     def begins_cut(self):
-        return self.is_cut(self.first)
+        return (self.first < self.blocks.full_begin) | (self.first >= self.blocks.full_end)
 
 
 @dataclass(frozen=True)

@@ -330,10 +330,12 @@ class FwdSm90:
         self.drop(main, tile, acc_S, tile.walk.first, range(self.shapes.steps))
 
     @cute.jit
-    def transform(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
+    def transform(
+        self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, looks_near: cutlass.Constexpr = False
+    ):
         """Softcap and ALiBi, before the mask."""
         if cutlass.const_expr(tile.of_head.score is not None):
-            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n)
+            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
 
     @cute.jit
     def drop(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
@@ -350,7 +352,9 @@ class FwdSm90:
         # Where every maximum is asked for, sums say nothing more; P that is made again would draw again.
         may_check = not (static.features.return_max_logit or static.features.dropout)
         checks_sums = self.tile.checks_sums and may_check
-        if cutlass.const_expr(isinstance(walk, OutwardWalk)):
+        # A cap has two ways, of which it is enough to have one copy.
+        is_capped = static.features.softcap and (static.has_left or static.has_right)
+        if cutlass.const_expr(isinstance(walk, OutwardWalk) or is_capped):
             for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
                 self.one_block(main, tile, fill, MAYBE, checks_sums)
         else:
@@ -380,9 +384,9 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(1)
         shared.k.release(fill)
-        self.transform(tile, acc_S, tile.walk.block(i))
+        self.transform(tile, acc_S, tile.walk.block(i), masked is not True)
         if cutlass.const_expr(masked == MAYBE):
-            if tile.walk.is_cut(tile.walk.block(i)):
+            if tile.walk.is_cut(i):
                 tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
         elif cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)

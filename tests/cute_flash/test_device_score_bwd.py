@@ -76,7 +76,7 @@ def block(
     @cute.jit
     def program(P, dS, dslope, products, dP, statistics, numbers, slopes, rng, threshold):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        score = Score.of(numbers[0], numbers[1] if "softcap" in names else None)
+        score = Score.of(numbers[0], numbers[1] if "softcap" in names else None, True)
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
         terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
         band = Band(Int32(100), Int32(50))
