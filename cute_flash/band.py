@@ -56,7 +56,6 @@ class BlockRange:
             return Walk(self.begin, 1, before, num - after, num)
         return Walk(self.end - 1, -1, after, num - before, num)
 
-
     def walk_outward(self, start: Index) -> OutwardWalk:
         """From a block down to the first, then from the one after it up to the last."""
         start = _max(_min(start, self.end - 1), self.begin)

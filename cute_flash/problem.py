@@ -16,6 +16,8 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
+# Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
+MAX_DROPOUT = 0x7C00 / 0x8000
 
 
 class UnsupportedError(ValueError):
@@ -120,7 +122,7 @@ class Problem:
 
     @property
     def mean_keys(self) -> int:
-        """Of a sequence; of a packed batch, for which all of them are counted, of one that is like the rest."""
+        """Of a sequence; of a packed batch, whose keys are counted together, on the average."""
         return -(-self.seqlen_k // max(self.batch, 1)) if self.features.varlen else self.seqlen_k
 
     @property
@@ -192,6 +194,11 @@ def check_softcap(softcap: float) -> None:
         raise UnsupportedError(
             f"softcap={softcap} on cuda: at most {MAX_SOFTCAP}; leave it out, as it hardly changes a score"
         )
+
+
+def check_dropout(dropout: float) -> None:
+    if dropout > MAX_DROPOUT:
+        raise UnsupportedError(f"dropout={dropout} on cuda: at most {MAX_DROPOUT}")
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -8,8 +8,8 @@ number of items, each other row is one tile:
 
 Sequences with the longest tiles come first, and each one's tiles lie side by side, for them to find its keys
 in L2; where a mask makes some of them shorter than half of the longest, those take their place among tiles of
-their own length, for short ones to fill the end. Rows that belong to no sequence, those after the last offset and keys that are not used, are sequences
-too, without a partner: their tiles write zeros, and come last.
+their own length, for short ones to fill the end. Rows that belong to no sequence, those after the last offset
+and keys that are not used, are sequences too, without a partner: their tiles write zeros, and come last.
 
 Functions run on Python ints and on traced DSL integers alike.
 """

@@ -72,9 +72,7 @@ def check_items(items: Tensor) -> None:
     assert items.dtype == torch.int32 and items.is_contiguous() and items.data_ptr() % 16 == 0
 
 
-def _prepare_fwd(
-    key, cu_q, cu_k, used, items, total_q, total_k, tile_m, tile_n, left, right, order
-) -> None:
+def _prepare_fwd(key, cu_q, cu_k, used, items, total_q, total_k, tile_m, tile_n, left, right, order) -> None:
     assert (used is not None) == key.static.features.seqused_k
     check_items(items)
     runs = packed_model.runs(cu_q, cu_k, used, (total_q, total_k), False)

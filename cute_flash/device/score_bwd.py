@@ -32,7 +32,7 @@ class Terms:
     heads: Int32
     slopes: cute.Tensor | None  # (B, H)
     dslopes: cute.Tensor | None  # (B, H, parts of the sums)
-    threshold: Int32 | None  # 32 bits: draws below it are dropped
+    threshold: Int32 | None  # in both halves: draws below it are dropped
     keep_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
 
@@ -48,7 +48,7 @@ class Terms:
             distance = score.first_distance(mask, 0, first_col)
         if self.rng is not None:
             dropout = Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
-            place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS, turned)
+            place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
             kept = Kept.draw(dropout, place)
         return BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
 
