@@ -56,6 +56,11 @@ class BlockRange:
             return Walk(self.begin, 1, before, num - after, num)
         return Walk(self.end - 1, -1, after, num - before, num)
 
+    def walk_outward(self, start: Index) -> OutwardWalk:
+        """From a block down to the first, then from the one after it up to the last."""
+        start = _max(_min(start, self.end - 1), self.begin)
+        return OutwardWalk(start, self)
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -71,9 +76,41 @@ class Walk:
         """The key block that is the i-th on the way."""
         return self.first + self.step * i
 
+    def is_cut(self, i: Index):
+        """Whether the i-th block needs a mask."""
+        return (i < self.whole_begin) | (i >= self.whole_end)
+
     def begins_cut(self):
-        """Whether the first block needs a mask."""
         return (self.whole_begin > 0) | (self.whole_end == 0)
+
+
+@dataclass(frozen=True)
+class OutwardWalk:
+    """A way that begins where scores are largest, at the keys next to the queries: ALiBi's."""
+
+    first: Index
+    blocks: BlockRange
+
+    @property
+    def num(self) -> Index:
+        return self.blocks.end - self.blocks.begin
+
+    def block(self, i: Index) -> Index:
+        """The key block that is the i-th on the way."""
+        down, up = self.first - i, self.blocks.begin + i
+        if isinstance(down, int):
+            return down if down >= self.blocks.begin else up
+        import cutlass
+
+        return cutlass.select_(down >= self.blocks.begin, down, up)
+
+    def is_cut(self, i: Index):
+        """Whether the i-th block needs a mask."""
+        block = self.block(i)
+        return (block < self.blocks.full_begin) | (block >= self.blocks.full_end)
+
+    def begins_cut(self):
+        return (self.first < self.blocks.full_begin) | (self.first >= self.blocks.full_end)
 
 
 @dataclass(frozen=True)
@@ -113,3 +150,9 @@ class Band:
         full_begin = begin if self.left is None else _min(ceil_div(self.lo(last, sq, sk), tile_n), end)
         full_end = _max(full_begin, _min(self.hi(first, sq, sk) // tile_n, end))
         return BlockRange(begin, full_begin, full_end, end)
+
+
+def diagonal_block(m_block: Index, tile_m: int, tile_n: int, sq: Index, sk: Index) -> Index:
+    """The key block at which the last row of a tile stands; the first one, if that is before all keys."""
+    last = _min((m_block + 1) * tile_m, sq) - 1
+    return _max(last + sk - sq, 0) // tile_n

@@ -92,12 +92,10 @@ def extra_arguments(how: How, scale: float, most: Tensor, heads: tuple[int, int]
     if how.dropout:
         assert how.rng is not None
         threshold, keep_scale, rng = (
-            philox.threshold(how.dropout),
+            philox.threshold(how.dropout) * 0x10001,  # in both halves
             1 / (1 - how.dropout),
             how.rng.contiguous(),
         )
-        # The same 32 bits with a sign.
-        threshold -= (threshold >> 31) << 32
     return softcap, slopes, sinks, threshold, keep_scale, rng, most if how.max_logit else None
 
 

@@ -27,6 +27,7 @@ from cute_flash.problem import (
     PLAIN,
     Problem,
     UnsupportedError,
+    check_dropout,
     check_gradient_features,
     check_softcap,
 )
@@ -66,6 +67,7 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
     problem.check(device)
     if device == "cuda":
         check_softcap(how.softcap)
+        check_dropout(how.dropout)
     return problem
 
 

@@ -28,7 +28,7 @@ from cute_flash.operands import (
 )
 from cute_flash.plan import BwdPlan, Plan
 from cute_flash.problem import Problem
-from cute_flash.work import HEADER, ITEM
+from cute_flash.work import ASCENDS, BY_LENGTH, DESCENDS, HEADER, ITEM
 
 # (q, k, v, how, scale) -> (out, lse, largest logits)
 Launch = Callable[[Tensor, Tensor, Tensor, How, float], Outputs]
@@ -85,7 +85,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
     index, draws_tiles = device.index, plan.draws_tiles
     sizes = _prepare_sizes(plan)
     rows = (HEADER + plan.num_items, ITEM)
-    descends = int(problem.static.has_right)
+    order = BY_LENGTH if problem.static.is_bounded else ASCENDS
 
     def launch(q, k, v, how, scale):
         if operands.current_device() != index:
@@ -97,7 +97,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
         items = torch.empty(rows, dtype=torch.int32, device=device)
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
-        prepare(*_offsets(how), items, *sizes, *_window(how, MAX_WINDOW), descends)
+        prepare(*_offsets(how), items, *sizes, *_window(how, MAX_WINDOW), order)
         more = (address,) if draws_tiles else ()
         function(q, k, v, out, lse, scale, *_window(how, 0), *arguments, *more, *extras, items)
         return out, lse, most
@@ -161,7 +161,8 @@ def _prepare_backward(
     )
     index, draws_tiles, is_sm90 = device.index, plan.draws_tiles, plan.family == "sm90"
     sizes, rows = _prepare_sizes(plan), [(HEADER + number, ITEM) for number in plan.num_items]
-    descends = int(problem.static.has_left or plan.is_ordered)
+    # In order, a tile waits for those of later keys of its sequence: they come before it.
+    order = DESCENDS if plan.is_ordered else BY_LENGTH if problem.static.is_bounded else ASCENDS
     workspace, section, num_blocks = _workspace(plan, device), plan.section, plan.num_blocks
 
     def launch(given, how, scale, dq_scale):
@@ -177,7 +178,7 @@ def _prepare_backward(
         window = _window(how, 0)
         # Before the launches: nothing may come between those that wait for each other by themselves.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
-        prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), descends)
+        prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), order)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, queries)
         turn, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
         main(

@@ -1,16 +1,20 @@
-"""Dropout by a counter: Philox 4x32-10 in integer arithmetic of torch, and which draw belongs to which score.
+"""Dropout by a counter: Philox 4x32-7 in integer arithmetic of torch, and which draw belongs to which score.
 
 The mask of a call is a function of (seed, offset) and of a score's place, so nobody stores it: forward and
-backward, the CPU and a GPU compute the same bits. One call of Philox gives four draws of 32 bits, for the
-scores {i, i + 8} x {j, j + 8} of an aligned 16 x 16 square, i and j being rows and keys of one sequence:
+backward, the CPU and a GPU compute the same bits. One call of Philox gives four words, each of which draws
+for two neighbouring keys: for the scores {i, i + 8} x {j, j + 1, j + 8, j + 9} of an aligned 16 x 16 square,
+i and j being rows and keys of one sequence, j even:
 
     key        the low and the high half of seed
-    counter    (8 ⌊j / 16⌋ + j mod 8,  8 ⌊i / 16⌋ + i mod 8,  b H + h,  the low half of offset)
-    draw       2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2
+    counter    (4 ⌊j / 16⌋ + ⌊(j mod 8) / 2⌋,  8 ⌊i / 16⌋ + i mod 8,  b H + h,  the low half of offset)
+    word       2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2
+    draw       the low 15 bits of its low half for even keys, of its high half for odd ones
 
-Those four lie in one thread in the accumulators of mma.sync and of wgmma, whether rows are queries (the
-forward) or keys (the backward): neither direction throws draws away. A score is dropped when its draw is
-below `threshold`.
+In the accumulators of mma.sync and of wgmma those eight lie in one thread where rows are queries, as in the
+forward: a draw is a comparison of two 16-bit floats, and what it says a mask for P in 16 bits. Where rows are
+keys, as in the backward, they lie in two threads, which exchange what they drew (`device/kept.py`). Seven
+rounds are what Philox needs to pass all tests of randomness that its authors tried (Salmon et al. 2011).
+A score is dropped when its draw is below `threshold`.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROUNDS = 10
+ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 # Rows and keys of a square, and how far apart the scores of one call lie in it.
 SQUARE, APART = 16, 8
+DRAW_BITS = 15
+MAX_DRAW = (1 << DRAW_BITS) - 1
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -48,8 +54,8 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def threshold(p: float) -> int:
-    """Draws below it are dropped: p to the nearest 2^-32, and never all of them."""
-    return min(round(p * (1 << 32)), WORD)
+    """Draws below it are dropped: p to the nearest 2^-15, and never all of them."""
+    return min(round(p * (1 << DRAW_BITS)), MAX_DRAW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +77,21 @@ class Dropout:
         seed, offset = (int(x) for x in self.rng)
         device = self.rng.device
 
-        def squares(wanted: range) -> Tensor:
+        def places(wanted: range, of_square: int) -> Tensor:
+            """Of the calls for whole squares."""
             first, last = wanted.start // SQUARE, -(-wanted.stop // SQUARE)
-            return torch.arange(first * APART, last * APART, device=device)
+            return torch.arange(first * of_square, last * of_square, device=device)
 
         b = torch.arange(batch.start, batch.stop, device=device)[:, None] + self.first
         h = torch.arange(heads.start, heads.stop, device=device)
-        i, j = squares(rows), squares(keys)
+        i, j = places(rows, APART), places(keys, APART // 2)
         sequence = (b * self.heads + h)[:, :, None, None]
         counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & WORD))
-        draws = philox_4x32(counter, (seed & WORD, seed >> 32 & WORD))
-        low = torch.stack([x < threshold(self.p) for x in draws], dim=-1)
-        # (b, h, row square, row, key square, key, which 8 rows, which 8 keys) to rows and keys in order.
-        low = low.unflatten(-1, (2, 2)).unflatten(3, (-1, APART)).unflatten(2, (-1, APART))
-        whole = low.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
+        words = torch.stack(philox_4x32(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
+        draws = torch.stack([words & MAX_DRAW, words >> 16 & MAX_DRAW], dim=-1)
+        # (b, h, row square, row, key square, pair of keys, which 8 rows, which 8 keys, key of a pair) to rows
+        # and keys in order.
+        draws = draws.unflatten(4, (2, 2)).unflatten(3, (-1, APART // 2)).unflatten(2, (-1, APART))
+        whole = draws.permute(0, 1, 2, 6, 3, 4, 7, 5, 8).flatten(5, 8).flatten(2, 4)
         top, left = rows.start % SQUARE, keys.start % SQUARE
-        return ~whole[:, :, top : top + len(rows), left : left + len(keys)]
+        return whole[:, :, top : top + len(rows), left : left + len(keys)] >= threshold(self.p)

@@ -16,6 +16,8 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
+# Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
+MAX_DROPOUT = 0x7C00 / 0x8000
 
 
 class UnsupportedError(ValueError):
@@ -84,6 +86,10 @@ class Static:
     def width_v(self) -> int:
         return self.head_dim_v or self.head_dim
 
+    @property
+    def is_bounded(self) -> bool:
+        return self.has_left or self.has_right
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -117,6 +123,11 @@ class Problem:
         width_v = None if self.width_v == self.head_dim else self.width_v
         bounds = self.band.left is not None, self.band.right is not None
         return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features)
+
+    @property
+    def mean_keys(self) -> int:
+        """Of a sequence; of a packed batch, whose keys are counted together, on the average."""
+        return -(-self.seqlen_k // max(self.batch, 1)) if self.features.varlen else self.seqlen_k
 
     @property
     def is_empty(self) -> bool:
@@ -187,6 +198,11 @@ def check_softcap(softcap: float) -> None:
         raise UnsupportedError(
             f"softcap={softcap} on cuda: at most {MAX_SOFTCAP}; leave it out, as it hardly changes a score"
         )
+
+
+def check_dropout(dropout: float) -> None:
+    if dropout > MAX_DROPOUT:
+        raise UnsupportedError(f"dropout={dropout} on cuda: at most {MAX_DROPOUT}")
 
 
 def check_head_dim(head_dim: int) -> None:

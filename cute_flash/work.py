@@ -7,8 +7,9 @@ number of items, each other row is one tile:
     block, sequence, q_begin, q_len, k_begin, k_len
 
 Sequences with the longest tiles come first, and each one's tiles lie side by side, for them to find its keys
-in L2. Rows that belong to no sequence, those after the last offset and keys that are not used, are sequences
-too, without a partner: their tiles write zeros, and come last.
+in L2; where a mask makes some of them shorter than half of the longest, those take their place among tiles of
+their own length, for short ones to fill the end. Rows that belong to no sequence, those after the last offset
+and keys that are not used, are sequences too, without a partner: their tiles write zeros, and come last.
 
 Functions run on Python ints and on traced DSL integers alike.
 """
@@ -18,6 +19,8 @@ from __future__ import annotations
 from cute_flash.band import Band, Index, _max, _min, ceil_div
 
 ITEM = 8
+# How a sequence's tiles lie: from the first on, from the last on, or so, but short ones apart.
+ASCENDS, DESCENDS, BY_LENGTH = 0, 1, 2
 HEADER = 1
 # Classes of length, each of which is one thread's of the kernel.
 BUCKETS = 640
@@ -34,10 +37,25 @@ def bucket(cost: Index) -> Index:
 
 def most_blocks(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
     """Blocks of columns of the longest tile of a sequence, near enough to sort by."""
-    last = _max(ceil_div(rows, tile_rows), 1) - 1
-    first = band.blocks(last * 0, tile_rows, tile_columns, rows, columns)
-    final = band.blocks(last, tile_rows, tile_columns, rows, columns)
-    return _max(first.end - first.begin, final.end - final.begin)
+    last, sizes = _max(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
+    return _max(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
+
+
+def num_blocks(
+    band: Band, block: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
+) -> Index:
+    """Blocks of columns of one tile."""
+    found = band.blocks(block, tile_rows, tile_columns, rows, columns)
+    return found.end - found.begin
+
+
+def descends_by_length(
+    band: Band, num: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
+) -> Index:
+    """Whether the last of `num` tiles is longer than the first, as DESCENDS or ASCENDS."""
+    sizes = (rows, columns, tile_rows, tile_columns)
+    more = num_blocks(band, num - 1, *sizes) - num_blocks(band, num * 0, *sizes)
+    return _min(_max(more, ASCENDS), DESCENDS)
 
 
 def max_items(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:

@@ -72,13 +72,11 @@ def check_items(items: Tensor) -> None:
     assert items.dtype == torch.int32 and items.is_contiguous() and items.data_ptr() % 16 == 0
 
 
-def _prepare_fwd(
-    key, cu_q, cu_k, used, items, total_q, total_k, tile_m, tile_n, left, right, descends
-) -> None:
+def _prepare_fwd(key, cu_q, cu_k, used, items, total_q, total_k, tile_m, tile_n, left, right, order) -> None:
     assert (used is not None) == key.static.features.seqused_k
     check_items(items)
     runs = packed_model.runs(cu_q, cu_k, used, (total_q, total_k), False)
-    found = packed_model.items(runs, Band(left, right), (tile_m, tile_n), False, bool(descends))
+    found = packed_model.items(runs, Band(left, right), (tile_m, tile_n), False, order)
     packed_model.write(items, list(found))
 
 
@@ -111,7 +109,7 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
 
 
 def _prepare_bwd(key, cu_q, cu_k, used, keys, queries, total_q, total_k, tile_m, tile_n, *rest) -> None:
-    left, right, descends = rest
+    left, right, order = rest
     assert (used is not None) == key.static.features.seqused_k
     for target, tiles, of_keys in ((keys, (tile_n, tile_m), True), (queries, (tile_m, tile_n), False)):
         check_items(target)
@@ -120,7 +118,7 @@ def _prepare_bwd(key, cu_q, cu_k, used, keys, queries, total_q, total_k, tile_m,
             # What comes after the last sequence has a number of its own.
             runs[-1] = runs[-1]._replace(sequence=len(cu_q) - 1)
         band = Band(right, left) if of_keys else Band(left, right)
-        packed_model.write(target, list(packed_model.items(runs, band, tiles, of_keys, bool(descends))))
+        packed_model.write(target, list(packed_model.items(runs, band, tiles, of_keys, order)))
 
 
 def _blocks(key: CompileKey, item: packed_model.Item) -> slice:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from cute_flash.band import Band, ceil_div
-from cute_flash.work import HEADER, ITEM, bucket, most_blocks
+from cute_flash.work import (
+    BY_LENGTH,
+    DESCENDS,
+    HEADER,
+    ITEM,
+    bucket,
+    descends_by_length,
+    most_blocks,
+    num_blocks,
+)
 
 
 class Run(NamedTuple):
@@ -91,21 +100,24 @@ def runs(
 
 
 def items(
-    all_runs: list[Run], band: Band, tiles: tuple[int, int], of_keys: bool, descends: bool
+    all_runs: list[Run], band: Band, tiles: tuple[int, int], of_keys: bool, order: int
 ) -> Iterator[Item]:
     """`band` of rows over columns, `tiles` of rows and of columns."""
 
-    def rows(run: Run) -> int:
-        return run.k_len if of_keys else run.q_len
-
-    def place(run: Run) -> int:
-        columns = run.q_len if of_keys else run.k_len
-        return bucket(most_blocks(band, rows(run), columns, *tiles))
-
-    for run in sorted((run for run in all_runs if rows(run)), key=place, reverse=True):
-        num = ceil_div(rows(run), tiles[0])
+    def classed(run: Run) -> Iterator[tuple[int, Item]]:
+        rows, columns = (run.k_len, run.q_len) if of_keys else (run.q_len, run.k_len)
+        num, sizes = ceil_div(rows, tiles[0]), (rows, columns, *tiles)
+        longest = most_blocks(band, *sizes)
+        descends = descends_by_length(band, num, *sizes) if order == BY_LENGTH and num else order
         for i in range(num):
-            yield Item(num - 1 - i if descends else i, *run)
+            block = num - 1 - i if descends == DESCENDS else i
+            own = num_blocks(band, block, *sizes)
+            is_apart = order == BY_LENGTH and 2 * own < longest
+            yield bucket(own if is_apart else longest), Item(block, *run)
+
+    found = [one for run in all_runs for one in classed(run)]
+    for _, item in sorted(found, key=lambda one: one[0], reverse=True):
+        yield item
 
 
 def write(target: Tensor, found: list[Item]) -> None:

@@ -1,7 +1,12 @@
-"""Which scores of a block dropout keeps, as bits: the backward asks twice, for dV and for dP.
+"""Which scores of a block of keys by queries dropout keeps, as bits: the backward asks for dV and for dP.
 
-Two calls of Philox draw for 2 rows and 4 columns of a thread, which is one byte: a step. The steps are a
-loop, short enough to run beside the tensor cores, before the scores are there.
+One call of Philox draws for {i, i + 8} x {j, j + 1, j + 8, j + 9}, queries by keys. Of the queries a thread
+holds i and i + 1 and those 8 further, of the keys one of j and j + 1 and that 8 further. So the threads of j
+and of j + 1, lanes 4 apart, share the work: the first draws for query i, the second for i + 1, each for both
+keys, and they exchange what the other needs, 32 scores at a time.
+
+A step is one call: 2 rows and 4 columns of a thread. The steps are a loop, short enough to run beside the
+tensor cores, before the scores are there.
 """
 
 from dataclasses import dataclass
@@ -10,16 +15,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.philox import Dropout, Place, key_index, query_index
+from cute_flash.device.ptx import chosen_bytes
 from cute_flash.device.views import as_mn
+from cute_flash.philox import APART
 
-STEP_COLUMNS, STEP_BITS = 4, 8
-STEPS = 32 // STEP_BITS  # of a word
+STEP_COLUMNS, STEP_BITS = 4, 4  # bits of a half of a word: one of each key, and then one of each query
+STEPS = 16 // STEP_BITS  # of a word
+LOW_BITS = 0x00010001  # the lowest of both halves
+NEIGHBOUR = 4  # lanes to the one with the next key
+# The low halves of mine and the other, which has the odd query; the high halves of the other and mine.
+OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bits of the elements (row, column) of an accumulator in one thread."""
+    """Bits of the elements (row, column) of an accumulator in one thread. Low halves: even queries."""
 
     words: cute.Tensor  # Int32
     steps_of_row: cutlass.Constexpr
@@ -35,29 +46,44 @@ class Kept:
 
     @cute.jit
     def fill(self, dropout: Dropout, place: Place, num: cutlass.Constexpr):
+        parity = place.row(0) % 2
+        selector = Int32(OF_EVEN_KEY) if parity == 0 else Int32(OF_ODD_KEY)
         for w in cutlass.range_constexpr(cute.size(self.words)):
             first, last = STEPS * w, min(STEPS * (w + 1), num)
-            word = Uint32(0)
-            for step in cutlass.range(first, last, unroll=1):
-                word = (word >> STEP_BITS) | (self.byte(dropout, place, step) << (32 - STEP_BITS))
-            self.words[w] = Int32(word >> (32 - STEP_BITS * (last - first)))
+            mine = self.drawn(dropout, place, (first, last), parity)
+            self.words[w] = chosen_bytes(
+                mine, self.of_neighbour(mine, dropout, place, (first, last)), selector
+            )
 
-    def byte(self, dropout: Dropout, place: Place, step: Int32) -> Uint32:
-        """Of the step's rows and columns: bit 4 (second n8 tile) + 2 (second row) + column of a pair."""
+    @cute.jit
+    def drawn(self, dropout: Dropout, place: Place, steps: cutlass.Constexpr, parity: Int32) -> Int32:
+        """For the even or the odd queries of some steps: low halves of even keys, high halves of odd ones."""
+        first, last = steps
+        word = Int32(0)
+        for step in cutlass.range(first, last, unroll=1):
+            word = ((word >> STEP_BITS) & 0x0FFF0FFF) | (self.bits(dropout, place, step, parity) << 12)
+        # Fewer steps than a word has room for stand at its beginning.
+        missing = STEPS - (last - first)
+        kept = (0xFFFF >> STEP_BITS * missing) * LOW_BITS
+        return word if missing == 0 else (word >> STEP_BITS * missing) & kept
+
+    def bits(self, dropout: Dropout, place: Place, step: Int32, parity: Int32) -> Int32:
+        """Of a step, four of both halves: bit 2 (second query) + (second key)."""
         tile, k = step // self.steps_of_row, step % self.steps_of_row
-        found = Uint32(0)
-        for pair in range(2):
-            draws = dropout.draws(place, place.row(tile), place.column(k, pair))
-            for word in range(4):
-                # Queries 8 apart are two words apart, keys 8 apart are neighbours.
-                column, row = (word // 2, word % 2) if place.turned else (word % 2, word // 2)
-                bit = Uint32(1 << (4 * column + 2 * row + pair))
-                found = found | cutlass.select_(draws[word] >= dropout.threshold, bit, Uint32(0))
+        query = query_index(place.column(0)) + Uint32(parity + APART * k)
+        masks = dropout.masks(place.sequence, query, key_index(place.row(2 * tile)))
+        found = masks[0] & LOW_BITS
+        for word in range(1, 4):
+            found = found | (masks[word] & (LOW_BITS << word))
         return found
+
+    def of_neighbour(self, mine: Int32, dropout: Dropout, place: Place, steps: tuple) -> Int32:
+        """What it has drawn: the same for the other queries."""
+        return cute.arch.shuffle_sync_bfly(mine, offset=NEIGHBOUR)
 
     def choose(self, x: Float32, r: int, c: int) -> Float32:
         """x if it is kept, else 0."""
         step = r // 2 * self.steps_of_row + c // STEP_COLUMNS
-        bit = STEP_BITS * (step % STEPS) + 4 * (c // 2 % 2) + 2 * (r % 2) + c % 2
+        bit = STEP_BITS * (step % STEPS) + 2 * (c // 2 % 2) + r % 2 + 16 * (c % 2)
         is_kept = (Uint32(self.words[step // STEPS]) & Uint32(1 << bit)) != 0
         return cutlass.select_(is_kept, x, Float32(0.0))

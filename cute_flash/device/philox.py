@@ -1,8 +1,8 @@
-"""Dropout in an accumulator: the Philox of `cute_flash.philox`, four scores of one thread a call.
+"""Dropout in an accumulator: the Philox of `cute_flash.philox`, eight scores a call.
 
 Seen as an operand (`views.as_operand_a`), an accumulator is ((pair, half, half), MMA_M, MMA_K): for each row
-tile and each 16 columns two places in a row of a 16 x 16 square, and of each place the four scores that
-rows and columns 8 apart make. Those are what one call draws for. Tiles begin at multiples of 16.
+tile and each 16 columns a pair of neighbours in a row of a 16 x 16 square, and the four of those that rows
+and columns 8 apart make. Those are what one call draws for, a word each. Tiles begin at multiples of 16.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
+from cute_flash.device.ptx import kept_halves
 from cute_flash.device.views import as_mn
 from cute_flash.philox import APART, MULTIPLIERS, ROUNDS, SQUARE, WEYL, WORD
 
@@ -27,9 +28,14 @@ def philox_4x32(counter: tuple, key: tuple) -> tuple:
     return c0, c1, c2, c3
 
 
-def square_index(i: Int32) -> Uint32:
-    """What rows or keys i and i + 8 of a square count as: 8 ⌊i / 16⌋ + i mod 8."""
+def query_index(i: Int32) -> Uint32:
+    """What queries i and i + 8 of a square count as."""
     return Uint32(i // SQUARE * APART + i % APART)
+
+
+def key_index(j: Int32) -> Uint32:
+    """What keys j, j + 1, j + 8 and j + 9 of a square count as."""
+    return Uint32(j // SQUARE * (APART // 2) + j % APART // 2)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Dropout:
 
     seed: tuple[Uint32, Uint32]
     offset: Uint32
-    threshold: Uint32
+    threshold: Uint32  # in both halves
     scale: Float32  # of what is kept
 
     @staticmethod
@@ -49,39 +55,28 @@ class Dropout:
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))
         return Dropout((low, high), offset, threshold, scale)
 
-    @cute.jit
-    def drop(self, acc: cute.Tensor, place: "Place", steps: cutlass.Constexpr = None):
-        """P = 0 where it is dropped, for an accumulator seen as an operand, or some of its 16 columns."""
-        self._change(acc, place, steps, False)
+    def masks(self, sequence: Int32, query: Uint32, key: Uint32) -> list:
+        """Of two keys that are neighbours, 16 bits each, all set if they are kept: for the keys of a call and
+        those 8 further, of its query and then of that 8 further.
+        """
+        draws = philox_4x32((key, query, Uint32(sequence), self.offset), self.seed)
+        return [kept_halves(draw, self.threshold) for draw in draws]
 
     @cute.jit
-    def negate(self, acc: cute.Tensor, place: "Place", steps: cutlass.Constexpr = None):
-        """P = -P where it is dropped: P is never negative, and its sign remembers the draw."""
-        self._change(acc, place, steps, True)
-
-    @cute.jit
-    def _change(self, acc: cute.Tensor, place: "Place", steps: cutlass.Constexpr, negates: cutlass.Constexpr):
-        steps = range(cute.size(acc, mode=[2])) if steps is None else steps
-        for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            row = place.row(m)
+    def drop(self, rP: cute.Tensor, place: "Place", steps: cutlass.Constexpr = None):
+        """P in 16 bits = 0 where it is dropped, seen as an operand, or some of its 16 columns."""
+        steps = range(cute.size(rP, mode=[2])) if steps is None else steps
+        packed = cute.recast_tensor(
+            cute.make_tensor(rP.iterator, cute.make_layout(cute.cosize(rP.layout))), Int32
+        )
+        for m in cutlass.range_constexpr(cute.size(rP, mode=[1])):
+            query = query_index(place.row(2 * m))
             for k in cutlass.range_constexpr(steps.start, steps.stop):
-                for pair in cutlass.range_constexpr(2):
-                    draws = self.draws(place, row, place.column(k, pair))
-                    for half in cutlass.range_constexpr(2):
-                        for r in cutlass.range_constexpr(2):
-                            # Queries 8 apart are two words apart, keys 8 apart are neighbours.
-                            word = 2 * half + r if place.turned else 2 * r + half
-                            at = ((pair, r, half), m, k)
-                            if cutlass.const_expr(negates):
-                                dropped = -acc[at]
-                            else:
-                                dropped = Float32(0.0)
-                            acc[at] = dropped if draws[word] < self.threshold else acc[at]
-
-    def draws(self, place: "Place", row: Uint32, column: Uint32) -> tuple:
-        """For {i, i + 8} x {j, j + 8}, queries i by keys j."""
-        i, j = (column, row) if place.turned else (row, column)
-        return philox_4x32((j, i, Uint32(place.sequence), self.offset), self.seed)
+                masks = self.masks(place.sequence, query, key_index(place.column(0)) + Uint32(APART // 2 * k))
+                for half in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        at = cute.crd2idx(((0, r, half), m, k), rP.layout) // 2
+                        packed[at] = packed[at] & masks[2 * r + half]
 
 
 @dataclass(frozen=True)
@@ -92,12 +87,10 @@ class Place:
     first_row: Int32
     first_column: Int32
     tScS: cute.Tensor  # (row, column) within the tile of every element of this thread
-    turned: cutlass.Constexpr = False  # rows are keys and columns queries
 
-    def row(self, m: int) -> Uint32:
-        return square_index(self.first_row + as_mn(self.tScS)[2 * m, 0][0])
+    def row(self, r: int) -> Int32:
+        """The thread's r-th."""
+        return self.first_row + as_mn(self.tScS)[r, 0][0]
 
-    def column(self, k: int, pair: int) -> Uint32:
-        """A thread's columns are its first one plus compile-time offsets (`mask.column_offset`)."""
-        first = square_index(self.first_column + as_mn(self.tScS)[0, 0][1])
-        return first + Uint32(APART * k + pair)
+    def column(self, c: int) -> Int32:
+        return self.first_column + as_mn(self.tScS)[0, c][1]

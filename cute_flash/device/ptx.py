@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 _CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
 
@@ -20,3 +20,23 @@ def rederived(value: Int32 | Float32) -> Int32 | Float32:
     """
     of = Float32 if isinstance(value, Float32) else Int32
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[of], read_only_args=[value])
+
+
+def kept_halves(draws: Uint32, threshold: Uint32) -> Int32:
+    """Of two draws of 15 bits, above which there is one bit more, all 16 bits set if a draw is not below.
+
+    As the bits of floats positive numbers are ordered like integers. Those of no number are above all others,
+    and so they compare: not below.
+    """
+    return cute.arch.inline_ptx(
+        "{\n\t.reg .b32 t;\n\tabs.f16x2 t, {$r0};\n\tset.geu.u32.f16x2 {$w0}, t, {$r1};\n\t}",
+        write_only_types=[Int32],
+        read_only_args=[draws, threshold],
+    )
+
+
+def chosen_bytes(low: Int32, high: Int32, selector: Int32) -> Int32:
+    """Four bytes of eight: those that the digits of the selector say."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[low, high, selector]
+    )

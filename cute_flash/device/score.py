@@ -4,17 +4,20 @@
 
 so that the softmax that follows has a scale of 1. Presence is compiled in, values are run-time.
 
-The tangent is made of an exponential and a reciprocal: with e = exp(2 x) and u = 1 / (e + 1),
+Where all scores of a warp are near 0, which is common, the tangent is an odd polynomial of them: five
+instructions a score, none of the special function unit. Else it is made of an exponential and a reciprocal:
+with e = exp(2 x),
 
-    tanh x = (e - 1) u,    1 - tanh² x = 4 e u²
+    tanh x = (e - 1) / (e + 1)
 
 Four scores of a row share one reciprocal: 1 / a = b (c d) / (a b c d). With the softmax, that makes 2.25
 instructions of the special function unit a score. tanh.approx would make 2, but it errs by 2^-11 of a score:
-more than P in 16 bits shows, and all of it in the LSE. This errs by 2^-21 of the score and 2^-23 of softcap.
+more than P in 16 bits shows, and all of it in the LSE. The polynomial errs by 2^-20 of the score, the other
+way by 2^-21 of the score and 2^-23 of softcap.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +30,10 @@ from cute_flash.device.views import as_mn
 # tanh is 1 in fp32 from 2 x = 17.3 on, which is 25 in units of log2; the product of four such sums is finite.
 MAX_EXPONENT = 30.0
 TOGETHER = 4
+# tanh x / x = 1 + x² (c1 + x² (c2 + x² c3)) up to |x| = NEAR, to a relative error of 6.4e-7: least maximum.
+NEAR, SERIES = 0.5, (-0.33328159, 0.13205360, -0.04475064)
+# Of x over the product; powers of larger ones leave fp32.
+MAX_NEAR_FACTOR = 65536.0
 
 
 @dataclass(frozen=True)
@@ -37,29 +44,81 @@ class Score:
     rate: Float32 | None = None  # 2 log2(e) scale / softcap
     softcap_log2: Float32 | None = None
     slope_log2: Float32 | None = None
+    cap: Float32 | None = None  # of the tangent: softcap_log2, or 1 where that is wanted
+    near: Float32 | None = None  # products up to which the series gives the same
+    series: tuple | None = None
 
     @staticmethod
-    def of(scale: Float32, softcap: Float32 | None = None) -> "Score":
-        """On the host: what all heads have in common."""
+    def of(scale: Float32, softcap: Float32 | None = None, gives_tangent: bool = False) -> "Score":
+        """On the host: what all heads have in common. `gives_tangent`: not times the cap."""
         if softcap is None:
             return Score(scale * LOG2_E)
-        return Score(scale * LOG2_E, scale / softcap * (2 * LOG2_E), softcap * LOG2_E)
+        x, softcap_log2 = scale / softcap, softcap * LOG2_E
+        cap = Float32(1.0) if gives_tangent else softcap_log2
+        near = cutlass.select_(x < MAX_NEAR_FACTOR, NEAR / x, Float32(-1.0))
+        squared = x * x
+        powers = (x * squared, x * squared * squared, x * squared * squared * squared)
+        terms = (x, *(coefficient * power for coefficient, power in zip(SERIES, powers)))
+        series = tuple(cap * term for term in terms)
+        return Score(scale * LOG2_E, x * (2 * LOG2_E), softcap_log2, None, cap, near, series)
 
     def of_head(self, slope: Float32 | None) -> "Score":
         """With the slope of a head."""
-        slope_log2 = None if slope is None else slope * LOG2_E
-        return Score(self.scale_log2, self.rate, self.softcap_log2, slope_log2)
+        return replace(self, slope_log2=None if slope is None else slope * LOG2_E)
 
     @cute.jit
-    def apply(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32):
-        """The block of scores of a mask's rows that begins at a column, in place; the mask comes after."""
+    def apply(
+        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, looks_near: cutlass.Constexpr = True
+    ):
+        """The block of scores of a mask's rows that begins at a column, in place; the mask comes after.
+
+        `looks_near`: there are registers for the polynomial beside the other way.
+        """
+        if cutlass.const_expr(self.rate is not None):
+            self.apply_cap(acc_S_mn, looks_near)
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             distance = self.first_distance(mask, r, first_col)
-            for c in cutlass.range_constexpr(0, cute.size(acc_S_mn, mode=[1]), TOGETHER):
-                products = [acc_S_mn[r, c + i] for i in range(TOGETHER)]
-                scores, _ = self.of_four(products, distance, c)
-                for i in cutlass.range_constexpr(TOGETHER):
-                    acc_S_mn[r, c + i] = scores[i]
+            for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+                score = acc_S_mn[r, c]
+                if cutlass.const_expr(self.rate is None):
+                    score = score * self.scale_log2
+                if cutlass.const_expr(self.slope_log2 is not None):
+                    from_key = cute.math.absf(distance - Float32(column_offset(c)))
+                    score = score - self.slope_log2 * from_key
+                acc_S_mn[r, c] = score
+
+    @cute.jit
+    def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True):
+        """Products -> log2(e) softcap tanh(scale s / softcap), or that tangent, in place.
+
+        A product that is not a number stays one and spoils no other.
+        """
+        if cutlass.const_expr(looks_near):
+            if self.are_near(acc):
+                c0, c1, c2, c3 = self.series
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    squared = acc[i] * acc[i]
+                    acc[i] = acc[i] * (c0 + squared * (c1 + squared * (c2 + squared * c3)))
+            else:
+                self.cap_all(acc)
+        else:
+            self.cap_all(acc)
+
+    @cute.jit
+    def are_near(self, acc: cute.Tensor):
+        """Whether the series serves all products of this warp."""
+        largest = [cute.math.absf(acc[i]) for i in range(TOGETHER)]
+        for i in cutlass.range_constexpr(TOGETHER, cute.size(acc)):
+            largest[i % TOGETHER] = cute.arch.fmax(largest[i % TOGETHER], cute.math.absf(acc[i]))
+        whole = cute.arch.fmax(cute.arch.fmax(*largest[:2]), cute.arch.fmax(*largest[2:]))
+        return cute.arch.vote_all_sync(whole <= self.near)
+
+    @cute.jit
+    def cap_all(self, acc: cute.Tensor):
+        for i in cutlass.range_constexpr(0, cute.size(acc), TOGETHER):
+            four = self._capped([acc[i + j] for j in range(TOGETHER)])
+            for j in cutlass.range_constexpr(TOGETHER):
+                acc[i + j] = four[j]
 
     def first_distance(self, mask: Mask, r: int, first_col: Int32) -> Float32 | None:
         """How far the first column of this thread lies before the position of its r-th row."""
@@ -68,30 +127,13 @@ class Score:
         row, column = as_mn(mask.tScS)[r, 0]
         return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - first_col - column)
 
-    def of_four(self, products: Sequence, distance: Float32 | None, c: int) -> tuple[list, list]:
-        """The scores of a thread's columns c to c + 3 in a row, and by what gradients grow: 1 - tanh².
-
-        Only what is used is computed. A product that is not a number stays one and spoils no other.
-        """
-        if self.rate is None:
-            scores, factors = [x * self.scale_log2 for x in products], [None] * len(products)
-        else:
-            scores, factors = self._capped(products)
-        if self.slope_log2 is not None:
-            for i in range(len(products)):
-                from_key = cute.math.absf(distance - Float32(column_offset(c + i)))
-                scores[i] = scores[i] - self.slope_log2 * from_key
-        return scores, factors
-
-    def _capped(self, products: Sequence) -> tuple[list, list]:
+    def _capped(self, products: Sequence) -> list:
         exponents = (cute.arch.fmin(x * self.rate, MAX_EXPONENT, nan=True) for x in products)
         e = [cute.math.exp2(x, fastmath=True) for x in exponents]
         # Of a number and no number, this minimum is the number.
         sums = [cute.arch.fmin(x + 1.0, 2.0 ** (MAX_EXPONENT + 1)) for x in e]
-        u = _reciprocals(sums)
-        cap = self.softcap_log2
-        scores = [(x * cap - cap) * y for x, y in zip(e, u)]
-        return scores, [4.0 * x * y * y for x, y in zip(e, u)]
+        cap = self.cap
+        return [(x * cap - cap) * y for x, y in zip(e, _reciprocals(sums))]
 
 
 def _reciprocals(x: Sequence) -> list:

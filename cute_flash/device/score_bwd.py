@@ -20,7 +20,7 @@ from cute_flash.device.kept import Kept
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import pack, rederived
-from cute_flash.device.score import TOGETHER, Score
+from cute_flash.device.score import Score
 from cute_flash.device.views import as_mn
 
 
@@ -28,11 +28,11 @@ from cute_flash.device.views import as_mn
 class Terms:
     """Of a launch. None: not asked for."""
 
-    score: Score  # without the slopes
+    score: Score  # without the slopes; of a cap, the tangent
     heads: Int32
     slopes: cute.Tensor | None  # (B, H)
     dslopes: cute.Tensor | None  # (B, H, parts of the sums)
-    threshold: Int32 | None  # 32 bits: draws below it are dropped
+    threshold: Int32 | None  # in both halves: draws below it are dropped
     keep_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
 
@@ -48,7 +48,7 @@ class Terms:
             distance = score.first_distance(mask, 0, first_col)
         if self.rng is not None:
             dropout = Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
-            place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS, turned)
+            place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
             kept = Kept.draw(dropout, place)
         return BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
 
@@ -81,11 +81,7 @@ class BlockScores:
     def cap(self, acc_S: cute.Tensor):
         """S -> t, before the mask"""
         if cutlass.const_expr(self.score.rate is not None):
-            tangent = replace(self.score, softcap_log2=Float32(1.0), slope_log2=None)
-            for i in cutlass.range_constexpr(0, cute.size(acc_S), TOGETHER):
-                four, _ = tangent.of_four([acc_S[i + j] for j in range(TOGETHER)], None, 0)
-                for j in cutlass.range_constexpr(TOGETHER):
-                    acc_S[i + j] = four[j]
+            self.score.apply_cap(acc_S)
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):

@@ -41,7 +41,7 @@ class WithTerms:
         features = self.static.features
         if not (features.softcap or features.alibi or features.dropout):
             return None
-        return Terms(Score.of(scale, softcap), mQ.shape[1], *others)
+        return Terms(Score.of(scale, softcap, gives_tangent=True), mQ.shape[1], *others)
 
 
 class BwdSm80General(WithTerms, BwdSm80):

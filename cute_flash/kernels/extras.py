@@ -21,7 +21,7 @@ class Extras:
     slopes: cute.Tensor | None = None  # (B, H)
     sinks: cute.Tensor | None = None  # (H)
     rng: cute.Tensor | None = None  # (seed, offset)
-    threshold: Int32 | None = None  # 32 bits: draws below it are dropped
+    threshold: Int32 | None = None  # in both halves: draws below it are dropped
     keep_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
 

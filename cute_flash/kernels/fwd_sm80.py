@@ -358,11 +358,11 @@ class FwdSm80:
             main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
         keys_seen = (main.blocks.end - 1 - n_block) * tile.tile_n
         main.softmax.step(as_mn(acc_S), as_mn(main.acc_O), keys_seen)
-        if cutlass.const_expr(main.dropout is not None):
-            place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
-            main.dropout.drop(as_operand_a(acc_S), place)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
+        if cutlass.const_expr(main.dropout is not None):
+            place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
+            main.dropout.drop(as_operand_a(rP), place)
 
         # O += P V
         self.gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)

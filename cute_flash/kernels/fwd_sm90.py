@@ -35,7 +35,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band, Walk
+from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
@@ -59,6 +59,8 @@ from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
+# Whether a block is cut is asked of every one.
+MAYBE = "maybe"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Tile:
     head: Int32
     span: Sequence
     mask: Mask
-    walk: Walk  # over its key blocks
+    walk: Walk | OutwardWalk  # over its key blocks
     of_head: OfHead
     sequence: Int32  # b H + h
 
@@ -313,7 +315,7 @@ class FwdSm90:
         if tile.walk.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
-        convert(acc_S, main.rP, range(self.shapes.steps))
+        self.round(main, tile, acc_S, tile.walk.first, range(self.shapes.steps))
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
@@ -325,37 +327,49 @@ class FwdSm90:
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S))
-        self.drop(main, tile, acc_S, tile.walk.first, range(self.shapes.steps))
 
     @cute.jit
-    def transform(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
+    def transform(
+        self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, looks_near: cutlass.Constexpr = False
+    ):
         """Softcap and ALiBi, before the mask."""
         if cutlass.const_expr(tile.of_head.score is not None):
-            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n)
+            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
 
     @cute.jit
-    def drop(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
-        """P = 0 where dropout says so; the sums are taken before."""
+    def round(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
+        """P in the inputs' type, and 0 where dropout says so; the sums are taken before."""
+        convert(acc_P, main.rP, steps)
         if cutlass.const_expr(main.dropout is not None):
             first_column = n_block * self.tile.tile_n
             place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
-            main.dropout.drop(as_operand_a(acc_P), place, steps)
+            main.dropout.drop(as_operand_a(main.rP), place, steps)
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
         """Blocks from the second: cut, whole, cut. Bound on one side only, tiles end with the cut ones."""
         walk, static = tile.walk, self.static
-        # Where every maximum is asked for, sums say nothing more; P that is made again would draw again.
-        may_check = not (static.features.return_max_logit or static.features.dropout)
-        whole_begin, whole_end = (tile.fill + cutlass.max(i, 1) for i in (walk.whole_begin, walk.whole_end))
-        if cutlass.const_expr(static.has_left and static.has_right):
-            for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
-                self.one_block(main, tile, fill, True, False)
-        for fill in cutlass.range(whole_begin, whole_end, unroll=1):
-            self.one_block(main, tile, fill, False, self.tile.checks_sums and may_check)
-        if cutlass.const_expr(static.has_left or static.has_right):
-            for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
-                self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
+        # Where every maximum is asked for, sums say nothing more; P is not made again where it would be drawn
+        # again beside accumulators that leave no registers.
+        has_room = not static.features.dropout or self.tile.width_v <= 64
+        may_check = has_room and not static.features.return_max_logit
+        checks_sums = self.tile.checks_sums and may_check
+        # A cap has two ways, of which it is enough to have one copy.
+        is_capped = static.features.softcap and (static.has_left or static.has_right)
+        if cutlass.const_expr(isinstance(walk, OutwardWalk) or is_capped):
+            for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
+                self.one_block(main, tile, fill, MAYBE, checks_sums)
+        else:
+            whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
+            whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
+            if cutlass.const_expr(static.has_left and static.has_right):
+                for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
+                    self.one_block(main, tile, fill, True, False)
+            for fill in cutlass.range(whole_begin, whole_end, unroll=1):
+                self.one_block(main, tile, fill, False, checks_sums)
+            if cutlass.const_expr(static.has_left or static.has_right):
+                for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
+                    self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
 
     @cute.jit
     def one_block(
@@ -372,8 +386,11 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(1)
         shared.k.release(fill)
-        self.transform(tile, acc_S, tile.walk.block(i))
-        if cutlass.const_expr(masked):
+        self.transform(tile, acc_S, tile.walk.block(i), masked is not True)
+        if cutlass.const_expr(masked == MAYBE):
+            if tile.walk.is_cut(i):
+                tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
+        elif cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
@@ -392,14 +409,12 @@ class FwdSm90:
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
         softmax.exponentiate_steps(*views, early, maybe_empty)
-        self.drop(main, tile, acc_P, tile.walk.block(i), early)
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        convert(acc_P, main.rP, early)
+        self.round(main, tile, acc_P, tile.walk.block(i), early)
         softmax.exponentiate_steps(*views, late, maybe_empty)
-        self.drop(main, tile, acc_P, tile.walk.block(i), late)
-        convert(acc_P, main.rP, late)
+        self.round(main, tile, acc_P, tile.walk.block(i), late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
@@ -409,7 +424,7 @@ class FwdSm90:
                     softmax.raise_max(block_max, as_mn(main.acc_O))
                     block_sum.fill(0.0)
                     softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                    convert(acc_P, main.rP, range(self.shapes.steps))
+                    self.round(main, tile, acc_P, tile.walk.block(i), range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
@@ -475,7 +490,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(main, tile)
         main.acc_O.fill(0.0)
-        convert(acc_S, main.rP, range(self.shapes.steps))
+        self.round(main, following, acc_S, following.walk.first, range(self.shapes.steps))
 
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange, Walk
+from cute_flash.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
@@ -121,14 +121,19 @@ class Params:
             return m_block, head, (batch,)
         return self.work.read(index)
 
-    def walk(self, m_block: Int32, sequence: Sequence) -> Walk:
+    def walk(self, m_block: Int32, sequence: Sequence) -> Walk | OutwardWalk:
         """The key blocks of a tile of rows, in the order of work.
 
         In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
         worth keeping before. Without that bound only the end of the keys cuts a block: with that one first,
-        the loop needs no mask.
+        the loop needs no mask. With slopes scores fall with the distance: the nearest keys come first, or
+        every block on the way to them would outgrow the maximum.
         """
-        return self._blocks(m_block, sequence).walk(self.shapes.static.has_right)
+        blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
+        if not static.features.alibi:
+            return blocks.walk(static.has_right)
+        lengths = self.positions_of(sequence), sequence.k_len
+        return blocks.walk_outward(diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
 
     def _blocks(self, m_block: Int32, sequence: Sequence) -> BlockRange:
         tile, lengths = self.shapes.tile, (self.positions_of(sequence), sequence.k_len)

@@ -2,7 +2,7 @@
 
 | step  | who                 | what                                                                    |
 |-------|---------------------|-------------------------------------------------------------------------|
-| count | a thread a sequence | tiles of each class of length                                           |
+| count | a warp 32 sequences | tiles of each class of length                                           |
 | sum   | a thread a class    | how many tiles are of longer classes, which come before                 |
 | write | a warp 32 sequences | each claims its places among those of its class, then all lanes write   |
 """
@@ -18,7 +18,17 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, ceil_div
 from cute_flash.problem import Static
-from cute_flash.work import BUCKETS, HEADER, ITEM, bucket, most_blocks
+from cute_flash.work import (
+    ASCENDS,
+    BUCKETS,
+    BY_LENGTH,
+    HEADER,
+    ITEM,
+    bucket,
+    descends_by_length,
+    most_blocks,
+    num_blocks,
+)
 
 THREADS = BUCKETS
 WARPS = THREADS // 32
@@ -62,7 +72,7 @@ class Tiles:
     tile_rows: Int32
     tile_columns: Int32
     band: Band  # of rows over columns
-    descends: Int32  # whether a sequence's last tile comes first
+    order: Int32  # ASCENDS, DESCENDS or BY_LENGTH
 
     @property
     def num_runs(self) -> Int32:
@@ -100,11 +110,15 @@ class Tiles:
 
     @cute.jit
     def size(self, run: tuple):
-        """Tiles of a run, and their class."""
+        """Tiles of a run, and the blocks of its longest."""
+        rows, columns = self.lengths(run)
+        longest = most_blocks(self.band, rows, columns, self.tile_rows, self.tile_columns)
+        return ceil_div(rows, self.tile_rows), longest
+
+    def lengths(self, run: tuple) -> tuple:
+        """Of its rows, and of its columns."""
         _b, _q_begin, q_len, _k_begin, k_len = run
-        rows, columns = (k_len, q_len) if cutlass.const_expr(self.of_keys) else (q_len, k_len)
-        cost = most_blocks(self.band, rows, columns, self.tile_rows, self.tile_columns)
-        return ceil_div(rows, self.tile_rows), bucket(cost)
+        return (k_len, q_len) if self.of_keys else (q_len, k_len)
 
     @cute.jit
     def build(self, classes: cute.Tensor, sums: cute.Tensor):
@@ -112,15 +126,11 @@ class Tiles:
         thread, _, _ = cute.arch.thread_idx()
         classes[thread] = 0
         cute.arch.sync_threads()
-        for r in cutlass.range(thread, self.num_runs, THREADS, unroll=1):
-            tiles, place = self.size(self.run(r))
-            if tiles > 0:
-                cute.arch.atomic_add(classes.iterator + place, tiles, sem="relaxed", scope="cta")
+        self.visit(classes, thread, False)
         cute.arch.sync_threads()
         self.sum(classes, sums, thread)
         cute.arch.sync_threads()
-        for first in cutlass.range(thread - thread % 32, self.num_runs, THREADS, unroll=1):
-            self.write(classes, first, thread % 32)
+        self.visit(classes, thread, True)
 
     @cute.jit
     def sum(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
@@ -141,23 +151,50 @@ class Tiles:
             self.mItems[0, 0] = cutlass.min(until, self.mItems.shape[0] - HEADER)
 
     @cute.jit
-    def write(self, classes: cute.Tensor, first: Int32, lane: Int32):
-        """The tiles of 32 sequences, by a warp."""
-        b, q_begin, q_len, k_begin, k_len = self.run(cutlass.min(first + lane, self.num_runs - 1))
-        tiles, place = self.size((b, q_begin, q_len, k_begin, k_len))
-        tiles = tiles if first + lane < self.num_runs else 0
-        claimed = Int32(0)
-        if tiles > 0:
-            claimed = cute.arch.atomic_add(classes.iterator + place, tiles, sem="relaxed", scope="cta")
-        mine = (b, q_begin, q_len, k_begin, k_len, tiles, claimed)
-        for other in cutlass.range(cutlass.min(self.num_runs - first, 32), unroll=1):
-            *numbers, num, at = (cute.arch.shuffle_sync(x, other) for x in mine)
-            for i in cutlass.range(lane, num, 32, unroll=1):
-                block = num - 1 - i if self.descends != 0 else i
-                self.write_one(at + i, (block, *numbers))
+    def visit(self, classes: cute.Tensor, thread: Int32, writes: cutlass.Constexpr):
+        """Every tile claims a place in its class, which counts them, and is written there or not."""
+        lane = thread % 32
+        for first in cutlass.range(thread - lane, self.num_runs, THREADS, unroll=1):
+            run = self.run(cutlass.min(first + lane, self.num_runs - 1))
+            tiles, longest = self.size(run)
+            tiles = tiles if first + lane < self.num_runs else 0
+            if tiles == 1:
+                place = _claim(classes, bucket(longest), Int32(1))
+                if cutlass.const_expr(writes):
+                    self.write((Int32(0), *run), place)
+            mine = (*run, tiles, longest)
+            for other in cutlass.range(cutlass.min(self.num_runs - first, 32), unroll=1):
+                *numbers, num, most = (cute.arch.shuffle_sync(x, other) for x in mine)
+                if num > 1:
+                    self.visit_run(classes, lane, tuple(numbers), (num, most), writes)
 
     @cute.jit
-    def write_one(self, item: Int32, numbers: tuple):
+    def visit_run(
+        self, classes: cute.Tensor, lane: Int32, run: tuple, size: tuple, writes: cutlass.Constexpr
+    ):
+        """The tiles of a run, by a warp. Those that lie side by side claim their places together."""
+        num, longest = size
+        sizes = (*self.lengths(run), self.tile_rows, self.tile_columns)
+        descends = descends_by_length(self.band, num, *sizes) if self.order == BY_LENGTH else self.order
+        for start in cutlass.range(0, num, 32, unroll=1):
+            i = start + lane
+            block = i if descends == ASCENDS else num - 1 - i
+            own = num_blocks(self.band, block, *sizes) if self.order == BY_LENGTH else longest
+            is_apart = i < num and 2 * own < longest
+            together = cute.arch.vote_ballot_sync(i < num and not is_apart)
+            place = Int32(0)
+            if lane == 0:
+                place = _claim(classes, bucket(longest), cute.arch.popc(together))
+            before = cute.arch.popc(together & ((Int32(1) << lane) - 1))
+            place = cute.arch.shuffle_sync(place, 0) + before
+            if is_apart:
+                place = _claim(classes, bucket(own), Int32(1))
+            if cutlass.const_expr(writes):
+                if i < num:
+                    self.write((block, *run), place)
+
+    @cute.jit
+    def write(self, numbers: tuple, item: Int32):
         row = cute.make_rmem_tensor(ITEM, Int32)
         row.fill(0)
         for i in cutlass.range_constexpr(len(numbers)):
@@ -165,6 +202,12 @@ class Tiles:
         if item < self.mItems.shape[0] - HEADER:
             target = (self.mItems.iterator + (item + HEADER) * ITEM).align(16)
             cute.autovec_copy(row, cute.make_tensor(target, cute.make_layout(ITEM)))
+
+
+@cute.jit
+def _claim(classes: cute.Tensor, place: Int32, number: Int32) -> Int32:
+    """The first of so many places in a class."""
+    return cute.arch.atomic_add(classes.iterator + place, number, sem="relaxed", scope="cta")
 
 
 class PrepareFwd:
@@ -212,12 +255,12 @@ class PrepareFwd:
         tile_n: Int32,
         window_left: Int32,
         window_right: Int32,
-        descends: Int32,
+        order: Int32,
         stream: CUstream,
     ):
         batch = Batch(mCuQ, mCuK, mUsedK, total_q, total_k)
         band = Band(window_left, window_right)
-        tiles = Tiles(mItems, batch, False, False, tile_m, tile_n, band, descends)
+        tiles = Tiles(mItems, batch, False, False, tile_m, tile_n, band, order)
         self.launch((tiles,), stream)
 
     def launch(self, lists: tuple, stream: CUstream):
@@ -265,11 +308,11 @@ class PrepareBwd(PrepareFwd):
         tile_n: Int32,
         window_left: Int32,
         window_right: Int32,
-        descends: Int32,
+        order: Int32,
         stream: CUstream,
     ):
         batch = Batch(mCuQ, mCuK, mUsedK, total_q, total_k)
         mirrored, band = Band(window_right, window_left), Band(window_left, window_right)
-        keys = Tiles(mKeys, batch, True, False, tile_n, tile_m, mirrored, descends)
-        queries = Tiles(mQueries, batch, False, True, tile_m, tile_n, band, descends)
+        keys = Tiles(mKeys, batch, True, False, tile_n, tile_m, mirrored, order)
+        queries = Tiles(mQueries, batch, False, True, tile_m, tile_n, band, order)
         self.launch((keys, queries), stream)

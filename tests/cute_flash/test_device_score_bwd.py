@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_flash import philox
 from cute_flash.band import Band
-from cute_flash.device import score_bwd
+from cute_flash.device import kept, score_bwd
 from cute_flash.device.mask import Mask
 from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import Terms
@@ -60,6 +60,15 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
         bits = cute.recast_tensor(both, Int32)
         return (bits[1] & -65536) | ((bits[0] >> 16) & 65535)
 
+    def chosen_bytes(low, high, selector):  # type: ignore[no-untyped-def]
+        even, odd = (low & 0xFFFF) | (high << 16), ((high >> 16) & 0xFFFF) | (low & -65536)
+        return cutlass.select_(selector == Int32(kept.OF_EVEN_KEY), even, odd)
+
+    def of_neighbour(self, mine, dropout, place, steps):  # type: ignore[no-untyped-def]
+        return self.drawn(dropout, place, steps, 1 - place.row(0) % 2)
+
+    monkeypatch.setattr(kept, "chosen_bytes", chosen_bytes)
+    monkeypatch.setattr(kept.Kept, "of_neighbour", of_neighbour)
     monkeypatch.setattr(score_bwd, "pack", pack)
     monkeypatch.setattr(score_bwd, "rederived", lambda value: value)
     monkeypatch.setattr(score_bwd, "_and", lambda value, bits: Int32(0))
@@ -76,7 +85,7 @@ def block(
     @cute.jit
     def program(P, dS, dslope, products, dP, statistics, numbers, slopes, rng, threshold):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        score = Score.of(numbers[0], numbers[1] if "softcap" in names else None)
+        score = Score.of(numbers[0], numbers[1] if "softcap" in names else None, True)
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
         terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
         band = Band(Int32(100), Int32(50))
@@ -111,7 +120,7 @@ def block(
     slopes = torch.zeros(BATCH + 1, HEADS)
     slopes[BATCH, HEAD] = 0.02
     given = (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG))
-    arguments = (*map(from_dlpack, given), Int32(philox.threshold(0.3)))
+    arguments = (*map(from_dlpack, given), Int32(philox.threshold(0.3) * 0x10001))
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
     return outs[0], outs[1], outs[2].double().sum().item()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_flash import UnsupportedError, forward, general
 from cute_flash.how import How
-from cute_flash.problem import MAX_SOFTCAP, check_softcap
+from cute_flash.problem import MAX_DROPOUT, MAX_SOFTCAP, check_dropout, check_softcap
 from tests.combinations import RNG
 from tests.fake_gpu import D, FakeGpu, inputs, normal
 
@@ -120,6 +120,9 @@ def test_extreme_numbers_stay_finite() -> None:
     check_softcap(MAX_SOFTCAP)
     with pytest.raises(UnsupportedError, match=r"softcap=20000\.0 on cuda: at most 16384; leave it out"):
         check_softcap(2e4)
+    check_dropout(MAX_DROPOUT)
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.97 on cuda: at most 0\.96875"):
+        check_dropout(0.97)
 
 
 def test_dropout_needs_its_draw(gpu: FakeGpu) -> None:

@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_flash.band import Band, ceil_div
-from cute_flash.work import BUCKETS, bucket, max_items, most_blocks, num_padded_blocks, padded_block
+from cute_flash.work import (
+    ASCENDS,
+    BUCKETS,
+    BY_LENGTH,
+    DESCENDS,
+    bucket,
+    max_items,
+    most_blocks,
+    num_blocks,
+    num_padded_blocks,
+    padded_block,
+)
 from tests import packed_model
 from tests.packed_model import Item, Lengths
 
@@ -34,17 +45,17 @@ def test_classes_are_ordered_and_few() -> None:
 @given(
     seed=st.integers(0, 10**6),
     of_keys=st.booleans(),
-    descends=st.booleans(),
+    order=st.sampled_from([ASCENDS, DESCENDS, BY_LENGTH]),
     band=st.sampled_from(BANDS),
     tiles=st.sampled_from([(128, 128), (192, 128), (64, 64), (128, 48), (64, 80)]),
 )
 def test_every_tile_once_and_the_longest_first(
-    seed: int, of_keys: bool, descends: bool, band: Band, tiles: tuple[int, int]
+    seed: int, of_keys: bool, order: int, band: Band, tiles: tuple[int, int]
 ) -> None:
     lengths = Lengths.drawn(seed, most=2000)
     side = (lengths.totals[1] if of_keys else lengths.totals[0]), tiles[0], len(lengths.queries)
     runs = packed_model.runs(lengths.cu_q, lengths.cu_k, lengths.used_k, lengths.totals, of_keys)
-    found = list(packed_model.items(runs, band, tiles, of_keys, descends))
+    found = list(packed_model.items(runs, band, tiles, of_keys, order))
     assert len(found) <= max_items(*side, has_unused=of_keys and lengths.used is not None)
 
     def span(item: Item) -> tuple[int, int]:
@@ -59,17 +70,26 @@ def test_every_tile_once_and_the_longest_first(
         rows.update(range(begin + first, begin + min(first + tiles[0], length)))
     assert rows == Counter(range(side[0]))
 
-    # Long ones before short ones, up to the width of a class; a sequence's tiles side by side, in order.
-    costs = []
-    for _, group in groupby(found, key=span):
-        tiles_of_one = list(group)
-        blocks = [item.block for item in tiles_of_one]
-        assert blocks == sorted(blocks, reverse=descends)
-        assert len(blocks) == ceil_div(span(tiles_of_one[0])[1], tiles[0])
-        begin, length = span(tiles_of_one[0])
-        columns = tiles_of_one[0].q_len if of_keys else tiles_of_one[0].k_len
-        costs.append(bucket(most_blocks(band, length, columns, *tiles)))
-    assert costs == sorted(costs, reverse=True)
+    # Long ones before short ones, up to the width of a class; a sequence's tiles in order, and side by side,
+    # but that short ones stand among their likes.
+    def costs(item: Item) -> tuple[int, int]:
+        rows, columns = (item.k_len, item.q_len) if of_keys else (item.q_len, item.k_len)
+        return (
+            num_blocks(band, item.block, rows, columns, *tiles),
+            most_blocks(band, rows, columns, *tiles),
+        )
+
+    apart = [order == BY_LENGTH and 2 * own < most for own, most in map(costs, found)]
+    classes = [bucket(own if x else most) for x, (own, most) in zip(apart, map(costs, found), strict=True)]
+    assert classes == sorted(classes, reverse=True)
+    seen = set()
+    for key, group in groupby((item for item, x in zip(found, apart, strict=True) if not x), key=span):
+        blocks = [item.block for item in group]
+        assert key not in seen and blocks in (sorted(blocks), sorted(blocks, reverse=True))
+        seen.add(key)
+        if order != BY_LENGTH:
+            assert blocks == sorted(blocks, reverse=order == DESCENDS)
+            assert len(blocks) == ceil_div(key[1], tiles[0])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -122,6 +142,6 @@ def test_runs_as_the_kernel_finds_them(seed: int, of_keys: bool) -> None:
         # Where there are no rows, the rest does not matter.
         if rows:
             cost = most_blocks(band, rows, columns, *tiles)
-            assert row[:7] == [*run, ceil_div(rows, tiles[0]), bucket(cost)]
+            assert row[:7] == [*run, ceil_div(rows, tiles[0]), cost]
         else:
             assert row[5] == 0
