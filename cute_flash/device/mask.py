@@ -27,7 +27,8 @@ class Mask:
     wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other
 
     @cute.jit
-    def apply(self, acc_S_mn: cute.Tensor, first_col: Int32):
+    def apply(self, acc_S_mn: cute.Tensor, first_col: Int32, hidden_value=-Float32.inf):
+        """`hidden_value`: what takes the place of a hidden score; the bits of it, where those are given."""
         coords = as_mn(self.tScS)
         # A thread's columns are its first one plus compile-time offsets. Counted from that one, the keys end
         # earlier; the band is aligned to their end, so its formulas hold as they are.
@@ -43,12 +44,12 @@ class Mask:
                 hidden = offset >= hi
                 if cutlass.const_expr(self.band.left is not None):
                     hidden = hidden or offset < lo
-                acc_S_mn[r, c] = -Float32.inf if hidden else acc_S_mn[r, c]
+                acc_S_mn[r, c] = hidden_value if hidden else acc_S_mn[r, c]
 
     @cute.jit
-    def hide_tail(self, acc_S_mn: cute.Tensor):
+    def hide_tail(self, acc_S_mn: cute.Tensor, hidden_value=-Float32.inf):
         """Rows past the end: the band knows the ends of columns only."""
         coords = as_mn(self.tScS)
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             if self.first_row + coords[r, 0][0] >= self.seqlen_q:
-                acc_S_mn[r, None].fill(-Float32.inf)
+                acc_S_mn[r, None].fill(hidden_value)

@@ -11,6 +11,7 @@ of the slope is made of dS'. dV takes its factor of 1 / (1 - dropout) at the end
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,10 +36,11 @@ class Terms:
     threshold: Int32 | None  # in both halves: draws below it are dropped
     keep_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
+    written: Any = None  # WrittenTerms: a bias, and users' functions
 
     def block(
         self, mask: Mask, head: Int32, batch: Int32, first_col: Int32, turned: bool, row_step: int = 16
-    ) -> "BlockScores":
+    ) -> Any:
         """The scores of a mask's rows, from a column on; `turned`: rows are keys. `row_step`: from one m16
         tile of a thread to the next.
         """
@@ -50,7 +52,8 @@ class Terms:
             dropout = Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
             place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
             kept = Kept.draw(dropout, place)
-        return BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
+        scores = BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
+        return scores if self.written is None else self.written.block(scores, mask, head, batch, first_col)
 
     @cute.jit
     def store_dslope(self, dslope: cute.Tensor, head: Int32, batch: Int32, part: Int32):
@@ -127,7 +130,7 @@ class BlockScores:
             return replace(self, first_distance=rederived(distance))
         # ptxas sees through that, and has other things to do only where bits are drawn.
         zero = self.heads >> 24  # to those who know how many there may be
-        return replace(self, first_distance=distance + Float32(_and(dP_mn[0, 0], zero)))
+        return replace(self, first_distance=distance + Float32(bits_and(dP_mn[0, 0], zero)))
 
     def weight(self, x: Float32, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         """exp(S - LSE) of S, or of t where there is a cap"""
@@ -154,7 +157,7 @@ def derivative(t: Float32) -> Float32:
     )
 
 
-def _and(x: Float32, bits: Int32) -> Int32:
+def bits_and(x: Float32, bits: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "and.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, bits]
     )

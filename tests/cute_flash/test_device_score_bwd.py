@@ -71,7 +71,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
     monkeypatch.setattr(kept.Kept, "of_neighbour", of_neighbour)
     monkeypatch.setattr(score_bwd, "pack", pack)
     monkeypatch.setattr(score_bwd, "rederived", lambda value: value)
-    monkeypatch.setattr(score_bwd, "_and", lambda value, bits: Int32(0))
+    monkeypatch.setattr(score_bwd, "bits_and", lambda value, bits: Int32(0))
     monkeypatch.setattr(score_bwd, "derivative", lambda t: cutlass.max(Float32(1.0) - t * t, Float32(0.0)))
 
 

@@ -1,0 +1,82 @@
+"""A bias and its gradient in the backward: element by element between global memory and registers.
+
+A thread has pairs of queries of a key: neighbours there are no neighbours in memory. The lanes of a warp have
+eight keys side by side, for four queries: half a sector of 16-bit elements, of which the other half is next.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_flash.device.mask import column_offset
+from cute_flash.device.place import Place
+from cute_flash.device.sums import Sums
+from cute_flash.mods.graph import COLUMN, ROW
+
+
+@dataclass(frozen=True)
+class BiasTerms:
+    """Of a launch. Tensors are (B, H, Sq, Sk), with a stride of 0 where entries are shared."""
+
+    mBias: cute.Tensor
+    mdBias: cute.Tensor | None  # in the type it is wanted in, or fp32 sums
+    bits: cutlass.Constexpr  # of ROW and COLUMN, what entries tell apart
+    is_added: cutlass.Constexpr  # several blocks, or several elements of one, have an entry in common
+
+    def block(self, place: Place, size: tuple, lengths: tuple) -> "BiasBlock":
+        rows, columns = size
+        kept = rows if self.bits & COLUMN else 1, columns if self.bits & ROW else 1
+        return BiasBlock(self, place, size, lengths, cute.make_rmem_tensor(kept, self.mBias.element_type))
+
+
+@dataclass(frozen=True)
+class BiasBlock:
+    terms: BiasTerms
+    place: Place
+    size: cutlass.Constexpr
+    lengths: tuple  # queries, keys
+    rBias: cute.Tensor  # (rows, columns), 1 of those that it does not tell apart
+
+    def at(self, r: int, c: int) -> Float32:
+        rows, columns = self.rBias.shape
+        return Float32(self.rBias[r if rows > 1 else 0, c if columns > 1 else 0])
+
+    @cute.jit
+    def fetch(self):
+        """Start the loads; past the end, of the last entry."""
+        place, rows = self.place, self.rBias.shape[0]
+        gBias = self.terms.mBias[place.batch, place.head, None, None]
+        keys = [self._key(r) for r in range(rows)]
+        for c in cutlass.range_constexpr(self.rBias.shape[1]):
+            query = self._query(c)
+            for r in cutlass.range_constexpr(rows):
+                self.rBias[r, c] = gBias[query, keys[r]]
+
+    def _query(self, c: int) -> Int32:
+        return cutlass.min(self.place.query + column_offset(c), self.lengths[0] - 1)
+
+    def _key(self, r: int) -> Int32:
+        return cutlass.min(self.place.key + self.place.row_offset(r), self.lengths[1] - 1)
+
+    def add(self, dS: Float32, r: int, c: int, sums: Sums) -> None:
+        """To the gradient, where it is wanted."""
+        terms, place = self.terms, self.place
+        if terms.mdBias is None:
+            return
+        gdBias = terms.mdBias[place.batch, place.head, None, None]
+        if terms.is_added:
+            bits = terms.bits & (ROW | COLUMN)
+            # Entries that are shared have one place, whatever the element.
+            where = self._query(c) if bits & ROW else 0, self._key(r) if bits & COLUMN else 0
+            sums.add("bias", bits, r, dS, gdBias, where)
+        else:
+            self.store(gdBias, dS, r, c)
+
+    @cute.jit
+    def store(self, gdBias: cute.Tensor, dS: Float32, r: cutlass.Constexpr, c: cutlass.Constexpr):
+        place, (num_queries, num_keys) = self.place, self.lengths
+        query, key = place.query + column_offset(c), place.key + place.row_offset(r)
+        if query < num_queries and key < num_keys:
+            gdBias[query, key] = dS.to(gdBias.element_type)

@@ -1,0 +1,254 @@
+"""P, dS and the other gradients of a block of the backward with a bias and users' functions, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash import philox
+from cute_flash.band import Band
+from cute_flash.device import mods_bwd, sums
+from cute_flash.device.bias_bwd import BiasTerms
+from cute_flash.device.mask import Mask
+from cute_flash.device.mods_bwd import Code, WrittenTerms
+from cute_flash.device.score import Score
+from cute_flash.device.score_bwd import Terms
+from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.views import as_mn
+from cute_flash.mods.call import Call
+from cute_flash.mods.graph import COLUMN, ROW
+from tests.combinations import RNG
+from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
+from tests.cute_flash.test_device_score_bwd import FOR_HOPPER, SHAPES
+from tests.cute_flash.test_device_score_bwd import on_the_host as plain_on_the_host
+
+SQ, SK, SCALE, BATCH, HEADS, HEAD, CAP, SLOPE = 300, 333, 0.37, 1, 5, 3, 2.0, 0.02
+GENERATOR = torch.Generator().manual_seed(3)
+BUCKETS = torch.randn(HEADS, 20, generator=GENERATOR)
+WEIGHTS, OF_QUERIES, OF_KEYS = (torch.randn(n, generator=GENERATOR) for n in (HEADS, SQ, SK))
+DOCUMENTS = torch.arange(400) // 37
+RATE = 1.5
+
+
+def tangent(score, b, h, q, kv):
+    return RATE * torch.tanh(score / RATE)
+
+
+def buckets(score, b, h, q, kv):
+    return score + BUCKETS[h, (q - kv).abs() // 16]
+
+
+def everywhere(score, b, h, q, kv):
+    return score * WEIGHTS[h] + OF_QUERIES[q] - OF_KEYS[kv] * 0.5 + score.abs() * (q - kv) * 0.001
+
+
+def odd(score, b, h, q, kv):
+    """Scores of -inf become numbers, and the derivative is no number at some."""
+    return torch.where(score < -3, -3.0, torch.sqrt((score + 3).clamp(min=0)))
+
+
+def documents(b, h, q, kv):
+    return (DOCUMENTS[q] + 3 == DOCUMENTS[kv]) | ((kv + q) % 5 == 0)
+
+
+def positive(x):  # type: ignore[no-untyped-def]
+    return cutlass.select_(x > 0.0, x, Float32(0.0))
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> None:
+    from cute_flash.device import score_bwd
+
+    for name in ("pack", "bits_and"):
+        monkeypatch.setattr(mods_bwd, name, getattr(score_bwd, name))
+    monkeypatch.setattr(mods_bwd, "derivative", lambda t: positive(Float32(1.0) - t * t))
+    monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, b))
+    monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan=False: cutlass.max(a, b))
+    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+    # Every thread adds what it has.
+    monkeypatch.setattr(sums, "over_lanes", lambda value, offsets: value)
+
+    def add_at(into, place, value, lanes=0):  # type: ignore[no-untyped-def]
+        into[place] = into[place] + value
+
+    monkeypatch.setattr(sums, "add_at", add_at)
+
+
+def expanded(bias: torch.Tensor) -> torch.Tensor:
+    return bias.expand(BATCH + 1, HEADS, SQ, SK)
+
+
+def bias_of(kind: str) -> torch.Tensor | None:
+    generator = torch.Generator().manual_seed(4)
+    shapes = {
+        "full": (BATCH + 1, HEADS, SQ, SK),
+        "of heads": (1, HEADS, SQ, SK),
+        "of keys": (BATCH + 1, 1, 1, SK),
+        "of queries": (1, 1, SQ, 1),
+        "one": (1, HEADS, 1, 1),
+    }
+    if kind not in shapes:
+        return None
+    bias = torch.randn(shapes[kind], generator=generator)
+    if kind == "full":
+        bias[..., ::7] = -torch.inf
+    return bias
+
+
+def block(  # type: ignore[no-untyped-def]
+    shape, names, call: Call, wanted, bias, first, products, dP, statistics
+) -> dict[str, Any]:
+    """P in 16 bits, dS and the other gradients of a block of keys by queries that begins there."""
+    keys, queries, threads, row_step, mma_of = shape
+    code = Code.of(call.graphs, wanted)
+    bits = 0 if bias is None else (ROW if bias.shape[2] > 1 else 0) | (COLUMN if bias.shape[3] > 1 else 0)
+    is_added = bias is not None and bias.shape != (BATCH + 1, HEADS, SQ, SK)
+    parts = call.graphs.parts(call.tables, call.numbers)
+    split = [len(x[0]) for x in (parts.score, parts.mask)]
+
+    @cute.jit
+    def program(P, dS, dslope, products, dP, statistics, numbers, slopes, rng, threshold, tables, floats,
+                dtables, mBias, mdBias):  # type: ignore[no-untyped-def]  # fmt: skip
+        mma = mma_of()
+        softcap = numbers[1] if "softcap" in names else None
+        dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
+        tables, floats, dtables = (() if x is None else tuple(x) for x in (tables, floats, dtables))
+        num = [len(x[1]) for x in (parts.score, parts.mask)]
+        of_score = tables[: split[0]], floats[: num[0]]
+        of_mask = tables[split[0] : sum(split)], floats[num[0] :]
+        terms_of_bias = None if mBias is None else BiasTerms(mBias, mdBias, bits, is_added)
+        written = WrittenTerms(
+            code, numbers[0], softcap, of_score, of_mask, of_score, terms_of_bias, dtables
+        )
+        score = Score.of(numbers[0], softcap, True)
+        terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, written)
+        band = Band(Int32(100), Int32(50))
+        for thread in range(threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((keys, queries)))
+            acc_S, acc_dP = (
+                cute.make_rmem_tensor(thr_mma.partition_shape_C((keys, queries)), Float32) for _ in range(2)
+            )
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                acc_S[i], acc_dP[i] = products[tScS[i]], dP[tScS[i]]
+            coords = as_mn(tScS)
+            lse, d = (cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32) for _ in range(2))
+            for c in cutlass.range_constexpr(cute.size(lse)):
+                lse[c], d[c] = statistics[0, coords[0, c][1]] * LOG2_E, statistics[1, coords[0, c][1]]
+            mask = Mask(band, Int32(SK), Int32(SQ), Int32(first[0]), tScS)
+            scores = terms.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
+            scores.prepare()
+            scores.cap(acc_S)
+            scores.cut(acc_S, mask, Int32(first[1]))
+            scores.hide(acc_S)
+            rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
+            scores.weigh(acc_S, rP, lse)
+            total = cute.make_rmem_tensor(1, Float32)
+            total.fill(0.0)
+            scores.differentiate(acc_S, acc_dP, lse, d, total)
+            dslope[thread] = total[0]
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
+
+    outs = [torch.full((keys, queries), torch.nan) for _ in range(2)] + [torch.zeros(threads)]
+    numbers = torch.tensor([SCALE, CAP, 1 / 0.7])
+    slopes = torch.zeros(BATCH + 1, HEADS)
+    slopes[BATCH, HEAD] = SLOPE
+    given = map(from_dlpack, (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG)))
+    dtables = [torch.zeros(call.tables[i].shape) for i in wanted]
+    dbias = None if bias is None else torch.zeros_like(bias)
+    biases = [None if x is None else from_dlpack(expanded(x)) for x in (bias, dbias)]
+    floats = [Float32(x) if isinstance(x, float) else Int32(x) for x in call.numbers]
+    arguments = (
+        *given, Int32(philox.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.tables] or None,
+        floats or None, [from_dlpack(x) for x in dtables] or None, *biases,
+    )  # fmt: skip
+    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    dslope = outs[2].double().sum().item()
+    return {"P": outs[0], "dS": outs[1], "dslope": dslope, "dtables": dtables, "dbias": dbias}
+
+
+CASES: list[tuple[str, str, Any, Any, str]] = [
+    ("wgmma 64", "", tangent, None, ""),
+    ("wgmma 64", "", buckets, documents, "full"),
+    ("wgmma 64", "alibi", everywhere, documents, "of heads"),
+    ("wgmma 64", "", None, None, "full"),
+    ("wgmma 64", "", None, documents, ""),
+    ("wgmma 64", "softcap", None, documents, ""),
+    ("wgmma 64", "softcap dropout", None, None, "of keys"),
+    ("wgmma 64", "softcap alibi dropout", everywhere, documents, "full"),
+    ("wgmma 64", "", odd, documents, "full"),
+    ("d128 sm_80", "dropout", everywhere, documents, "of queries"),
+    ("d96 sm_80", "softcap", buckets, None, "one"),
+    ("d256 sm_80", "alibi", tangent, documents, "of keys"),
+]
+
+
+@pytest.mark.parametrize(("name", "features", "score_mod", "mask_mod", "kind"), CASES)
+def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: str) -> None:
+    shape, names, bias = SHAPES[name], features.split(), bias_of(kind)
+    keys, queries, *_ = shape
+    generator = torch.Generator().manual_seed(1)
+    products, dP = (torch.randn(keys, queries, generator=generator) * 4 for _ in range(2))
+    statistics = torch.randn(2, queries, generator=generator)
+    # Cut by both bounds and by the end of the keys.
+    first = SK // keys * keys, SQ // queries * queries - queries
+    call = Call.of(score_mod, mask_mod, None)
+    num_tables = 0 if call.graphs.score is None else len(call.graphs.score.tables)
+    wanted = tuple(i for i in range(num_tables) if call.tables[i].is_floating_point())
+    found = block(shape, names, call, wanted, bias, first, products, dP, statistics)
+
+    lse, delta = statistics.double()
+    j = torch.arange(first[0], first[0] + keys)[:, None]
+    i = torch.arange(first[1], first[1] + queries)
+    raw = (SCALE * products.double()).requires_grad_()
+    slope = torch.tensor(SLOPE, dtype=torch.float64, requires_grad=True)
+    S = CAP * (raw / CAP).tanh() if "softcap" in names else raw
+    if "alibi" in names:
+        S = S - slope * (i + SK - SQ - j).abs()
+    whole = None if bias is None else bias.double().requires_grad_()
+    at_j, at_i = j.clamp(max=SK - 1), i.clamp(max=SQ - 1)
+    if whole is not None:
+        S = S + expanded(whole)[BATCH, HEAD][at_i, at_j]
+    tables = [x.double().requires_grad_(x.is_floating_point()) for x in call.tables[:num_tables]]
+    seen = torch.ones((), dtype=torch.bool)
+    from cute_flash.mods.evaluate import evaluate
+
+    places = torch.tensor(BATCH), torch.tensor(HEAD), i, j
+    parts = call.graphs.parts(call.tables, call.numbers)
+    if call.graphs.score is not None:
+        (S,) = evaluate(call.graphs.score, (tables, parts.score[1]), torch.float64, places, S)
+    if call.graphs.mask is not None:
+        (seen,) = evaluate(call.graphs.mask, parts.mask, torch.float64, places)
+    ahead = i + SK - SQ - j
+    hidden = (ahead > 50) | (ahead < -100) | (j >= SK) | ~seen
+    assert hidden.any() and not hidden.all()
+    exact = (S - lse).exp().masked_fill(hidden, 0.0).detach()
+    Z = torch.ones(())
+    if "dropout" in names:
+        ranges = range(first[1], first[1] + queries), range(first[0], first[0] + keys)
+        kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).kept(
+            range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), *ranges
+        )
+        Z = kept[0, 0].T / 0.7
+    torch.testing.assert_close(found["P"].double(), exact * (Z > 0), rtol=2.0**-7, atol=1e-30)
+    above = exact * (Z * dP.double() - delta)
+    leaves = [raw, slope, *([] if whole is None else [whole]), *(tables[n] for n in wanted)]
+    # Where nothing is seen the functions' derivatives do not count, whatever they are.
+    chosen = S.masked_fill(exact == 0, 0.0)
+    grads = torch.autograd.grad(chosen, leaves, above, allow_unused=True)
+    dS, dslope, *others = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
+    torch.testing.assert_close(found["dS"].double(), dS.nan_to_num(0.0), rtol=1e-4, atol=1e-5)
+    assert found["dslope"] == pytest.approx(dslope.item(), rel=1e-4, abs=1e-3)
+    if found["dbias"] is not None:
+        torch.testing.assert_close(found["dbias"].double(), others.pop(0), rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(found["dtables"], others, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-3)
