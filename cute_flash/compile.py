@@ -39,6 +39,8 @@ KERNELS = {
     "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
     "fwd_sm80_general": ("cute_flash.kernels.fwd_general", "FwdSm80General"),
     "fwd_sm90_general": ("cute_flash.kernels.fwd_general", "FwdSm90General"),
+    "fwd_sm80_custom": ("cute_flash.kernels.fwd_custom", "FwdSm80Custom"),
+    "fwd_sm90_custom": ("cute_flash.kernels.fwd_custom", "FwdSm90Custom"),
     "prepare_fwd": ("cute_flash.kernels.prepare", "PrepareFwd"),
     "prepare_fwd_early": ("cute_flash.kernels.prepare", "PrepareFwdEarly"),
     "prepare_bwd": ("cute_flash.kernels.prepare", "PrepareBwd"),
@@ -58,7 +60,7 @@ KERNELS = {
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/*.py", "device/*.py", "band.py", "work.py", "philox.py", "tiles*.py", "problem.py", "compile.py",
+    "kernels/*.py", "device/*.py", "mods/*.py", "band.py", "work.py", "philox.py", "tiles*.py", "problem.py", "compile.py",
     "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"

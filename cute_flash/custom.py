@@ -19,7 +19,7 @@ from cute_flash import general, ops
 from cute_flash.block_map import BlockMap
 from cute_flash.how import SCHEMA, TENSORS, How
 from cute_flash.mods.call import Call, Graphs, graphs_of
-from cute_flash.problem import CPU_DTYPES, Problem, UnsupportedError
+from cute_flash.problem import CPU_DTYPES, Problem, UnsupportedError, check_gradient_features
 from cute_flash.score import Score
 from cute_flash.written import Sums, Written
 
@@ -122,7 +122,9 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -
         mask_mod=graphs.mask is not None,
         block_map=block_map is not None,
     )
-    problem = replace(plain, features=features)
+    from cute_flash import custom_cuda
+
+    problem = replace(plain, features=features, mods=custom_cuda.static_of(custom))
     problem.check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     return problem
 
@@ -166,8 +168,16 @@ def _fwd_cpu(q, k, v, *arguments) -> Any:
 
 
 def _fwd_cuda(q, k, v, *arguments) -> Any:
-    checked_problem(q, k, v, *_split(arguments))
-    raise UnsupportedError("custom_fwd on cuda: nothing but plain attention was asked for")
+    from cute_flash import custom_cuda, forward, packed_cuda
+
+    how, custom = _split(arguments)
+    problem = checked_problem(q, k, v, how, custom)
+    if not problem.features.is_written:
+        return general._fwd_cuda(q, k, v, *how)
+    given = custom_cuda.given(custom, problem)
+    problem = custom_cuda.with_mods(problem, custom, given)
+    launch = packed_cuda.forward if problem.features.varlen else forward.fwd_cuda
+    return launch(q, k, v, how, problem, given)
 
 
 # ---- backward
@@ -212,7 +222,10 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
-    return _fwd_cuda(q, k, v, *arguments)
+    how, custom = _split(arguments)
+    problem = checked_problem(q, k, v, how, custom)
+    check_gradient_features(problem.features)
+    raise UnsupportedError("custom_bwd on cuda: nothing but plain attention was asked for")
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -21,25 +21,28 @@ from cute_flash.problem import Problem
 # out, LSE, and the largest logit of each head, or nothing.
 Outputs = tuple[Tensor, Tensor, Tensor]
 # What one call signature needs.
-Launch = Callable[[Tensor, Tensor, Tensor, How], Outputs]
+Launch = Callable[[Tensor, Tensor, Tensor, How, tuple], Outputs]
 _launches: dict[tuple, Launch] = {}
 # The quotient of scale and softcap stays finite. Scores below such a cap are 0 to the softmax.
 MIN_SOFTCAP = 1e-30
 
 
-def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outputs:
-    """`problem` describes the call, and was checked."""
+def fwd_cuda(
+    q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem, given: tuple[Any, ...] = ()
+) -> Outputs:
+    """`problem` describes the call, and was checked. `given`: see `custom_cuda.Given`."""
     if how.dropout and how.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
-        how.window_left is None, how.window_right is None, problem.features, planning.requested_family(),
+        how.window_left is None, how.window_right is None, problem.features, problem.mods,
+        planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:
         launch = _prepare(q, k, v, problem)
         operands.remember(_launches, signature, launch)
-    return launch(q, k, v, how)
+    return launch(q, k, v, how, given)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
@@ -57,10 +60,10 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
     index = q.device.index
     lse_packed = (problem.batch, problem.heads_kv, group * problem.seqlen_q)
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
+    def launch(q: Tensor, k: Tensor, v: Tensor, how: How, more: tuple[Any, ...] = ()) -> Outputs:
         if operands.current_device() != index:
             with torch.cuda.device(index):
-                return launch(q, k, v, how)
+                return launch(q, k, v, how, more)
         out, lse, most = ops._out_like(q, v), ops._lse_like(q), largest(q, how, -math.inf)
         target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
         scale = max(abs(how.scale), MIN_SCALE)
@@ -75,7 +78,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
         counter = counters.counter(index) if plan.draws_tiles else None
         address = () if counter is None else (counter[1],)
         extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
-        function(*given, *outputs, scale, *bounds, *arguments, *address, *extras, None)
+        function(*given, *outputs, scale, *bounds, *arguments, *address, *extras, *more, None)
         if must_copy_out:
             out.copy_(target)
         return out, lse, most
@@ -104,7 +107,7 @@ def largest(q: Tensor, how: How, value: float) -> Tensor:
     return q.new_full((q.shape[1] if how.max_logit else 0,), value, dtype=ops.lse_dtype(q.dtype))
 
 
-def _launch_empty(q: Tensor, k: Tensor, v: Tensor, how: How) -> Outputs:
+def _launch_empty(q: Tensor, k: Tensor, v: Tensor, how: How, _more: tuple = ()) -> Outputs:
     """No keys, or no rows: rows without keys give 0 and the sink, or -inf."""
     lse = ops._lse_like(q).fill_(-math.inf)
     if how.sinks is not None:

@@ -31,12 +31,17 @@ from cute_flash.problem import Problem
 from cute_flash.work import ASCENDS, BY_LENGTH, DESCENDS, HEADER, ITEM
 
 # (q, k, v, how, scale) -> (out, lse, largest logits)
-Launch = Callable[[Tensor, Tensor, Tensor, How, float], Outputs]
+Launch = Callable[[Tensor, Tensor, Tensor, How, float, tuple], Outputs]
 _launches: dict[tuple, Launch] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outputs:
-    """out (Tq, H, Dv), lse (H, Tq), and the largest logits if asked for, of a checked problem."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem, given: tuple[Any, ...] = ()
+) -> Outputs:
+    """out (Tq, H, Dv), lse (H, Tq), and the largest logits if asked for, of a checked problem.
+
+    `given`: see `custom_cuda.Given`.
+    """
     if how.dropout and how.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
     problem = _all_tokens(problem, q, k)
@@ -52,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outp
     if scale < MIN_SCALE:
         # The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum.
         q, scale = (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
-    return launch(q, k, v, how, scale)
+    return launch(q, k, v, how, scale, given)
 
 
 def _empty(q: Tensor, v: Tensor, how: How) -> Outputs:
@@ -87,10 +92,10 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
     rows = (HEADER + plan.num_items, ITEM)
     order = BY_LENGTH if problem.static.is_bounded else ASCENDS
 
-    def launch(q, k, v, how, scale):
+    def launch(q, k, v, how, scale, given=()):
         if operands.current_device() != index:
             with torch.cuda.device(index):
-                return launch(q, k, v, how, scale)
+                return launch(q, k, v, how, scale, given)
         q, k, v = map(launchable, (q, k, v))
         (out, lse), most = packed.outputs(q, v), largest(q, how, -math.inf)
         extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
@@ -99,7 +104,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
         prepare(*_offsets(how), items, *sizes, *_window(how, MAX_WINDOW), order)
         more = (address,) if draws_tiles else ()
-        function(q, k, v, out, lse, scale, *_window(how, 0), *arguments, *more, *extras, items)
+        function(q, k, v, out, lse, scale, *_window(how, 0), *arguments, *more, *extras, *given, items)
         return out, lse, most
 
     return launch

@@ -17,6 +17,7 @@ from cute_flash.problem import (
     Static,
     UnsupportedError,
     check_gradient_features,
+    check_written,
 )
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
@@ -112,9 +113,11 @@ class Plan:
         # Without a mask it does not matter which head and position a row is; the list of tiles knows what of
         # a sequence is used.
         is_bounded, features = static.has_left or static.has_right, replace(static.features, seqused_k=False)
-        static = replace(static, packs_heads=self.packs_heads and is_bounded, features=features)
-        general = "_general" * (features != PLAIN)
-        return CompileKey(f"fwd_{self.family}{general}", static, self.tile, self.target)
+        mods = None if static.mods is None else static.mods.in_forward
+        packs = self.packs_heads and is_bounded
+        static = replace(static, packs_heads=packs, features=features, mods=mods)
+        variant = "_custom" if features.is_written else "_general" * (features != PLAIN)
+        return CompileKey(f"fwd_{self.family}{variant}", static, self.tile, self.target)
 
     @property
     def prepare(self) -> CompileKey:
@@ -196,7 +199,7 @@ class BwdPlan:
         static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
         if not sees_mask:
             packed = Features(varlen=static.features.varlen)
-            static = replace(static, has_left=False, has_right=False, features=packed)
+            static = replace(static, has_left=False, has_right=False, features=packed, mods=None)
         return CompileKey(kernel, static, self.tile, self.target)
 
     @property
@@ -349,6 +352,7 @@ def plan(problem: Problem, arch: ArchSpec, is_packable: bool = False) -> Plan:
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
     tile = fwd_tile(family, arch, problem)
+    check_written(problem, tile.tile_m, tile.tile_n)
     packs = is_packable and family == "sm90" and _pays_to_pack(problem, tile.tile_m)
     packs = packs and _treats_heads_alike(problem.features)
     section = _section(problem, arch) // (problem.group if packs else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from cute_flash.band import Band
 
@@ -13,7 +14,14 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 # What kernels have beyond plain attention.
-FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
+WRITTEN_FEATURES = ("bias", "score_mod", "mask_mod", "block_map")
+FORWARD_FEATURES = (
+    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k", *WRITTEN_FEATURES,
+)  # fmt: skip
+# Positions that functions are asked about are below it: fp32 has all integers up to twice as many.
+MAX_INDEX = 1 << 23
+# Blocks of a map are multiples of it, so that the tiles of kernels that take one divide them.
+MAP_BLOCK = 128
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 # Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
@@ -59,7 +67,13 @@ class Features:
     @property
     def weight(self) -> int:
         """How many more registers a forward kernel needs with them, in no unit."""
-        return 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
+        plain = 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
+        return plain + 3 * (self.bias + self.score_mod) + 2 * self.mask_mod + self.block_map
+
+    @property
+    def is_written(self) -> bool:
+        """Whether kernels take a bias, functions or a block map."""
+        return self.bias or self.score_mod or self.mask_mod or self.block_map
 
     @property
     def in_gradients(self) -> Features:
@@ -81,6 +95,7 @@ class Static:
     head_dim_v: int | None = None  # of V and of the output, where it is another one
     packs_heads: bool = False  # rows are (query head of a group, position): the mask wraps around
     features: Features = PLAIN
+    mods: Any = None  # a `mods.static.Mods`, of functions, a bias and a block map
 
     @property
     def width_v(self) -> int:
@@ -108,6 +123,7 @@ class Problem:
     band: Band = field(default_factory=Band)
     head_dim_v: int | None = None  # None: that of the keys
     features: Features = PLAIN
+    mods: Any = None  # a `mods.static.Mods`
 
     @property
     def width_v(self) -> int:
@@ -122,7 +138,7 @@ class Problem:
     def static(self) -> Static:
         width_v = None if self.width_v == self.head_dim else self.width_v
         bounds = self.band.left is not None, self.band.right is not None
-        return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features)
+        return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features, mods=self.mods)
 
     @property
     def mean_keys(self) -> int:
@@ -185,11 +201,34 @@ def check_features(features: Features) -> None:
 def check_gradient_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
     check_features(features)
+    for name in features.names:
+        if name in WRITTEN_FEATURES:
+            raise UnsupportedError(
+                f"the gradient of attn with {name} on cuda: there is no backward kernel yet; move the tensors "
+                "to the CPU, or call it under torch.no_grad()"
+            )
     beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
     if features.varlen and beside:
         raise UnsupportedError(
             f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "
             "the tensors to the CPU, or call it under torch.no_grad()"
+        )
+
+
+def check_written(problem: Problem, tile_m: int, tile_n: int) -> None:
+    """Raise `UnsupportedError` for functions and block maps that a kernel of some tile does not take.
+
+    Functions are computed in floats where that is exact. A tile lies within one block of the map, which then
+    decides for all of it.
+    """
+    for name in ("seqlen_q", "seqlen_k"):
+        if problem.features.is_written and getattr(problem, name) >= MAX_INDEX:
+            raise UnsupportedError(f"{name}={getattr(problem, name)} with functions: less than {MAX_INDEX}")
+    rows, keys = (None if problem.mods is None else problem.mods.block) or (tile_m, tile_n)
+    if rows % tile_m or keys % tile_n:
+        raise UnsupportedError(
+            f"block_map of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; make "
+            f"it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
         )
 
 

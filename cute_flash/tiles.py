@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.problem import MAP_BLOCK, Problem, Static, UnsupportedError
 from layouts.variants import HOPPER_VARIANTS, VARIANTS
 
 if TYPE_CHECKING:
@@ -203,8 +203,12 @@ class FwdTileSm90:
         is_short_enough = self.max_keys is None or problem.mean_keys <= self.max_keys
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
-        has_room = self.max_weight >= static.features.weight
+        has_room = self.max_weight >= static.features.weight and _divides_map(self, static)
         return is_wide_enough and is_as_wide and is_short_enough and is_meant and has_room
+
+
+def _divides_map(tile: FwdTile | FwdTileSm90, static: Static) -> bool:
+    return not (static.features.block_map and (MAP_BLOCK % tile.tile_m or MAP_BLOCK % tile.tile_n))
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
@@ -345,7 +349,7 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
         # The lengths of a packed batch are in registers; those of others are arguments.
         bounds = min(bounds + static.features.varlen, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
-            has_room = tile.max_weight >= static.features.weight
+            has_room = tile.max_weight >= static.features.weight and _divides_map(tile, static)
             can_mask = tile.max_bounds >= bounds
             if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
                 return tile

@@ -47,24 +47,27 @@ class Score:
     cap: Float32 | None = None  # of the tangent: softcap_log2, or 1 where that is wanted
     near: Float32 | None = None  # products up to which the series gives the same
     series: tuple | None = None
+    unit: cutlass.Constexpr = LOG2_E  # 1: scores are natural, here and in all that is called log2
 
     @staticmethod
-    def of(scale: Float32, softcap: Float32 | None = None, gives_tangent: bool = False) -> "Score":
+    def of(
+        scale: Float32, softcap: Float32 | None = None, gives_tangent: bool = False, unit: float = LOG2_E
+    ) -> "Score":
         """On the host: what all heads have in common. `gives_tangent`: not times the cap."""
         if softcap is None:
-            return Score(scale * LOG2_E)
-        x, softcap_log2 = scale / softcap, softcap * LOG2_E
+            return Score(scale * unit, unit=unit)
+        x, softcap_log2 = scale / softcap, softcap * unit
         cap = Float32(1.0) if gives_tangent else softcap_log2
         near = cutlass.select_(x < MAX_NEAR_FACTOR, NEAR / x, Float32(-1.0))
         squared = x * x
         powers = (x * squared, x * squared * squared, x * squared * squared * squared)
         terms = (x, *(coefficient * power for coefficient, power in zip(SERIES, powers)))
         series = tuple(cap * term for term in terms)
-        return Score(scale * LOG2_E, x * (2 * LOG2_E), softcap_log2, None, cap, near, series)
+        return Score(scale * unit, x * (2 * LOG2_E), softcap_log2, None, cap, near, series, unit)
 
     def of_head(self, slope: Float32 | None) -> "Score":
         """With the slope of a head."""
-        return replace(self, slope_log2=None if slope is None else slope * LOG2_E)
+        return replace(self, slope_log2=None if slope is None else slope * self.unit)
 
     @cute.jit
     def apply(

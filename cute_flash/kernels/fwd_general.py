@@ -4,9 +4,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.softmax import LOG2_E
 from cute_flash.kernels.arguments import fake_items
-from cute_flash.kernels.extras import Extras, fake_extras
+from cute_flash.kernels.extras import Extras, fake_extras, softmax_scale
 from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cute_flash.kernels.fwd_sm90 import FwdSm90
 
@@ -17,11 +16,6 @@ def with_extras(arguments: tuple, kernel: FwdSm80 | FwdSm90) -> tuple:
     features = kernel.static.features
     items = fake_items() if features.varlen else None
     return (*plain, *fake_extras(plain[0], features), items, stream)
-
-
-def softmax_scale(scale: Float32, extras: Extras) -> Float32:
-    """Scores that were transformed are in units of log2 already."""
-    return scale * LOG2_E if extras.score is None else Float32(1.0)
 
 
 class FwdSm80General(FwdSm80):

@@ -10,9 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cute_flash.mods.graph import COLUMN, ROW, SCORE, Builder, Graph
+from cute_flash.problem import MAX_INDEX
 
-# Positions are below it; fp32 has all integers up to twice as many.
-MAX_INDEX = 1 << 23
 EXACT = 1 << 24
 _SUMS, _ALIKE = ("add", "sub"), ("neg", "abs", "min", "max")
 

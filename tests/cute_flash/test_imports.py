@@ -25,7 +25,7 @@ ORDER = (
             "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
             "operands", "backward", "ops", "how", "forward", "backward_general", "packed", "packed_cuda",
-            "general", "custom", "partial", "api", "varlen", "mask_pictures", "masks",
+            "general", "custom_cuda", "custom", "partial", "api", "varlen", "mask_pictures", "masks",
         )
     ),
     "cute_flash",  # the public names

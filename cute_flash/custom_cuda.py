@@ -1,0 +1,100 @@
+"""Functions, a bias and a block map on CUDA: what of them is compiled in, and the arguments of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_flash.block_map import BlockMap
+from cute_flash.mods.graph import Graph
+from cute_flash.mods.static import Mods
+from cute_flash.problem import Problem
+
+BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Given(NamedTuple):
+    """What a kernel takes after all else, but for the list of a packed batch's tiles. None: not there."""
+
+    bias: Tensor | None  # (B, H, Sq, Sk), with strides of 0 where it does not tell apart
+    tables: list[Tensor] | None  # of score_mod, of mask_mod, of score_mod_bwd
+    numbers: list[int | float] | None
+    lists: list[Tensor] | None  # how many blocks are full, and which; the same of partial ones
+
+
+def given(custom: Any, problem: Problem, of_keys: bool = False) -> Given:
+    """Of a checked `custom.Custom`. `of_keys`: the lists of blocks of keys, which the backward walks.
+
+    The forward takes no arguments of score_mod_bwd.
+    """
+    graphs = custom.graphs
+    found = (graphs.score, graphs.mask, graphs.bwd if of_keys else None)
+    num = sum(0 if x is None else len(x.tables) for x in found)
+    tables = [_table(x) for x in custom.tables[:num]]
+    numbers = _numbers(found, custom.numbers)
+    bias = None if custom.bias is None else as_bias(custom.bias, problem)
+    block_map = custom.map
+    lists = None if block_map is None else _lists(block_map, problem, of_keys)
+    return Given(bias, tables or None, numbers or None, lists)
+
+
+def with_mods(problem: Problem, custom: Any, given: Given) -> Problem:
+    """The problem with all that a kernel is compiled for."""
+    mods = static_of(custom)
+    if given.bias is not None:
+        dtype = str(given.bias.dtype).removeprefix("torch.")
+        mods = replace(mods, bias=dtype, reads_pairs=reads_pairs(given.bias))
+    return replace(problem, mods=mods)
+
+
+def static_of(custom: Any) -> Mods:
+    """But for what the bias's memory decides."""
+    block = custom.block_sizes[:2] if custom.block_map else None
+    wants_bias = custom.bias is not None and bool(custom.wants) and custom.wants[0]
+    wanted = custom.wanted if custom.wants else ()
+    return Mods(custom.graphs, block=None if block is None else (block[0], block[1]),
+                wants_bias=wants_bias, wanted=wanted)  # fmt: skip
+
+
+def as_bias(bias: Tensor, problem: Problem) -> Tensor:
+    """(B, H, Sq, Sk), in a dtype that kernels read."""
+    bias = bias if bias.dtype in BIAS_DTYPES else bias.float()
+    return bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+
+
+def reads_pairs(bias: Tensor) -> bool:
+    """Whether all pairs of keys that begin with an even one are aligned, and whole."""
+    *others, last = bias.stride()
+    is_even = not any(x % 2 for x in (*others, bias.shape[3]))
+    return last == 1 and is_even and bias.data_ptr() % (2 * bias.element_size()) == 0
+
+
+def _table(table: Tensor) -> Tensor:
+    """As `device.mods` reads it: bools as bytes, a single value as one of a row."""
+    if 0 in table.shape:
+        raise ValueError(f"a captured tensor has shape {tuple(table.shape)}: there is nothing to read")
+    if table.dtype == torch.bool:
+        table = table.view(torch.uint8)
+    elif table.dtype == torch.float64:
+        table = table.float()
+    return table if table.dim() else table.view(1)
+
+
+def _numbers(graphs: Sequence[Graph | None], numbers: Sequence[float]) -> list[int | float]:
+    kinds = [kind for graph in graphs if graph is not None for kind in graph.numbers]
+    return [int(x) if kind == "int" else float(x) for kind, x in zip(kinds, numbers)]
+
+
+def _lists(block_map: BlockMap, problem: Problem, of_keys: bool) -> list[Tensor]:
+    full, partial = block_map.full, block_map.partial
+    if of_keys:
+        full, partial = block_map.full_queries, block_map.partial_queries
+    heads = problem.batch, problem.heads
+    found: list[Any] = []
+    for one in (full, partial):
+        found += [one.num.contiguous().expand(*heads, -1), one.index.contiguous().expand(*heads, -1, -1)]
+    return found

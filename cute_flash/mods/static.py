@@ -1,0 +1,22 @@
+"""What of a user's functions, of a bias and of a block map is compiled into a kernel; the rest is arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from cute_flash.mods.call import Graphs
+
+
+@dataclass(frozen=True)
+class Mods:
+    graphs: Graphs = field(default_factory=Graphs)
+    bias: str = ""  # its dtype, as a kernel reads it; "": none
+    reads_pairs: bool = False  # two neighbouring keys of the bias are one aligned load
+    block: tuple[int, int] | None = None  # queries and keys of a block of the map
+    # Of gradients: whether the bias has one, and the tables of score_mod that do.
+    wants_bias: bool = False
+    wanted: tuple[int, ...] = ()
+
+    @property
+    def in_forward(self) -> Mods:
+        return replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), wants_bias=False, wanted=())
