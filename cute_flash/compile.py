@@ -56,11 +56,15 @@ KERNELS = {
     "bwd_sm80_general": ("cute_flash.kernels.bwd_general", "BwdSm80General"),
     "bwd_sm90_general": ("cute_flash.kernels.bwd_general", "BwdSm90General"),
     "bwd_sm90_ordered_general": ("cute_flash.kernels.bwd_general", "BwdSm90OrderedGeneral"),
+    "bwd_sm80_custom": ("cute_flash.kernels.bwd_custom", "BwdSm80Custom"),
+    "bwd_sm90_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90Custom"),
+    "bwd_sm90_ordered_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90OrderedCustom"),
     "bwd_postprocess_sm80": ("cute_flash.kernels.bwd_sm80_post", "BwdPostprocessSm80"),
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/*.py", "device/*.py", "mods/*.py", "band.py", "work.py", "philox.py", "tiles*.py", "problem.py", "compile.py",
+    "kernels/*.py", "device/*.py", "mods/*.py", "band.py", "entries.py", "work.py", "philox.py", "tiles*.py",
+    "problem.py", "compile.py",
     "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"

@@ -197,6 +197,8 @@ class BwdPlan:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
         static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
+        if static.mods is not None:
+            static = replace(static, mods=static.mods.in_gradients)
         if not sees_mask:
             packed = Features(varlen=static.features.varlen)
             static = replace(static, has_left=False, has_right=False, features=packed, mods=None)
@@ -218,8 +220,9 @@ class BwdPlan:
     @property
     def main(self) -> CompileKey:
         variant = "_ordered" * self.is_ordered + "_wide" * isinstance(self.tile, BwdTileSm90Wide)
-        general = "_general" * (self.problem.features.in_gradients != PLAIN)
-        return self.key(f"bwd_{self.family}{variant}{general}", sees_mask=True)
+        features = self.problem.features.in_gradients
+        more = "_custom" if features.is_written else "_general" * (features != PLAIN)
+        return self.key(f"bwd_{self.family}{variant}{more}", sees_mask=True)
 
     @property
     def after(self) -> CompileKey:
@@ -270,13 +273,15 @@ class BwdPlan:
     def draws_tiles(self) -> bool:
         """Whether blocks draw their tiles from a counter, as tiles differ in length."""
         static = self.problem.static
-        return self.is_persistent and (static.has_left or static.has_right or static.features.varlen)
+        differs = static.is_bounded or static.features.varlen or static.features.block_map
+        return self.is_persistent and differs
 
 
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
     check_gradient_features(problem.features)
+    _check_deterministic(problem, deterministic)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)
@@ -286,8 +291,19 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         tile = bwd_tile(family, arch, problem)
         if tile is not None and (isinstance(tile, BwdTileSm90) or not deterministic):
             _check_grid(problem, tile)
+            check_written(problem, tile.tile_m, tile.tile_n)
             return _bwd_plan(problem, arch, family, tile, deterministic)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, asked))
+
+
+def _check_deterministic(problem: Problem, deterministic: bool) -> None:
+    what = "the tables of score_mod" if problem.mods is not None and problem.mods.wanted else ""
+    what = "a block_map" if problem.features.block_map else what
+    if deterministic and what:
+        raise UnsupportedError(
+            f"deterministic gradients with {what} on cuda: they are added in any order; leave it out, or move "
+            "the tensors to the CPU"
+        )
 
 
 def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, asked: str | None) -> str:

@@ -201,12 +201,6 @@ def check_features(features: Features) -> None:
 def check_gradient_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
     check_features(features)
-    for name in features.names:
-        if name in WRITTEN_FEATURES:
-            raise UnsupportedError(
-                f"the gradient of attn with {name} on cuda: there is no backward kernel yet; move the tensors "
-                "to the CPU, or call it under torch.no_grad()"
-            )
     beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
     if features.varlen and beside:
         raise UnsupportedError(

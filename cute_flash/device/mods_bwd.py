@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_flash.device.bias_bwd import BiasBlock, BiasTerms
+from cute_flash.device.entry_list import EntryLists
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic, within
 from cute_flash.device.place import Place
@@ -84,6 +85,7 @@ class WrittenTerms:
     gradient: tuple | None
     bias: BiasTerms | None
     dtables: tuple | None  # fp32 sums, of the tables that have a gradient
+    lists: EntryLists | None = None  # of a block map
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
         row, column = as_mn(mask.tScS)[0, 0]

@@ -33,10 +33,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
+from cute_flash.device.entry_list import Entry
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
 from cute_flash.device.ldmatrix import Operand
 from cute_flash.device.mask import Mask
+from cute_flash.device.mods_bwd import WrittenScores
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.score_bwd import BlockScores, Terms
@@ -62,6 +64,7 @@ def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
 class BwdSm80:
     def __init__(self, static: Static, tile: BwdTile):
         self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
+        self.is_written, self.is_listed = static.features.is_written, static.features.block_map
         self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
         self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
@@ -165,12 +168,18 @@ class BwdSm80:
 
         # Keys that no query sees load nothing: a late copy would land on what passes through sKV.
         blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
-        if blocks.begin < blocks.end:
+        has_blocks = blocks.begin < blocks.end
+        if cutlass.const_expr(self.is_listed):
+            has_blocks = p.terms.written.lists.num(batch, head_kv, n_block) > 0
+        if has_blocks:
             rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
             for i, mX in enumerate((p.mK, p.mV)):
                 gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
-            self.main_loop(p, main, blocks, head_kv, batch)
+            if cutlass.const_expr(self.is_listed):
+                self.listed_loop(p, main, blocks, (batch, head_kv, n_block))
+            else:
+                self.main_loop(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         if cutlass.const_expr(self.static.features.dropout):
@@ -232,11 +241,40 @@ class BwdSm80:
             next_head = head + 1 if is_last_of_head else head
             following = (next_block, next_head, batch)
             self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
-            if cutlass.const_expr(main.dslope is not None):
-                if is_last_of_head:
-                    part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
-                    p.terms.store_dslope(main.dslope, head, batch, part)
+            self.end_head(p, main, head, batch, is_last_of_head)
             m_block, head, left = next_block, next_head, left - 1
+
+    @cute.jit
+    def end_head(self, p: Params, main: Main, head: Int32, batch: Int32, is_last_of_head):
+        if cutlass.const_expr(main.dslope is not None):
+            if is_last_of_head:
+                part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
+                p.terms.store_dslope(main.dslope, head, batch, part)
+
+    @cute.jit
+    def listed_loop(self, p: Params, main: Main, blocks: BlockRange, place: tuple):
+        """The same over the blocks that a block map names; `place`: of the list of this tile."""
+        lists, (batch, head_kv, _n_block) = p.terms.written.lists, place
+        first_head = head_kv * (p.mQ.shape[1] // p.mK.shape[1])
+        num = lists.num(*place)
+        left, bits = num, lists.read(*place, Int32(0))
+        first = Entry(bits)
+        self.load_block(p, main, (first.m_block, first_head + first.head, batch), self.stage_of(left))
+        cute.arch.cp_async_commit_group()
+        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
+        full_end = Int32(0) if is_tail else Int32(blocks.full_end)
+        while left > 0:
+            entry = Entry(bits)
+            next_bits = lists.read(*place, cutlass.min(num - left + 1, num - 1))
+            following = Entry(next_bits)
+            m_block, head = entry.m_block, first_head + entry.head
+            is_cut = m_block < blocks.full_begin or m_block >= full_end
+            self.one_block(
+                p, main, (m_block, head, batch), left, is_cut,
+                (following.m_block, first_head + following.head, batch), entry.is_partial,
+            )  # fmt: skip
+            self.end_head(p, main, head, batch, entry.is_last)
+            left, bits = left - 1, next_bits
 
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
@@ -270,7 +308,10 @@ class BwdSm80:
         return left & 1 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def one_block(self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple):
+    def one_block(
+        self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple, is_partial=None
+    ):
+        """`is_partial`: of a block map's blocks, whether mask_mod decides in this one."""
         m_block, head, _batch = where
         tile, stage = self.tile, self.stage_of(left)
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
@@ -282,14 +323,24 @@ class BwdSm80:
             self.load_following(p, main, following, left)
 
         scores = self.scores(p, main, where)
+        if cutlass.const_expr(self.is_written):
+            scores.prepare()
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
         if cutlass.const_expr(scores is not None):
             scores.cap(acc_S)
         if is_cut:
             mask = self.mask(p, main)
-            mask.apply(as_mn(acc_S), m_block * tile.tile_m)
-            mask.hide_tail(as_mn(acc_S))
+            if cutlass.const_expr(self.is_written):
+                scores.cut(acc_S, mask, m_block * tile.tile_m)
+            else:
+                mask.apply(as_mn(acc_S), m_block * tile.tile_m)
+                mask.hide_tail(as_mn(acc_S))
+        if cutlass.const_expr(self.is_written and is_partial is None):
+            scores.hide(acc_S)
+        if cutlass.const_expr(is_partial is not None):
+            if is_partial:
+                scores.hide(acc_S)
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         if cutlass.const_expr(scores is not None):
@@ -310,7 +361,7 @@ class BwdSm80:
         self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
         d, dP_mn = self.of_columns(p, main, stage + tile.stages), as_mn(acc_dP)
         if cutlass.const_expr(scores is not None):
-            if cutlass.const_expr(scores.keeps_tangent):
+            if cutlass.const_expr(scores.keeps_tangent or (self.is_written and scores.keeps_score)):
                 lse = self.of_columns(p, main, stage)
             scores.differentiate(acc_S, acc_dP, lse, d, main.dslope)
         else:
@@ -351,7 +402,7 @@ class BwdSm80:
         lengths = main.span.k_len, main.span.q_len
         return Mask(p.band, *lengths, rederived(main.first_row), self.coordinates(p, main))
 
-    def scores(self, p: Params, main: Main, where: tuple) -> BlockScores | None:
+    def scores(self, p: Params, main: Main, where: tuple) -> BlockScores | WrittenScores | None:
         if p.terms is None:
             return None
         m_block, head, batch = where

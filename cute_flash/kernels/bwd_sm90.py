@@ -39,7 +39,9 @@ from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
+from cute_flash.device.entry_list import Entry
 from cute_flash.device.mask import Mask, column_offset
+from cute_flash.device.mods_bwd import WrittenScores
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
@@ -93,8 +95,9 @@ class BwdSm90:
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
         self.has_score = static.features.in_gradients.weight > 0
+        self.is_written, self.is_listed = static.features.is_written, static.features.block_map
         # In order every tile has a block of its own: who is waited for has begun.
-        differs = static.has_left or static.has_right or static.features.varlen
+        differs = static.is_bounded or static.features.varlen or self.is_listed
         self.draws_tiles = differs and not self.is_ordered
 
     @property
@@ -270,7 +273,7 @@ class BwdSm90:
         while coord[0] != NO_TILE:
             tile = p.tile(count, fill, coord)
             self.one_tile(p, main, tile)
-            fill += tile.walk.num * p.heads_per_kv
+            fill += p.num_blocks(tile)
             count += 1
             shared.k.wait_full(count)
             coord = shared.told_tile(count)
@@ -287,12 +290,15 @@ class BwdSm90:
             main.dslope.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
-        total = tile.walk.num * p.heads_per_kv
+        total = p.num_blocks(tile)
         shared.v.wait_full(tile.count)
         # On the way through the blocks of a head: counted along, for a division takes long.
         place = (Int32(0),)
         if cutlass.const_expr(self.has_score):
             place = (Int32(0), tile.head_kv * p.heads_per_kv)
+        if cutlass.const_expr(self.is_listed):
+            # An empty list has memory too.
+            place = (Int32(0), p.entry(tile, Int32(0)).bits)
         if total > 0:
             place = self.one_block(p, main, tile, mask, operands, (begin, place), 0)
         if total > 1:
@@ -333,7 +339,7 @@ class BwdSm90:
         for the other's dS. `blocks_before`: 2 stands for any number above. `where`: the number of the block
         among all of this thread block, and among those of its head, of which the next one's is returned.
         """
-        fill, (i, *_) = where
+        fill, place = where
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
@@ -367,8 +373,10 @@ class BwdSm90:
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
         if cutlass.const_expr(self.has_score):
-            first_query = tile.block(i) * self.tile.tile_m
-            scores = p.terms.block(mask, where[1][1], tile.batch, first_query, turned=True)
+            m_block, head = self.block_and_head(p, tile, place)
+            scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
+            if cutlass.const_expr(self.is_written):
+                scores.prepare()
         if cutlass.const_expr(self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         warpgroup.wait_group(1)
@@ -376,7 +384,10 @@ class BwdSm90:
             rLSE = self.load_rows(main, shared.sLSE, stage)
         if cutlass.const_expr(self.has_score):
             scores.cap(acc_S)
-        self.mask(p, tile, mask, acc_S, i)
+        if cutlass.const_expr(self.is_written):
+            self.hide(p, tile, mask, scores, acc_S, place)
+        else:
+            self.mask(p, tile, mask, acc_S, place[0])
         if cutlass.const_expr(self.has_score):
             scores.weigh(acc_S, rP, rLSE)
         else:
@@ -390,7 +401,32 @@ class BwdSm90:
         else:
             self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
-        return self.following(p, main, tile, where[1])
+        if cutlass.const_expr(self.is_listed):
+            place = self.following_listed(p, main, tile, place)
+        else:
+            place = self.following(p, main, tile, place)
+        return place
+
+    def block_and_head(self, p: Params, tile: Tile, place: tuple) -> tuple:
+        """The block of queries at a place on the way, and its head."""
+        if not self.is_listed:
+            return tile.block(place[0]), place[1]
+        entry = Entry(place[1])
+        return entry.m_block, tile.head_kv * p.heads_per_kv + entry.head
+
+    @cute.jit
+    def following_listed(self, p: Params, main: Main, tile: Tile, place: tuple):
+        """The number of the next block in the list, and what stands there."""
+        i, entry = place[0] + 1, Entry(place[1])
+        if cutlass.const_expr(p.terms.slopes is not None):
+            if entry.is_last:
+                self.store_dslope(p, main, tile, tile.head_kv * p.heads_per_kv + entry.head)
+        return i, p.entry(tile, cutlass.min(i, tile.num_listed - 1)).bits
+
+    @cute.jit
+    def store_dslope(self, p: Params, main: Main, tile: Tile, head: Int32):
+        part = (tile.n_block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
+        p.terms.store_dslope(main.dslope, head, tile.batch, part)
 
     @cute.jit
     def following(self, p: Params, main: Main, tile: Tile, place: tuple):
@@ -401,8 +437,7 @@ class BwdSm90:
         if cutlass.const_expr(self.has_score):
             if cutlass.const_expr(p.terms.slopes is not None):
                 if is_last:
-                    part = (tile.n_block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
-                    p.terms.store_dslope(main.dslope, place[1], tile.batch, part)
+                    self.store_dslope(p, main, tile, place[1])
             found = (i, place[1] + Int32(is_last))
         return found
 
@@ -473,6 +508,21 @@ class BwdSm90:
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
             mask.hide_tail(as_mn(acc_S))
+
+    @cute.jit
+    def hide(
+        self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple
+    ):
+        """What the band, the ends and mask_mod hide."""
+        m_block, _head = self.block_and_head(p, tile, place)
+        blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
+        if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
+            scores.cut(acc_S, mask, m_block * self.tile.tile_m)
+        if cutlass.const_expr(self.is_listed):
+            if Entry(place[1]).is_partial:
+                scores.hide(acc_S)
+        else:
+            scores.hide(acc_S)
 
     @cute.jit
     def stage_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):

@@ -24,17 +24,25 @@ def load(p: Params, shared: Shared):
     while index < p.tiles().num_tiles:
         coord = p.coord(index)
         tile = p.tile(count, fill, coord)
-        total = tile.walk.num * p.heads_per_kv
+        total = p.num_blocks(tile)
         if total > 0:
-            load_block(p, shared, tile, fill, Int32(0), Int32(0))
+            if cutlass.const_expr(p.lists is None):
+                load_block(p, shared, tile, fill, Int32(0), Int32(0))
+            else:
+                load_listed(p, shared, tile, fill, Int32(0))
         load_keys(p, p.v, shared.v, shared.sV, tile)
         shared.k.wait_empty(count)
         shared.tell_tile(count, coord)
         load_keys(p, p.k, shared.k, shared.sK, tile)
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
-                load_block(p, shared, tile, fill + i, g, i)
-            fill += tile.walk.num
+        if cutlass.const_expr(p.lists is None):
+            for g in cutlass.range(p.heads_per_kv, unroll=1):
+                for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
+                    load_block(p, shared, tile, fill + i, g, i)
+                fill += tile.walk.num
+        else:
+            for i in cutlass.range(1, total, unroll=1):
+                load_listed(p, shared, tile, fill + i, i)
+            fill += total
         # Late, for a block with a long tile to leave the next one to others.
         index = p.tiles().following(index)
         count += 1
@@ -56,7 +64,18 @@ def load_keys(p: Params, tiles: TmaTiles | RaggedTiles, ring: Ring, sX: cute.Ten
 @cute.jit
 def load_block(p: Params, shared: Shared, tile: Tile, fill: Int32, g: Int32, i: Int32):
     """A block of Q and dO, with LSE and D: the i-th of the g-th head."""
-    where = (tile.block(i), tile.head_kv * p.heads_per_kv + g, tile.span)
+    load_both(p, shared, fill, (tile.block(i), tile.head_kv * p.heads_per_kv + g, tile.span))
+
+
+@cute.jit
+def load_listed(p: Params, shared: Shared, tile: Tile, fill: Int32, i: Int32):
+    """The same of the i-th block of the tile's list."""
+    entry = p.entry(tile, i)
+    load_both(p, shared, fill, (entry.m_block, tile.head_kv * p.heads_per_kv + entry.head, tile.span))
+
+
+@cute.jit
+def load_both(p: Params, shared: Shared, fill: Int32, where: tuple):
     load_rows(p, p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
     load_rows(p, p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
 
@@ -93,13 +112,20 @@ def add_dq(p: Params, shared: Shared, adder: Int32):
     coord = read_tile(shared, count)
     while coord[0] != NO_TILE:
         tile = p.tile(count, fill, coord)
-        for g in cutlass.range(p.heads_per_kv, unroll=1):
-            head = tile.head_kv * p.heads_per_kv + g
-            for i in cutlass.range(tile.walk.num, unroll=1):
-                if cutlass.const_expr(p.num_adders == 1):
-                    add_parts(p, shared, sums_of(p, tile.span, head, tile.block(i)), fill)
-                elif fill % p.num_adders == adder:
-                    add_in_turn(p, shared, tile, head, tile.block(i), fill)
+        if cutlass.const_expr(p.lists is None):
+            for g in cutlass.range(p.heads_per_kv, unroll=1):
+                head = tile.head_kv * p.heads_per_kv + g
+                for i in cutlass.range(tile.walk.num, unroll=1):
+                    if cutlass.const_expr(p.num_adders == 1):
+                        add_parts(p, shared, sums_of(p, tile.span, head, tile.block(i)), fill)
+                    elif fill % p.num_adders == adder:
+                        add_in_turn(p, shared, tile, head, tile.block(i), fill)
+                    fill += 1
+        else:
+            for i in cutlass.range(p.num_blocks(tile), unroll=1):
+                entry = p.entry(tile, i)
+                head = tile.head_kv * p.heads_per_kv + entry.head
+                add_parts(p, shared, sums_of(p, tile.span, head, entry.m_block), fill)
                 fill += 1
         count += 1
         coord = read_tile(shared, count)

@@ -9,6 +9,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange, Walk, ceil_div
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.entry_list import Entry, EntryLists
 from cute_flash.device.ordered import Order
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
@@ -102,17 +103,34 @@ class Params:
             return Sequence(coord[2], self.seqlen_q, self.seqlen_k)
         return Sequence.told(coord[2:])
 
+    @property
+    def lists(self) -> EntryLists | None:
+        """Of a block map."""
+        written = None if self.terms is None else self.terms.written
+        return None if written is None else written.lists
+
     def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
         tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
         span = self.span(coord)
         blocks = self.band.blocks(coord[0], tile_n, tile_m, span.k_len, span.q_len)
         # Without a mask every tile begins elsewhere, for few to add to the same block at a time; but not in
         # order, where the turns come one after the other.
-        shift = None
-        if self.band.left is None and self.band.right is None and self.turns is None:
+        shift, num_listed = None, None
+        if self.lists is not None:
+            num_listed = self.lists.num(span.batch, coord[1], coord[0])
+        elif self.band.left is None and self.band.right is None and self.turns is None:
             tiles = self.order.num_m_blocks if self.work is None else ceil_div(span.k_len, tile_n)
             shift = coord[0] * blocks.end // tiles
-        return Tile(count, fill, coord[0], coord[1], span, blocks, blocks.walk(ascends=True), shift)
+        walk = blocks.walk(ascends=True)
+        return Tile(count, fill, coord[0], coord[1], span, blocks, walk, shift, num_listed)
+
+    def num_blocks(self, tile: "Tile") -> Int32:
+        """Blocks of queries of a tile, of all heads that share its keys."""
+        return tile.walk.num * self.heads_per_kv if tile.num_listed is None else tile.num_listed
+
+    def entry(self, tile: "Tile", i: Int32) -> Entry:
+        """The i-th of a tile's list."""
+        return Entry(self.lists.read(tile.span.batch, tile.head_kv, tile.n_block, i))
 
     @property
     def num_adders(self) -> int:
@@ -202,6 +220,7 @@ class Tile:
     blocks: BlockRange  # of queries that see them
     walk: Walk  # over those
     shift: Int32 | None  # of the walk's beginning
+    num_listed: Int32 | None = None  # blocks of all heads that a block map names, in the place of a walk
 
     @property
     def batch(self) -> Int32:

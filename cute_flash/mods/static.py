@@ -16,7 +16,15 @@ class Mods:
     # Of gradients: whether the bias has one, and the tables of score_mod that do.
     wants_bias: bool = False
     wanted: tuple[int, ...] = ()
+    bias_bits: int = 0  # of the graph's ROW and COLUMN, what entries of the bias tell apart
+    dbias: str = ""  # dtype of the bias's gradient as a kernel writes it; "": none
+    adds_bias: bool = False  # entries of it are sums of many scores, and not of one
 
     @property
     def in_forward(self) -> Mods:
-        return replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), wants_bias=False, wanted=())
+        return Mods(Graphs(self.graphs.score, self.graphs.mask), self.bias, self.reads_pairs, self.block)
+
+    @property
+    def in_gradients(self) -> Mods:
+        """The backward reads one entry of a bias at a time, and a block map in its own blocks."""
+        return replace(self, reads_pairs=False, block=None, wants_bias=False)
