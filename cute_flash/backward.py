@@ -83,7 +83,8 @@ def prepare(dout, dlse, q, k, v, out, problem: Problem, deterministic: bool) -> 
         dlse = None if dlse is None else dlse.contiguous()
         given = q, k, v, out, dout, lse.contiguous(), dlse
         room = workspace()
-        run(given, room, targets, (scale, dq_scale), window, None if terms is None else terms(scale, room))
+        besides = None if terms is None else terms(scale, room, plan.tile)
+        run(given, room, targets, (scale, dq_scale), window, besides)
         if must_copy_grads:
             for grad, target in zip(grads, targets, strict=True):
                 if grad is not target:

@@ -8,6 +8,7 @@ of slopes. That of a sink needs no more than the statistics of rows, and is a su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,27 +26,30 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _launches: dict[tuple, Launch] = {}
 
 
-def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, problem: Problem) -> Gradients:
-    """`problem` describes the call, and was checked."""
+def bwd_cuda(
+    dout, dlse, q, k, v, out, lse, how: How, problem: Problem, more: Callable[[Any], tuple] | None = None
+) -> Gradients:
+    """`problem` describes the call, and was checked. `more`: what a custom kernel takes, of its tile."""
     if problem.is_empty:
         zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         return *zeros, *_of_nothing(dlse, lse, how, problem)
     deterministic = how.deterministic or backward.is_mode_deterministic()
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
-        q.get_device(), how.window_left is None, how.window_right is None, problem.features, dlse is None,
-        deterministic, planning.requested_family(),
+        q.get_device(), how.window_left is None, how.window_right is None, problem.features, problem.mods,
+        dlse is None, deterministic, planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:
         launch = backward.prepare(dout, dlse, q, k, v, out, problem, deterministic)
         operands.remember(_launches, signature, launch)
 
-    def terms(scale: float, room: tuple[Any, ...]) -> tuple[Any, ...]:
+    def terms(scale: float, room: tuple[Any, ...], tile: Any) -> tuple[Any, ...]:
         """What the main kernel takes besides."""
         heads = problem.batch, problem.heads
         softcap, slopes, _sinks, *dropout, _most = extra_arguments(how, scale, lse, heads)
-        return softcap, slopes, room[-1] if slopes is not None else None, *dropout
+        dslopes = room[-1] if slopes is not None else None
+        return softcap, slopes, dslopes, *dropout, *(() if more is None else more(tile))
 
     def finish(room: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None]:
         dalibi = dsinks = None

@@ -9,6 +9,7 @@ Functions come as the digest of their graphs, which this process has seen, and t
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import general, ops
+from cute_flash import plan as planning
 from cute_flash.block_map import BlockMap
 from cute_flash.how import SCHEMA, TENSORS, How
 from cute_flash.mods.call import Call, Graphs, graphs_of
@@ -225,7 +227,12 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
     how, custom = _split(arguments)
     problem = checked_problem(q, k, v, how, custom)
     check_gradient_features(problem.features)
-    raise UnsupportedError("custom_bwd on cuda: nothing but plain attention was asked for")
+    if not problem.features.is_written:
+        found = general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how)
+        return *found, general._like(None, q), []
+    from cute_flash import backward_custom
+
+    return backward_custom.bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom, problem)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -233,6 +240,8 @@ def _setup_context(ctx, inputs, output) -> None:
     how, custom = _split(arguments)
     out, lse, max_logit = output
     ctx.mark_non_differentiable(max_logit)
+    # Gradients on a GPU are computed in threads of autograd's, which do not see it.
+    ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
     tensors = [getattr(how, name) for name in TENSORS]
     ctx.save_for_backward(q, k, v, out, lse, *tensors, custom.bias, *custom.tables, *custom.block_map)
@@ -255,7 +264,8 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
     if dout is None and dlse is None:
         return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
     dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dalibi, dsinks, dbias, dtables = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
+    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
+        *grads, dalibi, dsinks, dbias, dtables = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
     by_name = {"alibi": dalibi, "sinks": dsinks}
     given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
     wanted = custom.wanted

@@ -18,6 +18,7 @@ from cute_flash.band import Band
 from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
 from cute_flash.tiles_bwd import BwdTile
+from tests.fake_custom import Given
 from tests.fake_gpu import COUNTER, FakeGpu
 
 LOG2_E = math.log2(math.e)
@@ -61,6 +62,8 @@ def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
     for x in args:
         if not isinstance(x, Tensor):
             continue
+        if key.kernel.endswith("_custom") and any(x is one for one in args[-7:]):
+            continue  # a bias and its gradient: see `tests.fake_custom`
         if str(x.dtype) == f"torch.{key.static.dtype}":
             *outer, element = x.stride()
             assert x.shape[3] == key.static.head_dim
@@ -123,10 +126,13 @@ class Terms(NamedTuple):
 
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
-    kernel, terms = key.kernel.removesuffix("_general"), Terms()
+    kernel, terms, custom = key.kernel.removesuffix("_general").removesuffix("_custom"), Terms(), None
     if kernel != key.kernel:
         *rest, items = rest
         assert items is None
+        if key.kernel.endswith("_custom"):
+            rest, custom = rest[:-6], Given(key, *rest[-6:])
+            custom.check(torch.Size((*q.shape[:3], k.shape[2])))
         rest, terms = rest[:-6], Terms(*rest[-6:])
     terms.check(key, k.shape[2])
     is_ordered = kernel == "bwd_sm90_ordered"
@@ -136,7 +142,8 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         counters, dk, dv, scale, left, right, section, num_blocks, counter = rest
         assert num_blocks >= 1
         static = key.static
-        draws_tiles = (static.has_left or static.has_right) and kernel == "bwd_sm90"
+        differs = static.has_left or static.has_right or static.features.block_map
+        draws_tiles = differs and kernel == "bwd_sm90"
         assert (counter == COUNTER) == draws_tiles
         assert is_ordered == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
@@ -159,9 +166,15 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         scores, slope_of_cap = terms.softcap * tangent, 1 - tangent**2
     if terms.slopes is not None:
         scores = scores - terms.slopes[:, :, None, None] * offset.abs()
+    before = scores
+    if custom is not None:
+        before = custom.before(scores)
+        scores, hidden = custom.apply(before), hidden | custom.hidden(scores.shape)
     p = (scores - lse_log2[:, :, :seqlen, None] / LOG2_E).exp().masked_fill(hidden, 0)
     kept = terms.factors(p.shape)
     ds = p * (dout @ v.mT * kept - d[:, :, :seqlen, None])
+    if custom is not None:
+        ds = custom.differentiate(ds, before, p)
     if terms.dslopes is not None:
         # All of it in one of the parts.
         terms.dslopes[:, :, -1] = -(ds * offset.abs()).sum(dim=(2, 3))

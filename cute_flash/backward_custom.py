@@ -1,0 +1,95 @@
+"""The gradients on CUDA with a bias, functions that users write, and block maps.
+
+The main kernel writes the gradient of a bias that tells all scores apart as it is. That of another one is a
+sum: fp32 additions in any order, or, where gradients are to be deterministic, torch's sum of all of them, for
+which there must be memory. Gradients of tables are fp32 additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import backward, backward_general, custom_cuda, general
+from cute_flash.custom_cuda import BIAS_DTYPES
+from cute_flash.entries import entries_of
+from cute_flash.how import How
+from cute_flash.mods.graph import COLUMN, ROW
+from cute_flash.mods.static import Mods
+from cute_flash.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class BiasGradient:
+    """What the kernel writes, and what becomes of it."""
+
+    bias: Tensor
+    written: Tensor  # of the bias's shape, or (B, H, Sq, Sk)
+    is_added: bool
+
+    @staticmethod
+    def of(bias: Tensor, problem: Problem, deterministic: bool) -> BiasGradient:
+        whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+        if tuple(bias.shape) == whole:
+            # Blocks that are not visited write nothing.
+            visits_all = problem.static.is_bounded is False and not problem.features.block_map
+            make = torch.empty_like if visits_all and not problem.is_empty else torch.zeros_like
+            dtype = bias.dtype if bias.dtype in BIAS_DTYPES else torch.float32
+            return BiasGradient(bias, make(bias, dtype=dtype), False)
+        shape = whole if deterministic else bias.shape
+        sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
+        return BiasGradient(bias, sums, not deterministic)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.written.dtype).removeprefix("torch.")
+
+    def found(self) -> Tensor:
+        """The gradient, in the bias's dtype."""
+        written, bias = self.written, self.bias
+        if written.shape == bias.shape and written.dtype == bias.dtype:
+            return written
+        shared = [i for i in range(4) if written.shape[i] != bias.shape[i]]
+        return torch.empty_like(bias).copy_(written.sum(dim=shared, keepdim=True) if shared else written)
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Problem) -> Any:
+    """What `custom_bwd` returns, of a checked `custom.Custom` and its problem."""
+    given = custom_cuda.given(custom._replace(block_map=[]), problem, of_keys=True)
+    problem = custom_cuda.with_mods(problem, custom, given)
+    deterministic = how.deterministic or backward.is_mode_deterministic()
+    of_bias = None
+    if problem.mods.wants_bias:
+        of_bias = BiasGradient.of(custom.bias, problem, deterministic)
+    problem = replace(problem, mods=_in_gradients(problem.mods, custom.bias, of_bias))
+    wanted, block_map = custom.wanted, custom.map
+    sums = [torch.zeros(custom.tables[i].shape, dtype=torch.float32, device=q.device) for i in wanted]
+    whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+
+    def more(tile: Any) -> tuple[Any, ...]:
+        """What the kernel takes besides: see `kernels.bwd_custom`."""
+        lists = None if block_map is None else entries_of(block_map, problem, (tile.tile_m, tile.tile_n))
+        dbias = None if of_bias is None else of_bias.written.expand(whole)
+        dtables = [x if x.dim() else x.view(1) for x in sums]
+        return given.bias, given.tables, given.numbers, dbias, dtables or None, lists
+
+    *grads, dalibi, dsinks = backward_general.bwd_cuda(
+        dout, dlse, q, k, v, out, lse, how, problem, None if problem.is_empty else more
+    )
+    dbias = general._like(None, q) if of_bias is None else of_bias.found()
+    dtables = [general._like(x if i in wanted else None, q) for i, x in enumerate(custom.tables)]
+    for i, grad in zip(wanted, sums, strict=True):
+        dtables[i].copy_(grad)
+    return *grads, *general._per_head(how, q, dalibi, dsinks), dbias, dtables
+
+
+def _in_gradients(mods: Mods, bias: Tensor | None, of_bias: BiasGradient | None) -> Mods:
+    """With what is compiled in of the gradient of the bias."""
+    if bias is not None:
+        mods = replace(mods, bias_bits=ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1))
+    if of_bias is not None:
+        mods = replace(mods, dbias=of_bias.dtype, adds_bias=of_bias.is_added)
+    return mods
