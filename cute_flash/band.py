@@ -49,6 +49,10 @@ class BlockRange:
     full_end: Index
     end: Index
 
+    def cuts(self, block: Index):
+        """Whether a block needs a mask, or is hidden."""
+        return (block < self.full_begin) | (block >= self.full_end)
+
     def walk(self, ascends: bool) -> Walk:
         """The blocks in ascending or descending order."""
         num, before, after = self.end - self.begin, self.full_begin - self.begin, self.end - self.full_end

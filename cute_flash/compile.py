@@ -64,8 +64,7 @@ KERNELS = {
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
     "kernels/*.py", "device/*.py", "mods/*.py", "band.py", "entries.py", "work.py", "philox.py", "tiles*.py",
-    "problem.py", "compile.py",
-    "../layouts/*.py",
+    "problem.py", "compile.py", "../layouts/*.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")

@@ -1,4 +1,4 @@
-"""Functions, a bias and a block map on CUDA: what of them is compiled in, and the arguments of the kernels."""
+"""Functions, a bias and a block map on CUDA: what of them is compiled in, and the kernels' arguments."""
 
 from __future__ import annotations
 

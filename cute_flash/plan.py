@@ -153,7 +153,8 @@ class Plan:
     def draws_tiles(self) -> bool:
         """Whether blocks draw their tiles from a counter, the last argument of the launch."""
         static = self.problem.static
-        return self.is_persistent and (static.has_left or static.has_right or static.features.varlen)
+        differ = static.is_bounded or static.features.varlen or static.features.block_map
+        return self.is_persistent and differ
 
     @property
     def launch_arguments(self) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class Features:
     def weight(self) -> int:
         """How many more registers a forward kernel needs with them, in no unit."""
         plain = 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
-        return plain + 3 * (self.bias + self.score_mod) + 2 * self.mask_mod + self.block_map
+        return plain + 3 * (self.bias + self.score_mod + self.mask_mod)
 
     @property
     def is_written(self) -> bool:
@@ -221,8 +221,8 @@ def check_written(problem: Problem, tile_m: int, tile_n: int) -> None:
     rows, keys = (None if problem.mods is None else problem.mods.block) or (tile_m, tile_n)
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(
-            f"block_map of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; make "
-            f"it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
+            f"block_map of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
+            f"make it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
         )
 
 

@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.band import BlockRange
+
 
 @dataclass(frozen=True)
 class BlockLists:
@@ -27,7 +29,7 @@ class BlockLists:
         """The i-th block of those at (batch, head, block)."""
         full, partial = self.full[(*place, None)].iterator, self.partial[(*place, None)].iterator
         at = full + i if i < num_full else partial + (i - num_full)
-        return cute.arch.make_warp_uniform(cute.make_tensor(at, cute.make_layout(1))[0])
+        return cute.make_tensor(at, cute.make_layout(1))[0]
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,17 @@ class ListWalk:
 
     lists: BlockLists
     place: tuple  # (batch, head, block of the map)
-    num_full: Int32
-    num_partial: Int32
+    numbers: tuple  # of blocks of the map: full and partial
     parts: cutlass.Constexpr
+    blocks: BlockRange | None = None  # of a band, which may cut full blocks too
+
+    @property
+    def num_full(self) -> Int32:
+        return self.numbers[0]
 
     @property
     def num(self) -> Int32:
-        return (self.num_full + self.num_partial) * self.parts
+        return (self.numbers[0] + self.numbers[1]) * self.parts
 
     @property
     def whole_begin(self) -> Int32:
@@ -67,6 +73,7 @@ class ListWalk:
         return self.lists.read(self.place, i // self.parts, self.num_full) * self.parts + i % self.parts
 
     def is_cut(self, i: Int32):
+        """Whether the i-th block is partial."""
         return i >= self.whole_end
 
     def begins_cut(self):

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-from cute_flash.device.philox import Dropout
 from cute_flash.device.block_list import BlockLists
+from cute_flash.device.philox import Dropout
 from cute_flash.device.score import Score
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.written import Written, WrittenOfHead
@@ -76,12 +76,8 @@ def softmax_scale(scale: Float32, extras: Extras) -> Float32:
 
 
 def written_of(static: Static, bias, tables, numbers) -> Written:
-    return Written(
-        static.mods,
-        bias,
-        None if tables is None else tuple(tables),
-        None if numbers is None else tuple(numbers),
-    )
+    of_functions = (None if given is None else tuple(given) for given in (tables, numbers))
+    return Written(static.mods, bias, *of_functions)
 
 
 # As `custom_cuda` passes captured tensors.

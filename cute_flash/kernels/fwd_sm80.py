@@ -9,8 +9,9 @@ For each tile of query rows, over blocks j of keys from the last visible one to 
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
-Where they are asked for, softcap and ALiBi change S before the mask, dropout P after its sums were taken, and
-a sink l and the LSE at the end (`extras`).
+Where they are asked for, softcap, ALiBi, a bias and a user's functions change S before the mask or hide more
+of it, dropout changes P after its sums were taken, and a sink l and the LSE at the end (`extras`). A block
+map names the blocks of keys, the full ones first.
 
 | warps      | rows                                                                    |
 |------------|-------------------------------------------------------------------------|
@@ -33,6 +34,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange
+from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
@@ -92,6 +94,7 @@ class Main:
     head: OfHead
     dropout: Dropout | None
     sequence: Int32  # b H + h
+    walk: ListWalk | None  # of a block map
 
 
 class FwdSm80:
@@ -223,10 +226,11 @@ class FwdSm80:
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
             p.extras.of_head(head, span.batch), p.extras.dropout(), span.batch * p.mQ.shape[1] + head,
+            self.walk(p, m_block, head, span),
         )  # fmt: skip
 
         # A tile that sees no key loads nothing: a late copy of Q would land on the output passing through sQ.
-        if main.blocks.begin < main.blocks.end:
+        if self.has_blocks(main):
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
@@ -246,6 +250,16 @@ class FwdSm80:
         if cutlass.const_expr(p.extras.max_logit is not None):
             raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
         epilogue.store(acc_O, sQ[None, None, 0], gO)
+
+    def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
+        if p.extras.lists is None:
+            return None
+        rows, keys = self.static.mods.block
+        place = span.batch, head, m_block // (rows // self.tile.tile_m)
+        return ListWalk(p.extras.lists, place, p.extras.lists.numbers(*place), keys // self.tile.tile_n)
+
+    def has_blocks(self, main: Main):
+        return main.blocks.begin < main.blocks.end if main.walk is None else main.walk.num > 0
 
     def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
         """(row, column) within the tile of every element of S."""
@@ -286,15 +300,45 @@ class FwdSm80:
 
     @cute.jit
     def main_loop(self, main: Main):
-        """Blocks from the last to the first: cut by the right bound or the tail, whole, cut on the left."""
-        blocks = main.blocks
-        self.load_block(main, blocks.end - 1, True)
-        cute.arch.cp_async_commit_group()
+        """Blocks from the last to the first: cut by the right bound or the tail, whole, cut on the left; or
+        those of lists.
+        """
+        if cutlass.const_expr(main.walk is None):
+            self.band_loop(main)
+        else:
+            self.listed_loop(main)
+
+    @cute.jit
+    def keep_q(self, main: Main):
+        """Wait for Q, and the first block; what of Q stays in registers."""
         if cutlass.const_expr(self.tile.q_steps > 0):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             for k in cutlass.range_constexpr(self.tile.q_steps):
                 main.q.load(k, 0)
+
+    @cute.jit
+    def listed_loop(self, main: Main):
+        walk = main.walk
+        n_block = walk.first
+        self.load_block(main, n_block, Int32(0), True)
+        cute.arch.cp_async_commit_group()
+        self.keep_q(main)
+        for i in cutlass.range(walk.whole_end, unroll=1):
+            following = walk.block(cutlass.min(i + 1, walk.num - 1))
+            self.one_block(main, n_block, False, (i, following))
+            n_block = following
+        for i in cutlass.range(walk.whole_end, walk.num, unroll=1):
+            following = walk.block(cutlass.min(i + 1, walk.num - 1))
+            self.one_block(main, n_block, True, (i, following))
+            n_block = following
+
+    @cute.jit
+    def band_loop(self, main: Main):
+        blocks = main.blocks
+        self.load_block(main, blocks.end - 1, blocks.end - 1, True)
+        cute.arch.cp_async_commit_group()
+        self.keep_q(main)
         for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
             self.one_block(main, blocks.end - 1 - i, True)
         for i in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
@@ -303,32 +347,34 @@ class FwdSm80:
             for i in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
                 self.one_block(main, blocks.full_begin - 1 - i, True)
 
-    def stage_of(self, n_block):
-        return n_block % 2 if self.tile.stages == 2 else 0
+    def stage_of(self, fill):
+        return fill % 2 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def load_block(self, main: Main, n_block: Int32, is_last: cutlass.Constexpr):
+    def load_block(self, main: Main, n_block: Int32, fill: Int32, is_last: cutlass.Constexpr):
         """Start the copies of key block `n_block`: K, and V too where it has a buffer to wait in."""
-        self.load_tile(main, main.gK, main.sK, n_block, is_last)
+        self.load_tile((main, main.gK, main.sK), n_block, fill, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
-            self.load_tile(main, main.gV, main.sV, n_block, is_last)
+            self.load_tile((main, main.gV, main.sV), n_block, fill, is_last)
 
     @cute.jit
-    def load_tile(
-        self, main: Main, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, is_last: cutlass.Constexpr
-    ):
+    def load_tile(self, what: tuple, n_block: Int32, fill: Int32, is_last: cutlass.Constexpr):
+        main, gX, sX = what
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
         loader = main.loader
         if cutlass.const_expr(self.static.features.weight > 0):
             # Beside other work no register is left to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
-        loader.load(tile, sX[None, None, self.stage_of(n_block)], main.mask.seqlen_k - first, is_last)
+        loader.load(tile, sX[None, None, self.stage_of(fill)], main.mask.seqlen_k - first, is_last)
 
     @cute.jit
-    def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr):
-        tile = self.tile
-        stage = self.stage_of(n_block)
+    def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr, listed: tuple | None = None):
+        """`listed`: how many blocks were before this one, and which follows, if any does."""
+        tile, written = self.tile, main.head.written
+        # Blocks before it, or a number that has the same remainder.
+        fill = n_block if listed is None else listed[0]
+        stage = self.stage_of(fill)
         acc_S = cute.make_rmem_tensor(
             main.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
@@ -338,8 +384,11 @@ class FwdSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 1):
-            self.load_tile(main, main.gV, main.sV, n_block, masked)
+            self.load_tile((main, main.gV, main.sV), n_block, fill, masked or listed is not None)
             cute.arch.cp_async_commit_group()
+        bias = None
+        if cutlass.const_expr(written is not None):
+            bias = written.load_bias(main.mask, n_block * tile.tile_n, not masked)
 
         # S = Q K^T
         self.gemm(main.tiled_mma, acc_S, main.q, main.k, stage)
@@ -348,15 +397,21 @@ class FwdSm80:
             # V(n) has landed, and every warp is done with K(n).
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-        if n_block > main.blocks.begin:
-            self.load_block(main, n_block - 1, False)
+        if cutlass.const_expr(listed is None):
+            if n_block > main.blocks.begin:
+                self.load_block(main, n_block - 1, n_block - 1, False)
+        else:
+            if fill + 1 < main.walk.num:
+                self.load_block(main, listed[1], fill + 1, True)
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(main.head.score is not None):
             main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n)
-        if cutlass.const_expr(masked):
-            main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
-        keys_seen = (main.blocks.end - 1 - n_block) * tile.tile_n
+        if cutlass.const_expr(written is not None):
+            written.transform(as_mn(acc_S), main.mask, n_block * tile.tile_n, bias)
+        self.hide(main, acc_S, n_block, masked)
+        blocks_seen = main.blocks.end - 1 - n_block if listed is None else fill
+        keys_seen = blocks_seen * tile.tile_n
         main.softmax.step(as_mn(acc_S), as_mn(main.acc_O), keys_seen)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
@@ -366,6 +421,18 @@ class FwdSm80:
 
         # O += P V
         self.gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)
+
+    @cute.jit
+    def hide(self, main: Main, acc_S: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr):
+        """-inf outside the band, and where mask_mod says so. Full blocks of a map are whole to it alone."""
+        first_column = n_block * self.tile.tile_n
+        if cutlass.const_expr(masked):
+            main.mask.apply(as_mn(acc_S), first_column)
+        elif cutlass.const_expr(main.walk is not None and self.static.is_bounded):
+            if main.blocks.cuts(n_block):
+                main.mask.apply(as_mn(acc_S), first_column)
+        if cutlass.const_expr(main.head.written is not None and (masked or main.walk is None)):
+            main.head.written.hide(as_mn(acc_S), main.mask, first_column)
 
     @cute.jit
     def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, stage: Int32):

@@ -9,8 +9,9 @@ For each tile of query rows, over blocks j of keys, those that a right bound cut
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
-Where they are asked for, softcap and ALiBi change S before the mask, dropout P after its sums were taken, and
-a sink l and the LSE at the end (`extras`).
+Where they are asked for, softcap, ALiBi, a bias and a user's functions change S before the mask or hide more
+of it, dropout changes P after its sums were taken, and a sink l and the LSE at the end (`extras`). A block
+map names the blocks of keys, the full ones first.
 
 Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while the softmax of neither waits.
 
@@ -37,6 +38,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
 from cute_flash.device.mask import Mask
@@ -95,7 +97,7 @@ class Tile:
     head: Int32
     span: Sequence
     mask: Mask
-    walk: Walk | OutwardWalk  # over its key blocks
+    walk: Walk | OutwardWalk | ListWalk  # over its key blocks
     of_head: OfHead
     sequence: Int32  # b H + h
 
@@ -180,7 +182,7 @@ class FwdSm90:
             scale_log2,
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
             TileOrder(num_m_blocks, heads, batch, section, static.has_right),
-            TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
+            TileQueue(num_m_blocks * heads * batch, counter, self.shapes.draws_tiles),
             WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
             make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
@@ -264,7 +266,8 @@ class FwdSm90:
         lengths = p.positions_of(span), span.k_len
         mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
         of_head, sequence = p.extras.of_head(head, span.batch), span.batch * p.order.heads + head
-        return Tile(count, fill, head, span, mask, p.walk(m_block, span), of_head, sequence)
+        walk = p.walk(m_block, head, span, main.shared.counts(count))
+        return Tile(count, fill, head, span, mask, walk, of_head, sequence)
 
     def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
         """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
@@ -306,6 +309,8 @@ class FwdSm90:
     @cute.jit
     def first_block(self, main: Main, tile: Tile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
+        first = tile.walk.first
+        bias = self.load_bias(tile, first, False)
         main.shared.k.wait_full(tile.fill)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
@@ -314,27 +319,66 @@ class FwdSm90:
         main.shared.k.release(tile.fill)
         if tile.walk.num == 1:
             self.release_q(main, tile)
-        self.first_softmax(main, tile, acc_S)
-        self.round(main, tile, acc_S, tile.walk.first, range(self.shapes.steps))
+        self.first_softmax(main, tile, acc_S, (first, bias))
+        self.round(main, tile, acc_S, first, range(self.shapes.steps))
 
     @cute.jit
-    def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
-        softmax = main.softmax
-        self.transform(tile, acc_S, tile.walk.first)
+    def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
+        """`at`: the block, and its bias."""
+        softmax, (first, bias) = main.softmax, at
+        self.transform(tile, acc_S, first, bias)
         if tile.walk.begins_cut():
-            tile.mask.apply(as_mn(acc_S), tile.walk.first * self.tile.tile_n)
+            tile.mask.apply(as_mn(acc_S), first * self.tile.tile_n)
+        self.hide(tile, acc_S, first, tile.walk.begins_cut())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
+    def load_bias(self, tile: Tile, n_block: Int32, is_whole: cutlass.Constexpr):
+        """On its way to registers while others multiply; None without one."""
+        if cutlass.const_expr(tile.of_head.written is None):
+            return None
+        return tile.of_head.written.load_bias(tile.mask, n_block * self.tile.tile_n, is_whole)
+
+    @cute.jit
     def transform(
-        self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, looks_near: cutlass.Constexpr = False
+        self,
+        tile: Tile,
+        acc_S: cute.Tensor,
+        n_block: Int32,
+        bias: cute.Tensor | None,
+        looks_near: cutlass.Constexpr = False,
     ):
-        """Softcap and ALiBi, before the mask."""
+        """Softcap, ALiBi, bias and score_mod, before the mask."""
         if cutlass.const_expr(tile.of_head.score is not None):
             tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
+        if cutlass.const_expr(tile.of_head.written is not None):
+            tile.of_head.written.transform(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, bias)
+
+    @cute.jit
+    def hide(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, is_cut):
+        """After the band: where mask_mod says so. A map's full blocks are whole to it, not to the band."""
+        written, first_column = tile.of_head.written, n_block * self.tile.tile_n
+        if cutlass.const_expr(isinstance(tile.walk, ListWalk)):
+            if cutlass.const_expr(is_cut is True):
+                written.hide(as_mn(acc_S), tile.mask, first_column)
+            elif cutlass.const_expr(is_cut is False):
+                self.hide_full(tile, acc_S, n_block)
+            else:
+                if is_cut:
+                    written.hide(as_mn(acc_S), tile.mask, first_column)
+                else:
+                    self.hide_full(tile, acc_S, n_block)
+        elif cutlass.const_expr(written is not None):
+            written.hide(as_mn(acc_S), tile.mask, first_column)
+
+    @cute.jit
+    def hide_full(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
+        if cutlass.const_expr(tile.walk.blocks is not None):
+            if tile.walk.blocks.cuts(n_block):
+                tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
 
     @cute.jit
     def round(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
@@ -362,12 +406,12 @@ class FwdSm90:
         else:
             whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
             whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
-            if cutlass.const_expr(static.has_left and static.has_right):
+            if cutlass.const_expr(static.has_left and static.has_right and not isinstance(walk, ListWalk)):
                 for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
                     self.one_block(main, tile, fill, True, False)
             for fill in cutlass.range(whole_begin, whole_end, unroll=1):
                 self.one_block(main, tile, fill, False, checks_sums)
-            if cutlass.const_expr(static.has_left or static.has_right):
+            if cutlass.const_expr(static.is_bounded or isinstance(walk, ListWalk)):
                 for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
                     self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
 
@@ -377,6 +421,11 @@ class FwdSm90:
     ):
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
+        n_block = bias = None
+        if cutlass.const_expr(tile.of_head.written is not None):
+            # Early: it is read from memory, and the bias too.
+            n_block = tile.walk.block(i)
+            bias = self.load_bias(tile, n_block, masked is False)
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         main.turns.wait()
@@ -386,12 +435,15 @@ class FwdSm90:
         main.turns.pass_on()
         warpgroup.wait_group(1)
         shared.k.release(fill)
-        self.transform(tile, acc_S, tile.walk.block(i), masked is not True)
+        if cutlass.const_expr(n_block is None):
+            n_block = tile.walk.block(i)
+        self.transform(tile, acc_S, n_block, bias, masked is not True)
         if cutlass.const_expr(masked == MAYBE):
             if tile.walk.is_cut(i):
-                tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
+                tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
         elif cutlass.const_expr(masked):
-            tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
+            tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
+        self.hide(tile, acc_S, n_block, tile.walk.is_cut(i) if masked == MAYBE else masked)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
@@ -412,9 +464,9 @@ class FwdSm90:
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.round(main, tile, acc_P, tile.walk.block(i), early)
+        self.round(main, tile, acc_P, n_block, early)
         softmax.exponentiate_steps(*views, late, maybe_empty)
-        self.round(main, tile, acc_P, tile.walk.block(i), late)
+        self.round(main, tile, acc_P, n_block, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
@@ -424,7 +476,7 @@ class FwdSm90:
                     softmax.raise_max(block_max, as_mn(main.acc_O))
                     block_sum.fill(0.0)
                     softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                    self.round(main, tile, acc_P, tile.walk.block(i), range(self.shapes.steps))
+                    self.round(main, tile, acc_P, n_block, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
@@ -473,6 +525,8 @@ class FwdSm90:
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
         last = tile.fill + tile.walk.num - 1
+        first = following.walk.first
+        bias = self.load_bias(following, first, False)
         shared.k.wait_full(following.fill)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)
@@ -483,14 +537,14 @@ class FwdSm90:
         main.softmax.restart()
         warpgroup.wait_group(1)
         shared.k.release(following.fill)
-        self.first_softmax(main, following, acc_S)
+        self.first_softmax(main, following, acc_S, (first, bias))
         # Its branches keep ptxas from moving the wait up before the exponentials.
         self.write_lse(p, main, tile)
         warpgroup.wait_group(0)
         shared.v.release(last)
         self.hand_over(main, tile)
         main.acc_O.fill(0.0)
-        self.round(main, following, acc_S, following.walk.first, range(self.shapes.steps))
+        self.round(main, following, acc_S, first, range(self.shapes.steps))
 
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):

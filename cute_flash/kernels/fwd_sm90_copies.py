@@ -24,10 +24,11 @@ def load_qk(p: Params, shared: Shared):
         m_block, head, numbers = p.tile(index)
         span = p.sequence(numbers)
         head_kv = head // p.heads_per_kv
-        walk = p.walk(m_block, span)
+        counts = p.counts(m_block, head, span)
+        walk = p.walk(m_block, head, span, counts)
         if walk.num > 0:
             load_block(p.k, shared.k, shared.sK, fill, (walk.first, head_kv, span.keys))
-        load_q(p, shared, count, (m_block, head), span)
+        load_q(p, shared, count, (m_block, head), span, counts)
         for i in cutlass.range(1, walk.num, unroll=1):
             load_block(p.k, shared.k, shared.sK, fill + i, (walk.block(i), head_kv, span.keys))
         fill += walk.num
@@ -48,9 +49,9 @@ def load_v(p: Params, shared: Shared):
     shared.q.wait_full(count)
     m_block = shared.m_block(count)
     while m_block != NO_TILE:
-        head, span = shared.head(count), p.sequence(shared.sequence(count))
+        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
         shared.release_q(count)
-        walk = p.walk(m_block, span)
+        walk = p.walk(m_block, head, span, counts)
         for i in cutlass.range(walk.num, unroll=1):
             coord = (walk.block(i), head // p.heads_per_kv, span.keys)
             load_block(p.v, shared.v, shared.sV, fill + i, coord)
@@ -61,11 +62,11 @@ def load_v(p: Params, shared: Shared):
 
 
 @cute.jit
-def load_q(p: Params, shared: Shared, count: Int32, coord: tuple, span: Sequence):
+def load_q(p: Params, shared: Shared, count: Int32, coord: tuple, span: Sequence, counts: tuple):
     ring, num = shared.q, shared.shapes.tile.num_warpgroups
     m_block, head = coord
     ring.wait_empty(count)
-    shared.tell_tile(count, (*coord, *span.numbers))
+    shared.tell_tile(count, (*coord, *span.numbers, *counts))
     ring.expect(count, num * shared.shapes.q.bytes)
     for w in cutlass.range_constexpr(num):
         sQ = shared.sQ[None, None, (w, ring.stage(count))]

@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.block_list import ListWalk
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
@@ -42,12 +43,21 @@ class Shapes:
 
     @property
     def tile_numbers(self) -> int:
-        """That tell a tile: m_block, head, and those of its sequence."""
+        """That tell a tile: m_block, head, those of its sequence, and of a map how many blocks it sees."""
+        return self.sequence_end + (2 if self.static.features.block_map else 0)
+
+    @property
+    def sequence_end(self) -> int:
         return 2 + (NUMBERS if self.static.features.varlen else 1)
 
     @property
     def is_bounded(self) -> bool:
         return self.static.has_left or self.static.has_right
+
+    @property
+    def draws_tiles(self) -> bool:
+        """Tiles differ in length."""
+        return self.is_bounded or self.static.features.block_map
 
     @property
     def steps(self) -> int:
@@ -121,14 +131,31 @@ class Params:
             return m_block, head, (batch,)
         return self.work.read(index)
 
-    def walk(self, m_block: Int32, sequence: Sequence) -> Walk | OutwardWalk:
+    def counts(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
+        """With a block map, how many of its blocks are full and partial."""
+        return (
+            ()
+            if self.extras.lists is None
+            else self.extras.lists.numbers(*self._place(m_block, head, sequence))
+        )
+
+    def _place(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
+        return sequence.batch, head, m_block // (self.shapes.static.mods.block[0] // self.shapes.tile.tile_m)
+
+    def walk(
+        self, m_block: Int32, head: Int32, sequence: Sequence, counts: tuple
+    ) -> Walk | OutwardWalk | ListWalk:
         """The key blocks of a tile of rows, in the order of work.
 
         In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
         worth keeping before. Without that bound only the end of the keys cuts a block: with that one first,
         the loop needs no mask. With slopes scores fall with the distance: the nearest keys come first, or
-        every block on the way to them would outgrow the maximum.
+        every block on the way to them would outgrow the maximum. A block map has its own order.
         """
+        if self.extras.lists is not None:
+            parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
+            blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
+            return ListWalk(self.extras.lists, self._place(m_block, head, sequence), counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
         if not static.features.alibi:
             return blocks.walk(static.has_right)
@@ -207,7 +234,11 @@ class Shared:
 
     def sequence(self, count: Int32) -> tuple:
         """The numbers of the tile's sequence."""
-        return tuple(self._told(i, count) for i in range(2, self.shapes.tile_numbers))
+        return tuple(self._told(i, count) for i in range(2, self.shapes.sequence_end))
+
+    def counts(self, count: Int32) -> tuple:
+        """With a block map, how many blocks of it the tile sees: full, partial."""
+        return tuple(self._told(i, count) for i in range(self.shapes.sequence_end, self.shapes.tile_numbers))
 
     def _told(self, i: int, count: Int32) -> Int32:
         return cute.arch.make_warp_uniform(self.tiles[i, count % TILE_SLOTS])

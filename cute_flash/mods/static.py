@@ -1,4 +1,4 @@
-"""What of a user's functions, of a bias and of a block map is compiled into a kernel; the rest is arguments."""
+"""What of users' functions, a bias and a block map is compiled into a kernel; the rest is arguments."""
 
 from __future__ import annotations
 

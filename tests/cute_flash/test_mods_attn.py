@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMap, UnsupportedError, attn, attn_varlen, masks, reference, supports
+from cute_flash import BlockMap, attn, attn_varlen, masks, reference, supports
 from cute_flash.band import Band
 from cute_flash.custom import custom_of
 from cute_flash.mods.call import Call
