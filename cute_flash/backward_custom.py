@@ -36,9 +36,9 @@ class BiasGradient:
         if tuple(bias.shape) == whole:
             # Blocks that are not visited write nothing.
             visits_all = problem.static.is_bounded is False and not problem.features.block_map
-            make = torch.empty_like if visits_all and not problem.is_empty else torch.zeros_like
+            make = torch.empty if visits_all and not problem.is_empty else torch.zeros
             dtype = bias.dtype if bias.dtype in BIAS_DTYPES else torch.float32
-            return BiasGradient(bias, make(bias, dtype=dtype), False)
+            return BiasGradient(bias, make(whole, dtype=dtype, device=bias.device), False)
         shape = whole if deterministic else bias.shape
         sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
         return BiasGradient(bias, sums, not deterministic)
@@ -50,10 +50,11 @@ class BiasGradient:
     def found(self) -> Tensor:
         """The gradient, in the bias's dtype."""
         written, bias = self.written, self.bias
-        if written.shape == bias.shape and written.dtype == bias.dtype:
+        found = torch.empty_like(bias)
+        if found.stride() == written.stride() and written.dtype == bias.dtype:
             return written
         shared = [i for i in range(4) if written.shape[i] != bias.shape[i]]
-        return torch.empty_like(bias).copy_(written.sum(dim=shared, keepdim=True) if shared else written)
+        return found.copy_(written.sum(dim=shared, keepdim=True) if shared else written)
 
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Problem) -> Any:
@@ -67,12 +68,12 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
     problem = replace(problem, mods=_in_gradients(problem.mods, custom.bias, of_bias))
     wanted, block_map = custom.wanted, custom.map
     sums = [torch.zeros(custom.tables[i].shape, dtype=torch.float32, device=q.device) for i in wanted]
-    whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    heads = problem.batch, problem.heads
 
     def more(tile: Any) -> tuple[Any, ...]:
         """What the kernel takes besides: see `kernels.bwd_custom`."""
         lists = None if block_map is None else entries_of(block_map, problem, (tile.tile_m, tile.tile_n))
-        dbias = None if of_bias is None else of_bias.written.expand(whole)
+        dbias = None if of_bias is None else of_bias.written.expand(*heads, -1, -1)
         dtables = [x if x.dim() else x.view(1) for x in sums]
         return given.bias, given.tables, given.numbers, dbias, dtables or None, lists
 

@@ -121,7 +121,7 @@ class Terms(NamedTuple):
         """Of dropout."""
         if self.rng is None or self.threshold is None or self.keep_scale is None:
             return 1.0
-        dropout = Dropout(self.threshold % 2**32 / 2**32, self.rng, shape[1])
+        dropout = Dropout(self.threshold % 2**16 / 2**15, self.rng, shape[1])
         return dropout.kept(*map(range, shape)) * self.keep_scale
 
 

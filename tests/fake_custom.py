@@ -33,12 +33,16 @@ class Given:
         assert (self.bias is not None) == features.bias == bool(mods.bias)
         assert (self.dbias is not None) == bool(mods.dbias)
         assert (self.lists is not None) == features.block_map
-        assert mods.block is None and not mods.reads_pairs
-        for x, dtype in ((self.bias, mods.bias), (self.dbias, mods.dbias)):
-            assert x is None or (x.shape == shape and str(x.dtype) == f"torch.{dtype}")
+        assert mods.block is None
+        if self.bias is not None:
+            assert self.bias.shape == shape and str(self.bias.dtype) == f"torch.{mods.bias}"
+            assert self.bias.stride(3) == 1 or not mods.reads_pairs
         if self.dbias is not None:
-            shared = any(n > 1 and s == 0 for n, s in zip(self.dbias.shape, self.dbias.stride()))
-            assert shared <= mods.adds_bias
+            shared = self.dbias.shape != shape or 0 in self.dbias.stride()
+            assert shared <= mods.adds_bias and str(self.dbias.dtype) == f"torch.{mods.dbias}"
+            sizes = zip(self.dbias.shape, shape, (True, True, mods.bias_bits & ROW, mods.bias_bits & COLUMN))
+            assert all(mine == n if tells or not mods.adds_bias else mine == 1 for mine, n, tells in sizes)
+            assert self.dbias.stride(3) == 1
         if self.bias is not None:
             tells = [s != 0 and n > 1 for n, s in zip(self.bias.shape[2:], self.bias.stride()[2:])]
             assert tells[0] <= bool(mods.bias_bits & ROW) and tells[1] <= bool(mods.bias_bits & COLUMN)
@@ -134,7 +138,7 @@ class Given:
             ds = found[0].expand_as(ds).masked_fill(p == 0, 0.0)
         if self.dbias is not None:
             strides = self.dbias.stride()
-            shared = [i for i in range(4) if strides[i] == 0]
+            shared = [i for i in range(4) if strides[i] == 0 or self.dbias.shape[i] == 1]
             one = self.dbias[tuple(slice(1) if i in shared else slice(None) for i in range(4))]
             grad = ds.sum(dim=shared, keepdim=True) if shared else ds
             one.copy_(one + grad if mods.adds_bias else grad)

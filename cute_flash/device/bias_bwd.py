@@ -12,16 +12,17 @@ from cutlass import Float32, Int32
 
 from cute_flash.device.mask import column_offset
 from cute_flash.device.place import Place
+from cute_flash.device.ptx import store_if
 from cute_flash.device.sums import Sums
 from cute_flash.mods.graph import COLUMN, ROW
 
 
 @dataclass(frozen=True)
 class BiasTerms:
-    """Of a launch. Tensors are (B, H, Sq, Sk), with a stride of 0 where entries are shared."""
+    """Of a launch."""
 
-    mBias: cute.Tensor
-    mdBias: cute.Tensor | None  # in the type it is wanted in, or fp32 sums
+    mBias: cute.Tensor  # (B, H, Sq, Sk), with a stride of 0 where entries are shared
+    mdBias: cute.Tensor | None  # (B, H, Sq or 1, Sk or 1), in the type it is wanted in, or fp32 sums
     bits: cutlass.Constexpr  # of ROW and COLUMN, what entries tell apart
     is_added: cutlass.Constexpr  # several blocks, or several elements of one, have an entry in common
 
@@ -43,16 +44,16 @@ class BiasBlock:
         rows, columns = self.rBias.shape
         return Float32(self.rBias[r if rows > 1 else 0, c if columns > 1 else 0])
 
-    @cute.jit
-    def fetch(self):
+    def fetch(self) -> None:
         """Start the loads; past the end, of the last entry."""
-        place, rows = self.place, self.rBias.shape[0]
-        gBias = self.terms.mBias[place.batch, place.head, None, None]
-        keys = [self._key(r) for r in range(rows)]
-        for c in cutlass.range_constexpr(self.rBias.shape[1]):
-            query = self._query(c)
-            for r in cutlass.range_constexpr(rows):
-                self.rBias[r, c] = gBias[query, keys[r]]
+        for c in range(self.rBias.shape[1]):
+            self.fetch_column(c)
+
+    def fetch_column(self, c: int) -> None:
+        if c < self.rBias.shape[1]:
+            gBias, query = self.terms.mBias[self.place.batch, self.place.head, None, None], self._query(c)
+            for r in range(self.rBias.shape[0]):
+                self.rBias[r, c] = gBias[query, self._key(r)]
 
     def _query(self, c: int) -> Int32:
         return cutlass.min(self.place.query + column_offset(c), self.lengths[0] - 1)
@@ -74,9 +75,9 @@ class BiasBlock:
         else:
             self.store(gdBias, dS, r, c)
 
-    @cute.jit
-    def store(self, gdBias: cute.Tensor, dS: Float32, r: cutlass.Constexpr, c: cutlass.Constexpr):
+    def store(self, gdBias: cute.Tensor, dS: Float32, r: int, c: int) -> None:
         place, (num_queries, num_keys) = self.place, self.lengths
         query, key = place.query + column_offset(c), place.key + place.row_offset(r)
-        if query < num_queries and key < num_keys:
-            gdBias[query, key] = dS.to(gdBias.element_type)
+        exists = (query < num_queries) & (key < num_keys)
+        target = gdBias.iterator + cute.crd2idx((query, key), gdBias.layout)
+        store_if(Int32(exists), target.toint(), dS, gdBias.element_type)

@@ -86,6 +86,7 @@ class WrittenTerms:
     bias: BiasTerms | None
     dtables: tuple | None  # fp32 sums, of the tables that have a gradient
     lists: EntryLists | None = None  # of a block map
+    is_early: cutlass.Constexpr = True
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
         row, column = as_mn(mask.tScS)[0, 0]
@@ -94,7 +95,7 @@ class WrittenTerms:
         bias = None
         if self.bias is not None:
             bias = self.bias.block(place, size, (mask.seqlen_k, mask.seqlen_q))
-        return WrittenScores(plain, self, place, size, bias)
+        return WrittenScores(plain, self, place, size, bias, self.is_early)
 
 
 class Function:
@@ -131,6 +132,7 @@ class WrittenScores:
     place: Place
     size: cutlass.Constexpr  # rows and columns of this thread
     bias: BiasBlock | None
+    is_early: cutlass.Constexpr  # there are registers for a block of the bias while S is on its way
 
     # What is compiled in
 
@@ -166,7 +168,7 @@ class WrittenScores:
     @cute.jit
     def prepare(self):
         """Before the products are there."""
-        if cutlass.const_expr(self.bias is not None):
+        if cutlass.const_expr(self.bias is not None and self.is_early):
             self.bias.fetch()
 
     @cute.jit
@@ -177,6 +179,8 @@ class WrittenScores:
             self.plain.score.apply_cap(acc_S)
         if cutlass.const_expr(self.scales):
             for c in cutlass.range_constexpr(self.size[1]):
+                if cutlass.const_expr(self.bias is not None and not self.is_early):
+                    self.bias.fetch_column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
                     S_mn[r, c] = self.shifted(S_mn[r, c] * self.terms.scale, r, c)
 
@@ -221,6 +225,9 @@ class WrittenScores:
         S_mn, packed, bits = as_mn(acc_S), cute.recast_tensor(rP, Int32), bits_of(acc_S)
         function = self.function()
         for c in cutlass.range_constexpr(0, self.size[1], 2):
+            if cutlass.const_expr(self.keeps_tangent and self.bias is not None and not self.is_early):
+                self.bias.fetch_column(c)
+                self.bias.fetch_column(c + 1)
             queries = [None if function is None else function.column(c + j) for j in range(2)]
             for r in cutlass.range_constexpr(self.size[0]):
                 pair = []
@@ -261,12 +268,12 @@ class WrittenScores:
         """What `weigh` left -> dS; what slope, bias and tables receive is added to theirs."""
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
         again, zero = self.again(dP_mn)
-        if cutlass.const_expr(self.keeps_tangent and self.bias is not None):
-            again.bias.fetch()
         function = again.function() if cutlass.const_expr(self.keeps_score) else None
         gradient = again.gradient()
         tables = TableSums(self.code, self.terms.dtables)
         for c in cutlass.range_constexpr(self.size[1]):
+            if cutlass.const_expr(self.keeps_tangent and self.bias is not None):
+                again.bias.fetch_column(c)
             query = None if function is None else function.column(c)
             column = None if gradient is None else gradient.column(c)
             for r in cutlass.range_constexpr(self.size[0]):

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 _CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
 
@@ -39,4 +39,27 @@ def chosen_bytes(low: Int32, high: Int32, selector: Int32) -> Int32:
     """Four bytes of eight: those that the digits of the selector say."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[low, high, selector]
+    )
+
+
+def add_if(condition: Int32, address: Int64, value: Float32):
+    """An addition in global memory, without a branch; in no order."""
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t"
+        "@p red.relaxed.gpu.global.add.f32 [{$r1}], {$r2};\n\t}",
+        read_only_args=[condition, address, value],
+    )
+
+
+_ROUND = {cutlass.BFloat16: "cvt.rn.bf16.f32", cutlass.Float16: "cvt.rn.f16.f32"}
+
+
+def store_if(condition: Int32, address: Int64, value: Float32, dtype):
+    """A value to global memory in a type, without a branch."""
+    store = "@p st.global.f32 [{$r1}], {$r2};"
+    if dtype in _ROUND:
+        store = f".reg .b16 h;\n\t{_ROUND[dtype]} h, {{$r2}};\n\t@p st.global.b16 [{{$r1}}], h;"
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t" + store + "\n\t}",
+        read_only_args=[condition, address, value],
     )

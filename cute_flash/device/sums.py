@@ -7,10 +7,10 @@ For a block of keys by queries as the tensor cores hold it: rows of a thread are
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
+from cute_flash.device.ptx import add_if
 from cute_flash.mods.graph import COLUMN, ROW
 
 # What a place depends on: a query (ROW), a key (COLUMN); and the lanes that differ in the rest.
@@ -56,12 +56,10 @@ def over_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
     return value
 
 
-@cute.jit
-def add_at(into: cute.Tensor, place, value: Float32, lanes: cutlass.Constexpr = 0):
+def add_at(into: cute.Tensor, place, value: Float32, lanes: int = 0) -> None:
     """By the first of the lanes that differ in these bits alone; 0 is not added."""
     adds = value != 0.0
-    if cutlass.const_expr(lanes != 0):
-        adds = adds and (cute.arch.lane_idx() & lanes) == 0
-    if adds:
-        target = into.iterator + cute.crd2idx(place, into.layout)
-        cute.arch.atomic_add(target, value, sem="relaxed", scope="gpu")
+    if lanes:
+        adds = adds & ((cute.arch.lane_idx() & lanes) == 0)
+    target = into.iterator + cute.crd2idx(place, into.layout)
+    add_if(Int32(adds), target.toint(), value)

@@ -27,7 +27,7 @@ def with_written(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:
     static, mQ, mK = kernel.static, general[0], general[1]
     bias, tables, numbers, _lists = fake_written(mQ, mK, static, uses_bwd=True)
     lists = _fake_lists(mQ, mK) if static.features.block_map else None
-    gradients = _fake_dbias(mQ, mK, static), _fake_dtables(static) or None
+    gradients = _fake_dbias(mQ, static), _fake_dtables(static) or None
     return (*general, bias, tables, numbers, *gradients, lists, items, stream)
 
 
@@ -36,11 +36,12 @@ def _strided(of, *shape) -> cute.Tensor:
     return make_fake_tensor(of, shape, strides, assumed_align=of.width // 8)
 
 
-def _fake_dbias(mQ: cute.Tensor, mK: cute.Tensor, static: Static) -> cute.Tensor | None:
+def _fake_dbias(mQ: cute.Tensor, static: Static) -> cute.Tensor | None:
     if not static.mods.dbias:
         return None
-    shape = mQ.shape[0], mQ.shape[1], mQ.shape[2], mK.shape[2]
-    return _strided(TABLE_TYPES[static.mods.dbias], *shape)
+    of, heads = TABLE_TYPES[static.mods.dbias], mQ.shape[:2]
+    strides = (*(cute.sym_int64() for _ in range(3)), 1)
+    return make_fake_tensor(of, (*heads, cute.sym_int(), cute.sym_int()), strides, assumed_align=of.width // 8)
 
 
 def _fake_dtables(static: Static) -> list[cute.Tensor]:
@@ -49,7 +50,10 @@ def _fake_dtables(static: Static) -> list[cute.Tensor]:
     for i in static.mods.wanted:
         rank = max(1, static.mods.graphs.score.tables[i].rank)
         shape, order = tuple(cute.sym_int() for _ in range(rank)), tuple(reversed(range(rank)))
-        found.append(make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=4))
+        one = make_fake_compact_tensor(
+            Float32, shape, stride_order=order, use_32bit_stride=True, assumed_align=4
+        )
+        found.append(one)
     return found
 
 

@@ -26,5 +26,5 @@ class Mods:
 
     @property
     def in_gradients(self) -> Mods:
-        """The backward reads one entry of a bias at a time, and a block map in its own blocks."""
-        return replace(self, reads_pairs=False, block=None, wants_bias=False)
+        """The backward has a block map in its own blocks."""
+        return replace(self, block=None, wants_bias=False)
