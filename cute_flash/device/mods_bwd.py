@@ -64,6 +64,17 @@ class Code:
         nodes = () if self.gradient is None else self.gradient.nodes
         return any(node.op == "input" and node.value == "score" for node in nodes)
 
+    def passes_on(self, output: int) -> bool:
+        """Whether an output is the gradient as it came: 0 where the weight is 0."""
+        assert self.gradient is not None
+        node = self.gradient.nodes[self.gradient.outputs[output]]
+        return node.op == "input" and node.value == "grad"
+
+    def chosen(self, outputs: tuple, i: int, nothing) -> Float32:
+        """An output; a weight of 0 passes nothing on, also where the function has no derivative."""
+        found = Float32(outputs[i])
+        return found if self.passes_on(i) else cutlass.select_(nothing, Float32(0.0), found)
+
     def depends(self, load: LoadGradient) -> int:
         """What the place of a load depends on."""
         assert self.gradient is not None
@@ -288,9 +299,8 @@ class WrittenScores:
                 dS = P * (dP - self.plain.of_query(rD, r, c))
                 if cutlass.const_expr(gradient is not None):
                     outputs = gradient.at(r, column, S, dS)
-                    # A weight of 0 passes nothing on, also where the function has no derivative.
                     nothing = P == 0.0
-                    dS = cutlass.select_(nothing, Float32(0.0), Float32(outputs[0]))
+                    dS = self.code.chosen(outputs, 0, nothing)
                     tables.add(outputs, nothing, r)
                 if cutlass.const_expr(self.has_slope):
                     dslope[0] = dslope[0] - dS * again.plain.distance(r, c)
@@ -327,7 +337,7 @@ class TableSums:
 
     def add(self, outputs: tuple, nothing, r: int) -> None:
         for i, load in enumerate(self.code.loads):
-            grad = cutlass.select_(nothing, Float32(0.0), Float32(outputs[load.output]))
+            grad = self.code.chosen(outputs, load.output, nothing)
             into = self.dtables[self.code.wanted.index(load.table)]
             place = within(into, [outputs[j] for j in load.indices])
             self.sums.add(i, self.code.depends(load), r, grad, into, place)
