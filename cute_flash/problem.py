@@ -68,7 +68,8 @@ class Features:
     def weight(self) -> int:
         """How many more registers a forward kernel needs with them, in no unit."""
         plain = 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
-        return plain + 3 * (self.bias + self.score_mod + self.mask_mod)
+        written = self.bias + self.score_mod + self.mask_mod
+        return plain + 3 * bool(written) + 7 * (written > 1)
 
     @property
     def is_written(self) -> bool:

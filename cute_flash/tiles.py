@@ -20,8 +20,8 @@ WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 # How much a row has registers for beside plain attention (`Features.weight`): a slope and a sink; softcap or
-# dropout, alone; everything.
-LIGHT, MEDIUM, ANY_WEIGHT = 2, 3, 99
+# dropout, or one of a bias and functions, alone; all but those; everything.
+LIGHT, MEDIUM, HEAVY, ANY_WEIGHT = 2, 3, 9, 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -213,6 +213,8 @@ def _divides_map(tile: FwdTile | FwdTileSm90, static: Static) -> bool:
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
 _WITH_ROOM = "not measured: for softcap and dropout, which would spill in the row before"
+_FOR_MAPS = "not measured: for block maps, whose blocks the tiles of the rows before do not divide"
+_FOR_FUNCTIONS = "not measured: for functions and a bias together, which would spill in the rows before"
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
 # Rows are tried in order; the first one that is wide enough, fits and can mask is taken. Rules for parts that
@@ -308,8 +310,11 @@ SM90_FWD = (
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
     FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_FOR_MAPS),
+    FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_MAPS),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
     FwdTileSm90(96, 128, 96, 2, 2, True, measured=_WITH_ROOM),
+    FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_MAPS),
     FwdTileSm90(
         128,
         128,
@@ -320,15 +325,30 @@ SM90_FWD = (
         max_weight=MEDIUM,
         measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
     ),
-    FwdTileSm90(128, 128, 96, 2, 2, True, measured=_WITH_ROOM),
-    FwdTileSm90(192, 128, 96, 2, 1, measured=_BY_WIDTH),
-    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=True, measured=_SWEEP + "causal 363/492/690 TFLOP/s"),
-    FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, is_bounded=False, measured=_SWEEP + "523/610/706 TFLOP/s"),
+    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTileSm90(128, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
+    FwdTileSm90(192, 128, 96, 2, 1, max_weight=HEAVY, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128, 64, 2, 1, measured=_FOR_FUNCTIONS),
+    FwdTileSm90(
+        256, 128, 64, 2, 1, is_bounded=True, max_weight=HEAVY, measured=_SWEEP + "causal 363/492/690 TFLOP/s"
+    ),
+    FwdTileSm90(
+        256,
+        128,
+        64,
+        2,
+        1,
+        max_keys=2048,
+        is_bounded=False,
+        max_weight=HEAVY,
+        measured=_SWEEP + "523/610/706 TFLOP/s",
+    ),
     # 80 keys spill under a bound.
     FwdTileSm90(
         256, 128, 80, 2, 1, is_bounded=False, max_weight=LIGHT, measured=_SWEEP + "507/605/712 TFLOP/s"
     ),
-    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, measured=_WITH_ROOM),
+    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTileSm90(256, 128, 32, 2, 1, measured=_FOR_FUNCTIONS),
     # Values narrower or wider than keys.
     FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
     FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, measured=_BY_WIDTH),

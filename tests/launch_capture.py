@@ -31,6 +31,7 @@ from cute_flash.forward import extra_arguments
 from cute_flash.how import How
 from cute_flash.plan import Plan, plan, use_kernels
 from cute_flash.problem import Features, Problem
+from tests import mod_cases
 
 STUB = r"""
 #include <stdint.h>
@@ -87,14 +88,22 @@ class Request:
     is_packed: bool = False  # the heads of a group are rows of one tile
     tile: dict[str, int] | None = None  # instead of the table's
     features: list[str] = field(default_factory=list)
+    kind: str = ""  # of `mod_cases.KINDS`: its functions, bias and map, on the other sizes
 
     def plan(self) -> Plan:
         sizes = (self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim)
         features, band = Features(**dict.fromkeys(self.features, True)), Band(self.left, self.right)
         with use_kernels(self.family):
             problem = Problem(*sizes, band=band, head_dim_v=self.head_dim_v, features=features)
+            if self.kind:
+                problem = self.case().problem()[0]
             found = plan(problem, by_name(self.target), is_packable=self.is_packed)
         return replace(found, tile=type(found.tile)(**self.tile)) if self.tile else found
+
+    def case(self) -> mod_cases.Case:
+        kind = next(one for one in mod_cases.KINDS if one.id == self.kind)
+        sizes = (self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k)
+        return mod_cases.Case(kind, mod_cases.Sizes(*sizes), device="cpu")
 
     def tensors(self) -> list[Tensor]:
         """q, k, v, out, lse."""
@@ -112,6 +121,9 @@ class Request:
 
     def extras(self) -> tuple[Any, ...]:
         """What a call makes of its features, as `forward` does."""
+        if self.kind:
+            case = self.case()
+            return (*extra_arguments(case.call()[0], 0.1, torch.zeros(self.heads), (0, 0)), *case.problem()[1])
         if not self.features:
             return ()
         asked = set(self.features)
@@ -189,7 +201,7 @@ CUDA = 2
 COUNTER = 1 << 40
 DTYPES = {
     torch.bfloat16: (4, 16, 1), torch.float16: (2, 16, 1), torch.float32: (2, 32, 1), torch.int64: (0, 64, 1),
-    torch.int32: (0, 32, 1),
+    torch.int32: (0, 32, 1), torch.uint8: (1, 8, 1),
 }  # fmt: skip
 
 
@@ -238,8 +250,18 @@ def _call(function: Callable[..., None], request: Request, chosen: Plan) -> None
 
     tensors = [OnGpu(x) for x in request.tensors()]
     arguments = (*chosen.launch_arguments, *([COUNTER] if chosen.draws_tiles else []))
-    extras = [OnGpu(x) if isinstance(x, Tensor) else x for x in request.extras()]
-    given = (tvm_ffi.from_dlpack(x) if isinstance(x, OnGpu) else x for x in extras)
+    held: list[OnGpu] = []
+
+    def passed(x: Any) -> Any:
+        if isinstance(x, list):
+            return list(map(passed, x))
+        if not isinstance(x, Tensor):
+            return x
+        held.append(OnGpu(x))
+        return tvm_ffi.from_dlpack(held[-1])
+
+    extras = request.extras()
+    given = list(map(passed, extras))
     # After them the list of a packed batch's tiles.
     items = (None,) if extras else ()
     window = request.left or 0, request.right or 0

@@ -1,0 +1,266 @@
+"""Calls with functions that users write, a bias and block maps: few kinds, each of which is one kernel of a
+family, and many sizes. For the tests on a GPU, for compiling ahead, and for launches that are only captured.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash import BlockMap, custom, custom_cuda, masks
+from cute_flash.band import Band
+from cute_flash.custom import Custom
+from cute_flash.how import How
+from cute_flash.mods.call import Call
+from cute_flash.problem import Features, Problem
+from cute_flash.score import Score
+
+BLOCK = (128, 128)
+NUM_SCORES = 32  # of a table of distances
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Make:
+    """What functions capture, drawn for some sizes."""
+
+    def __init__(self, sizes: Sizes, seed: int, device: str) -> None:
+        self.sizes, self.device = sizes, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def ints(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator).to(self.device)
+
+    def alibi(self) -> Callable:
+        slopes = self.normal(self.sizes.heads).abs() * 0.1
+        return lambda score, b, h, q, kv: score - slopes[h] * (q - kv).abs()
+
+    def relative(self) -> Callable:
+        """A learned value for each distance and head, transposed in memory."""
+        table, near = self.normal(self.sizes.heads, NUM_SCORES).T, NUM_SCORES // 2
+        return lambda score, b, h, q, kv: score + table[(q - kv + near).clamp(0, NUM_SCORES - 1), h]
+
+    def capped(self) -> Callable:
+        cap = 4.5
+        return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
+
+    def gated(self) -> Callable:
+        """Of several tables and dtypes: by batch and head, by row, by column, and a single value."""
+        sizes = self.sizes
+        gate, rows = self.normal(sizes.batch, sizes.heads), self.normal(sizes.seqlen_q).bfloat16()
+        keys, one = self.normal(sizes.seqlen_k).half(), self.normal(1)[0]
+
+        def mod(score, b, h, q, kv):
+            x = score * torch.sigmoid(gate[b, h]) + rows[q] * keys[kv] * one
+            return torch.where(q >= kv, x, torch.maximum(x, -score)) + torch.exp(-score.abs())
+
+        return mod
+
+    def hiding(self) -> Callable:
+        """Hides keys by their scores."""
+        step = 3
+        return lambda score, b, h, q, kv: torch.where((q + kv) % step == 0, -float("inf"), score)
+
+    def document(self) -> Callable:
+        longest = max(self.sizes.seqlen_q, self.sizes.seqlen_k)
+        ids = self.ints(2, self.sizes.batch, longest).cumsum(1) // max(1, longest // 8)
+        return masks.document(ids.to(torch.int32))
+
+    def document_causal(self) -> Callable:
+        return masks.and_(self.document(), masks.causal(self.sizes.seqlen_k - self.sizes.seqlen_q))
+
+    def prefix(self) -> Callable:
+        return masks.prefix_lm(self.ints(max(1, self.sizes.seqlen_k), self.sizes.batch))
+
+    def window(self) -> Callable:
+        return masks.sliding_window(max(2, self.sizes.seqlen_k // 5), num_global=3)
+
+    def by_head(self) -> Callable:
+        flags, width = self.ints(2, self.sizes.heads, 7) == 1, 40
+        return lambda b, h, q, kv: (q - kv < width + h) & flags[h, (kv + b) % 7]
+
+    def padding(self) -> Callable:
+        lengths = self.ints(self.sizes.seqlen_k + 1, self.sizes.batch)
+        return lambda b, h, q, kv: kv < lengths[b]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one kernel of a family is compiled for."""
+
+    head_dim: int
+    score: str = ""
+    mask: str = ""
+    bias: torch.dtype | None = None
+    bounds: tuple[bool, bool] = (False, False)
+    has_map: bool = False
+    has_pairs: bool = True  # of the bias
+    dtype: torch.dtype = torch.bfloat16
+    more: dict[str, Any] = field(default_factory=dict, hash=False)  # softcap, sinks, max_logit
+
+    @property
+    def id(self) -> str:
+        bias = "" if self.bias is None else f"bias-{str(self.bias)[6:]}{'' if self.has_pairs else '-single'}"
+        band = "l" * self.bounds[0] + "r" * self.bounds[1]
+        parts = self.score, self.mask, bias, "map" * self.has_map, band, *self.more
+        return "-".join((f"d{self.head_dim}", *filter(None, parts)))
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: Kind
+    sizes: Sizes
+    seed: int = 0
+    device: str = "cuda"
+
+    @property
+    def id(self) -> str:
+        s = self.sizes
+        return f"{self.kind.id}-b{s.batch}h{s.heads}kv{s.heads_kv}-{s.seqlen_q}x{s.seqlen_k}-{self.seed}"
+
+    @cached_property
+    def make(self) -> Make:
+        return Make(self.sizes, self.seed, self.device)
+
+    @cached_property
+    def band(self) -> Band:
+        left, right = self.kind.bounds
+        drawn = random.Random(self.seed)
+        bound = max(1, self.sizes.seqlen_k // 2)
+        return Band(
+            drawn.randrange(bound) if left else None,
+            drawn.choice((0, drawn.randrange(bound))) if right else None,
+        )
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        s, d = self.sizes, self.kind.head_dim
+        shapes = ((s.heads, s.seqlen_q), (s.heads_kv, s.seqlen_k), (s.heads_kv, s.seqlen_k))
+        q, k, v = (self.make.normal(s.batch, *shape, d).to(self.kind.dtype) for shape in shapes)
+        return q, k, v
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `attn`."""
+        make, kind = self.make, self.kind
+        found: dict[str, Any] = {"window": (self.band.left, self.band.right), **kind.more}
+        if found.pop("sinks", False):
+            found["sinks"] = make.normal(self.sizes.heads)
+        for name, value in (("score_mod", kind.score), ("mask_mod", kind.mask)):
+            if value:
+                found[name] = getattr(make, value)()
+        if kind.bias is not None:
+            found["bias"] = self._bias()
+        if kind.has_map:
+            shape = self.sizes.batch, self.sizes.heads, self.sizes.seqlen_q, self.sizes.seqlen_k
+            causal = self.band == Band(None, 0) and self.seed % 2 == 0
+            found["block_map"] = BlockMap.of(
+                found.get("mask_mod"), shape, tile=BLOCK, causal=causal, device=self.device
+            )
+        return found
+
+    def _bias(self) -> Tensor:
+        """Of a shape that broadcasts; memory as the kind says."""
+        s, drawn = self.sizes, random.Random(self.seed + 1)
+        shape = [size if drawn.random() < 0.7 else 1 for size in (s.batch, s.heads, s.seqlen_q)]
+        if self.kind.has_pairs:
+            # Rows of an even number of keys, also where they are a part of longer ones.
+            return self.make.normal(*shape, s.seqlen_k + 2).to(self.kind.bias)[..., :-2]
+        if drawn.random() < 0.3:
+            return self.make.normal(*shape, 1).to(self.kind.bias)
+        return self.make.normal(*shape[:2], s.seqlen_k, shape[2]).to(self.kind.bias).mT
+
+    def call(self) -> tuple[How, Custom]:
+        given = self.options
+        q_dim = self.kind.head_dim
+        how = How(
+            q_dim**-0.5, self.band.left, self.band.right, softcap=given.get("softcap", 0.0),
+            sinks=given.get("sinks"), max_logit=given.get("return_max_logit", False),
+        )  # fmt: skip
+        call = Call.of(given.get("score_mod"), given.get("mask_mod"), None)
+        return how, custom.custom_of(given.get("bias"), call, given.get("block_map"))
+
+    def score(self) -> Score:
+        """For `reference.dense`."""
+        how, asked = self.call()
+        found = how.score(self.sizes.batch, self.sizes.heads) or Score()
+        return replace(found, written=asked.written())
+
+    def problem(self) -> tuple[Problem, custom_cuda.Given]:
+        """As `custom` describes it to kernels, and their arguments."""
+        how, asked = self.call()
+        s, kind = self.sizes, self.kind
+        sizes = s.batch, s.heads, s.heads_kv, s.seqlen_q, s.seqlen_k, kind.head_dim
+        features = replace(
+            how.features, bias=kind.bias is not None, score_mod=bool(kind.score), mask_mod=bool(kind.mask),
+            block_map=kind.has_map,
+        )  # fmt: skip
+        assert isinstance(features, Features)
+        dtype = str(kind.dtype).removeprefix("torch.")
+        plain = Problem(*sizes, dtype=dtype, band=self.band, features=features)
+        given = custom_cuda.given(asked, plain)
+        return custom_cuda.with_mods(plain, asked, given), given
+
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+KINDS = [
+    Kind(64, score="alibi"),
+    Kind(128, score="relative", bounds=(False, True)),
+    Kind(128, score="capped"),
+    Kind(64, score="gated", mask="by_head"),
+    Kind(128, score="hiding", bounds=(False, True), dtype=fp16),
+    Kind(256, score="relative"),
+    Kind(64, mask="document"),
+    Kind(128, mask="document_causal", has_map=True),
+    Kind(64, mask="document", has_map=True),
+    Kind(128, mask="prefix"),
+    Kind(96, mask="window", has_map=True, dtype=fp16),
+    Kind(256, mask="by_head", has_map=True),
+    Kind(128, mask="padding", bounds=(True, True), has_map=True),
+    Kind(128, bounds=(False, True), has_map=True),
+    Kind(64, bias=bf16),
+    Kind(128, bias=bf16, bounds=(False, True)),
+    Kind(128, bias=fp32),
+    Kind(128, bias=fp16, has_pairs=False, dtype=fp16),
+    Kind(256, bias=bf16),
+    Kind(64, bias=fp32, has_pairs=False),
+    Kind(128, score="alibi", mask="window", bias=bf16),
+    Kind(64, score="gated", mask="document", bias=bf16, has_map=True, bounds=(False, True)),
+    Kind(192, score="capped", mask="prefix", bias=fp16, dtype=fp16),
+    Kind(128, mask="prefix", more={"softcap": 4.0, "sinks": True, "return_max_logit": True}),
+]
+CASES_OF_KIND = 9
+
+
+def _sizes(drawn: random.Random, kind: Kind) -> Sizes:
+    heads_kv = drawn.choice((1, 2, 3))
+    batch, group = drawn.choice((1, 2, 3)), drawn.choice((1, 2, 4))
+    lengths = [drawn.choice((1, 17, 64, 129, 200, 256, 333, 511, 640)) for _ in range(2)]
+    lengths[1] += lengths[1] % 2 if kind.bias is not None and kind.has_pairs else 0
+    return Sizes(batch, heads_kv * group, heads_kv, *lengths)
+
+
+def cases(device: str = "cuda") -> list[Case]:
+    found = []
+    for i, kind in enumerate(KINDS):
+        drawn = random.Random(i)
+        for seed in range(CASES_OF_KIND):
+            found.append(Case(kind, _sizes(drawn, kind), seed, device))
+        # Many more tiles than SMs.
+        found.append(Case(kind, Sizes(4, 40, 8, 300, 150), CASES_OF_KIND, device))
+    return found
