@@ -59,13 +59,8 @@ class BiasGradient:
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Problem) -> Any:
     """What `custom_bwd` returns, of a checked `custom.Custom` and its problem."""
-    given = custom_cuda.given(custom._replace(block_map=[]), problem, of_keys=True)
-    problem = custom_cuda.with_mods(problem, custom, given)
     deterministic = how.deterministic or backward.is_mode_deterministic()
-    of_bias = None
-    if problem.mods.wants_bias:
-        of_bias = BiasGradient.of(custom.bias, problem, deterministic)
-    problem = replace(problem, mods=_in_gradients(problem.mods, custom.bias, of_bias))
+    problem, given, of_bias = described(custom, problem, deterministic)
     wanted, block_map = custom.wanted, custom.map
     sums = [torch.zeros(custom.tables[i].shape, dtype=torch.float32, device=q.device) for i in wanted]
     heads = problem.batch, problem.heads
@@ -87,10 +82,18 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
     return *grads, *general._per_head(how, q, dalibi, dsinks), dbias, dtables
 
 
-def _in_gradients(mods: Mods, bias: Tensor | None, of_bias: BiasGradient | None) -> Mods:
-    """With what is compiled in of the gradient of the bias."""
+def described(
+    custom: Any, problem: Problem, deterministic: bool
+) -> tuple[Problem, custom_cuda.Given, BiasGradient | None]:
+    """The problem with all that is compiled in, the arguments that the forward has too, and the gradient of a
+    bias that wants one.
+    """
+    given = custom_cuda.given(custom._replace(block_map=[]), problem, of_keys=True)
+    problem, bias, of_bias = custom_cuda.with_mods(problem, custom, given), custom.bias, None
+    mods: Mods = problem.mods
     if bias is not None:
         mods = replace(mods, bias_bits=ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1))
-    if of_bias is not None:
+    if mods.wants_bias:
+        of_bias = BiasGradient.of(bias, problem, deterministic)
         mods = replace(mods, dbias=of_bias.dtype, adds_bias=of_bias.is_added)
-    return mods
+    return replace(problem, mods=mods), given, of_bias

@@ -1,0 +1,112 @@
+"""Gradients with functions that users write, a bias and block maps on a GPU, against the fp64 oracle, the CPU
+path and torch's FlexAttention.
+"""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cute_flash
+from cute_flash.arch import detect
+from tests import mod_cases, mod_gradients
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
+
+
+def test_sampled_cases(family, record_property):
+    """Many calls; all that fail are told of at the end."""
+    count, refused, failed = 0, 0, []
+    for case, plan in mod_gradients.chosen(detect(0), family, "cuda"):
+        if plan is None:
+            refused += 1
+            continue
+        count += 1
+        try:
+            mod_gradients.assert_gradients(case)
+        except AssertionError as error:
+            failed.append(f"{case.id}: {error}")
+    ran = f"{family}: {count} gradients, {refused} refused by type, {len(failed)} failed"
+    print(ran)
+    record_property("mod gradients", ran)
+    assert not failed, "\n".join([ran, *failed[:20]])
+
+
+@pytest.mark.parametrize("case", mod_gradients.ordered("cuda"), ids=lambda case: case.kind.id)
+def test_deterministic_gradients_have_the_same_bits(case, family):
+    case.options["deterministic"] = True
+    if family == "sm80":
+        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+            mod_gradients.assert_gradients(case)
+        return
+    leaves, douts = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
+    first = None
+    for _ in range(5):
+        outs = cute_flash.attn(*(leaves[name] for name in "qkv"), **case.options, return_lse=True)
+        found = mod_gradients.gradients(outs[:2], douts, leaves)
+        first = first or found
+        assert all(torch.equal(found[name], first[name]) for name in leaves)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 6])
+def test_as_flex_attention(index, family):
+    """The same functions; of 16-bit products and sums, within what those cost."""
+    case = mod_cases.Case(mod_cases.KINDS[index], mod_cases.Sizes(2, 4, 4, 384, 384), 2)
+    leaves, (dout, _) = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
+    options, names = case.options, [name for name in leaves if name in "qkv" or name.startswith("table")]
+    qkv = [leaves[name] for name in "qkv"]
+    score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
+    right = options["window"][1]
+    if right is not None:
+        band = lambda b, h, q, kv: kv <= q + right  # noqa: E731
+        seen = band if mask_mod is None else lambda b, h, q, kv: band(b, h, q, kv) & mask_mod(b, h, q, kv)
+    else:
+        seen = mask_mod
+    block_mask = None if seen is None else create_block_mask(seen, 2, 4, 384, 384, device="cuda")
+    theirs = flex_attention(*(x.float() for x in qkv), score_mod=score_mod, block_mask=block_mask)
+    of = [leaves[name] for name in names]
+    expected = torch.autograd.grad((theirs * dout.float()).sum(), of)
+    mine = cute_flash.attn(*qkv, **options)
+    found = torch.autograd.grad((mine * dout).sum(), of)
+    for name, x, y in zip(names, found, expected, strict=True):
+        size = y.double().square().mean().sqrt().item()
+        error = (x.double() - y.double()).square().mean().sqrt().item()
+        assert error <= 0.02 * size + 1e-4, f"d{name}: {error:.3e} of {size:.3e}"
+
+
+def test_rows_without_keys(family):
+    """dq, and the bias's gradient, exactly 0 where a mask leaves nothing."""
+    q, k, v = (torch.randn(1, 2, 200, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 200, 200, device="cuda", requires_grad=True)
+    out = cute_flash.attn(q, k, v, bias=bias, mask_mod=lambda b, h, q, kv: (q % 3 > 0) & (kv < 150))
+    dq, dk, dv, dbias = torch.autograd.grad(out.float().square().sum(), (q, k, v, bias))
+    assert not dq[:, :, ::3].any() and not dbias[:, :, ::3].any() and not dbias[..., 150:].any()
+    assert not dk[:, :, 150:].any() and not dv[:, :, 150:].any()
+    assert dq[:, :, 1::3].any() and dbias.isfinite().all()
+
+
+def test_captured_training_step(family):
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    table = torch.randn(4, 64, device="cuda", requires_grad=True)
+    mask = cute_flash.masks.causal()
+    block_map = cute_flash.BlockMap.of(mask, (2, 4, 300, 300), device="cuda")
+
+    def score_mod(score, b, h, q, kv):
+        return score + table[h, (q - kv).abs()]
+
+    def step():
+        out = cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=mask, block_map=block_map)
+        return torch.autograd.grad(out.float().square().sum(), (q, k, v, table))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())
