@@ -276,7 +276,9 @@ class WrittenScores:
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dslope):
-        """What `weigh` left -> dS; what slope, bias and tables receive is added to theirs."""
+        """What `weigh` left -> dS; what slope, bias and tables receive is added to theirs, or, returned, is to
+        be at its `end`.
+        """
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
         again, zero = self.again(dP_mn)
         function = again.function() if cutlass.const_expr(self.keeps_score) else None
@@ -308,7 +310,7 @@ class WrittenScores:
                     again.bias.add(dS, r, c, tables.sums)
                 S_mn[r, c] = dS * derivative(x) if cutlass.const_expr(self.keeps_tangent) else dS
             tables.sums.end_column()
-        tables.sums.end()
+        return tables.sums
 
     def gradient(self) -> Function | None:
         if self.code.gradient is None:
@@ -319,7 +321,7 @@ class WrittenScores:
         """The same place, of which the compiler does not know it: what is computed of it twice would else be
         computed once and be kept for all elements; and a 0 of which it knows no more.
         """
-        if not self.keeps_score:
+        if not self.keeps_score and not self.code.loads:
             return self, None
         zero = bits_and(dP_mn[0, 0], self.plain.heads >> 24)
         place, plain = self.place.moved(zero), self.plain

@@ -5,12 +5,13 @@ For a block of keys by queries as the tensor cores hold it: rows of a thread are
 4, 8, 16 apart do not share, columns are queries, which the lanes 1 and 2 apart do not.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32
 
-from cute_flash.device.ptx import add_if
 from cute_flash.mods.graph import COLUMN, ROW
 
 # What a place depends on: a query (ROW), a key (COLUMN); and the lanes that differ in the rest.
@@ -37,16 +38,20 @@ class Sums:
         self.bits[what] = bits
 
     def end_column(self) -> None:
-        self._end(ROW)
+        # In the middle of a block, where a branch would cost registers: those of the other lanes add 0.
+        for value, place, into, lanes in self._ended(ROW):
+            add_at(into, place, cutlass.select_(is_first(lanes), value, Float32(0.0)))
 
     def end(self) -> None:
-        self._end(COLUMN)
-        self._end(0)
+        """When nothing else of the block is in registers."""
+        for bits in (COLUMN, 0):
+            for value, place, into, lanes in self._ended(bits):
+                add_once(into, place, value, lanes)
 
-    def _end(self, bits: int) -> None:
+    def _ended(self, bits: int) -> Iterator[tuple[Float32, Any, cute.Tensor, int]]:
         for key in [key for key in self.found if self.bits[key[0]] == bits]:
             value, place, into = self.found.pop(key)
-            add_at(into, place, over_lanes(value, LANES[bits]), sum(LANES[bits]))
+            yield over_lanes(value, LANES[bits]), place, into, sum(LANES[bits])
 
 
 def over_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
@@ -56,10 +61,18 @@ def over_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
     return value
 
 
-def add_at(into: cute.Tensor, place, value: Float32, lanes: int = 0) -> None:
-    """By the first of the lanes that differ in these bits alone; 0 is not added."""
-    adds = value != 0.0
-    if lanes:
-        adds = adds & ((cute.arch.lane_idx() & lanes) == 0)
+def is_first(lanes: int) -> Boolean:
+    """Of the lanes that differ in these bits alone."""
+    return (cute.arch.lane_idx() & lanes) == 0
+
+
+def add_at(into: cute.Tensor, place, value: Float32) -> None:
     target = into.iterator + cute.crd2idx(place, into.layout)
-    add_if(Int32(adds), target.toint(), value)
+    cute.arch.atomic_add(target, value, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def add_once(into: cute.Tensor, place, value: Float32, lanes: cutlass.Constexpr):
+    """By the first lane; 0 is not added."""
+    if is_first(lanes) and value != 0.0:
+        add_at(into, place, value)

@@ -363,13 +363,15 @@ class BwdSm80:
         if cutlass.const_expr(scores is not None):
             if cutlass.const_expr(scores.keeps_tangent or (self.is_written and scores.keeps_score)):
                 lse = self.of_columns(p, main, stage)
-            scores.differentiate(acc_S, acc_dP, lse, d, main.dslope)
+            sums = scores.differentiate(acc_S, acc_dP, lse, d, main.dslope)
         else:
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
         rdS = cute.make_fragment_like(acc_dP, self.dtype)
         rdS.store((acc_dP if scores is None else acc_S).load().to(self.dtype))
         main.ds_landing.store(rdS)
+        if cutlass.const_expr(self.is_written):
+            sums.end()
 
         # dK += dS^T Q
         if cutlass.const_expr(tile.keeps_p):

@@ -397,10 +397,12 @@ class BwdSm90:
         warpgroup.wait_group(0)
         if cutlass.const_expr(self.has_score):
             sLSE, sD = (self.rows(main, sX, stage) for sX in (shared.sLSE, shared.sD))
-            scores.differentiate(acc_S, acc_dP, sLSE, sD, main.dslope)
+            sums = scores.differentiate(acc_S, acc_dP, sLSE, sD, main.dslope)
         else:
             self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
         convert(acc_S, rdS)
+        if cutlass.const_expr(self.is_written):
+            sums.end()
         if cutlass.const_expr(self.is_listed):
             place = self.following_listed(p, main, tile, place)
         else:

@@ -76,7 +76,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
     # Every thread adds what it has.
     monkeypatch.setattr(sums, "over_lanes", lambda value, offsets: value)
 
-    def add_at(into, place, value, lanes=0):  # type: ignore[no-untyped-def]
+    def add_at(into, place, value):  # type: ignore[no-untyped-def]
         into[place] = into[place] + value
 
     def store(self, gdBias, dS, r, c):  # type: ignore[no-untyped-def]
@@ -87,6 +87,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
         gdBias[at] = gdBias[at] + dS
 
     monkeypatch.setattr(sums, "add_at", add_at)
+    monkeypatch.setattr(sums, "is_first", lambda lanes: cutlass.Boolean(True))
     monkeypatch.setattr(BiasBlock, "store", store)
 
 
@@ -162,7 +163,7 @@ def block(  # type: ignore[no-untyped-def]
             scores.weigh(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
             total.fill(0.0)
-            scores.differentiate(acc_S, acc_dP, lse, d, total)
+            scores.differentiate(acc_S, acc_dP, lse, d, total).end()
             dslope[thread] = total[0]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
