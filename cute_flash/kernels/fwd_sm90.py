@@ -249,7 +249,9 @@ class FwdSm90:
             count += 1
             shared.q.wait_full(count)
             m_block = shared.m_block(count)
-            if cutlass.const_expr(self.tile.q_stages > 1):
+            if cutlass.const_expr(self.tile.q_stages > 1 and not self.shapes.overlaps_tiles):
+                self.last_block(p, main, tile)
+            elif cutlass.const_expr(self.tile.q_stages > 1):
                 following = self._tile(p, main, m_block, count, fill)
                 is_open = m_block != NO_TILE and tile.has_blocks() and following.has_blocks()
                 if is_open:
@@ -282,7 +284,8 @@ class FwdSm90:
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
         wants_largest = p.extras.max_logit is not None
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest)
+        is_exact = self.static.features.batch_invariant
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
         return Main(
             warpgroup_index,
             thread,
@@ -309,9 +312,9 @@ class FwdSm90:
     @cute.jit
     def first_block(self, main: Main, tile: Tile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
-        first = tile.walk.first
-        bias = self.load_bias(tile, first, False)
         main.shared.k.wait_full(tile.fill)
+        first = self.first_of(main, tile)
+        bias = self.load_bias(tile, first, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
         main.turns.pass_on()
@@ -321,6 +324,10 @@ class FwdSm90:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S, (first, bias))
         self.round(main, tile, acc_S, first, range(self.shapes.steps))
+
+    def first_of(self, main: Main, tile: Tile) -> Int32:
+        """The first block of a tile, whose K is there."""
+        return tile.walk.first if main.shared.blocks is None else main.shared.block(tile.walk, tile.fill, 0)
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
@@ -352,6 +359,8 @@ class FwdSm90:
         looks_near: cutlass.Constexpr = False,
     ):
         """Softcap, ALiBi, bias and score_mod, before the mask."""
+        # Asked of a warp's rows together.
+        looks_near = looks_near and not self.static.features.batch_invariant
         if cutlass.const_expr(tile.of_head.score is not None):
             tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
         if cutlass.const_expr(tile.of_head.written is not None):
@@ -396,7 +405,8 @@ class FwdSm90:
         # Where every maximum is asked for, sums say nothing more; P is not made again where it would be drawn
         # again beside accumulators that leave no registers.
         has_room = not static.features.dropout or self.tile.width_v <= 64
-        may_check = has_room and not static.features.return_max_logit
+        needs_maxima = static.features.return_max_logit or static.features.batch_invariant
+        may_check = has_room and not needs_maxima
         checks_sums = self.tile.checks_sums and may_check
         # A cap has two ways, of which it is enough to have one copy.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
@@ -422,12 +432,11 @@ class FwdSm90:
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
         n_block = bias = None
-        if cutlass.const_expr(tile.of_head.written is not None):
-            # Early: it is read from memory, and the bias too.
-            n_block = tile.walk.block(i)
-            bias = self.load_bias(tile, n_block, masked is False)
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
+        if cutlass.const_expr(tile.of_head.written is not None):
+            n_block = shared.block(tile.walk, fill, i)
+            bias = self.load_bias(tile, n_block, masked is False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, fill)
         shared.v.wait_full(fill - 1)
@@ -525,9 +534,9 @@ class FwdSm90:
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
         last = tile.fill + tile.walk.num - 1
-        first = following.walk.first
-        bias = self.load_bias(following, first, False)
         shared.k.wait_full(following.fill)
+        first = self.first_of(main, following)
+        bias = self.load_bias(following, first, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)
         shared.v.wait_full(last)

@@ -18,5 +18,11 @@ class Mods:
     wanted: tuple[int, ...] = ()
 
     @property
+    def num_inner(self) -> int:
+        """Operations for every score of the forward."""
+        graphs = self.graphs.score, self.graphs.mask
+        return sum(graph.num_inner for graph in graphs if graph is not None)
+
+    @property
     def in_forward(self) -> Mods:
         return replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), wants_bias=False, wanted=())
