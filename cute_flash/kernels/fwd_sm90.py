@@ -52,6 +52,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
+from cute_flash.kernels import fwd_sm90_scores as scores
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
@@ -314,7 +315,7 @@ class FwdSm90:
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
         main.shared.k.wait_full(tile.fill)
         first = self.first_of(main, tile)
-        bias = self.load_bias(tile, first, False)
+        bias = scores.load_bias(tile, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
         main.turns.pass_on()
@@ -333,61 +334,14 @@ class FwdSm90:
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
         """`at`: the block, and its bias."""
         softmax, (first, bias) = main.softmax, at
-        self.transform(tile, acc_S, first, bias)
+        scores.transform(tile, acc_S, first * self.tile.tile_n, bias, False)
         if tile.walk.begins_cut():
             tile.mask.apply(as_mn(acc_S), first * self.tile.tile_n)
-        self.hide(tile, acc_S, first, tile.walk.begins_cut())
+        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.walk.begins_cut())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S))
-
-    @cute.jit
-    def load_bias(self, tile: Tile, n_block: Int32, is_whole: cutlass.Constexpr):
-        """On its way to registers while others multiply; None without one."""
-        if cutlass.const_expr(tile.of_head.written is None):
-            return None
-        return tile.of_head.written.load_bias(tile.mask, n_block * self.tile.tile_n, is_whole)
-
-    @cute.jit
-    def transform(
-        self,
-        tile: Tile,
-        acc_S: cute.Tensor,
-        n_block: Int32,
-        bias: cute.Tensor | None,
-        looks_near: cutlass.Constexpr = False,
-    ):
-        """Softcap, ALiBi, bias and score_mod, before the mask."""
-        # Asked of a warp's rows together.
-        looks_near = looks_near and not self.static.features.batch_invariant
-        if cutlass.const_expr(tile.of_head.score is not None):
-            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
-        if cutlass.const_expr(tile.of_head.written is not None):
-            tile.of_head.written.transform(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, bias)
-
-    @cute.jit
-    def hide(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, is_cut):
-        """After the band: where mask_mod says so. A map's full blocks are whole to it, not to the band."""
-        written, first_column = tile.of_head.written, n_block * self.tile.tile_n
-        if cutlass.const_expr(isinstance(tile.walk, ListWalk)):
-            if cutlass.const_expr(is_cut is True):
-                written.hide(as_mn(acc_S), tile.mask, first_column)
-            elif cutlass.const_expr(is_cut is False):
-                self.hide_full(tile, acc_S, n_block)
-            else:
-                if is_cut:
-                    written.hide(as_mn(acc_S), tile.mask, first_column)
-                else:
-                    self.hide_full(tile, acc_S, n_block)
-        elif cutlass.const_expr(written is not None):
-            written.hide(as_mn(acc_S), tile.mask, first_column)
-
-    @cute.jit
-    def hide_full(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
-        if cutlass.const_expr(tile.walk.blocks is not None):
-            if tile.walk.blocks.cuts(n_block):
-                tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
 
     @cute.jit
     def round(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
@@ -436,7 +390,7 @@ class FwdSm90:
         shared.k.wait_full(fill)
         if cutlass.const_expr(tile.of_head.written is not None):
             n_block = shared.block(tile.walk, fill, i)
-            bias = self.load_bias(tile, n_block, masked is False)
+            bias = scores.load_bias(tile, n_block * self.tile.tile_n, masked is False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, fill)
         shared.v.wait_full(fill - 1)
@@ -446,13 +400,16 @@ class FwdSm90:
         shared.k.release(fill)
         if cutlass.const_expr(n_block is None):
             n_block = tile.walk.block(i)
-        self.transform(tile, acc_S, n_block, bias, masked is not True)
+        # Whether all are near 0 is asked of a warp's rows together.
+        looks_near = masked is not True and not self.static.features.batch_invariant
+        scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
         if cutlass.const_expr(masked == MAYBE):
             if tile.walk.is_cut(i):
                 tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
         elif cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        self.hide(tile, acc_S, n_block, tile.walk.is_cut(i) if masked == MAYBE else masked)
+        is_cut = tile.walk.is_cut(i) if masked == MAYBE else masked
+        scores.hide(tile, acc_S, n_block, n_block * self.tile.tile_n, is_cut)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
@@ -536,7 +493,7 @@ class FwdSm90:
         last = tile.fill + tile.walk.num - 1
         shared.k.wait_full(following.fill)
         first = self.first_of(main, following)
-        bias = self.load_bias(following, first, False)
+        bias = scores.load_bias(following, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)
         shared.v.wait_full(last)
