@@ -45,6 +45,7 @@ def attn(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    batch_invariant: bool = False,
     bias: Tensor | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
@@ -69,7 +70,8 @@ def attn(
         -slope · |distance| on the scores. sinks: (H), a logit for each head that takes part in the softmax
         and has no value. dropout: the probability that a weight is dropped, by torch's generator.
         return_max_logit: also return the largest score of each head as it enters the softmax, (H), the last
-        of the results. alibi and sinks have gradients.
+        of the results. alibi and sinks have gradients. batch_invariant: a query's result has the same bits
+        whatever else is in the call (docs/batch-invariance.md), on CUDA; its gradients are `deterministic`.
 
     Your own attention (docs/mods.md), on the CPU so far:
         bias: added to the scores, to broadcast with (B, H, Sq, Sk). score_mod(score, b, h, q_idx, kv_idx):
@@ -105,8 +107,17 @@ def attn(
     asked = None
     if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
         asked = bias, score_mod, mask_mod, score_mod_bwd, block_map
-    if asked or softcap or dropout or alibi is not None or sinks is not None or return_max_logit:
+    if (
+        asked
+        or softcap
+        or dropout
+        or alibi is not None
+        or sinks is not None
+        or return_max_logit
+        or batch_invariant
+    ):
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        how = _invariant(how) if batch_invariant else how
         found = _general(*_to_bhsd(q, k, v, layout), how, asked)
         return _chosen(
             *_from_bhsd(found[0], found[1], q.dim(), layout), found[2], return_lse, return_max_logit
@@ -135,6 +146,7 @@ def supports(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    batch_invariant: bool = False,
     bias: Tensor | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
@@ -149,6 +161,7 @@ def supports(
         left, right = _band(causal, window)
         scale = _default_scale(q) if scale is None else scale
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        how = _invariant(how) if batch_invariant else how
         tensors = _to_bhsd(q, k, v, layout)
         problem = general.checked_problem(*tensors, how)
         if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
@@ -191,6 +204,11 @@ def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_
             )
     numbers = softcap or 0.0, dropout or 0.0
     return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
+
+
+def _invariant(how: How) -> How:
+    """Sums over queries are those of the same queries, in the same order."""
+    return how._replace(batch_invariant=True, deterministic=True)
 
 
 def _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map) -> Any:

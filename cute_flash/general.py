@@ -190,7 +190,7 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
         found = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
         return *found, _like(None, q), _like(None, q)
-    if replace(problem.features, return_max_logit=False) == PLAIN:
+    if replace(problem.features, return_max_logit=False, batch_invariant=False) == PLAIN:
         return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
     from cute_flash import backward_general
 

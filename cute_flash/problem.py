@@ -16,12 +16,15 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What kernels have beyond plain attention.
 WRITTEN_FEATURES = ("bias", "score_mod", "mask_mod", "block_map")
 FORWARD_FEATURES = (
-    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k", *WRITTEN_FEATURES,
+    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k",
+    "batch_invariant", *WRITTEN_FEATURES,
 )  # fmt: skip
 # Positions that functions are asked about are below it: fp32 has all integers up to twice as many.
 MAX_INDEX = 1 << 23
 # Blocks of a map are multiples of it, so that the tiles of kernels that take one divide them.
 MAP_BLOCK = 128
+# Operations for every score from which on a function needs registers of its own.
+LONG_FUNCTION = 8
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 # Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
@@ -54,6 +57,7 @@ class Features:
     dropout: bool = False
     return_max_logit: bool = False
     seqused_k: bool = False
+    batch_invariant: bool = False  # bits of a row do not depend on what else is in a call
     bias: bool = False
     score_mod: bool = False
     mask_mod: bool = False
@@ -79,7 +83,7 @@ class Features:
     @property
     def in_gradients(self) -> Features:
         """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none."""
-        return replace(self, sinks=False, return_max_logit=False)
+        return replace(self, sinks=False, return_max_logit=False, batch_invariant=False)
 
 
 PLAIN = Features()
@@ -105,6 +109,12 @@ class Static:
     @property
     def is_bounded(self) -> bool:
         return self.has_left or self.has_right
+
+    @property
+    def weight(self) -> int:
+        """`Features.weight`, and more of functions that do much for every score."""
+        long = self.mods is not None and self.mods.num_inner > LONG_FUNCTION
+        return self.features.weight + 7 * long
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,8 @@ class Problem:
         dtypes = GPU_DTYPES if device == "cuda" else CPU_DTYPES
         if self.dtype not in dtypes:
             raise UnsupportedError(f"dtype {self.dtype} on {device}: use one of {', '.join(dtypes)}")
+        if device != "cuda" and self.features.batch_invariant:
+            raise UnsupportedError(f"batch_invariant on {device}: only on cuda")
         if device == "cuda":
             check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
@@ -202,7 +214,11 @@ def check_features(features: Features) -> None:
 def check_gradient_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
     check_features(features)
-    beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
+    beside = [
+        name
+        for name in features.names
+        if name not in ("varlen", "seqused_k", "return_max_logit", "batch_invariant")
+    ]
     if features.varlen and beside:
         raise UnsupportedError(
             f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "

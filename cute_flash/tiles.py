@@ -200,10 +200,12 @@ class FwdTileSm90:
         static = problem.static
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
-        is_short_enough = self.max_keys is None or problem.mean_keys <= self.max_keys
+        # Which row it is may not depend on the length of others, nor on whether they are packed.
+        is_fixed = static.features.batch_invariant
+        is_short_enough = self.max_keys is None or (not is_fixed and problem.mean_keys <= self.max_keys)
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
-        has_room = self.max_weight >= static.features.weight and _divides_map(self, static)
+        has_room = self.max_weight >= static.weight and _divides_map(self, static)
         return is_wide_enough and is_as_wide and is_short_enough and is_meant and has_room
 
 
@@ -309,12 +311,12 @@ SM90_FWD = (
         max_weight=LIGHT,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
-    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_FOR_MAPS),
-    FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_MAPS),
+    FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(96, 128, 96, 2, 2, True, measured=_WITH_ROOM),
-    FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_MAPS),
+    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(
         128,
         128,
@@ -367,9 +369,10 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
     elif static.head_dim_v is None:
         bounds = static.has_left + static.has_right
         # The lengths of a packed batch are in registers; those of others are arguments.
-        bounds = min(bounds + static.features.varlen, 2) if bounds else 0
+        needs_lengths = static.features.varlen or static.features.batch_invariant
+        bounds = min(bounds + needs_lengths, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
-            has_room = tile.max_weight >= static.features.weight and _divides_map(tile, static)
+            has_room = tile.max_weight >= static.weight and _divides_map(tile, static)
             can_mask = tile.max_bounds >= bounds
             if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
                 return tile

@@ -32,6 +32,7 @@ def attn_varlen(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    batch_invariant: bool = False,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
@@ -62,6 +63,7 @@ def attn_varlen(
     left, right = api._band(causal, window)
     scale = api._default_scale(q) if scale is None else scale
     how = api._how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+    how = api._invariant(how) if batch_invariant else how
     how = how._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

@@ -123,7 +123,10 @@ class Request:
         """What a call makes of its features, as `forward` does."""
         if self.kind:
             case = self.case()
-            return (*extra_arguments(case.call()[0], 0.1, torch.zeros(self.heads), (0, 0)), *case.problem()[1])
+            return (
+                *extra_arguments(case.call()[0], 0.1, torch.zeros(self.heads), (0, 0)),
+                *case.problem()[1],
+            )
         if not self.features:
             return ()
         asked = set(self.features)

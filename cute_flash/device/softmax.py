@@ -55,13 +55,16 @@ class Softmax:
     alpha: cute.Tensor  # (rows of this thread,) fp32, the factor of the last rescaling
     scale_log2: Float32  # scale * log2(e)
     largest: cute.Tensor | None = None  # (rows of this thread,) fp32, of this thread's scores, if wanted
+    is_exact: cutlass.Constexpr = False  # the maximum never lags behind: a row's own business, not its warp's
 
     @staticmethod
-    def start(acc_O_mn: cute.Tensor, scale_log2: Float32, wants_largest: bool = False) -> "Softmax":
+    def start(
+        acc_O_mn: cute.Tensor, scale_log2: Float32, wants_largest: bool = False, is_exact: bool = False
+    ) -> "Softmax":
         rows = cute.size(acc_O_mn, mode=[0])
         statistics = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
         largest = cute.make_rmem_tensor(rows, Float32) if wants_largest else None
-        softmax = Softmax(*statistics, scale_log2, largest)
+        softmax = Softmax(*statistics, scale_log2, largest, is_exact)
         softmax.restart()
         return softmax
 
@@ -98,7 +101,9 @@ class Softmax:
 
         The maximum over this thread's columns suffices to ask: the warp votes.
         """
-        threshold = Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
+        threshold = Float32(0.0)
+        if cutlass.const_expr(not self.is_exact):
+            threshold = Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
         self.block_max(acc_S_mn, block_max)
         grew = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):

@@ -216,7 +216,8 @@ class FwdSm80:
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
         acc_O.fill(0.0)
         tScS = self.coordinates(p.tiled_mma, thread)
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, p.extras.max_logit is not None)
+        wants_largest, is_exact = p.extras.max_logit is not None, self.static.features.batch_invariant
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         main = Main(
             RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
@@ -406,7 +407,9 @@ class FwdSm80:
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(main.head.score is not None):
-            main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n)
+            # Whether all scores are near 0 is asked of a warp's rows together.
+            looks_near = not self.static.features.batch_invariant
+            main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n, looks_near)
         if cutlass.const_expr(written is not None):
             written.transform(as_mn(acc_S), main.mask, n_block * tile.tile_n, bias)
         self.hide(main, acc_S, n_block, masked)

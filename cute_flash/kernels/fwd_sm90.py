@@ -52,6 +52,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
+from cute_flash.kernels import fwd_sm90_scores as scores
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
@@ -249,7 +250,9 @@ class FwdSm90:
             count += 1
             shared.q.wait_full(count)
             m_block = shared.m_block(count)
-            if cutlass.const_expr(self.tile.q_stages > 1):
+            if cutlass.const_expr(self.tile.q_stages > 1 and not self.shapes.overlaps_tiles):
+                self.last_block(p, main, tile)
+            elif cutlass.const_expr(self.tile.q_stages > 1):
                 following = self._tile(p, main, m_block, count, fill)
                 is_open = m_block != NO_TILE and tile.has_blocks() and following.has_blocks()
                 if is_open:
@@ -282,7 +285,8 @@ class FwdSm90:
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
         wants_largest = p.extras.max_logit is not None
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest)
+        is_exact = self.static.features.batch_invariant
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
         return Main(
             warpgroup_index,
             thread,
@@ -309,9 +313,9 @@ class FwdSm90:
     @cute.jit
     def first_block(self, main: Main, tile: Tile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
-        first = tile.walk.first
-        bias = self.load_bias(tile, first, False)
         main.shared.k.wait_full(tile.fill)
+        first = self.first_of(main, tile)
+        bias = scores.load_bias(tile, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
         main.turns.pass_on()
@@ -322,63 +326,22 @@ class FwdSm90:
         self.first_softmax(main, tile, acc_S, (first, bias))
         self.round(main, tile, acc_S, first, range(self.shapes.steps))
 
+    def first_of(self, main: Main, tile: Tile) -> Int32:
+        """The first block of a tile, whose K is there."""
+        return tile.walk.first if main.shared.blocks is None else main.shared.block(tile.walk, tile.fill, 0)
+
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
         """`at`: the block, and its bias."""
         softmax, (first, bias) = main.softmax, at
-        self.transform(tile, acc_S, first, bias)
+        scores.transform(tile, acc_S, first * self.tile.tile_n, bias, False)
         if tile.walk.begins_cut():
             tile.mask.apply(as_mn(acc_S), first * self.tile.tile_n)
-        self.hide(tile, acc_S, first, tile.walk.begins_cut())
+        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.walk.begins_cut())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S))
-
-    @cute.jit
-    def load_bias(self, tile: Tile, n_block: Int32, is_whole: cutlass.Constexpr):
-        """On its way to registers while others multiply; None without one."""
-        if cutlass.const_expr(tile.of_head.written is None):
-            return None
-        return tile.of_head.written.load_bias(tile.mask, n_block * self.tile.tile_n, is_whole)
-
-    @cute.jit
-    def transform(
-        self,
-        tile: Tile,
-        acc_S: cute.Tensor,
-        n_block: Int32,
-        bias: cute.Tensor | None,
-        looks_near: cutlass.Constexpr = False,
-    ):
-        """Softcap, ALiBi, bias and score_mod, before the mask."""
-        if cutlass.const_expr(tile.of_head.score is not None):
-            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
-        if cutlass.const_expr(tile.of_head.written is not None):
-            tile.of_head.written.transform(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, bias)
-
-    @cute.jit
-    def hide(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, is_cut):
-        """After the band: where mask_mod says so. A map's full blocks are whole to it, not to the band."""
-        written, first_column = tile.of_head.written, n_block * self.tile.tile_n
-        if cutlass.const_expr(isinstance(tile.walk, ListWalk)):
-            if cutlass.const_expr(is_cut is True):
-                written.hide(as_mn(acc_S), tile.mask, first_column)
-            elif cutlass.const_expr(is_cut is False):
-                self.hide_full(tile, acc_S, n_block)
-            else:
-                if is_cut:
-                    written.hide(as_mn(acc_S), tile.mask, first_column)
-                else:
-                    self.hide_full(tile, acc_S, n_block)
-        elif cutlass.const_expr(written is not None):
-            written.hide(as_mn(acc_S), tile.mask, first_column)
-
-    @cute.jit
-    def hide_full(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
-        if cutlass.const_expr(tile.walk.blocks is not None):
-            if tile.walk.blocks.cuts(n_block):
-                tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
 
     @cute.jit
     def round(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
@@ -396,7 +359,8 @@ class FwdSm90:
         # Where every maximum is asked for, sums say nothing more; P is not made again where it would be drawn
         # again beside accumulators that leave no registers.
         has_room = not static.features.dropout or self.tile.width_v <= 64
-        may_check = has_room and not static.features.return_max_logit
+        needs_maxima = static.features.return_max_logit or static.features.batch_invariant
+        may_check = has_room and not needs_maxima
         checks_sums = self.tile.checks_sums and may_check
         # A cap has two ways, of which it is enough to have one copy.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
@@ -422,12 +386,11 @@ class FwdSm90:
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
         n_block = bias = None
-        if cutlass.const_expr(tile.of_head.written is not None):
-            # Early: it is read from memory, and the bias too.
-            n_block = tile.walk.block(i)
-            bias = self.load_bias(tile, n_block, masked is False)
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
+        if cutlass.const_expr(tile.of_head.written is not None):
+            n_block = shared.block(tile.walk, fill, i)
+            bias = scores.load_bias(tile, n_block * self.tile.tile_n, masked is False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, fill)
         shared.v.wait_full(fill - 1)
@@ -437,13 +400,16 @@ class FwdSm90:
         shared.k.release(fill)
         if cutlass.const_expr(n_block is None):
             n_block = tile.walk.block(i)
-        self.transform(tile, acc_S, n_block, bias, masked is not True)
+        # Whether all are near 0 is asked of a warp's rows together.
+        looks_near = masked is not True and not self.static.features.batch_invariant
+        scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
         if cutlass.const_expr(masked == MAYBE):
             if tile.walk.is_cut(i):
                 tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
         elif cutlass.const_expr(masked):
             tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        self.hide(tile, acc_S, n_block, tile.walk.is_cut(i) if masked == MAYBE else masked)
+        is_cut = tile.walk.is_cut(i) if masked == MAYBE else masked
+        scores.hide(tile, acc_S, n_block, n_block * self.tile.tile_n, is_cut)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
@@ -525,9 +491,9 @@ class FwdSm90:
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
         last = tile.fill + tile.walk.num - 1
-        first = following.walk.first
-        bias = self.load_bias(following, first, False)
         shared.k.wait_full(following.fill)
+        first = self.first_of(main, following)
+        bias = scores.load_bias(following, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)
         shared.v.wait_full(last)

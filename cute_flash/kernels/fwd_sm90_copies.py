@@ -27,10 +27,10 @@ def load_qk(p: Params, shared: Shared):
         counts = p.counts(m_block, head, span)
         walk = p.walk(m_block, head, span, counts)
         if walk.num > 0:
-            load_block(p.k, shared.k, shared.sK, fill, (walk.first, head_kv, span.keys))
+            load_k(p, shared, fill, (walk.first, head_kv, span.keys))
         load_q(p, shared, count, (m_block, head), span, counts)
         for i in cutlass.range(1, walk.num, unroll=1):
-            load_block(p.k, shared.k, shared.sK, fill + i, (walk.block(i), head_kv, span.keys))
+            load_k(p, shared, fill + i, (walk.block(i), head_kv, span.keys))
         fill += walk.num
         # Late, for a block with a long tile to leave the next one to others.
         index = p.tiles().following(index)
@@ -71,6 +71,14 @@ def load_q(p: Params, shared: Shared, count: Int32, coord: tuple, span: Sequence
     for w in cutlass.range_constexpr(num):
         sQ = shared.sQ[None, None, (w, ring.stage(count))]
         p.q.load(sQ, m_block * num + w, head, span.queries, ring.full_of(count))
+
+
+@cute.jit
+def load_k(p: Params, shared: Shared, fill: Int32, coord: tuple):
+    if cutlass.const_expr(shared.blocks is not None):
+        shared.k.wait_empty(fill)
+        shared.tell_block(fill, coord[0])
+    load_block(p.k, shared.k, shared.sK, fill, coord)
 
 
 @cute.jit

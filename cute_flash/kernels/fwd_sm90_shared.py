@@ -19,7 +19,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.extras import Extras
 from cute_flash.problem import Static
-from cute_flash.tiles import FwdTileSm90
+from cute_flash.tiles import MEDIUM, FwdTileSm90
 from layouts.kernels import sm90_tiles
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
@@ -53,6 +53,14 @@ class Shapes:
     @property
     def is_bounded(self) -> bool:
         return self.static.has_left or self.static.has_right
+
+    @property
+    def overlaps_tiles(self) -> bool:
+        """With two stages of Q, whether the next tile begins beside the end of this one: there functions have
+        the fewest registers.
+        """
+        features = self.static.features
+        return not (features.is_written and (features.block_map or self.static.weight > MEDIUM))
 
     @property
     def draws_tiles(self) -> bool:
@@ -150,14 +158,15 @@ class Params:
         In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
         worth keeping before. Without that bound only the end of the keys cuts a block: with that one first,
         the loop needs no mask. With slopes scores fall with the distance: the nearest keys come first, or
-        every block on the way to them would outgrow the maximum. A block map has its own order.
+        every block on the way to them would outgrow the maximum; that depends on the rows of the tile, and is
+        not for results that may not. A block map has its own order.
         """
         if self.extras.lists is not None:
             parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
             return ListWalk(self.extras.lists, self._place(m_block, head, sequence), counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
-        if not static.features.alibi:
+        if not static.features.alibi or static.features.batch_invariant:
             return blocks.walk(static.has_right)
         lengths = self.positions_of(sequence), sequence.k_len
         return blocks.walk_outward(diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
@@ -181,6 +190,7 @@ class Shared:
     v: Ring
     o_full: cute.Pointer  # (warpgroup, q stage): the output stands in the stage
     tiles: cute.Tensor  # (m_block, head, sequence...) of the last tiles; told by q.full; NO_TILE: the end
+    blocks: cute.Tensor | None = None  # with a block map, which key block is in each stage; told by k.full
 
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
@@ -198,7 +208,10 @@ class Shared:
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         room = -(-shapes.tile_numbers // 4) * 4
         tiles = smem.allocate_tensor(Int32, cute.make_layout((room, TILE_SLOTS)), 16)
-        return Shared(shapes, sQ, sK, sV, *rings, o_full, tiles)
+        blocks = None
+        if shapes.static.features.block_map:
+            blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
+        return Shared(shapes, sQ, sK, sV, *rings, o_full, tiles, blocks)
 
     @cute.jit
     def init_barriers(self):
@@ -218,6 +231,17 @@ class Shared:
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(coord)):
                 self.tiles[i, count % TILE_SLOTS] = coord[i]
+
+    @cute.jit
+    def tell_block(self, fill: Int32, n_block: Int32):
+        """With a block map, after k.empty: the block of a stage of K; the arrival at k.full tells it."""
+        if cutlass.const_expr(self.blocks is not None):
+            with cute.arch.elect_one():
+                self.blocks[self.k.stage(fill)] = n_block
+
+    def block(self, walk: Walk | OutwardWalk | ListWalk, fill: Int32, i: Int32) -> Int32:
+        """After k.full: the i-th block on the way of a tile, in the stage of K."""
+        return walk.block(i) if self.blocks is None else self.blocks[self.k.stage(fill)]
 
     @cute.jit
     def tell_end(self, count: Int32):

@@ -21,6 +21,12 @@ class Mods:
     adds_bias: bool = False  # entries of it are sums of many scores, and not of one
 
     @property
+    def num_inner(self) -> int:
+        """Operations for every score of the forward."""
+        graphs = self.graphs.score, self.graphs.mask
+        return sum(graph.num_inner for graph in graphs if graph is not None)
+
+    @property
     def in_forward(self) -> Mods:
         return Mods(Graphs(self.graphs.score, self.graphs.mask), self.bias, self.reads_pairs, self.block)
 

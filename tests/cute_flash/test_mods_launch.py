@@ -44,7 +44,7 @@ def test_arguments() -> None:
 
 def test_lists_of_keys() -> None:
     case = case_of(mask="document", has_map=True)
-    how, asked = case.call()
+    _, asked = case.call()
     plain = case.problem()[0]
     lists = custom_cuda.given(asked, plain, of_keys=True).lists
     assert lists is not None and [tuple(x.shape) for x in lists] == [(2, 4, 2), (2, 4, 2, 3)] * 2

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, packed; all of them by default.
+SET: plain, study, features, packed, mods; all of them by default.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
-from tests import cases
+from tests import cases, mod_cases
 from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -110,7 +110,22 @@ def feature_keys() -> Iterator[CompileKey]:
     yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
 
 
-SETS = {"plain": keys, "study": study_keys, "features": feature_keys, "packed": packed_keys}
+def mod_keys() -> Iterator[CompileKey]:
+    """Those of the tests with functions, a bias and block maps; others are few."""
+    arch = detect(0)
+    for case, family in itertools.product(mod_cases.cases(), families.runnable()):
+        problem, _given = case.problem()
+        with use_kernels(family):
+            yield plan(problem, arch).key
+
+
+SETS = {
+    "plain": keys,
+    "study": study_keys,
+    "features": feature_keys,
+    "packed": packed_keys,
+    "mods": mod_keys,
+}
 
 
 def main() -> None:

@@ -1,0 +1,62 @@
+"""`batch_invariant=True`: a row's bits alone, in chunks and among neighbours, forward."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import cute_flash
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
+
+SQ, SK, NEIGHBOURS = 150, 700, (1, 2, 7, 64, 300)
+
+
+def drawn(head_dim: int, batch: int) -> list[torch.Tensor]:
+    """Some rows with outliers, which outgrow their maximum late."""
+    generator = torch.Generator().manual_seed(head_dim)
+    shapes = ((4, SQ), (2, SK), (2, SK))
+    q, k, v = (torch.randn(batch, *shape, head_dim, generator=generator) for shape in shapes)
+    q[:, :, ::7] *= 6
+    return [x.to("cuda", torch.bfloat16) for x in (q, k, v)]
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+    return cute_flash.attn(q, k, v, batch_invariant=True, return_lse=True, **how)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"causal": True}, {"window": (200, 50)}, {"softcap": 8.0, "causal": True}]
+)
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_among_neighbours(head_dim: int, how: dict) -> None:
+    q, k, v = drawn(head_dim, max(NEIGHBOURS))
+    alone = run(q[:1], k[:1], v[:1], **how)
+    for batch in NEIGHBOURS:
+        for place in (0, batch - 1):
+            order = [1 + i for i in range(batch - 1)]
+            order.insert(place, 0)
+            found = run(*(x[order] for x in (q, k, v)), **how)
+            assert all(torch.equal(a[place], b[0]) for a, b in zip(found, alone, strict=True)), (batch, place)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_queries_in_chunks(head_dim: int) -> None:
+    """Causal: a chunk sees the keys up to its own end."""
+    q, k, v = drawn(head_dim, 1)
+    whole = run(q, k, v, causal=True)
+    for chunk in (1, 7, 64):
+        for first in (0, 70, SQ - chunk):
+            rows = slice(first, first + chunk)
+            seen = SK - SQ + first + chunk
+            found = run(q[:, :, rows], k[:, :, :seen], v[:, :, :seen], causal=True)
+            for a, b in zip(found, whole, strict=True):
+                assert torch.equal(a, b[:, :, rows]), (chunk, first)
+
+
+def test_is_attention() -> None:
+    q, k, v = drawn(128, 2)
+    out, lse = run(q, k, v, causal=True)
+    plain, plain_lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(out, plain, rtol=2e-2, atol=1e-2)

@@ -1,0 +1,156 @@
+"""Functions that users write, biases and block maps on a GPU, by every family: against the fp64 oracle and
+against FlexAttention on the same functions.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cute_flash
+from cute_flash import BlockMap, UnsupportedError, masks, reference
+from cute_flash.band import Band
+from tests import cases, mod_cases
+from tests.mod_cases import Case, Kind, Sizes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
+
+
+@pytest.mark.parametrize("case", mod_cases.cases(), ids=lambda case: case.id)
+def test_against_the_oracle(case: Case) -> None:
+    q, k, v = case.inputs()
+    out, lse, *most = cute_flash.attn(q, k, v, return_lse=True, **case.options)
+    score = case.score()
+    exact = reference.dense(q, k, v, case.band, None, score)
+    low, _ = reference.dense_low_precision(q, k, v, case.band, None, score)
+    # Captured tables and the bias have what precision they have on both sides.
+    cases.assert_close(out, lse, *exact, low)
+    assert len(most) == ("return_max_logit" in case.options)
+
+
+FLEX = [
+    Kind(64, score="alibi"),
+    Kind(128, score="relative"),
+    Kind(128, score="capped", mask="document"),
+    Kind(64, mask="prefix"),
+    Kind(128, score="gated", mask="window"),
+]
+
+
+@pytest.mark.parametrize("kind", FLEX, ids=lambda kind: kind.id)
+def test_against_flex_attention(kind: Kind) -> None:
+    case = Case(kind, Sizes(2, 4, 2, 256, 384), seed=2)
+    q, k, v = case.inputs()
+    score_mod, mask_mod = (case.options.get(name) for name in ("score_mod", "mask_mod"))
+    block_mask: Any = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, 2, 4, 256, 384, device="cuda")
+    wide = (x.double() for x in (q, k, v))
+    expected = flex_attention(*wide, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+    out, lse = cute_flash.attn(q, k, v, return_lse=True, score_mod=score_mod, mask_mod=mask_mod)
+    low, _ = reference.dense_low_precision(q, k, v, Band(), None, case.score())
+    seen = (lse != -torch.inf)[..., None]
+    cases.assert_error_within("out", out, expected.masked_fill(~seen, 0.0), low)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_a_map_changes_nothing(head_dim: int) -> None:
+    """Blocks of the default size and of larger ones; a band that the map knows of, one that it does not."""
+    case = Case(Kind(head_dim, mask="document"), Sizes(2, 4, 2, 700, 900), seed=4)
+    q, k, v = case.inputs()
+    mask, shape = case.options["mask_mod"], (2, 4, 700, 900)
+    for causal in (False, True):
+        expected, expected_lse = cute_flash.attn(q, k, v, mask_mod=mask, causal=causal, return_lse=True)
+        for tile, knows in (((128, 128), causal), ((128, 128), False), ((256, 384), causal)):
+            block_map = BlockMap.of(mask, shape, tile=tile, causal=knows, device="cuda")
+            out, lse = cute_flash.attn(
+                q, k, v, mask_mod=mask, causal=causal, block_map=block_map, return_lse=True
+            )
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_a_map_of_ones_own() -> None:
+    """In a full block the function is not asked; an empty one is not visited; partial without a function: all
+    of it.
+    """
+    case = Case(Kind(128), Sizes(1, 2, 2, 300, 400), seed=1)
+    q, k, v = case.inputs()
+    status = torch.tensor([[0, 2, 1, 0], [0, 0, 0, 0], [1, 0, 2, 1]], dtype=torch.uint8, device="cuda")
+    block_map = BlockMap.of_status(status[None, None], 128, 128, 300, 400)
+    out, lse = cute_flash.attn(q, k, v, block_map=block_map, return_lse=True)
+    i, j = (torch.arange(n, device="cuda") // 128 for n in (300, 400))
+    seen = status[i][:, j] > 0
+    bias = torch.zeros(300, 400, device="cuda").masked_fill(~seen, -torch.inf)
+    wide = (x.double().cpu() for x in (q, k, v))
+    expected, expected_lse = cute_flash.attn(*wide, bias=bias.double().cpu(), return_lse=True)
+    assert (out[:, :, 128:256] == 0).all() and (lse[:, :, 128:256] == -torch.inf).all()
+    rows = [*range(128), *range(256, 300)]
+    torch.testing.assert_close(out[:, :, rows].double().cpu(), expected[:, :, rows], rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse[:, :, rows].double().cpu(), expected_lse[:, :, rows], rtol=1e-5, atol=5e-5)
+    with pytest.raises(UnsupportedError, match="block_map of blocks of 16 x 16"):
+        cute_flash.attn(q, k, v, block_map=BlockMap.of(None, (1, 2, 300, 400), tile=(16, 16), device="cuda"))
+
+
+def test_numbers_and_tables_compile_nothing() -> None:
+    case = Case(Kind(64, score="alibi", mask="window"), Sizes(1, 2, 2, 200, 200))
+    q, k, v = case.inputs()
+    slopes = torch.rand(2, device="cuda")
+
+    def run(width: int) -> torch.Tensor:
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score - slopes[h] * (q_idx - kv_idx).abs()
+
+        return cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=masks.sliding_window(width))
+
+    first = run(20)
+    from cute_flash.compile import cache_info
+
+    before = cache_info()
+    second = run(30)
+    assert not torch.equal(first, second) and cache_info().compiles == before.compiles
+    slopes.zero_()
+    torch.testing.assert_close(run(200), cute_flash.attn(q, k, v, causal=True), rtol=2e-2, atol=1e-2)
+
+
+def test_packed_sequences() -> None:
+    """Functions count within a sequence, and know which one it is."""
+    lengths = [100, 0, 257, 31]
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    q, k, v = (torch.randn(sum(lengths), 2, 64, device="cuda").bfloat16() for _ in range(3))
+    table = torch.randn(4, 2, device="cuda")
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * table[b, h] - (q_idx - kv_idx).abs() * 0.02
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) | (kv_idx < 5 + b)
+
+    out = cute_flash.attn_varlen(q, k, v, offsets, offsets, score_mod=score_mod, mask_mod=mask_mod)
+    for i, length in enumerate(lengths):
+        if length:
+            rows = slice(int(offsets[i]), int(offsets[i]) + length)
+            one = [x[rows].transpose(0, 1)[None].float() for x in (q, k, v)]
+            row, prefix = table[i].cpu(), 5 + i
+
+            def own_score(score, b, h, q_idx, kv_idx, row=row):
+                return score * row[h] - (q_idx - kv_idx).abs() * 0.02
+
+            def own_mask(b, h, q_idx, kv_idx, prefix=prefix):
+                return (kv_idx <= q_idx) | (kv_idx < prefix)
+
+            wide = (x.cpu() for x in one)
+            expected = cute_flash.attn(*wide, score_mod=own_score, mask_mod=own_mask)
+            torch.testing.assert_close(
+                out[rows].transpose(0, 1).float().cpu(), expected[0], rtol=2e-2, atol=1e-2
+            )
+
+
+def test_same_input_same_bits() -> None:
+    case = Case(mod_cases.KINDS[-3], Sizes(2, 8, 2, 500, 700), seed=3)
+    q, k, v = case.inputs()
+    first = cute_flash.attn(q, k, v, return_lse=True, **case.options)
+    for _ in range(5):
+        again = cute_flash.attn(q, k, v, return_lse=True, **case.options)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
