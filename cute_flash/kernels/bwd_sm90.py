@@ -380,7 +380,10 @@ class BwdSm90:
         if cutlass.const_expr(self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         warpgroup.wait_group(1)
-        if cutlass.const_expr(not self.tile.early_lse):
+        if cutlass.const_expr(self.is_written):
+            # Functions need the registers.
+            rLSE = self.rows(main, shared.sLSE, stage)
+        elif cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         if cutlass.const_expr(self.has_score):
             scores.cap(acc_S)
