@@ -19,7 +19,10 @@ from cute_flash.entries import entries_of
 from cute_flash.how import How
 from cute_flash.mods.graph import COLUMN, ROW
 from cute_flash.mods.static import Mods
-from cute_flash.problem import Problem
+from cute_flash.problem import Problem, UnsupportedError
+
+# Of a table: kernels count its elements in 32 bits.
+MAX_ELEMENTS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +53,11 @@ class BiasGradient:
     def found(self) -> Tensor:
         """The gradient, in the bias's dtype."""
         written, bias = self.written, self.bias
-        found = torch.empty_like(bias)
-        if found.stride() == written.stride() and written.dtype == bias.dtype:
+        strides = torch.empty_like(bias, device="meta").stride()
+        if strides == written.stride() and written.dtype == bias.dtype:
             return written
         shared = [i for i in range(4) if written.shape[i] != bias.shape[i]]
-        return found.copy_(written.sum(dim=shared, keepdim=True) if shared else written)
+        return torch.empty_like(bias).copy_(written.sum(dim=shared, keepdim=True) if shared else written)
 
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Problem) -> Any:
@@ -62,6 +65,10 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
     deterministic = how.deterministic or backward.is_mode_deterministic()
     problem, given, of_bias = described(custom, problem, deterministic)
     wanted, block_map = custom.wanted, custom.map
+    if any(custom.tables[i].numel() > MAX_ELEMENTS for i in wanted):
+        raise UnsupportedError(
+            f"the gradient of a captured tensor of more than {MAX_ELEMENTS} elements on cuda"
+        )
     sums = [torch.zeros(custom.tables[i].shape, dtype=torch.float32, device=q.device) for i in wanted]
     heads = problem.batch, problem.heads
 

@@ -24,8 +24,8 @@ _known: dict[tuple, tuple[weakref.ref, list[Tensor]]] = {}
 
 
 def entries_of(block_map: BlockMap, problem: Problem, tile: tuple[int, int]) -> list[Tensor]:
-    """How many (B, Hkv, tiles of keys), and the entries (B, Hkv, tiles of keys, at most), for a kernel's tile,
-    which divides the blocks of the map. No sync; kept as long as the map is.
+    """How many (B, Hkv, tiles of keys), and the entries (B, Hkv, tiles of keys, at most), for a tile of a
+    kernel, which divides the blocks of the map. No sync; kept as long as the map is.
     """
     own = block_map.partial.index
     key = id(own), own._version, block_map.sizes, tile, problem.batch, problem.heads, problem.heads_kv

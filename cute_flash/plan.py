@@ -302,8 +302,8 @@ def _check_deterministic(problem: Problem, deterministic: bool) -> None:
     what = "a block_map" if problem.features.block_map else what
     if deterministic and what:
         raise UnsupportedError(
-            f"deterministic gradients with {what} on cuda: they are added in any order; leave it out, or move "
-            "the tensors to the CPU"
+            f"deterministic gradients with {what} on cuda: they are added in any order; leave it out, or "
+            "move the tensors to the CPU"
         )
 
 

@@ -1,6 +1,7 @@
 """What the host path of gradients with features would launch, seen without a GPU: as `tests.launch_capture`.
 
     python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC FEATURE...
+    python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC kind=KIND     of `mod_cases.KINDS`
 
 calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments,
 and prints a JSON list of (kernel, grid, block, shared memory).
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, general, operands
+from cute_flash import arch, counters, custom, general, operands
 from cute_flash import compile as compiling
 from cute_flash.how import How
 from cute_flash.plan import CompileKey
-from tests import launch_capture
+from tests import launch_capture, mod_cases, mod_gradients
 from tests.combinations import RNG
 from tests.launch_capture import COUNTER, OnGpu
 
@@ -54,8 +55,17 @@ def main() -> None:
         function = compiled(key)
 
         def launch(*args: Any) -> None:
-            held = [OnGpu(x) if isinstance(x, Tensor) else x for x in args]
-            function(*(tvm_ffi.from_dlpack(x) if isinstance(x, OnGpu) else x for x in held))
+            held: list[OnGpu] = []
+
+            def passed(x: Any) -> Any:
+                if isinstance(x, list):
+                    return list(map(passed, x))
+                if not isinstance(x, Tensor):
+                    return x
+                held.append(OnGpu(x.detach()))
+                return tvm_ffi.from_dlpack(held[-1])
+
+            function(*map(passed, args))
             numbers = (ctypes.c_int64 * 8)()
             captured(numbers)
             launches.append((key.kernel, list(numbers[1:4]), list(numbers[4:7]), numbers[7]))
@@ -69,9 +79,28 @@ def main() -> None:
     operands.current_device = lambda: None
     q, k = (torch.zeros(2, h, s, int(head_dim)).bfloat16() for h, s in ((HEADS, SQ), (HEADS_KV, SK)))
     lse = torch.zeros(2, HEADS, SQ)
-    found = general._bwd_cuda(q, lse, q, k, k, q, lse, *how_of(names, bool(int(deterministic))))
+    if names[0].startswith("kind="):
+        found = _of_kind(names[0].removeprefix("kind="), bool(int(deterministic)))
+    else:
+        found = general._bwd_cuda(q, lse, q, k, k, q, lse, *how_of(names, bool(int(deterministic))))
     assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
     json.dump(launches, sys.stdout)
+
+
+def case_of(kind: str) -> mod_cases.Case:
+    chosen = next(one for one in mod_cases.KINDS if one.id == kind)
+    return mod_cases.Case(chosen, mod_cases.Sizes(2, HEADS, HEADS_KV, SQ, SK), 1, "cpu")
+
+
+def _of_kind(kind: str, deterministic: bool) -> Any:
+    """The gradients of all that a case has."""
+    case = case_of(kind)
+    leaves = mod_gradients.leaves_of(case)
+    how, asked = case.call()
+    q, k, v = (leaves[name].detach() for name in "qkv")
+    lse = torch.zeros(2, HEADS, SQ)
+    how = how._replace(deterministic=deterministic)
+    return custom._bwd_cuda(q, lse, q, k, v, q, lse, *how, *asked)
 
 
 if __name__ == "__main__":

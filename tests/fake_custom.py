@@ -1,4 +1,4 @@
-"""A bias, functions and a block map in a stand-in for a kernel of the gradients: see `tests.fake_backward`."""
+"""A bias, functions and a block map in a stand-in for a backward kernel: see `tests.fake_backward`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Given:
     def parts(self) -> Any:
         return self.key.static.mods.graphs.parts(self.tables or (), self.numbers or ())
 
-    def evaluated(self, graph: Graph, arguments: Any, shape: torch.Size, *given: Tensor) -> tuple[Tensor, ...]:
+    def evaluated(
+        self, graph: Graph, arguments: Any, shape: torch.Size, *given: Tensor
+    ) -> tuple[Tensor, ...]:
         places = [torch.arange(n).view(-1, *(1,) * (3 - i)) for i, n in enumerate(shape)]
         # Tables of one element stand for a single value.
         tables = [x[0] if not t.rank else x for x, t in zip(arguments[0], graph.tables)]
@@ -132,7 +134,8 @@ class Given:
                     into += grad.sum()
                     continue
                 where = [
-                    found[i].expand_as(ds).clamp(0, n - 1) for i, n in zip(load.indices, into.shape, strict=True)
+                    found[i].expand_as(ds).clamp(0, n - 1)
+                    for i, n in zip(load.indices, into.shape, strict=True)
                 ]
                 into.index_put_(where, grad, accumulate=True)
             ds = found[0].expand_as(ds).masked_fill(p == 0, 0.0)

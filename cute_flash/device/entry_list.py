@@ -1,4 +1,4 @@
-"""The blocks of queries of all heads of a group that a tile of keys must visit: see `cute_flash/entries.py`."""
+"""The blocks of queries of a group of heads that a tile of keys must visit: see `cute_flash/entries.py`."""
 
 from dataclasses import dataclass
 

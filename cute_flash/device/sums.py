@@ -1,5 +1,5 @@
-"""Gradients of what many scores share: sums of a thread as far as they go to one place, then of the lanes that
-have that place in common, then additions in global memory.
+"""Gradients of what many scores share: sums of a thread as far as they go to one place, then of the lanes
+that have that place in common, then additions in global memory.
 
 For a block of keys by queries as the tensor cores hold it: rows of a thread are keys, which the lanes
 4, 8, 16 apart do not share, columns are queries, which the lanes 1 and 2 apart do not.

@@ -20,8 +20,8 @@ from cute_flash.problem import Static
 
 
 def with_written(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:
-    """The fake arguments of a general kernel, with more before the list of tiles, which is None: bias, tables,
-    numbers, the gradients of bias and tables, and the lists of a block map.
+    """The fake arguments of a general kernel, with more before the list of tiles: bias, tables, numbers,
+    the gradients of bias and tables, and the lists of a block map.
     """
     *general, items, stream = with_terms(arguments, kernel)
     static, mQ, mK = kernel.static, general[0], general[1]
@@ -41,7 +41,9 @@ def _fake_dbias(mQ: cute.Tensor, static: Static) -> cute.Tensor | None:
         return None
     of, heads = TABLE_TYPES[static.mods.dbias], mQ.shape[:2]
     strides = (*(cute.sym_int64() for _ in range(3)), 1)
-    return make_fake_tensor(of, (*heads, cute.sym_int(), cute.sym_int()), strides, assumed_align=of.width // 8)
+    return make_fake_tensor(
+        of, (*heads, cute.sym_int(), cute.sym_int()), strides, assumed_align=of.width // 8
+    )
 
 
 def _fake_dtables(static: Static) -> list[cute.Tensor]:

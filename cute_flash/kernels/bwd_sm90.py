@@ -38,8 +38,8 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import store_rows
 from cute_flash.device.entry_list import Entry
+from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods_bwd import WrittenScores
 from cute_flash.device.ordered import Order

@@ -96,9 +96,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fake
 
 
 def tensors() -> list[Tensor]:
-    return [
-        normal(B, heads, s, D, seed=i) for i, (heads, s) in enumerate(((H, SQ), (HKV, SK), (HKV, SK)))
-    ]
+    return [normal(B, heads, s, D, seed=i) for i, (heads, s) in enumerate(((H, SQ), (HKV, SK), (HKV, SK)))]
 
 
 def arguments(case: Case, given: list[Tensor], **more: Any) -> tuple[Any, ...]:
@@ -107,7 +105,9 @@ def arguments(case: Case, given: list[Tensor], **more: Any) -> tuple[Any, ...]:
     call, block_map = case.call, None
     if case.mapped:
         sizes = given[0].shape[2], given[1].shape[2]
-        block_map = BlockMap.of(case.mask_mod, (B, H, *sizes)) if case.mask_mod is not None else whole_map(sizes)
+        block_map = (
+            BlockMap.of(case.mask_mod, (B, H, *sizes)) if case.mask_mod is not None else whole_map(sizes)
+        )
     found = custom_of(bias, call, block_map)
     num = 0 if call.graphs.score is None else len(call.graphs.score.tables)
     wants = [bias is not None] + [i < num and x.is_floating_point() for i, x in enumerate(call.tables)]

@@ -28,7 +28,6 @@ from cute_flash.mods.graph import COLUMN, ROW
 from tests.combinations import RNG
 from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
 from tests.cute_flash.test_device_score_bwd import FOR_HOPPER, SHAPES
-from tests.cute_flash.test_device_score_bwd import on_the_host as plain_on_the_host
 
 SQ, SK, SCALE, BATCH, HEADS, HEAD, CAP, SLOPE = 300, 333, 0.37, 1, 5, 3, 2.0, 0.02
 GENERATOR = torch.Generator().manual_seed(3)
@@ -135,9 +134,7 @@ def block(  # type: ignore[no-untyped-def]
         of_score = tables[: split[0]], floats[: num[0]]
         of_mask = tables[split[0] : sum(split)], floats[num[0] :]
         terms_of_bias = None if mBias is None else BiasTerms(mBias, mdBias, bits, is_added)
-        written = WrittenTerms(
-            code, numbers[0], softcap, of_score, of_mask, of_score, terms_of_bias, dtables
-        )
+        written = WrittenTerms(code, numbers[0], softcap, of_score, of_mask, of_score, terms_of_bias, dtables)
         score = Score.of(numbers[0], softcap, True)
         terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, written)
         band = Band(Int32(100), Int32(50))

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, packed, mods; all of them by default.
+SET: plain, study, features, packed, mods, mods_bwd; all of them by default.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
-from tests import cases, mod_cases
+from tests import cases, mod_cases, mod_gradients
 from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -125,6 +125,7 @@ SETS = {
     "features": feature_keys,
     "packed": packed_keys,
     "mods": mod_keys,
+    "mods_bwd": lambda: mod_gradients.keys(detect(0), families.runnable()),
 }
 
 
