@@ -197,9 +197,8 @@ class BwdPlan:
     def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
-        static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
-        if static.mods is not None:
-            static = replace(static, mods=static.mods.in_gradients)
+        features, mods = replace(static.features.in_gradients, seqused_k=False), static.mods
+        static = replace(static, features=features, mods=None if mods is None else mods.in_gradients)
         if not sees_mask:
             packed = Features(varlen=static.features.varlen)
             static = replace(static, has_left=False, has_right=False, features=packed, mods=None)
@@ -282,7 +281,6 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
     check_gradient_features(problem.features)
-    _check_deterministic(problem, deterministic)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)
@@ -292,19 +290,9 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         tile = bwd_tile(family, arch, problem)
         if tile is not None and (isinstance(tile, BwdTileSm90) or not deterministic):
             _check_grid(problem, tile)
-            check_written(problem, tile.tile_m, tile.tile_n)
+            check_written(problem, tile.tile_m, tile.tile_n, deterministic)
             return _bwd_plan(problem, arch, family, tile, deterministic)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, asked))
-
-
-def _check_deterministic(problem: Problem, deterministic: bool) -> None:
-    what = "the tables of score_mod" if problem.mods is not None and problem.mods.wanted else ""
-    what = "a block_map" if problem.features.block_map else what
-    if deterministic and what:
-        raise UnsupportedError(
-            f"deterministic gradients with {what} on cuda: they are added in any order; leave it out, or "
-            "move the tensors to the CPU"
-        )
 
 
 def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, asked: str | None) -> str:
@@ -386,7 +374,7 @@ def _pays_to_pack(problem: Problem, tile_m: int) -> bool:
 
 
 def _treats_heads_alike(features: Features) -> bool:
-    """Whether a kernel needs to know which head a row belongs to for nothing but its mask."""
+    """Whether a kernel needs to know of a row's head for nothing but its mask."""
     return replace(features, softcap=False) == PLAIN
 
 

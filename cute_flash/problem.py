@@ -226,12 +226,20 @@ def check_gradient_features(features: Features) -> None:
         )
 
 
-def check_written(problem: Problem, tile_m: int, tile_n: int) -> None:
-    """Raise `UnsupportedError` for functions and block maps that a kernel of some tile does not take.
+def check_written(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
+    """Raise `UnsupportedError` for functions and block maps that a kernel of some tile does not take, or
+    whose gradients it adds up in any order.
 
     Functions are computed in floats where that is exact. A tile lies within one block of the map, which then
     decides for all of it.
     """
+    what = "the tables of score_mod" if problem.mods is not None and problem.mods.wanted else ""
+    what = "a block_map" if problem.features.block_map else what
+    if deterministic and what:
+        raise UnsupportedError(
+            f"deterministic gradients with {what} on cuda: they are added in any order; leave it out, or "
+            "move the tensors to the CPU"
+        )
     for name in ("seqlen_q", "seqlen_k"):
         if problem.features.is_written and getattr(problem, name) >= MAX_INDEX:
             raise UnsupportedError(f"{name}={getattr(problem, name)} with functions: less than {MAX_INDEX}")

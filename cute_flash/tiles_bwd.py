@@ -45,6 +45,10 @@ class BwdTileSm90:
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
 
+    def fetches_bias_early(self, inner: int) -> bool:
+        """Whether there are registers for a block of it while S is made, beside functions of that length."""
+        return inner <= 10
+
 
 @dataclass(frozen=True)
 class BwdTileSm90Wide:
@@ -154,6 +158,10 @@ class BwdTile:
     def fits(self, arch: ArchSpec) -> bool:
         return self.smem_bytes <= arch.smem_per_block
 
+    def fetches_bias_early(self, inner: int) -> bool:
+        """As that of `BwdTileSm90`."""
+        return inner <= 24
+
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''} of Q and dO"
         where = "P in registers" if self.keeps_p else "P in shared memory"
@@ -206,18 +214,25 @@ SM90_BWD = (
 )
 # With softcap, ALiBi or dropout. Wide heads have no registers for them: they are left to mma.sync.
 SM90_BWD_SCORE = (BwdTileSm90(64, 64, 128, measured=_BY_RULE), SM90_BWD[1])
+# Operations of users' functions for every score that their registers serve; longer ones are left to mma.sync,
+# on which the narrowest tile needs to be smaller for them.
+MOST_INNER = (24, 10)
+LONG_FUNCTION_64 = BwdTile(64, 64, 64, 2, 4, 4, 4, measured=_BY_RULE)
 AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
 def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    is_plain = static.features.in_gradients.weight == 0
+    is_plain = static.features.in_gradients.weight == 0 and not static.features.is_written
+    inner = 0 if static.mods is None else static.mods.gradient_inner
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE
+        rows = tuple(tile for tile, most in zip(rows, MOST_INNER) if inner <= most) if inner else rows
     else:
         rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
+        rows = (LONG_FUNCTION_64, *rows) if inner > MOST_INNER[0] else rows
     for tile in rows:
         if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
             continue

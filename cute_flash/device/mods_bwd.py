@@ -276,7 +276,7 @@ class WrittenScores:
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dslope):
-        """What `weigh` left -> dS; what slope, bias and tables receive is added to theirs, or is returned, for
+        """What `weigh` left -> dS; what slope, bias and tables receive is added to theirs, or returned, for
         its `end` to add.
         """
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)

@@ -17,6 +17,7 @@ from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm90 import BwdSm90
 from cute_flash.kernels.extras import TABLE_TYPES, fake_written
 from cute_flash.problem import Static
+from cute_flash.tiles_bwd import BwdTile, BwdTileSm90
 
 
 def with_written(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:
@@ -68,6 +69,7 @@ class WithWritten:
     """Of a kernel that has it."""
 
     static: Static
+    tile: BwdTile | BwdTileSm90
 
     def terms(self, mQ: cute.Tensor, scale: Float32, general: tuple, given: tuple) -> Terms:
         """`general`: softcap, slopes and what follows it; `given`: what `with_written` adds."""
@@ -84,6 +86,7 @@ class WithWritten:
             None if bias is None else BiasTerms(bias, dbias, mods.bias_bits, mods.adds_bias),
             None if dtables is None else tuple(dtables),
             None if lists is None else EntryLists(*lists),
+            self.tile.fetches_bias_early(mods.gradient_inner),
         )
         return Terms(Score.of(scale, softcap, gives_tangent=True), mQ.shape[1], *others, written)
 

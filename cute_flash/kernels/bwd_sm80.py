@@ -31,9 +31,8 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.band import Band
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.entry_list import Entry
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
 from cute_flash.device.ldmatrix import Operand
@@ -46,6 +45,7 @@ from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_gradients
+from cute_flash.kernels.bwd_sm80_loops import Loops
 from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
@@ -61,7 +61,7 @@ def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
     return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
 
-class BwdSm80:
+class BwdSm80(Loops):
     def __init__(self, static: Static, tile: BwdTile):
         self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
         self.is_written, self.is_listed = static.features.is_written, static.features.block_map
@@ -177,9 +177,9 @@ class BwdSm80:
                 gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             if cutlass.const_expr(self.is_listed):
-                self.listed_loop(p, main, blocks, (batch, head_kv, n_block))
+                self.over_list(p, main, blocks, (batch, head_kv, n_block))
             else:
-                self.main_loop(p, main, blocks, head_kv, batch)
+                self.over_band(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         if cutlass.const_expr(self.static.features.dropout):
@@ -222,59 +222,6 @@ class BwdSm80:
             landing.shifted(1), landing, *(cute.make_rmem_tensor(acc_shape, Float32) for _ in range(2)),
             cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
         )  # fmt: skip
-
-    @cute.jit
-    def main_loop(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
-        heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
-        # Blocks that are left, this one included: their number tells the stages apart.
-        left = (blocks.end - blocks.begin) * heads_per_kv
-        m_block, head = Int32(blocks.begin), head_kv * heads_per_kv
-        self.load_block(p, main, (m_block, head, batch), self.stage_of(left))
-        cute.arch.cp_async_commit_group()
-        # Keys past the end must not reach dQ: all blocks of the last tile are masked.
-        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
-        full_end = Int32(0) if is_tail else Int32(blocks.full_end)
-        while left > 0:
-            is_cut = m_block < blocks.full_begin or m_block >= full_end
-            is_last_of_head = m_block + 1 == blocks.end
-            next_block = blocks.begin if is_last_of_head else m_block + 1
-            next_head = head + 1 if is_last_of_head else head
-            following = (next_block, next_head, batch)
-            self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
-            self.end_head(p, main, head, batch, is_last_of_head)
-            m_block, head, left = next_block, next_head, left - 1
-
-    @cute.jit
-    def end_head(self, p: Params, main: Main, head: Int32, batch: Int32, is_last_of_head):
-        if cutlass.const_expr(main.dslope is not None):
-            if is_last_of_head:
-                part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
-                p.terms.store_dslope(main.dslope, head, batch, part)
-
-    @cute.jit
-    def listed_loop(self, p: Params, main: Main, blocks: BlockRange, place: tuple):
-        """The same over the blocks that a block map names; `place`: of the list of this tile."""
-        lists, (batch, head_kv, _n_block) = p.terms.written.lists, place
-        first_head = head_kv * (p.mQ.shape[1] // p.mK.shape[1])
-        num = lists.num(*place)
-        left, bits = num, lists.read(*place, Int32(0))
-        first = Entry(bits)
-        self.load_block(p, main, (first.m_block, first_head + first.head, batch), self.stage_of(left))
-        cute.arch.cp_async_commit_group()
-        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
-        full_end = Int32(0) if is_tail else Int32(blocks.full_end)
-        while left > 0:
-            entry = Entry(bits)
-            next_bits = lists.read(*place, cutlass.min(num - left + 1, num - 1))
-            following = Entry(next_bits)
-            m_block, head = entry.m_block, first_head + entry.head
-            is_cut = m_block < blocks.full_begin or m_block >= full_end
-            self.one_block(
-                p, main, (m_block, head, batch), left, is_cut,
-                (following.m_block, first_head + following.head, batch), entry.is_partial,
-            )  # fmt: skip
-            self.end_head(p, main, head, batch, entry.is_last)
-            left, bits = left - 1, next_bits
 
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):

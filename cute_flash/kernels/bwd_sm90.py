@@ -94,7 +94,7 @@ class BwdSm90:
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
-        self.has_score = static.features.in_gradients.weight > 0
+        self.has_score = static.features.in_gradients.weight > 0 or static.features.is_written
         self.is_written, self.is_listed = static.features.is_written, static.features.block_map
         # In order every tile has a block of its own: who is waited for has begun.
         differs = static.is_bounded or static.features.varlen or self.is_listed

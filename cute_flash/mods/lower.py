@@ -27,7 +27,7 @@ def lowered(graph: Graph) -> Graph:
         """An integer as a float, from its operands on."""
         node = graph.nodes[i]
         if i not in floats:
-            inner = node.op in _SUMS + _ALIKE and reach[i] <= EXACT and _is_inner(graph.depends[i])
+            inner = node.op in _SUMS + _ALIKE and reach[i] <= EXACT and is_inner(graph.depends[i])
             floats[i] = (
                 builder.op(node.op, *(floated(j) for j in node.args))
                 if inner
@@ -50,12 +50,12 @@ def lowered(graph: Graph) -> Graph:
     return builder.graph(*(places[i] for i in graph.outputs))
 
 
-def _is_inner(bits: int) -> bool:
+def is_inner(bits: int) -> bool:
     return bool(bits & SCORE or (bits & ROW and bits & COLUMN))
 
 
 def _divides_scores(graph: Graph, a: int, b: int) -> bool:
-    return bool(graph.depends[a] & SCORE) and not _is_inner(graph.depends[b])
+    return bool(graph.depends[a] & SCORE) and not is_inner(graph.depends[b])
 
 
 def _reaches(graph: Graph) -> list[float]:

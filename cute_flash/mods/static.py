@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from cute_flash.mods.call import Graphs
+from cute_flash.mods.graph import Graph
+from cute_flash.mods.lower import is_inner, lowered
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class Mods:
         return sum(graph.num_inner for graph in graphs if graph is not None)
 
     @property
+    def gradient_inner(self) -> int:
+        """Operations for every score of the backward; slow ones count as several."""
+        score = 0 if self.graphs.score is None else _inner(self.graphs.gradient(self.wanted).graph)
+        return score + (0 if self.graphs.mask is None else _inner(self.graphs.mask))
+
+    @property
     def in_forward(self) -> Mods:
         return Mods(Graphs(self.graphs.score, self.graphs.mask), self.bias, self.reads_pairs, self.block)
 
@@ -34,3 +43,14 @@ class Mods:
     def in_gradients(self) -> Mods:
         """The backward has a block map in its own blocks."""
         return replace(self, block=None, wants_bias=False)
+
+
+# Operations on ints that are many instructions.
+_SLOW = {"mod": 10, "floordiv": 10}
+
+
+@lru_cache(maxsize=1024)
+def _inner(graph: Graph) -> int:
+    found = lowered(graph)
+    nodes = ((node.op, bits) for node, bits in zip(found.nodes, found.depends))
+    return sum(_SLOW.get(op, 1) for op, bits in nodes if op not in ("input", "constant") and is_inner(bits))

@@ -21,11 +21,12 @@ ORDER = (
         f"cute_flash.{name}"
         for name in (
             "version", "ranges", "counters", "disk", "ticker", "band", "work", "problem", "mods",
-            "block_map", "written", "arch", "tiles",
+            "block_map", "entries", "written", "arch", "tiles",
             "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
             "operands", "backward", "ops", "how", "forward", "backward_general", "packed", "packed_cuda",
-            "general", "custom_cuda", "custom", "partial", "api", "varlen", "mask_pictures", "masks",
+            "general", "custom_cuda", "backward_custom", "custom", "partial", "api", "varlen",
+            "mask_pictures", "masks",
         )
     ),
     "cute_flash",  # the public names
