@@ -63,7 +63,8 @@ def _flex(inputs: tuple[Tensor, ...], how: dict[str, Any]) -> Side:
     given: dict[str, Any] = {"score_mod": how.get("score_mod")}
     if "mask_mod" in how:
         given["block_mask"] = create_block_mask(how["mask_mod"], None, None, seqlen, seqlen, device=device)
-    return Side(partial(_compiled_flex() if device.type == "cuda" else flex_attention, **given), inputs)
+    function: Any = _compiled_flex() if device.type == "cuda" else flex_attention
+    return Side(partial(function, **given), inputs)
 
 
 def _ours(inputs: tuple[Tensor, ...], how: dict[str, Any], with_map: bool = True) -> Side:
