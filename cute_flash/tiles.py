@@ -383,7 +383,9 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
         needs_lengths = static.features.varlen or static.features.batch_invariant
         bounds = min(bounds + needs_lengths, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
-            has_room = tile.max_weight >= static.weight and _divides_map(tile, static)
+            # Lists of blocks are read by all warps.
+            weight = static.weight + static.features.block_map
+            has_room = tile.max_weight >= weight and _divides_map(tile, static)
             can_mask = tile.max_bounds >= bounds
             if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
                 return tile
