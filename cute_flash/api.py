@@ -73,7 +73,7 @@ def attn(
         of the results. alibi and sinks have gradients. batch_invariant: a query's result has the same bits
         whatever else is in the call (docs/batch-invariance.md), on CUDA; its gradients are `deterministic`.
 
-    Your own attention (docs/mods.md), on the CPU so far:
+    Your own attention (docs/mods.md), on the CPU, and the forward on CUDA:
         bias: added to the scores, to broadcast with (B, H, Sq, Sk). score_mod(score, b, h, q_idx, kv_idx):
         what becomes of a score; mask_mod(b, h, q_idx, kv_idx): whether it counts, besides the mask below.
         Both are traced, once, as FlexAttention's are; captured tensors and numbers are arguments. bias and

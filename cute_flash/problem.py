@@ -73,7 +73,7 @@ class Features:
         """How many more registers a forward kernel needs with them, in no unit."""
         plain = 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
         written = self.bias + self.score_mod + self.mask_mod
-        return plain + 3 * bool(written) + 7 * (written > 1)
+        return plain + (3 if written else self.block_map) + 7 * (written > 1)
 
     @property
     def is_written(self) -> bool:
@@ -112,9 +112,12 @@ class Static:
 
     @property
     def weight(self) -> int:
-        """`Features.weight`, and more of functions that do much for every score."""
-        long = self.mods is not None and self.mods.num_inner > LONG_FUNCTION
-        return self.features.weight + 7 * long
+        """`Features.weight`, and more of functions that do much for every score and of a wide bias."""
+        if self.mods is None:
+            return self.features.weight
+        is_scattered = bool(self.mods.bias) and not self.mods.reads_pairs
+        is_long = self.mods.num_inner > LONG_FUNCTION or is_scattered
+        return self.features.weight + 7 * is_long + (self.mods.bias == "float32")
 
 
 @dataclass(frozen=True)

@@ -224,34 +224,43 @@ _BY_RULE = "not measured on this part: chosen by the rules above the table"
 # in registers (the fewer rows, the more shared memory is read per MMA), no spills.
 _SM_80 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 2, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
     FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
     FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=6, measured=_BY_RULE),
-    FwdTile(256, 128, 64, 8, 1, measured=_BY_RULE),
+    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
+    FwdTile(256, 128, 64, 8, 1, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(256, 128, 32, 8, 1, measured=_FOR_FUNCTIONS),
 )
 # 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
 _SM_86 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 1, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(96, 64, 64, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(128, 128, 32, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, q_steps=12, measured=_BY_RULE),
+    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
 )
 _SM_90 = (
     FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTile(64, 128, 64, 4, 2, 2, measured=_WITH_ROOM),
+    FwdTile(64, 128, 64, 4, 2, 2, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(64, 64, 64, 4, 2, 4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
     FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_WITH_ROOM),
-    FwdTile(96, 128, 32, 4, 2, measured=_WITH_ROOM),
+    FwdTile(96, 128, 32, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
     FwdTile(
         128,
         128,
@@ -265,7 +274,8 @@ _SM_90 = (
     FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
     FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(192, 64, 64, 4, 1, 6, measured=_WITH_ROOM),
+    FwdTile(192, 64, 64, 4, 1, 6, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(
         256,
         64,
@@ -278,7 +288,8 @@ _SM_90 = (
         measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s",
     ),
     FwdTile(256, 64, 64, 4, 1, 4, max_weight=LIGHT, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, measured=_WITH_ROOM),
+    FwdTile(256, 64, 64, 4, 1, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(256, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
 )
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
@@ -372,7 +383,9 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
         needs_lengths = static.features.varlen or static.features.batch_invariant
         bounds = min(bounds + needs_lengths, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
-            has_room = tile.max_weight >= static.weight and _divides_map(tile, static)
+            # Lists of blocks are read by all warps.
+            weight = static.weight + static.features.block_map
+            has_room = tile.max_weight >= weight and _divides_map(tile, static)
             can_mask = tile.max_bounds >= bounds
             if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
                 return tile

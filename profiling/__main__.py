@@ -23,6 +23,7 @@ from profiling import (
     figures,
     host,
     machine,
+    mods,
     ncu,
     ncu_case,
     ncu_report,
@@ -102,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
     host_command = commands.add_parser("host", help="host time per call, import and first call")
     _add_common(host_command, host.NAMES)
-    _add_features(commands.add_parser("features", help="what features cost beside the call without them"))
+    what = "what features cost beside the call without them"
+    _add_features(commands.add_parser("features", help=what), tuple(features.KINDS))
+    what = "users' functions beside FlexAttention, block maps and biases beside the call without them"
+    _add_features(commands.add_parser("mods", help=what), tuple(mods.KINDS))
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
     plots = commands.add_parser("plots", help="the figures of the documents, from checked-in files; no GPU")
@@ -110,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_features(parser: argparse.ArgumentParser) -> None:
-    defaults, add, kinds = features.Settings(), parser.add_argument, tuple(features.KINDS)
+def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
+    defaults, add = features.Settings(), parser.add_argument
     add("--kinds", type=_names, default=kinds, metavar=",".join(kinds), help="default: all")
     add("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
     add("--head-dims", type=_integers, default=defaults.head_dims, metavar="64,128")
@@ -261,7 +265,8 @@ def _features(args: argparse.Namespace) -> int:
     settings = features.Settings(**{name: getattr(args, name) for name in names})
     context = CuteFlash(kernels=args.kernels).context()
     with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
-        found = features.run_features(args.kinds, settings, EventTimer(), torch.device("cuda"), step)
+        cells = mods.KINDS if args.command == "mods" else features.KINDS
+        found = features.run_features(args.kinds, settings, EventTimer(), torch.device("cuda"), step, cells)
     if args.out:
         write_json(features.to_dict(found, settings, machine.facts()), args.out)
     show(features.tables(found))
@@ -357,6 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bench": _bench,
             "host": _host,
             "features": _features,
+            "mods": _features,
             "tune": _tune,
             "ncu": _ncu,
             "plots": _plots,

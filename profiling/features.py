@@ -251,12 +251,14 @@ def run_features(
     timer: Timer,
     device: torch.device,
     step: Callable[[str], None] = lambda line: None,
+    cells: Mapping[str, Callable[[Settings, torch.device], Iterator[Cell]]] | None = None,
 ) -> list[Found]:
-    everything = []
+    """`cells`: what there is to choose from, if not the features."""
+    everything, known = [], KINDS if cells is None else cells
     for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r}: choose from {', '.join(KINDS)}")
-        for cell in KINDS[kind](settings, device):
+        if kind not in known:
+            raise ValueError(f"{kind!r}: choose from {', '.join(known)}")
+        for cell in known[kind](settings, device):
             found = measure_cell(cell, timer, settings)
             step(f"{kind}, {cell.name}")
             everything.append(found)

@@ -51,8 +51,14 @@ def test_there_is_a_table_for_every_architecture() -> None:
     assert max((row.head_dim, row.width_v) for row in SM90_FWD if row.head_dim_v) == (256, 256)
 
 
-# Of every weight.
-FEATURES = (Features(alibi=True), Features(dropout=True), Features(softcap=True, dropout=True))
+# Of every weight; a map, whose blocks not all tiles divide.
+FEATURES = (
+    Features(alibi=True),
+    Features(dropout=True),
+    Features(softcap=True, dropout=True),
+    Features(mask_mod=True, block_map=True),
+    Features(score_mod=True, mask_mod=True),
+)
 
 
 def problem_of(head_dim: int, band: Band, keys: int = 1000, head_dim_v: int | None = None) -> Problem:
