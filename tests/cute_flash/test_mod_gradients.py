@@ -24,5 +24,7 @@ def test_few_kernels_serve_many_cases(family: str) -> None:
     found = list(mod_gradients.chosen(ARCHS["sm_90"], family, "cpu"))
     served = [plan for _, plan in found if plan is not None]
     assert len({plan.main for plan in served}) <= 36 and len(served) >= 140
-    refused = {case.kind.head_dim for case, plan in found if plan is None}
-    assert refused == ({192, 256} if family == "sm90" else set())
+    # Wide heads, and long functions.
+    refused = {case.kind for case, plan in found if plan is None}
+    assert all(kind.head_dim > 128 or kind.score in ("gated", "hiding") for kind in refused)
+    assert bool(refused) == (family == "sm90")
