@@ -229,7 +229,7 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE
-        rows = tuple(tile for tile, most in zip(rows, MOST_INNER) if inner <= most) if inner else rows
+        rows = rows[: sum(inner <= most for most in MOST_INNER)] if inner else rows
     else:
         rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
         rows = (LONG_FUNCTION_64, *rows) if inner > MOST_INNER[0] else rows
