@@ -256,7 +256,7 @@ _SM_86 = (
 _SM_90 = (
     FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
     FwdTile(64, 128, 64, 4, 2, 2, max_weight=HEAVY, measured=_WITH_ROOM),
-    FwdTile(64, 64, 64, 4, 2, 4, measured=_FOR_FUNCTIONS),
+    FwdTile(64, 64, 32, 4, 2, 4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
     FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_WITH_ROOM),
     FwdTile(96, 128, 32, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
