@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 
 from cute_flash.device.mask import column_offset
 from cute_flash.device.place import Place
-from cute_flash.device.ptx import store_if
+from cute_flash.device.ptx import add_if, store_if
 from cute_flash.device.sums import Sums
 from cute_flash.mods.graph import COLUMN, ROW
 
@@ -67,8 +67,8 @@ class BiasBlock:
         if terms.mdBias is None:
             return
         gdBias = terms.mdBias[place.batch, place.head, None, None]
-        if terms.is_added:
-            bits = terms.bits & (ROW | COLUMN)
+        bits = terms.bits & (ROW | COLUMN)
+        if terms.is_added and bits != ROW | COLUMN:
             # Entries that are shared have one place, whatever the element.
             where = self._query(c) if bits & ROW else 0, self._key(r) if bits & COLUMN else 0
             sums.add("bias", bits, r, dS, gdBias, where)
@@ -80,4 +80,7 @@ class BiasBlock:
         query, key = place.query + column_offset(c), place.key + place.row_offset(r)
         exists = (query < num_queries) & (key < num_keys)
         target = gdBias.iterator + cute.crd2idx((query, key), gdBias.layout)
-        store_if(Int32(exists), target.toint(), dS, gdBias.element_type)
+        if self.terms.is_added:
+            add_if(Int32(exists), target.toint(), dS)
+        else:
+            store_if(Int32(exists), target.toint(), dS, gdBias.element_type)

@@ -321,8 +321,7 @@ class WrittenScores:
         """The same place, of which the compiler does not know it: what is computed of it twice would else be
         computed once and be kept for all elements; and a 0 of which it knows no more.
         """
-        is_added = self.bias is not None and self.terms.bias.mdBias is not None
-        if not self.keeps_score and not self.code.loads and not is_added:
+        if not self.keeps_score and not self.code.loads:
             return self, None
         zero = bits_and(dP_mn[0, 0], self.plain.heads >> 24)
         place, plain = self.place.moved(zero), self.plain

@@ -20,7 +20,7 @@ from tests.launch_capture import has_compiler
 # (family, target, kind): a sample of what is nearest to the limit.
 GATES = [
     ("sm90", "sm_90", "d128-relative-r"),
-    ("sm90", "sm_90", "d128-bias-bfloat16-r"),
+    ("sm90", "sm_90", "d128-prefix"),
     ("sm90", "sm_90", "d64-alibi"),
     ("sm90", "sm_90", "d128-document_causal-map"),
     ("sm80", "sm_80", "d128-alibi-window-bias-bfloat16"),

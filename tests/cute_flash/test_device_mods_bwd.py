@@ -28,6 +28,7 @@ from cute_flash.mods.graph import COLUMN, ROW
 from tests.combinations import RNG
 from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
 from tests.cute_flash.test_device_score_bwd import FOR_HOPPER, SHAPES
+from tests.cute_flash.test_device_score_bwd import on_the_host as plain_on_the_host  # noqa: F401
 
 SQ, SK, SCALE, BATCH, HEADS, HEAD, CAP, SLOPE = 300, 333, 0.37, 1, 5, 3, 2.0, 0.02
 GENERATOR = torch.Generator().manual_seed(3)
