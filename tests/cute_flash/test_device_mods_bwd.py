@@ -64,7 +64,7 @@ def positive(x):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> None:
+def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> None:  # noqa: F811
     from cute_flash.device import score_bwd
 
     for name in ("pack", "bits_and"):
