@@ -23,7 +23,7 @@ map names the blocks of keys, the full ones first.
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -31,70 +31,24 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
-from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.band import Band
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
-from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.philox import Place
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
+from cute_flash.kernels.extras import NO_EXTRAS, Extras
+from cute_flash.kernels.fwd_sm80_shared import Main, Params, allocate, gemm, gemm_rs, operands
 from cute_flash.problem import Static
-from cute_flash.tiles import SMEM_ALIGN, FwdTile
+from cute_flash.tiles import FwdTile
 from cute_flash.work import HEADER
-from layouts.smem import SmemTile, byte_swizzle, to_cute
-
-
-@dataclass(frozen=True)
-class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
-    are (1, H, T, D).
-    """
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mO: cute.Tensor
-    mLSE: cute.Tensor  # (B, H, Sq)
-    scale_log2: Float32
-    band: Band
-    order: TileOrder | None
-    work: WorkList | None  # of a packed batch
-    copy_in: cute.TiledCopy
-    copy_out: cute.TiledCopy
-    tiled_mma: cute.TiledMma
-    extras: Extras
-
-
-@dataclass(frozen=True)
-class Main:
-    """What one block of the main loop works on."""
-
-    loader: RowTiles
-    gK: cute.Tensor  # (Sk, head_dim) of this head
-    gV: cute.Tensor
-    sK: cute.Tensor  # (tile_n, tile_d, stage)
-    sV: cute.Tensor
-    q: Operand
-    k: Operand
-    v: Operand
-    tiled_mma: cute.TiledMma
-    acc_O: cute.Tensor
-    softmax: Softmax
-    mask: Mask
-    blocks: BlockRange
-    head: OfHead
-    dropout: Dropout | None
-    sequence: Int32  # b H + h
-    walk: ListWalk | None  # of a block map
 
 
 class FwdSm80:
@@ -210,7 +164,7 @@ class FwdSm80:
         gQ = row_tile(span.of(p.mQ, head), first_row, tile.tile_m, tile.head_dim)
         gK = span.of_keys(p.mK, head_kv)
         gV = span.of_keys(p.mV, head_kv)
-        sQ, sK, sV = self._allocate()
+        sQ, sK, sV = allocate(tile, self.dtype)
 
         thr_mma = p.tiled_mma.get_slice(thread)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
@@ -222,7 +176,7 @@ class FwdSm80:
         main = Main(
             RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
             gK, gV, sK, sV,
-            *self._operands(p.tiled_mma, thread, sQ, sK, sV),
+            *operands(tile, p.tiled_mma, thread, sQ, sK, sV),
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
@@ -266,38 +220,6 @@ class FwdSm80:
         """(row, column) within the tile of every element of S."""
         whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
         return tiled_mma.get_slice(thread).partition_C(whole)
-
-    def _allocate(self):
-        """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
-        smem = SmemAllocator()
-
-        def allocate(tile: SmemTile, stages: int) -> cute.Tensor:
-            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            affine = to_cute(tile.affine(stages))
-            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(tile))
-
-        q_tile, kv_tile = self.tile.smem(self.tile.tile_m), self.tile.smem(self.tile.tile_n)
-        return allocate(q_tile, 1), allocate(kv_tile, self.tile.stages), allocate(kv_tile, self.tile.stages)
-
-    def _operands(self, tiled_mma, thread, sQ, sK, sV):
-        """Q, K and V^T as MMA operands; V's rows are keys, and ldmatrix.trans makes them columns."""
-        thr_mma = tiled_mma.get_slice(thread)
-        plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), self.dtype)
-        copy_Q = cute.make_tiled_copy_A(plain, tiled_mma)
-        copy_K = cute.make_tiled_copy_B(plain, tiled_mma)
-        copy_V = cute.make_tiled_copy_B(trans, tiled_mma)
-
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-        rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
-        rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
-        rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
-        q_tile, kv_tile = self.tile.smem(self.tile.tile_m), self.tile.smem(self.tile.tile_n)
-        return (
-            operand(copy_Q, thread, sQ, q_tile, 16 * self.tile.num_warps, rQ),
-            operand(copy_K, thread, sK, kv_tile, 16, rK),
-            operand(copy_V, thread, sVt, kv_tile, 16, rV, is_transposed=True),
-        )
 
     @cute.jit
     def main_loop(self, main: Main):
@@ -392,7 +314,7 @@ class FwdSm80:
             bias = written.load_bias(main.mask, n_block * tile.tile_n, not masked)
 
         # S = Q K^T
-        self.gemm(main.tiled_mma, acc_S, main.q, main.k, stage)
+        gemm(main.tiled_mma, acc_S, (main.q, main.k), stage, tile.q_steps)
 
         if cutlass.const_expr(tile.stages == 1):
             # V(n) has landed, and every warp is done with K(n).
@@ -423,7 +345,7 @@ class FwdSm80:
             main.dropout.drop(as_operand_a(rP), place)
 
         # O += P V
-        self.gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)
+        gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)
 
     @cute.jit
     def hide(self, main: Main, acc_S: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr):
@@ -436,34 +358,3 @@ class FwdSm80:
                 main.mask.apply(as_mn(acc_S), first_column)
         if cutlass.const_expr(main.head.written is not None and (masked or main.walk is None)):
             main.head.written.hide(as_mn(acc_S), main.mask, first_column)
-
-    @cute.jit
-    def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand, stage: Int32):
-        """acc += A B with B from shared memory, and A too but for the first steps that stay in registers.
-
-        Loads stand right before their use: ptxas hoists them over earlier MMAs as far as registers allow,
-        and an explicit double buffer only takes that choice away.
-        """
-        for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
-            if cutlass.const_expr(k >= self.tile.q_steps):
-                a.load(k, 0)
-            b.load(k, stage)
-            cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
-
-    @cute.jit
-    def gemm_rs(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
-        """acc += A B with A in registers, a few n-tiles of B at a time and all k-steps of them.
-
-        All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate
-        offsets. Two n-tiles at a time are what the tile table was measured with.
-        """
-        group = 2
-        # One ldmatrix.x4 fills the operands of two n8 tiles.
-        acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
-        b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
-        for n in cutlass.range_constexpr(cute.size(b.view, mode=[1]) // group):
-            for i in cutlass.range_constexpr(group):
-                b.load(n * group + i, stage)
-            acc_n = acc_groups[None, None, (None, n)]
-            for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
-                cute.gemm(tiled_mma, acc_n, rA[None, None, k], b_groups[None, (None, n), k], acc_n)
