@@ -76,7 +76,9 @@ class BlockMap:
         mask = None if mask_mod is None else bound(mask_mod, "mask_mod")
         if device is None:
             device = mask.tables[0].device if mask is not None and mask.tables else "cpu"
-        return _maps.get(mask, shape, tile, Band.of(causal, window), torch.device(device))
+        # With its index, which tensors have.
+        device = torch.empty(0, device=device).device
+        return _maps.get(mask, shape, tile, Band.of(causal, window), device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
