@@ -55,7 +55,8 @@ class Features:
     @property
     def weight(self) -> int:
         """How many more registers a forward kernel needs with them, in no unit."""
-        return 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
+        heavy, light = 4 * self.dropout + 3 * self.softcap, self.sinks + self.return_max_logit
+        return heavy + 2 * self.alibi + light
 
     @property
     def in_gradients(self) -> Features:

@@ -19,9 +19,9 @@ SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
-# How much a row has registers for beside plain attention (`Features.weight`): a slope and a sink; softcap or
-# dropout, alone; everything.
-LIGHT, MEDIUM, ANY_WEIGHT = 2, 3, 99
+# How much a row has registers for beside plain attention (`Features.weight`): a sink; a slope; softcap, or a
+# slope and a sink; dropout; everything.
+ONE, LIGHT, MEDIUM, HEAVY, ANY_WEIGHT = 1, 2, 3, 4, 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -218,10 +218,10 @@ _SM_80 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(64, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(96, 128, 32, 4, 2, measured=_BY_RULE),
     FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
     FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(192, 64, 64, 4, 1, q_steps=6, measured=_BY_RULE),
@@ -231,9 +231,9 @@ _SM_80 = (
 _SM_86 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(64, 128, 64, 4, 2, q_steps=2, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(96, 128, 32, 4, 1, measured=_BY_RULE),
-    FwdTile(128, 128, 32, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
     FwdTile(192, 64, 32, 4, 1, q_steps=12, measured=_BY_RULE),
     FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
@@ -242,7 +242,7 @@ _SM_90 = (
     FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
     FwdTile(64, 128, 64, 4, 2, 2, measured=_WITH_ROOM),
     FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_WITH_ROOM),
+    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
     FwdTile(96, 128, 32, 4, 2, measured=_WITH_ROOM),
     FwdTile(
         128,
@@ -254,7 +254,7 @@ _SM_90 = (
         max_weight=LIGHT,
         measured=_H200 + "310/376/398; 221/322/408 TFLOP/s",
     ),
-    FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
+    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
     FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
     FwdTile(192, 64, 64, 4, 1, 6, measured=_WITH_ROOM),
@@ -300,9 +300,10 @@ SM90_FWD = (
         2,
         True,
         checks_cut_sums=True,
-        max_weight=LIGHT,
+        max_weight=ONE,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
     FwdTileSm90(96, 128, 96, 2, 2, True, measured=_WITH_ROOM),
@@ -313,7 +314,7 @@ SM90_FWD = (
         2,
         2,
         True,
-        max_weight=MEDIUM,
+        max_weight=HEAVY,
         measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
     ),
     FwdTileSm90(128, 128, 96, 2, 2, True, measured=_WITH_ROOM),

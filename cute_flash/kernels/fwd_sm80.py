@@ -362,7 +362,9 @@ class FwdSm80:
         rP.store(acc_S.load().to(self.dtype))
         if cutlass.const_expr(main.dropout is not None):
             place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
-            main.dropout.drop(as_operand_a(rP), place)
+            masks, packed = main.dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
+            for i in cutlass.range_constexpr(cute.size(packed)):
+                packed[i] = packed[i] & masks[i]
 
         # O += P V
         self.gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)

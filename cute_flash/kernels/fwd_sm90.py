@@ -315,7 +315,7 @@ class FwdSm90:
         if tile.walk.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
-        self.round(main, tile, acc_S, tile.walk.first, range(self.shapes.steps))
+        self.round(main, acc_S, self.draw(main, tile, tile.walk.first), range(self.shapes.steps))
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
@@ -337,22 +337,30 @@ class FwdSm90:
             tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
 
     @cute.jit
-    def round(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
-        """P in the inputs' type, and 0 where dropout says so; the sums are taken before."""
+    def draw(self, main: Main, tile: Tile, n_block: Int32):
+        """What dropout keeps of a block's P, if it is asked for: known before the scores are."""
+        if cutlass.const_expr(main.dropout is None):
+            return None
+        # Where all tiles begin with the same block, its counters would be kept over all of them.
+        first_column = rederived(n_block * self.tile.tile_n)
+        place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
+        return main.dropout.draw(as_operand_a(main.rP), place)
+
+    @cute.jit
+    def round(self, main: Main, acc_P: cute.Tensor, masks: cute.Tensor | None, steps: cutlass.Constexpr):
+        """P in the inputs' type, and 0 where it is dropped; the sums are taken before."""
         convert(acc_P, main.rP, steps)
-        if cutlass.const_expr(main.dropout is not None):
-            first_column = n_block * self.tile.tile_n
-            place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
-            main.dropout.drop(as_operand_a(main.rP), place, steps)
+        if cutlass.const_expr(masks is not None):
+            packed = cute.recast_tensor(main.rP, Int32)
+            for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
+                packed[i] = packed[i] & masks[i]
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
         """Blocks from the second: cut, whole, cut. Bound on one side only, tiles end with the cut ones."""
         walk, static = tile.walk, self.static
-        # Where every maximum is asked for, sums say nothing more; P is not made again where it would be drawn
-        # again beside accumulators that leave no registers.
-        has_room = not static.features.dropout or self.tile.width_v <= 64
-        may_check = has_room and not static.features.return_max_logit
+        # Where every maximum is asked for, sums say nothing more.
+        may_check = self.shapes.may_check_sums
         checks_sums = self.tile.checks_sums and may_check
         # A cap has two ways, of which it is enough to have one copy.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
@@ -384,6 +392,7 @@ class FwdSm90:
         shared.v.wait_full(fill - 1)
         self.start_pv(main, fill - 1)
         main.turns.pass_on()
+        masks = self.draw(main, tile, tile.walk.block(i))
         warpgroup.wait_group(1)
         shared.k.release(fill)
         self.transform(tile, acc_S, tile.walk.block(i), masked is not True)
@@ -412,9 +421,9 @@ class FwdSm90:
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.round(main, tile, acc_P, tile.walk.block(i), early)
+        self.round(main, acc_P, masks, early)
         softmax.exponentiate_steps(*views, late, maybe_empty)
-        self.round(main, tile, acc_P, tile.walk.block(i), late)
+        self.round(main, acc_P, masks, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
@@ -424,7 +433,7 @@ class FwdSm90:
                     softmax.raise_max(block_max, as_mn(main.acc_O))
                     block_sum.fill(0.0)
                     softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                    self.round(main, tile, acc_P, tile.walk.block(i), range(self.shapes.steps))
+                    self.round(main, acc_P, masks, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
@@ -490,7 +499,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(main, tile)
         main.acc_O.fill(0.0)
-        self.round(main, following, acc_S, following.walk.first, range(self.shapes.steps))
+        self.round(main, acc_S, self.draw(main, following, following.walk.first), range(self.shapes.steps))
 
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):
