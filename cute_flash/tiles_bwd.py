@@ -20,6 +20,7 @@ class BwdTileSm90:
     tile_n: int
     stages: int = 2  # buffers of Q, and of dO
     early_lse: bool = False  # LSE is read while S^T is made; its registers are D's later
+    max_weight: int = field(default=99, compare=False)  # of features; with more it would spill
     measured: str = field(default="", compare=False)
 
     @property
@@ -205,14 +206,19 @@ SM90_BWD = (
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
 # With softcap, ALiBi or dropout. Wide heads have no registers for them: they are left to mma.sync.
-SM90_BWD_SCORE = (BwdTileSm90(64, 64, 128, measured=_BY_RULE), SM90_BWD[1])
+SM90_BWD_SCORE = (
+    BwdTileSm90(64, 128, 128, early_lse=True, max_weight=3, measured=_BY_RULE),
+    BwdTileSm90(64, 64, 128, measured=_BY_RULE),
+    SM90_BWD[1],
+)
 AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
 def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    is_plain = static.features.in_gradients.weight == 0
+    weight = static.features.in_gradients.weight
+    is_plain = weight == 0
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE
@@ -220,6 +226,8 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None
         rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
     for tile in rows:
         if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
+            continue
+        if isinstance(tile, BwdTileSm90) and tile.max_weight < weight:
             continue
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
