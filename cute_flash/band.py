@@ -113,10 +113,22 @@ class OutwardWalk:
         return (self.first < self.blocks.full_begin) | (self.first >= self.blocks.full_end)
 
 
+# Windows of fewer keys make short tiles of long sequences.
+NARROW = 2048
+
+
+def is_narrow(left: int | None, right: int | None) -> bool:
+    return left is not None and right is not None and left + right < NARROW
+
+
 @dataclass(frozen=True)
 class Band:
     left: Index | None = None
     right: Index | None = None
+
+    @property
+    def bounds(self) -> tuple[Index | None, Index | None]:
+        return self.left, self.right
 
     @staticmethod
     def of(causal: bool, window: tuple[int | None, int | None]) -> Band:

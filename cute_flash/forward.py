@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_flash import arch, counters, operands, ops, philox, ranges
 from cute_flash import plan as planning
+from cute_flash.band import is_narrow
 from cute_flash.how import How
 from cute_flash.operands import MAX_WINDOW, MIN_SCALE, is_launchable, launchable
 from cute_flash.problem import Problem
@@ -33,7 +34,8 @@ def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Out
         raise ValueError("dropout needs rng: (seed, offset)")
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
-        how.window_left is None, how.window_right is None, problem.features, planning.requested_family(),
+        how.window_left is None, how.window_right is None, is_narrow(*problem.band.bounds), problem.features,
+        planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from cute_flash import arch, counters, operands, ranges
 from cute_flash import plan as planning
 from cute_flash.backward import bwd_cuda
-from cute_flash.band import Band
+from cute_flash.band import Band, is_narrow
 from cute_flash.operands import (
     MAX_ROW_STRIDE,
     MAX_WINDOW,
@@ -104,7 +104,8 @@ def fwd_cuda(q, k, v, scale, left, right, deterministic=False) -> Any:
     # further check.
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), left is None, right is None, planning.chosen_family(),
+        q.get_device(), k.get_device(), v.get_device(), left is None, right is None, is_narrow(left, right),
+        planning.chosen_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cute_flash import arch, counters, operands, packed, ranges
 from cute_flash import plan as planning
 from cute_flash.backward import is_mode_deterministic
+from cute_flash.band import is_narrow
 from cute_flash.forward import Outputs, extra_arguments, largest
 from cute_flash.how import How
 from cute_flash.operands import (
@@ -43,7 +44,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outp
     if problem.is_empty:
         return _empty(q, v, how)
     # All that decides the launch but addresses, strides and values.
-    signature = (problem.static, *_sizes(problem), q.get_device(), planning.requested_family())
+    narrow, family = is_narrow(*problem.band.bounds), planning.requested_family()
+    signature = (problem.static, narrow, *_sizes(problem), q.get_device(), family)
     launch = _launches.get(signature)
     if launch is None:
         launch = _prepare_forward(problem, q.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 
-from cute_flash.band import Band
+from cute_flash.band import NARROW, Band, is_narrow
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 GPU_DTYPES = ("float16", "bfloat16")
@@ -122,8 +122,12 @@ class Problem:
         return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features)
 
     @property
-    def mean_keys(self) -> int:
-        """Of a sequence; of a packed batch, whose keys are counted together, on the average."""
+    def usual_keys(self) -> int:
+        """That a query may see; of a packed batch, whose keys are counted together, on the average. Of windows
+        it is asked only whether they are narrow: their values are no part of a plan.
+        """
+        if is_narrow(self.band.left, self.band.right):
+            return min(self.seqlen_k, NARROW // 2)
         return -(-self.seqlen_k // max(self.batch, 1)) if self.features.varlen else self.seqlen_k
 
     @property

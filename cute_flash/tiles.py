@@ -200,7 +200,7 @@ class FwdTileSm90:
         static = problem.static
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
-        is_short_enough = self.max_keys is None or problem.mean_keys <= self.max_keys
+        is_short_enough = self.max_keys is None or problem.usual_keys <= self.max_keys
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
         has_room = self.max_weight >= static.features.weight
