@@ -123,8 +123,9 @@ class Problem:
 
     @property
     def usual_keys(self) -> int:
-        """That a query may see; of a packed batch, whose keys are counted together, on the average. Of windows
-        it is asked only whether they are narrow: their values are no part of a plan.
+        """That a query may see; of a packed batch, whose keys are counted together, on the average.
+
+        Of windows it is asked only whether they are narrow: their values are no part of a plan.
         """
         if is_narrow(self.band.left, self.band.right):
             return min(self.seqlen_k, NARROW // 2)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from cute_flash import arch, backward, ops
 from cute_flash.band import Band
-from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
 from cute_flash.tiles_bwd import BwdTile
-from tests.fake_gpu import COUNTER, FakeGpu
+from tests.fake_gpu import COUNTER, FakeGpu, dropped
 
 LOG2_E = math.log2(math.e)
 
@@ -112,13 +111,13 @@ class Terms(NamedTuple):
             assert self.dslopes.is_contiguous() and not self.dslopes.any()
         if self.rng is not None and self.threshold is not None:
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
-            assert -(1 << 31) <= self.threshold < 1 << 31
+            assert 0 <= self.threshold < 1 << 31
 
     def factors(self, shape: torch.Size) -> Tensor | float:
         """Of dropout."""
         if self.rng is None or self.threshold is None or self.keep_scale is None:
             return 1.0
-        dropout = Dropout(self.threshold % 2**32 / 2**32, self.rng, shape[1])
+        dropout = dropped(self.threshold, self.keep_scale, self.rng, shape[1])
         return dropout.kept(*map(range, shape)) * self.keep_scale
 
 

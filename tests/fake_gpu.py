@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import ops, reference
+from cute_flash import ops, philox, reference
 from cute_flash.band import Band
 from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, Plan
@@ -48,15 +47,21 @@ class Extras(NamedTuple):
             assert self.max_logit.is_contiguous() and (self.max_logit == -torch.inf).all()
         if self.rng is not None and self.threshold is not None:
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
-            assert -(1 << 31) <= self.threshold < 1 << 31
+            assert 0 <= self.threshold < 1 << 31 and self.keep_scale is not None
 
     def score(self, heads: int) -> reference.Score:
         dropout = None
         if self.rng is not None and self.threshold is not None:
-            p = self.threshold % 2**32 / 2**32
-            dropout = Dropout(p, self.rng, heads)
-            assert dropout.scale == pytest.approx(self.keep_scale)
+            assert self.keep_scale is not None
+            dropout = dropped(self.threshold, self.keep_scale, self.rng, heads)
         return reference.Score(self.softcap, self.slopes, self.sinks, dropout)
+
+
+def dropped(threshold: int, keep_scale: float, rng: Tensor, heads: int) -> Dropout:
+    """What a launch says of dropout, which agrees with itself."""
+    p = 1 - 1 / keep_scale
+    assert threshold == philox.threshold(p) * 0x10001, "in both halves"
+    return Dropout(p, rng, heads)
 
 
 @dataclass
