@@ -16,7 +16,6 @@ from cute_flash.problem import (
     Problem,
     Static,
     UnsupportedError,
-    check_gradient_features,
 )
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
@@ -250,9 +249,17 @@ class BwdPlan:
 
     @property
     def num_slope_sums(self) -> int:
-        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys."""
-        warps = self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
-        return ceil_div(self.problem.seqlen_k, self.tile.tile_n) * warps
+        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys; of a
+        packed batch, in which each sequence begins with a new one, for all sequences.
+        """
+        problem, tile_n = self.problem, self.tile.tile_n
+        if problem.features.varlen:
+            return num_padded_blocks(problem.seqlen_k, tile_n, problem.batch) * self.num_slope_warps
+        return ceil_div(problem.seqlen_k, tile_n) * self.num_slope_warps
+
+    @property
+    def num_slope_warps(self) -> int:
+        return self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
 
     @property
     def num_blocks(self) -> int:
@@ -273,7 +280,6 @@ class BwdPlan:
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
-    check_gradient_features(problem.features)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)

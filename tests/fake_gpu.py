@@ -50,13 +50,16 @@ class Extras(NamedTuple):
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
             assert -(1 << 31) <= self.threshold < 1 << 31
 
-    def score(self, heads: int) -> reference.Score:
-        dropout = None
+    def score(self, heads: int, sequence: int | None = None) -> reference.Score:
+        """Of the batch, or of one sequence of a packed one."""
+        dropout, slopes = None, self.slopes
+        if sequence is not None and slopes is not None:
+            slopes = slopes[sequence : sequence + 1]
         if self.rng is not None and self.threshold is not None:
             p = self.threshold % 2**32 / 2**32
-            dropout = Dropout(p, self.rng, heads)
+            dropout = Dropout(p, self.rng, heads, sequence or 0)
             assert dropout.scale == pytest.approx(self.keep_scale)
-        return reference.Score(self.softcap, self.slopes, self.sinks, dropout)
+        return reference.Score(self.softcap, slopes, self.sinks, dropout)
 
 
 @dataclass
