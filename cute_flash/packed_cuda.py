@@ -181,7 +181,7 @@ def _prepare_backward(
         lse, dlse = given[5].contiguous(), None if given[6] is None else given[6].contiguous()
         keys, queries = (torch.empty(shape, dtype=torch.int32, device=device) for shape in rows)
         lse_log2, d, sums, turns, parts = workspace()
-        window, terms = _window(how, 0), _terms(how, scale, lse, parts, problem)
+        window, terms = _window(how, 0), _terms(how, scale, lse, parts, plan)
         # Before the launches: nothing may come between those that wait for each other by themselves.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
         prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), descends)
@@ -206,10 +206,13 @@ def _prepare_backward(
     return launch
 
 
-def _terms(how: How, scale: float, lse: Tensor, parts: Tensor | None, problem: Problem) -> tuple[Any, ...]:
+def _terms(how: How, scale: float, lse: Tensor, parts: Tensor | None, plan: BwdPlan) -> tuple[Any, ...]:
     """What the main kernel takes of softcap, slopes and their gradients, and dropout; None: not asked for."""
-    heads = problem.batch, problem.heads
+    heads = plan.problem.batch, plan.problem.heads
     softcap, slopes, _sinks, *dropout, _most = extra_arguments(how, scale, lse, heads)
+    if plan.drops_none:
+        # No draw is below 0.
+        dropout = [0, 1.0, torch.zeros(2, dtype=torch.int64, device=lse.device)]
     return softcap, slopes, None if parts is None else parts.flatten(2), *dropout
 
 
@@ -220,8 +223,7 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
     """
     tile_m, blocks, heads = plan.tile.tile_m, plan.num_m_blocks, plan.problem.heads
     rows, sums = (1, heads, blocks * tile_m), (1, heads, blocks, tile_m * plan.tile.head_dim)
-    has_slopes, warps = plan.problem.features.alibi, plan.num_slope_warps
-    parts = (1, heads, plan.num_slope_sums // warps, warps)
+    has_slopes, parts = plan.problem.features.alibi, (1, heads, *plan.slope_sums)
 
     def allocate():
         return (

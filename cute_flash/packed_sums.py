@@ -31,8 +31,8 @@ def dalibi(parts: Tensor, how: How, total_k: int, tile_n: int) -> Tensor:
 
 
 def dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, how: How, tile_m: int) -> Tensor:
-    """(H); `lse` and `dlse` (H, Tq). `delta` (1, H, rows), each sequence's from a block of its own on; None if
-    no query sees a key.
+    """(H); `lse` and `dlse` (H, Tq). `delta` (1, H, rows), each sequence's from a block of its own on; None
+    if no query sees a key.
     """
     assert how.sinks is not None and how.cu_seqlens_q is not None
     offsets, total = how.cu_seqlens_q, lse.shape[1]

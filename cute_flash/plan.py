@@ -18,7 +18,7 @@ from cute_flash.problem import (
     UnsupportedError,
 )
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
-from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile, drops_none
 from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
@@ -193,6 +193,8 @@ class BwdPlan:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
         static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
+        if self.drops_none:
+            static = replace(static, features=replace(static.features, dropout=True))
         if not sees_mask:
             packed = Features(varlen=static.features.varlen)
             static = replace(static, has_left=False, has_right=False, features=packed)
@@ -248,18 +250,19 @@ class BwdPlan:
         return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
 
     @property
-    def num_slope_sums(self) -> int:
-        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys; of a
-        packed batch, in which each sequence begins with a new one, for all sequences.
+    def slope_sums(self) -> tuple[int, int]:
+        """Parts of the gradient of a slope: tiles of keys, of a packed batch those of all sequences, each of
+        which begins with a new one; and warps that multiply.
         """
         problem, tile_n = self.problem, self.tile.tile_n
+        tiles = ceil_div(problem.seqlen_k, tile_n)
         if problem.features.varlen:
-            return num_padded_blocks(problem.seqlen_k, tile_n, problem.batch) * self.num_slope_warps
-        return ceil_div(problem.seqlen_k, tile_n) * self.num_slope_warps
+            tiles = num_padded_blocks(problem.seqlen_k, tile_n, problem.batch)
+        return tiles, self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
 
     @property
-    def num_slope_warps(self) -> int:
-        return self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
+    def drops_none(self) -> bool:
+        return drops_none(self.tile, self.problem.features)
 
     @property
     def num_blocks(self) -> int:

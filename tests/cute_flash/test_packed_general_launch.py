@@ -1,4 +1,4 @@
-"""The way from packed CUDA tensors with features to launches and back, on CPU tensors: `tests.fake_packed`."""
+"""The way from packed CUDA tensors with features to launches and back, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -106,6 +106,16 @@ def test_wide_heads_are_of_the_other_family(gpu: FakePacked) -> None:
         message = "attn_varlen with softcap and alibi and dropout and head_dim=136"
         with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
             run(inputs, how, lengths)
+
+
+def test_softcap_beside_slopes_goes_with_a_dropout_of_none(gpu: FakePacked) -> None:
+    """Where the kernel without it would spill."""
+    lengths, asked = Lengths([5, 0, 40], [7, 3, 30]), {**EACH["softcap"], **EACH["alibi"]}
+    for width in (16, 72):
+        inputs = [normal(n, 4, width, seed=i) for i, n in enumerate((45, 40, 40))]
+        run(inputs, how_of(lengths, (None, 0), **asked), lengths)
+        main = [key for key in gpu.keys if key.kernel in ("bwd_sm80_general", "bwd_sm90_general")][-1]
+        assert main.static.features.dropout == (gpu.name == "sm_90" and width == 72)
 
 
 @pytest.mark.parametrize(
