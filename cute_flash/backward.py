@@ -151,7 +151,7 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
     rows = _compact(*heads, blocks * tile_m)
     tiles = _compact(*heads, blocks, tile_m * plan.tile.head_dim)
     turns = _compact(*heads, blocks) if plan.is_ordered else None
-    num_parts = plan.num_slope_sums if plan.problem.features.alibi else 0
+    num_parts = math.prod(plan.slope_sums) if plan.problem.features.alibi else 0
 
     def allocate():
         return (

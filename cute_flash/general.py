@@ -28,7 +28,6 @@ from cute_flash.problem import (
     Problem,
     UnsupportedError,
     check_dropout,
-    check_gradient_features,
     check_softcap,
 )
 
@@ -173,7 +172,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
 
 def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | None) -> list[Tensor]:
-    """From gradients (B, H) and (H) to those of the call's slopes and sinks, which may share a slope."""
+    """From gradients (B, H), or of shared slopes (1, H), and (H) to those of the call's slopes and sinks."""
     if asked.alibi is not None and asked.alibi.dim() == 1:
         assert dalibi is not None
         dalibi = dalibi.sum(dim=0)
@@ -184,12 +183,11 @@ def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | Non
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
     asked = How(*how)
     problem = checked_problem(q, k, v, asked)
-    check_gradient_features(problem.features)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
-        found = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
-        return *found, _like(None, q), _like(None, q)
+        *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
+        return *grads, *_per_head(asked, q, dalibi, dsinks)
     if replace(problem.features, return_max_logit=False) == PLAIN:
         return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
     from cute_flash import backward_general

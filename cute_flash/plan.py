@@ -16,10 +16,9 @@ from cute_flash.problem import (
     Problem,
     Static,
     UnsupportedError,
-    check_gradient_features,
 )
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
-from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile, drops_none
 from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
@@ -194,6 +193,8 @@ class BwdPlan:
         """Of a kernel in `compile.KERNELS`."""
         static = self.problem.static
         static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
+        if self.drops_none:
+            static = replace(static, features=replace(static.features, dropout=True))
         if not sees_mask:
             packed = Features(varlen=static.features.varlen)
             static = replace(static, has_left=False, has_right=False, features=packed)
@@ -249,10 +250,19 @@ class BwdPlan:
         return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
 
     @property
-    def num_slope_sums(self) -> int:
-        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys."""
-        warps = self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
-        return ceil_div(self.problem.seqlen_k, self.tile.tile_n) * warps
+    def slope_sums(self) -> tuple[int, int]:
+        """Parts of the gradient of a slope: tiles of keys, of a packed batch those of all sequences, each of
+        which begins with a new one; and warps that multiply.
+        """
+        problem, tile_n = self.problem, self.tile.tile_n
+        tiles = ceil_div(problem.seqlen_k, tile_n)
+        if problem.features.varlen:
+            tiles = num_padded_blocks(problem.seqlen_k, tile_n, problem.batch)
+        return tiles, self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
+
+    @property
+    def drops_none(self) -> bool:
+        return drops_none(self.tile, self.problem.features)
 
     @property
     def num_blocks(self) -> int:
@@ -273,7 +283,6 @@ class BwdPlan:
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
-    check_gradient_features(problem.features)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)

@@ -184,17 +184,6 @@ def check_features(features: Features) -> None:
             )
 
 
-def check_gradient_features(features: Features) -> None:
-    """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
-    check_features(features)
-    beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
-    if features.varlen and beside:
-        raise UnsupportedError(
-            f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "
-            "the tensors to the CPU, or call it under torch.no_grad()"
-        )
-
-
 def check_softcap(softcap: float) -> None:
     if softcap > MAX_SOFTCAP:
         raise UnsupportedError(

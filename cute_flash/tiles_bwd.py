@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import Problem
+from cute_flash.problem import Features, Problem
 from cute_flash.tiles import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WARPGROUP_ROWS, copy_rows
 
 _BY_RULE = "not measured: chosen by the rules above the table"
@@ -232,3 +232,11 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None
         if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
             return tile
     return None
+
+
+def drops_none(tile: AnyBwdTile, features: Features) -> bool:
+    """Whether a kernel is one with dropout, of which this is 0: beside the draws the compiler keeps in
+    registers what it spills without them, of softcap and ALiBi in a packed batch.
+    """
+    asked = features.varlen and features.softcap and features.alibi and not features.dropout
+    return asked and isinstance(tile, BwdTileSm90) and tile.head_dim > 64

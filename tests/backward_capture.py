@@ -3,7 +3,7 @@
     python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC FEATURE...
 
 calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments,
-and prints a JSON list of (kernel, grid, block, shared memory).
+and prints a JSON list of (kernel, grid, block, shared memory). The feature `varlen` packs two sequences.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ from tests import launch_capture
 from tests.combinations import RNG
 from tests.launch_capture import COUNTER, OnGpu
 
-SQ, SK, HEADS, HEADS_KV = 300, 500, 4, 2
+BATCH, SQ, SK, HEADS, HEADS_KV = 2, 300, 500, 4, 2
 
 
 def how_of(names: list[str], deterministic: bool) -> How:
-    """Slopes of one batch for all, and of another type."""
+    """Slopes of one batch for all, and of another type; of a packed one, of each sequence."""
+    is_packed = "varlen" in names
     some: dict[str, Any] = {
         "softcap": 2.0,
-        "alibi": torch.ones(HEADS, dtype=torch.bfloat16),
+        "alibi": torch.ones((BATCH, HEADS) if is_packed else HEADS, dtype=torch.bfloat16),
         "sinks": torch.ones(HEADS),
         "dropout": 0.9,
     }
-    rng = torch.tensor(RNG) if "dropout" in names else None
-    return How(0.1, 50, 0, deterministic, rng=rng, **{name: some[name] for name in names})
+    asked: dict[str, Any] = {name: some[name] for name in names if name != "varlen"}
+    if "dropout" in names:
+        asked["rng"] = torch.tensor(RNG)
+    if is_packed:
+        offsets = {"cu_seqlens_q": SQ, "cu_seqlens_k": SK}
+        asked |= {name: torch.tensor([0, 7, BATCH * size]).int() for name, size in offsets.items()}
+    return How(0.1, 50, 0, deterministic, **asked)
 
 
 def main() -> None:
@@ -67,8 +73,12 @@ def main() -> None:
     arch.detect = lambda index: arch.ARCHS[name]  # type: ignore[assignment]
     counters.counter = lambda index: (None, COUNTER)  # type: ignore[assignment]
     operands.current_device = lambda: None
-    q, k = (torch.zeros(2, h, s, int(head_dim)).bfloat16() for h, s in ((HEADS, SQ), (HEADS_KV, SK)))
-    lse = torch.zeros(2, HEADS, SQ)
+    sizes = (HEADS, SQ), (HEADS_KV, SK)
+    q, k = (torch.zeros(BATCH, h, s, int(head_dim)).bfloat16() for h, s in sizes)
+    lse = torch.zeros(BATCH, HEADS, SQ)
+    if "varlen" in names:
+        q, k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
+        lse = lse.transpose(0, 1).flatten(1)
     found = general._bwd_cuda(q, lse, q, k, k, q, lse, *how_of(names, bool(int(deterministic))))
     assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
     json.dump(launches, sys.stdout)

@@ -99,26 +99,38 @@ class Terms(NamedTuple):
     keep_scale: float | None = None
     rng: Tensor | None = None
 
-    def check(self, key: CompileKey, sk: int) -> None:
+    def check(self, key: CompileKey, key_blocks: int) -> None:
         """Against what the kernel was compiled for: see `kernels.bwd_general`."""
-        features, tile = key.static.features, key.tile
+        features = key.static.features
         asked = (features.softcap, *(features.alibi,) * 2, *(features.dropout,) * 3)
         assert tuple(x is not None for x in self) == asked and features.in_gradients == features
         if self.slopes is not None and self.dslopes is not None:
             assert self.slopes.dtype == self.dslopes.dtype == torch.float32
-            warps = tile.num_warps if isinstance(tile, BwdTile) else 8
-            assert self.dslopes.shape == (*self.slopes.shape, -(-sk // tile.tile_n) * warps)
+            batch, heads = self.slopes.shape
+            parts = key_blocks * slope_warps(key)
+            assert self.dslopes.shape == (1 if features.varlen else batch, heads, parts)
             assert self.dslopes.is_contiguous() and not self.dslopes.any()
         if self.rng is not None and self.threshold is not None:
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
             assert 0 <= self.threshold < 1 << 31
 
-    def factors(self, shape: torch.Size) -> Tensor | float:
+    def factors(self, batch: range, heads: int, rows: range, keys: range) -> Tensor | float:
         """Of dropout."""
         if self.rng is None or self.threshold is None or self.keep_scale is None:
             return 1.0
-        dropout = dropped(self.threshold, self.keep_scale, self.rng, shape[1])
-        return dropout.kept(*map(range, shape)) * self.keep_scale
+        dropout = dropped(self.threshold, self.keep_scale, self.rng, heads)
+        return dropout.kept(batch, range(heads), rows, keys) * self.keep_scale
+
+    def capped(self, scores: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The scores, and by what their gradients grow."""
+        if self.softcap is None:
+            return scores, 1.0
+        tangent = (scores / self.softcap).tanh()
+        return self.softcap * tangent, 1 - tangent**2
+
+
+def slope_warps(key: CompileKey) -> int:
+    return key.tile.num_warps if isinstance(key.tile, BwdTile) else 8
 
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
@@ -127,7 +139,7 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         *rest, items = rest
         assert items is None
         rest, terms = rest[:-6], Terms(*rest[-6:])
-    terms.check(key, k.shape[2])
+    terms.check(key, -(-k.shape[2] // key.tile.tile_n))
     is_ordered = kernel == "bwd_sm90_ordered"
     if kernel == "bwd_sm80":
         dk, dv, scale, left, right, section = rest
@@ -152,14 +164,11 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     hidden = (offset > (math.inf if band.right is None else band.right)) | (
         offset < (-math.inf if band.left is None else -band.left)
     )
-    slope_of_cap = 1.0
-    if terms.softcap is not None:
-        tangent = (scores / terms.softcap).tanh()
-        scores, slope_of_cap = terms.softcap * tangent, 1 - tangent**2
+    scores, slope_of_cap = terms.capped(scores)
     if terms.slopes is not None:
         scores = scores - terms.slopes[:, :, None, None] * offset.abs()
     p = (scores - lse_log2[:, :, :seqlen, None] / LOG2_E).exp().masked_fill(hidden, 0)
-    kept = terms.factors(p.shape)
+    kept = terms.factors(range(len(q)), heads, range(seqlen), range(k.shape[2]))
     ds = p * (dout @ v.mT * kept - d[:, :, :seqlen, None])
     if terms.dslopes is not None:
         # All of it in one of the parts.

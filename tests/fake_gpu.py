@@ -49,19 +49,22 @@ class Extras(NamedTuple):
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
             assert 0 <= self.threshold < 1 << 31 and self.keep_scale is not None
 
-    def score(self, heads: int) -> reference.Score:
-        dropout = None
+    def score(self, heads: int, sequence: int | None = None) -> reference.Score:
+        """Of the batch, or of one sequence of a packed one."""
+        dropout, slopes = None, self.slopes
+        if sequence is not None and slopes is not None:
+            slopes = slopes[sequence : sequence + 1]
         if self.rng is not None and self.threshold is not None:
             assert self.keep_scale is not None
-            dropout = dropped(self.threshold, self.keep_scale, self.rng, heads)
-        return reference.Score(self.softcap, self.slopes, self.sinks, dropout)
+            dropout = dropped(self.threshold, self.keep_scale, self.rng, heads, sequence or 0)
+        return reference.Score(self.softcap, slopes, self.sinks, dropout)
 
 
-def dropped(threshold: int, keep_scale: float, rng: Tensor, heads: int) -> Dropout:
+def dropped(threshold: int, keep_scale: float, rng: Tensor, heads: int, first: int = 0) -> Dropout:
     """What a launch says of dropout, which agrees with itself."""
     p = 1 - 1 / keep_scale
     assert threshold == philox.threshold(p) * 0x10001, "in both halves"
-    return Dropout(p, rng, heads)
+    return Dropout(p, rng, heads, first)
 
 
 @dataclass

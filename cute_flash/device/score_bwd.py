@@ -21,6 +21,7 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import pack, rederived
 from cute_flash.device.score import Score
+from cute_flash.device.sequence import Sequence
 from cute_flash.device.views import as_mn
 
 
@@ -31,7 +32,7 @@ class Terms:
     score: Score  # without the slopes; of a cap, the tangent
     heads: Int32
     slopes: cute.Tensor | None  # (B, H)
-    dslopes: cute.Tensor | None  # (B, H, parts of the sums)
+    dslopes: cute.Tensor | None  # (B, H, parts of the sums); of a packed batch (1, H, those of all)
     threshold: Int32 | None  # in both halves: draws below it are dropped
     keep_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
@@ -53,11 +54,11 @@ class Terms:
         return BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
 
     @cute.jit
-    def store_dslope(self, dslope: cute.Tensor, head: Int32, batch: Int32, part: Int32):
+    def store_dslope(self, dslope: cute.Tensor, head: Int32, span: Sequence, part: Int32):
         """A warp's part of the gradient of a head's slope; `dslope` begins anew."""
         whole = cute.arch.warp_reduction_sum(dslope[0])
         if cute.arch.lane_idx() == 0:
-            self.dslopes[batch, head, part] = whole
+            span.of(self.dslopes, head)[part] = whole
         dslope.fill(0.0)
 
 

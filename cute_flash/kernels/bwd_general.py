@@ -25,7 +25,8 @@ def with_terms(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:
     softcap, slopes, _sinks, *dropout, _max_logit = fake_extras(plain[0], kernel.static.features)
     dslopes = None
     if slopes is not None:
-        shape = (*slopes.shape, cute.sym_int())
+        batch, heads = slopes.shape
+        shape = (cute.sym_int() if kernel.static.features.varlen else batch, heads, cute.sym_int())
         dslopes = make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4)
     items = fake_items() if kernel.static.features.varlen else None
     return (*plain, softcap, slopes, dslopes, *dropout, items, stream)

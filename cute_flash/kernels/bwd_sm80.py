@@ -234,8 +234,10 @@ class BwdSm80:
             self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
             if cutlass.const_expr(main.dslope is not None):
                 if is_last_of_head:
-                    part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
-                    p.terms.store_dslope(main.dslope, head, batch, part)
+                    n_block = main.first_row // self.tile.tile_n
+                    block = main.span.k_block(n_block, self.tile.tile_n)
+                    part = block * self.tile.num_warps + main.thread // 32
+                    p.terms.store_dslope(main.dslope, head, main.span, part)
             m_block, head, left = next_block, next_head, left - 1
 
     @cute.jit

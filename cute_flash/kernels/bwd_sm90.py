@@ -45,7 +45,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.score_bwd import Terms
-from cute_flash.device.sequence import WorkList, unpacked
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -401,8 +401,10 @@ class BwdSm90:
         if cutlass.const_expr(self.has_score):
             if cutlass.const_expr(p.terms.slopes is not None):
                 if is_last:
-                    part = (tile.n_block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
-                    p.terms.store_dslope(main.dslope, place[1], tile.batch, part)
+                    span = self.span(p, main, tile)
+                    block = span.k_block(tile.n_block, self.tile.tile_n)
+                    part = (block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
+                    p.terms.store_dslope(main.dslope, place[1], span, part)
             found = (i, place[1] + Int32(is_last))
         return found
 
@@ -497,6 +499,10 @@ class BwdSm90:
         """After a fence."""
         cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
 
+    def span(self, p: Params, main: Main, tile: Tile) -> Sequence:
+        """That of a packed batch is read again, not kept in registers."""
+        return tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+
     @cute.jit
     def write(self, mX: cute.Tensor, acc: cute.Tensor, tile: Tile, main: Main, p: Params, factor: Float32):
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
@@ -504,8 +510,7 @@ class BwdSm90:
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        # That of a packed batch is read again, not kept in registers until now.
-        span = tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+        span = self.span(p, main, tile)
         gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)

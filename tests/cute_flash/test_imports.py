@@ -23,8 +23,8 @@ ORDER = (
             "version", "ranges", "counters", "disk", "ticker", "band", "work", "problem", "arch", "tiles",
             "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
-            "operands", "backward", "ops", "how", "forward", "backward_general", "packed", "packed_cuda",
-            "general", "partial", "api", "varlen",
+            "operands", "backward", "ops", "how", "forward", "backward_general", "packed",
+            "packed_sums", "packed_cuda", "general", "partial", "api", "varlen",
         )
     ),
     "cute_flash",  # the public names

@@ -68,6 +68,7 @@ def packed_keys() -> Iterator[CompileKey]:
                     continue
                 yield gradients.prepare
                 yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
+    yield from feature_combinations.packed_cases_keys(arch, families.runnable())
 
 
 def keys() -> Iterator[CompileKey]:
