@@ -45,7 +45,7 @@ def attn(
     Args:
         q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) likewise. H must be a multiple of Hkv: each K/V head serves
-        H / Hkv query heads. Dv is D, or any other width on the CPU and on sm_90; the output has it.
+        H / Hkv query heads. Dv is D or any other width; the output has it.
         causal: query i sees keys up to its own position (the same as `window=(…, 0)`). window: (left, right),
         how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
         before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
@@ -69,9 +69,9 @@ def attn(
     rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
     stride order of q.
 
-    Gradients: of out and of lse, on the CPU and on CUDA with Dv = D; on sm_90 by wgmma, else by
-    mma.sync. On CUDA dq is summed by atomic additions in no certain order: its bits may change from call
-    to call, unless `deterministic`, which only sm_90 has, for D up to 128.
+    Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is
+    summed by atomic additions in no certain order: its bits may change from call to call, unless
+    `deterministic`, which only sm_90 has, for D up to 128.
 
     Returns:
         out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)

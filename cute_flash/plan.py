@@ -190,13 +190,14 @@ class BwdPlan:
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
 
-    def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
-        """Of a kernel in `compile.KERNELS`."""
+    def key(self, kernel: str, width: int | None = None) -> CompileKey:
+        """Of a kernel in `compile.KERNELS`; `width`: of rows, which are all that the kernels around see."""
         static = self.problem.static
         static = replace(static, features=replace(static.features.in_gradients, seqused_k=False))
-        if not sees_mask:
-            packed = Features(varlen=static.features.varlen)
-            static = replace(static, has_left=False, has_right=False, features=packed)
+        if width is not None:
+            static = Static(
+                static.dtype, width, False, False, features=Features(varlen=static.features.varlen)
+            )
         return CompileKey(kernel, static, self.tile, self.target)
 
     @property
@@ -210,17 +211,17 @@ class BwdPlan:
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
-        return self.key(f"bwd_preprocess{ordered}{dlse}")
+        return self.key(f"bwd_preprocess{ordered}{dlse}", self.problem.width_v)
 
     @property
     def main(self) -> CompileKey:
         variant = "_ordered" * self.is_ordered + "_wide" * isinstance(self.tile, BwdTileSm90Wide)
         general = "_general" * (self.problem.features.in_gradients != PLAIN)
-        return self.key(f"bwd_{self.family}{variant}{general}", sees_mask=True)
+        return self.key(f"bwd_{self.family}{variant}{general}")
 
     @property
     def after(self) -> CompileKey:
-        return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"))
+        return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"), self.problem.head_dim)
 
     @property
     def num_m_blocks(self) -> int:
@@ -297,17 +298,12 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, as
     if deterministic:
         return (
             f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
-            "head_dim=128 and V as wide as K"
+            "head_dim=128"
         )
-    if problem.features.varlen and problem.head_dim_v is None:
+    if problem.features.varlen:
         return (
             f"the gradient of attn_varlen with {where}: kernel family 'sm90' has it up to head_dim=128; "
             "ask for 'sm80', or for no family"
-        )
-    if problem.head_dim_v is not None:
-        return (
-            f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
-            "move q, k, v to the CPU, or call attn under torch.no_grad()"
         )
     least = "only on sm_90" + (", up to head_dim=128" if names else "")
     return (
@@ -331,7 +327,8 @@ def _bwd_plan(
     problem: Problem, arch: ArchSpec, family: str, tile: AnyBwdTile, deterministic: bool
 ) -> BwdPlan:
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
-    head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
+    row_bytes = problem.head_dim * (ELEMENT_BYTES + 4) + problem.width_v * ELEMENT_BYTES
+    head_bytes = problem.group * problem.seqlen_q * row_bytes
     return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), deterministic)
 
 

@@ -80,6 +80,16 @@ class Static:
     def width_v(self) -> int:
         return self.head_dim_v or self.head_dim
 
+    @property
+    def widest(self) -> int:
+        """What a tile must have room for that is as wide for values as for keys."""
+        return max(self.head_dim, self.width_v)
+
+    @property
+    def widths(self) -> str:
+        """In the names of kernels."""
+        return f"{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
+
 
 @dataclass(frozen=True)
 class Problem:

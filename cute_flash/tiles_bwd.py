@@ -221,6 +221,6 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None
     for tile in rows:
         if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
             continue
-        if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
+        if tile.head_dim >= static.widest and tile.fits(arch):
             return tile
     return None

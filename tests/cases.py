@@ -66,8 +66,14 @@ def make_inputs(
 
 
 # Values of another width than queries and keys (D, Dv), and the masks they are tested with.
-OTHER_WIDTHS = ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256))
+OTHER_WIDTHS = ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256), (192, 256))
 OTHER_WIDTH_BANDS = (Band(), Band(None, 0), Band(100, 30))
+
+
+def other_width_inputs(widths: tuple[int, int], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of grouped heads, in bf16."""
+    q, k, _ = make_inputs(Case(2, 8, 2, 200, 333, widths[0]), torch.bfloat16, device)
+    return q, k, make_inputs(Case(2, 8, 2, 200, 333, widths[1]), torch.bfloat16, device)[2]
 
 
 def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision: Tensor) -> None:

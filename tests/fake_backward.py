@@ -63,7 +63,7 @@ def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
             continue
         if str(x.dtype) == f"torch.{key.static.dtype}":
             *outer, element = x.stride()
-            assert x.shape[3] == key.static.head_dim
+            assert x.shape[3] in (key.static.head_dim, key.static.width_v)
             assert element == 1 and all(stride % 8 == 0 for stride in outer)
             assert x.data_ptr() % 16 == 0
         else:
@@ -145,6 +145,9 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     heads, seqlen, width = q.shape[1:]
     band = Band(left if key.static.has_left else None, right if key.static.has_right else None)
     group = heads // k.shape[1]
+    static = key.static
+    assert [x.shape[3] for x in (q, k, dk)] == [static.head_dim] * 3
+    assert [x.shape[3] for x in (v, dout, dv)] == [static.width_v] * 3
     q, k, v, dout = (x.float() for x in (q, k, v, dout))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = q @ k.mT * scale

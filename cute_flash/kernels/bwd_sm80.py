@@ -62,6 +62,7 @@ def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
 class BwdSm80:
     def __init__(self, static: Static, tile: BwdTile):
         self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
+        self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
         self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
         self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
@@ -76,7 +77,7 @@ class BwdSm80:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}"
+        return f"cute_flash_bwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -166,8 +167,8 @@ class BwdSm80:
         # Keys that no query sees load nothing: a late copy would land on what passes through sKV.
         blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
         if blocks.begin < blocks.end:
-            rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
             for i, mX in enumerate((p.mK, p.mV)):
+                rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.widths[i])
                 gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             self.main_loop(p, main, blocks, head_kv, batch)
@@ -175,10 +176,10 @@ class BwdSm80:
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         if cutlass.const_expr(self.static.features.dropout):
             main.acc_dV.store(main.acc_dV.load() * p.terms.keep_scale)
-        rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
+            rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.widths[i])
             gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
+            epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
             epilogue.store(acc, shared.sKV[None, None, i], gX)
 
     def _allocate(self) -> Shared:
@@ -243,9 +244,9 @@ class BwdSm80:
         """Start the copies of a block of Q and dO, and of the statistics of its rows."""
         m_block, head, _batch = where
         tile, shared, span, thread = self.tile, main.shared, main.span, rederived(main.thread)
-        loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
+            loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.widths[i])
             gX = row_tile(span.of(mX, head), span.q_row(first), tile.tile_m, tile.head_dim)
             sX = shared.sQdO[None, None, stage + i * tile.stages]
             loader.load(gX, sX, span.q_len - first, True)

@@ -103,7 +103,7 @@ class BwdSm90:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         ordered = "_ordered" if self.is_ordered else ""
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
+        return f"cute_flash_bwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
@@ -313,8 +313,8 @@ class BwdSm90:
             shared.q.release_by_all(last)
         cute.arch.sync_warp()
         shared.k.release(tile.count)
-        self.write(p.mdV, main.acc_dV, tile, main, p, self.dv_factor(p))
-        self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
+        self.write(p.mdV, self.static.width_v, main.acc_dV, tile, main, p, self.dv_factor(p))
+        self.write(p.mdK, self.static.head_dim, main.acc_dK, tile, main, p, p.scale)
 
     @cute.jit
     def one_block(
@@ -498,7 +498,17 @@ class BwdSm90:
         cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
 
     @cute.jit
-    def write(self, mX: cute.Tensor, acc: cute.Tensor, tile: Tile, main: Main, p: Params, factor: Float32):
+    def write(
+        self,
+        mX: cute.Tensor,
+        width: cutlass.Constexpr,
+        acc: cute.Tensor,
+        tile: Tile,
+        main: Main,
+        p: Params,
+        factor: Float32,
+    ):
+        """dK or dV, as far as it has rows and columns."""
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
@@ -512,7 +522,7 @@ class BwdSm90:
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
-        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, span.k_len - first_row)
+        store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
 
 
 class BwdSm90Ordered(BwdSm90):

@@ -108,7 +108,7 @@ class BwdSm90Wide:
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_bwd_sm90_wide_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        return f"cute_flash_bwd_sm90_wide_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
@@ -542,10 +542,23 @@ class BwdSm90Wide:
         if cute.arch.make_warp_uniform(main.thread // 32) == 0:
             where = (tile.n_block, tile.head_kv, tile.batch, main.wg)
             with cute.arch.elect_one():
-                for tiles, sX in ((p.dv, shared.sV), (p.dk, shared.sK)):
-                    tiles.store(cute.local_tile(sX, (tiles.rows, tiles.cols), (0, main.wg)), *where)
+                self.send(p.dv, shared.sV, self.static.width_v, where)
+                self.send(p.dk, shared.sK, self.static.head_dim, where)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def send(self, tiles: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, where: tuple):
+        """A warpgroup's columns, where `width` goes so far: of a matrix that ends before, they have no place
+        of their own, and would land on the first.
+        """
+        wg = where[3]
+        sY = cute.local_tile(sX, (tiles.rows, tiles.cols), (0, wg))
+        if cutlass.const_expr(width > tiles.cols):
+            tiles.store(sY, *where)
+        else:
+            if wg == 0:
+                tiles.store(sY, *where)
 
     @cute.jit
     def stage_output(self, main: Main, accs: tuple, sX: cute.Tensor, factor: Float32):

@@ -114,7 +114,7 @@ class FwdSm90:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
+        return f"cute_flash_fwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))

@@ -166,6 +166,25 @@ def test_kernels_see_a_positive_scale(gpu: FakeBackward, scale: float, is_known:
     assert len(gpu.bwd_plans) == 1
 
 
+@pytest.mark.parametrize("width", [8, 72, 256])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_values_of_another_width(gpu: FakeBackward, width: int, is_ordered: bool) -> None:
+    """Wider or narrower than keys, in a tile that has room for both; columns late in one of them."""
+    tensors = [*inputs()[:2], normal(2, 2, 9, width)]
+    if is_ordered and (gpu.name == "sm_80" or width > 128):
+        with pytest.raises(UnsupportedError, match=f"values of {width} on .*up to head_dim=128"):
+            run(tensors, deterministic=True)
+        return
+    for v in (tensors[2], normal(2, 2, width, 9).mT):
+        dq, _, dv = run([*tensors[:2], v], right=0, dlse=normal(2, 4, 7, dtype=torch.float32))
+        assert (dq.shape[3], dv.shape[3]) == (D, width)
+        plan = gpu.bwd_plans[-1]
+        assert plan.tile.head_dim >= max(D, width)
+        # The kernels around are those of rows as wide, whatever the others are.
+        assert (plan.before(False).static.width_v, plan.after.static.head_dim) == (width, D)
+        assert plan.before(False).static.head_dim_v is None is plan.after.static.head_dim_v
+
+
 # Signatures
 
 
@@ -269,8 +288,8 @@ def test_refusals_and_failures_are_not_remembered(gpu: FakeBackward, monkeypatch
         patch.setattr(compiling, "compiled_kernel", broken)
         with pytest.raises(RuntimeError, match="ptxas"):
             run(inputs())
-    with pytest.raises(UnsupportedError, match="values of 64"):
-        run([*inputs()[:2], normal(2, 2, 9, 64)])
+    with pytest.raises(UnsupportedError, match="head_dim=12"):
+        run([x[..., :12] for x in inputs()])
     assert backward._launches == {}
     run(inputs())
 

@@ -14,11 +14,22 @@ from cute_flash.problem import Features, Problem
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gradients_that_no_kernel_computes_are_refused(arch: str) -> None:
-    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band(), 128)
-    message = r"head_dim=64 and values of 128 .* no backward kernel yet .*; move q, k, v to the CPU"
-    with pytest.raises(UnsupportedError, match=message):
-        bwd_plan(problem, ARCHS[arch])
+@pytest.mark.parametrize("widths", [(64, 128), (128, 64), (192, 128), (192, 256), (40, 24), (256, 8)])
+def test_values_of_another_width_are_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
+    head_dim, head_dim_v = widths
+    features = Features(), Features(softcap=True, alibi=True, dropout=True), Features(varlen=True)
+    for asked in features:
+        problem = Problem(1, 2, 2, 100, 300, head_dim, "bfloat16", Band(), head_dim_v, asked)
+        found = bwd_plan(problem, ARCHS[arch])
+        wider = dataclasses.replace(problem, head_dim=max(widths), head_dim_v=None)
+        assert found.tile == bwd_plan(wider, ARCHS[arch]).tile
+        assert found.main.static.head_dim_v == head_dim_v and str(head_dim_v) in found.main.static.widths
+
+
+def test_the_sums_of_narrow_keys_leave_more_heads_in_l2() -> None:
+    problem = Problem(4, 8, 8, 8192, 8192, 64, "bfloat16", Band(), 256)
+    wide = dataclasses.replace(problem, head_dim=256, head_dim_v=64)
+    assert bwd_plan(problem, ARCHS["sm_90"]).section > bwd_plan(wide, ARCHS["sm_90"]).section
 
 
 @pytest.mark.parametrize(

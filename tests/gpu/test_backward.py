@@ -29,6 +29,17 @@ def test_against_the_oracle(case, dtype):
     check(case, dtype)
 
 
+@pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
+@pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
+def test_values_of_another_width(widths, band):
+    inputs = cases.other_width_inputs(widths, "cuda")
+    generator = torch.Generator("cuda").manual_seed(7)
+    dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
+    dlse = torch.randn(2, 8, 200, generator=generator, device="cuda")
+    how = {"window": (band.left, band.right), "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, band, weighted(dout, dlse))
+
+
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(100, 30)), ids=str)
 def test_through_the_lse(band):
     check(cases.Case(2, 4, 2, 200, 333, 64, band), torch.bfloat16, with_lse=True)
