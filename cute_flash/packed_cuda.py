@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_flash import arch, counters, operands, packed, ranges
 from cute_flash import plan as planning
-from cute_flash.backward import is_mode_deterministic
+from cute_flash.backward import in_dtype_of, is_mode_deterministic
 from cute_flash.forward import Outputs, extra_arguments, largest
 from cute_flash.how import How
 from cute_flash.operands import (
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outp
 
 def _empty(q: Tensor, v: Tensor, how: How) -> Outputs:
     """No keys, or no rows: the rows of sequences give 0 and the sink, or -inf."""
-    out, lse = packed.outputs(q, v)
+    out, lse = packed.outputs(q, v, how)
     out.zero_()
     lse.fill_(-math.inf)
     if how.sinks is not None:
@@ -92,7 +92,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
             with torch.cuda.device(index):
                 return launch(q, k, v, how, scale)
         q, k, v = map(launchable, (q, k, v))
-        (out, lse), most = packed.outputs(q, v), largest(q, how, -math.inf)
+        (out, lse), most = packed.outputs(q, v, how), largest(q, how, -math.inf)
         extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
         items = torch.empty(rows, dtype=torch.int32, device=device)
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
@@ -174,14 +174,15 @@ def _prepare_backward(
         lse, dlse = given[5].contiguous(), None if given[6] is None else given[6].contiguous()
         keys, queries = (torch.empty(shape, dtype=torch.int32, device=device) for shape in rows)
         lse_log2, d, sums, turns = workspace()
-        window = _window(how, 0)
+        window, rounded = _window(how, 0), in_dtype_of(q, dout)
         # Before the launches: nothing may come between those that wait for each other by themselves.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
         prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), descends)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, queries)
         turn, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
         main(
-            q, k, v, dout, lse_log2, d, sums, *turn, dk, dv, scale, *window, section, *grid, *NO_TERMS, keys
+            q, k, v, rounded, lse_log2, d, sums, *turn, dk, dv, scale, *window, section, *grid, *NO_TERMS,
+            keys
         )  # fmt: skip
         after(sums, dq, dq_scale, queries)
         for grad, target in zip(grads, targets, strict=True):

@@ -211,7 +211,9 @@ class BwdPlan:
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
-        return self.key(f"bwd_preprocess{ordered}{dlse}", self.problem.width_v)
+        found = self.key(f"bwd_preprocess{ordered}{dlse}", self.problem.width_v)
+        features = replace(found.static.features, out_dtype=self.problem.features.out_dtype)
+        return replace(found, static=replace(found.static, features=features))
 
     @property
     def main(self) -> CompileKey:
@@ -363,7 +365,7 @@ def _pays_to_pack(problem: Problem, tile_m: int) -> bool:
 
 def _treats_heads_alike(features: Features) -> bool:
     """Whether a kernel needs to know which head a row belongs to for nothing but its mask."""
-    return replace(features, softcap=False) == PLAIN
+    return replace(features, softcap=False, out_dtype=False) == PLAIN
 
 
 def _section(problem: Problem, arch: ArchSpec) -> int:

@@ -13,7 +13,11 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 # What kernels have beyond plain attention.
-FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
+FORWARD_FEATURES = (
+    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k", "out_dtype",
+)  # fmt: skip
+# Those of the forward alone, and those that packed gradients have.
+_BESIDE_GRADIENTS = ("varlen", "seqused_k", "return_max_logit", "out_dtype")
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 
@@ -44,6 +48,7 @@ class Features:
     dropout: bool = False
     return_max_logit: bool = False
     seqused_k: bool = False
+    out_dtype: bool = False  # out is fp32, and so is its gradient
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,8 +62,10 @@ class Features:
 
     @property
     def in_gradients(self) -> Features:
-        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none."""
-        return replace(self, sinks=False, return_max_logit=False)
+        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none, and a
+        gradient in fp32 is rounded before.
+        """
+        return replace(self, sinks=False, return_max_logit=False, out_dtype=False)
 
 
 PLAIN = Features()
@@ -180,7 +187,7 @@ def check_features(features: Features) -> None:
 def check_gradient_features(features: Features) -> None:
     """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
     check_features(features)
-    beside = [name for name in features.names if name not in ("varlen", "seqused_k", "return_max_logit")]
+    beside = [name for name in features.names if name not in _BESIDE_GRADIENTS]
     if features.varlen and beside:
         raise UnsupportedError(
             f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "

@@ -58,10 +58,12 @@ class FakeBackward(FakeGpu):
 
 def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
     """What the kernels are compiled for: see their `fake_arguments`."""
-    for x in args:
+    for i, x in enumerate(args):
         if not isinstance(x, Tensor):
             continue
-        if str(x.dtype) == f"torch.{key.static.dtype}":
+        is_floats = key.static.features.out_dtype and i < 2
+        if str(x.dtype) == f"torch.{key.static.dtype}" or is_floats:
+            assert is_floats == (x.dtype == torch.float32)
             *outer, element = x.stride()
             assert x.shape[3] in (key.static.head_dim, key.static.width_v)
             assert element == 1 and all(stride % 8 == 0 for stride in outer)

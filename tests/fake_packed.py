@@ -59,13 +59,17 @@ class FakePacked:
         return next(args for name, args in reversed(self.calls) if name.startswith(prefix))
 
 
-def check_rows(key: CompileKey, *tensors: Tensor) -> None:
+def check_rows(key: CompileKey, *tensors: Tensor, dtype: str | None = None) -> None:
     """What the kernels are compiled for: see `kernels/arguments.py`."""
     for x in tensors:
         row, head, element = x.stride()
         assert element == 1 and row % 8 == head % 8 == 0 and 0 <= row * 512 < 1 << 31
         assert x.data_ptr() % 16 == 0
-        assert str(x.dtype) == f"torch.{key.static.dtype}"
+        assert str(x.dtype) == f"torch.{dtype or key.static.dtype}"
+
+
+def out_dtype(key: CompileKey) -> str:
+    return "float32" if key.static.features.out_dtype else key.static.dtype
 
 
 def check_items(items: Tensor) -> None:
@@ -92,7 +96,8 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
     assert len(arguments) == (1 if is_sm80 else 4)
     assert is_sm80 or arguments[-1] == COUNTER
     assert arguments[0] >= 1 and q.shape[1] % arguments[0] == 0, "sections of query heads"
-    check_rows(key, q, k, v, out)
+    check_rows(key, q, k, v)
+    check_rows(key, out, dtype=out_dtype(key))
     check_items(items)
     assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q)) and 0 < scale < math.inf
     band = Band(left if static.has_left else None, right if static.has_right else None)
@@ -100,7 +105,7 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
         keys = slice(item.k_begin, item.k_begin + item.k_len)
         queries = slice(item.q_begin, item.q_begin + item.q_len)
         sequence = (x[span].transpose(0, 1)[None] for x, span in ((q, queries), (k, keys), (v, keys)))
-        found, found_lse = reference.forward(*sequence, band, scale)
+        found, found_lse = reference.forward(*sequence, band, scale, out_dtype=out.dtype)
         first, tile_m = item.block * key.tile.tile_m, key.tile.tile_m
         rows = slice(item.q_begin + first, min(item.q_begin + first + tile_m, queries.stop))
         out[rows] = found[0, :, first : first + tile_m].transpose(0, 1)
@@ -131,10 +136,10 @@ def _blocks(key: CompileKey, item: packed_model.Item) -> slice:
 
 
 def _before(key, out, dout, lse, lse_log2, d, sums, turns, dlse, items) -> None:
-    assert key.static.features == Features(varlen=True)
+    assert key.static.features == Features(varlen=True, out_dtype=key.static.features.out_dtype)
     assert key.kernel.endswith("_dlse") == (dlse is not None)
     assert ("_ordered" in key.kernel) == (turns is not None)
-    check_rows(key, out, dout)
+    check_rows(key, out, dout, dtype=out_dtype(key))
     tile_m = key.tile.tile_m
     assert sums.shape[2] * tile_m == lse_log2.shape[2] == d.shape[2] and sums.shape[0] == 1
     for item in packed_model.read(items):

@@ -22,7 +22,11 @@ BANDS = [(None, None), (None, 0), (30, 0), (5, None)]
 
 @pytest.fixture(params=["sm_80", "sm_90"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakePacked:
-    fake = FakePacked(request.param)
+    return faked_packed(request.param, monkeypatch)
+
+
+def faked_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> FakePacked:
+    fake = FakePacked(name)
     monkeypatch.setattr(arch, "detect", fake.detect)
     monkeypatch.setattr(compiling, "compiled", fake.compiled)
     monkeypatch.setattr(compiling, "compiled_kernel", fake.compiled_kernel)

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, packed; all of them by default.
+SET: plain, study, features, packed, floats; all of them by default.
 """
 
 import itertools
@@ -20,7 +20,15 @@ from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
+from tests.gpu import (
+    families,
+    feature_cases,
+    feature_combinations,
+    float_cases,
+    small_case,
+    test_banks,
+    varlen_cases,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 COMBINATIONS = 300  # the default of `--combinations`
@@ -110,7 +118,17 @@ def feature_keys() -> Iterator[CompileKey]:
     yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
 
 
-SETS = {"plain": keys, "study": study_keys, "features": feature_keys, "packed": packed_keys}
+def float_keys() -> Iterator[CompileKey]:
+    return float_cases.keys(detect(0), families.runnable())
+
+
+SETS = {
+    "plain": keys,
+    "study": study_keys,
+    "features": feature_keys,
+    "packed": packed_keys,
+    "floats": float_keys,
+}
 
 
 def main() -> None:
