@@ -73,7 +73,7 @@ def attn(
 
     Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is
     summed by atomic additions in no certain order: its bits may change from call to call, unless
-    `deterministic`, which only sm_90 has, for D up to 128.
+    `deterministic`; above D = 128 that is done by mma.sync on sm_90 too, several times slower.
 
     Returns:
         out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)

@@ -130,19 +130,9 @@ def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..
         rounded = in_dtype_of(q, dout)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, None)
         scale, dq_scale = scales
-        if terms is not None:
-            counters_of_turns, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
-            main(
-                q, k, v, rounded, lse_log2, d, sums, *counters_of_turns, dk, dv, scale, *window, section,
-                *grid, *terms, None
-            )  # fmt: skip
-        elif is_sm90:
-            main(
-                q, k, v, rounded, lse_log2, d, sums, turns, dk, dv, scale, *window, section, num_blocks,
-                address
-            )  # fmt: skip
-        else:
-            main(q, k, v, rounded, lse_log2, d, sums, dk, dv, scale, *window, section)
+        grid = (section, num_blocks, address) if is_sm90 else (section,)
+        more = () if terms is None else (*terms, None)
+        main(q, k, v, rounded, lse_log2, d, sums, turns, dk, dv, scale, *window, *grid, *more)
         after(sums, dq, dq_scale, None)
 
     return run

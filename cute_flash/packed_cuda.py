@@ -179,10 +179,9 @@ def _prepare_backward(
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
         prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), descends)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, queries)
-        turn, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
+        grid = (section, num_blocks, address) if is_sm90 else (section,)
         main(
-            q, k, v, rounded, lse_log2, d, sums, *turn, dk, dv, scale, *window, section, *grid, *NO_TERMS,
-            keys
+            q, k, v, rounded, lse_log2, d, sums, turns, dk, dv, scale, *window, *grid, *NO_TERMS, keys
         )  # fmt: skip
         after(sums, dq, dq_scale, queries)
         for grad, target in zip(grads, targets, strict=True):

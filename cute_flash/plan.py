@@ -284,32 +284,23 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
         if arch.capability < least or asked not in (None, family):
             continue
         tile = bwd_tile(family, arch, problem)
-        if tile is not None and (isinstance(tile, BwdTileSm90) or not deterministic):
+        if tile is not None and not (deterministic and isinstance(tile, BwdTileSm90Wide)):
             _check_grid(problem, tile)
             return _bwd_plan(problem, arch, family, tile, deterministic)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, asked))
 
 
 def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, asked: str | None) -> str:
-    """Which gradients no kernel computes, and what would work."""
+    """Which gradients a family that was asked for does not compute; 'sm80' computes all."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
-    by = "" if asked is None else f" by kernel family {asked!r}"
+    is_packed = problem.features.varlen
     scores = replace(problem.features.in_gradients, varlen=False, seqused_k=False)
     names = "".join(f"{name} and " for name in scores.names)
-    where = f"{names}head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
-    if deterministic:
-        return (
-            f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
-            "head_dim=128"
-        )
-    if problem.features.varlen:
-        return (
-            f"the gradient of attn_varlen with {where}: kernel family 'sm90' has it up to head_dim=128; "
-            "ask for 'sm80', or for no family"
-        )
-    least = "only on sm_90" + (", up to head_dim=128" if names else "")
+    what = "deterministic gradients" if deterministic else "the gradient"
+    least = "only on sm_90" + (", up to head_dim=128" if deterministic or is_packed or names else "")
     return (
-        f"the gradient of attn with {where}: it has no kernel for it ({least}); "
+        f"{what} of {'attn_varlen' if is_packed else 'attn'} with {names}head_dim={problem.head_dim}"
+        f"{of_values} on {arch.name} by kernel family {asked!r}: it has no kernel for it ({least}); "
         "ask for 'sm80', or for no family"
     )
 

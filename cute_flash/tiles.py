@@ -329,11 +329,11 @@ SM90_FWD = (
     FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, measured=_WITH_ROOM),
     # Values narrower or wider than keys.
     FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(64, 128, 96, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
     FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_weight=LIGHT, measured=_BY_WIDTH),
     FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, measured=_WITH_ROOM),
     FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 96, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
+    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
     FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, measured=_BY_WIDTH),
 )
 

@@ -122,6 +122,9 @@ def _deterministic() -> list[Case]:
     """Gradients that are to have the same bits: of few tiles of keys, and of more than an H200 has SMs."""
     shapes = [(2, 8, 2, 1000, 1000, 64), (1, 4, 4, 3000, 5000, 128)]
     cases = [Case(*shape, band) for shape in shapes for band in (FULL, CAUSAL, Band(200, 100))]
+    # Wide heads, and those between the widths of tiles.
+    cases += [Case(1, 4, 2, 1000, 1500, d, band) for d in (192, 256) for band in (FULL, CAUSAL)]
+    cases += [Case(1, 4, 2, 700, 900, 72, Band(100, 30))]
     return [*cases, Case(2, 40, 20, 700, 900, 128), Case(1, 2, 2, 4000, 4000, 64)]
 
 

@@ -131,16 +131,17 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         assert items is None
         rest, terms = rest[:-6], Terms(*rest[-6:])
     terms.check(key, k.shape[2])
-    is_ordered = kernel == "bwd_sm90_ordered"
-    if kernel == "bwd_sm80":
-        dk, dv, scale, left, right, section = rest
+    is_ordered = kernel in ("bwd_sm80_ordered", "bwd_sm90_ordered")
+    counters, dk, dv, scale, left, right, section, *grid = rest
+    if kernel.startswith("bwd_sm80"):
+        assert grid == []
     else:
-        counters, dk, dv, scale, left, right, section, num_blocks, counter = rest
+        num_blocks, counter = grid
         assert num_blocks >= 1
         static = key.static
         draws_tiles = (static.has_left or static.has_right) and kernel == "bwd_sm90"
         assert (counter == COUNTER) == draws_tiles
-        assert is_ordered == (counters is not None)
+    assert is_ordered == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
     assert 0 <= left <= MAX_SEQLEN and 0 <= right <= MAX_SEQLEN
     assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == sums.data_ptr() % 16 == 0

@@ -163,12 +163,13 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     *rest, items = rest
     rest, terms = rest[:-6], rest[-6:]
     assert terms == [None] * 6, "plain attention"
-    if key.kernel != "bwd_sm80_general":
-        turns, dk, dv, scale, left, right, section, num_blocks, counter = rest
-        assert num_blocks >= 1 and (turns is not None) == ("ordered" in key.kernel)
-        assert counter == (0 if "ordered" in key.kernel else COUNTER)
+    turns, dk, dv, scale, left, right, section, *grid = rest
+    assert (turns is not None) == ("ordered" in key.kernel)
+    if key.kernel.startswith("bwd_sm90"):
+        num_blocks, counter = grid
+        assert num_blocks >= 1 and counter == (0 if "ordered" in key.kernel else COUNTER)
     else:
-        dk, dv, scale, left, right, section = rest
+        assert grid == []
     assert section >= 1 and k.shape[1] % section == 0 and 0 < scale < math.inf
     check_rows(key, q, k, v, dout, dk, dv)
     check_items(items)

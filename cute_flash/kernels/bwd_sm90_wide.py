@@ -45,7 +45,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band
+from cute_flash.band import FAR, Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
@@ -67,8 +67,6 @@ from cute_flash.tiles_bwd import BwdTileSm90Wide
 # Named barriers; 0 is the one of all threads.
 FIRST_FREE, WRITTEN, FIRST_OUTPUT, P_WRITTEN = 1, 3, 4, 6
 HALVES = 2
-# More than any row can look ahead.
-FAR = 1 << 29
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         bwd_plan(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), ARCHS["sm_90"])
 
 
-def test_deterministic_gradients_are_ordered_or_refused() -> None:
+def test_deterministic_gradients_are_ordered() -> None:
     sm_90 = ARCHS["sm_90"]
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
     assert not bwd_plan(long, sm_90).is_ordered
@@ -105,15 +105,23 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     assert found.after == bwd_plan(long, sm_90).after
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
-    for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):
-        assert bwd_plan(problem, found_arch).problem is problem
-        with pytest.raises(UnsupportedError, match="deterministic gradients"):
-            bwd_plan(problem, found_arch, deterministic=True)
-    with (
-        use_kernels("sm80"),
-        pytest.raises(UnsupportedError, match=r"by kernel family 'sm80': only by .*'sm90'"),
+    # Wide heads on Hopper, and all on others, by mma.sync.
+    wide, both = dataclasses.replace(long, head_dim=136), dataclasses.replace(long, head_dim_v=256)
+    for problem, found_arch in (
+        (wide, sm_90),
+        (both, sm_90),
+        (window, ARCHS["sm_80"]),
+        (wide, ARCHS["sm_86"]),
     ):
-        bwd_plan(window, sm_90, deterministic=True)
+        found = bwd_plan(problem, found_arch, deterministic=True)
+        assert (found.main.kernel, found.family, found.is_ordered) == ("bwd_sm80_ordered", "sm80", True)
+        assert found.before(True).kernel == "bwd_preprocess_ordered_dlse"
+        assert found.after == bwd_plan(problem, found_arch).after or found_arch is sm_90
+    capped = dataclasses.replace(wide, features=Features(softcap=True))
+    assert bwd_plan(capped, sm_90, deterministic=True).main.kernel == "bwd_sm80_ordered_general"
+    message = r"deterministic gradients of attn with head_dim=136 on sm_90 by kernel family 'sm90': .*=128\)"
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        bwd_plan(wide, sm_90, deterministic=True)
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

@@ -102,13 +102,10 @@ def test_gradients_of_random_batches(
 
 
 def test_gradients_in_order(gpu: FakePacked) -> None:
-    how = how_of(LENGTHS, (None, 0), deterministic=True)
-    if gpu.name == "sm_90":
-        run_backward(tensors(LENGTHS), how)
-        assert "bwd_sm90_ordered_general" in [key.kernel for key in gpu.keys]
-    else:
-        with pytest.raises(UnsupportedError, match="deterministic gradients"):
-            run_backward(tensors(LENGTHS), how)
+    run_backward(tensors(LENGTHS), how_of(LENGTHS, (None, 0), deterministic=True))
+    assert f"bwd_{gpu.name.replace('_', '')}_ordered_general" in [key.kernel for key in gpu.keys]
+    # The last tile of keys of a sequence comes first.
+    assert gpu.arguments("prepare_bwd")[-1] == 1
 
 
 def test_wide_gradients_are_of_the_other_family(gpu: FakePacked) -> None:

@@ -21,7 +21,7 @@ from tests.launch_capture import has_compiler
 Gate = tuple[str, str, int, int, Band, tuple[str, ...]]
 FORWARD: list[Gate] = [
     ("sm90", "sm_90", 128, 64, FULL, ("softcap",)),
-    ("sm90", "sm_90", 192, 128, WINDOW, ("softcap", "dropout")),
+    ("sm90", "sm_90", 192, 128, FULL, ("softcap", "alibi", "sinks", "dropout", "return_max_logit")),
     ("sm80", "sm_80", 192, 128, CAUSAL, ()),
     ("sm80", "sm_80", 72, 256, WINDOW, ()),
     ("sm80", "sm_86", 128, 64, WINDOW, ("softcap", "dropout")),

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from cute_flash.arch import detect
+from cute_flash.band import Band
 from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
@@ -92,7 +93,11 @@ def keys() -> Iterator[CompileKey]:
             if problem.features == PLAIN:
                 yield from gradient_keys(problem, family)
     in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
-    for problem, family in itertools.product((*deterministic_problems(), *in_order), families.runnable()):
+    widths = (
+        Problem(2, 8, 2, 200, 333, d, "bfloat16", Band(None, 0), dv) for d, dv in ((128, 64), (192, 128))
+    )
+    wanted = (*deterministic_problems(), *in_order, *widths)
+    for problem, family in itertools.product(wanted, families.runnable()):
         yield from gradient_keys(problem, family, deterministic=True)
 
 
