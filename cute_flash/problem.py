@@ -93,6 +93,15 @@ class Static:
         return max(self.head_dim, self.width_v)
 
     @property
+    def k_steps(self) -> tuple[range | None, range | None]:
+        """Steps of 16 columns that products over the columns of keys, and of values, take in a tile as wide
+        as both; None: all.
+        """
+        if self.head_dim_v is None:
+            return None, None
+        return range(-(-self.head_dim // 16)), range(-(-self.head_dim_v // 16))
+
+    @property
     def widths(self) -> str:
         """In the names of kernels."""
         return f"{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")

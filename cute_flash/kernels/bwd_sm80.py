@@ -281,7 +281,8 @@ class BwdSm80:
 
         scores = self.scores(p, main, where)
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
-        self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
+        of_keys, of_values = self.static.k_steps
+        self.gemm(p.mma_s, acc_S, main.k, main.q, stage, of_keys)
         if cutlass.const_expr(scores is not None):
             scores.cap(acc_S)
         if is_cut:
@@ -305,7 +306,7 @@ class BwdSm80:
             main.p_landing.store(rP)
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
-        self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
+        self.gemm(p.mma_s, acc_dP, main.v, main.do, stage, of_values)
         d, dP_mn = self.of_columns(p, main, stage + tile.stages), as_mn(acc_dP)
         if cutlass.const_expr(scores is not None):
             if cutlass.const_expr(scores.keeps_tangent):
@@ -374,15 +375,18 @@ class BwdSm80:
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
-    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage):
+    def gemm(
+        self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage, steps=None
+    ):
         """acc += A B, with A in registers or, like B, in shared memory; of what is staged only B changes.
+        `steps`: a range of k-steps, where not all.
 
         Loads stand right before their use: ptxas hoists them as far as registers allow.
         """
         a = a.rederived() if isinstance(a, Operand) else a
         b = b.rederived()
         rA = a.fragment if isinstance(a, Operand) else a
-        for k in range(cute.size(b.fragment, mode=[2])):
+        for k in range(cute.size(b.fragment, mode=[2])) if steps is None else steps:
             if isinstance(a, Operand):
                 a.load_k(k, 0)
             b.load_k(k, stage)

@@ -33,6 +33,7 @@ class InTurn:
     def turn(self, p: Params, main: Main, m_block: Int32, head: Int32) -> tuple:
         """Where the counter is, and how many come before. No register is left to keep them meanwhile."""
         span, m_block = main.span, rederived(m_block)
+        head = rederived(head)
         where = (head, 0 if span.is_packed else span.batch, span.q_block(m_block, self.tile.tile_m))
         n_block = rederived(main.first_row) // self.tile.tile_n
         return where, p.turns.turn(n_block, m_block, span if span.is_packed else None)

@@ -348,7 +348,8 @@ class BwdSm90:
             shared.q.release_by_all(fill - 1)
         # S^T = K Q^T, beside which dQ leaves
         shared.q.wait_full(fill)
-        start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False)
+        of_keys, of_values = self.static.k_steps
+        start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False, of_keys)
         if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
             shared.ds.release(fill - 2)
@@ -357,7 +358,7 @@ class BwdSm90:
             self.stage_ds(p, main, rdS, fill - 1)
         # dP^T = V dO^T
         shared.do.wait_full(fill)
-        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
+        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False, of_values)
         main.turns.pass_on()
         if cutlass.const_expr(blocks_before > 0):
             # Only now: the products need not wait until all have seen the stores.

@@ -416,14 +416,16 @@ class BwdSm90Wide:
         """S = Q K^T"""
         ring = main.shared.q
         ring.wait_full(fill)
-        start_gemm(p.mma_s, main.acc_S, main.rQ[None, None, None, ring.stage(fill)], main.rK, False)
+        rQ, steps = main.rQ[None, None, None, ring.stage(fill)], self.static.k_steps[0]
+        start_gemm(p.mma_s, main.acc_S, rQ, main.rK, False, steps)
 
     @cute.jit
     def start_dp(self, p: Params, main: Main, fill: Int32):
         """dP = dO V^T"""
         ring = main.shared.do
         ring.wait_full(fill)
-        start_gemm(p.mma_s, main.acc_dP, main.rdO[None, None, None, ring.stage(fill)], main.rV, False)
+        rdO, steps = main.rdO[None, None, None, ring.stage(fill)], self.static.k_steps[1]
+        start_gemm(p.mma_s, main.acc_dP, rdO, main.rV, False, steps)
 
     @cute.jit
     def start_dv(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
