@@ -283,7 +283,7 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
     for family, least in FAMILIES.items():
         if arch.capability < least or asked not in (None, family):
             continue
-        tile = bwd_tile(family, arch, problem)
+        tile = bwd_tile(family, arch, problem, deterministic)
         if tile is not None and not (deterministic and isinstance(tile, BwdTileSm90Wide)):
             _check_grid(problem, tile)
             return _bwd_plan(problem, arch, family, tile, deterministic)

@@ -67,6 +67,8 @@ from cute_flash.tiles_bwd import BwdTileSm90Wide
 # Named barriers; 0 is the one of all threads.
 FIRST_FREE, WRITTEN, FIRST_OUTPUT, P_WRITTEN = 1, 3, 4, 6
 HALVES = 2
+# Of a product over columns: with fewer, ptxas would let every product wait for the one before.
+LEAST_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class BwdSm90Wide:
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
+        # Of S and dP, whose widths may differ.
+        self.steps = tuple(None if x is None else range(max(len(x), LEAST_STEPS)) for x in static.k_steps)
 
     @property
     def name(self) -> str:
@@ -416,16 +420,16 @@ class BwdSm90Wide:
         """S = Q K^T"""
         ring = main.shared.q
         ring.wait_full(fill)
-        rQ, steps = main.rQ[None, None, None, ring.stage(fill)], self.static.k_steps[0]
-        start_gemm(p.mma_s, main.acc_S, rQ, main.rK, False, steps)
+        rQ = main.rQ[None, None, None, ring.stage(fill)]
+        start_gemm(p.mma_s, main.acc_S, rQ, main.rK, False, self.steps[0])
 
     @cute.jit
     def start_dp(self, p: Params, main: Main, fill: Int32):
         """dP = dO V^T"""
         ring = main.shared.do
         ring.wait_full(fill)
-        rdO, steps = main.rdO[None, None, None, ring.stage(fill)], self.static.k_steps[1]
-        start_gemm(p.mma_s, main.acc_dP, rdO, main.rV, False, steps)
+        rdO = main.rdO[None, None, None, ring.stage(fill)]
+        start_gemm(p.mma_s, main.acc_dP, rdO, main.rV, False, self.steps[1])
 
     @cute.jit
     def start_dv(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):

@@ -130,6 +130,7 @@ def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_bloc
         ("sm_80", 64, Band(128, 64), False),
         ("sm_86", 192, Band(None, 0), False),
         ("sm_90", 256, Band(128, 64), True),
+        ("sm_90", 128, Band(None, 0), True),
     ],
     ids=str,
 )
