@@ -39,13 +39,14 @@ def attn(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
     Args:
         q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) likewise. H must be a multiple of Hkv: each K/V head serves
-        H / Hkv query heads. Dv is D, or any other width on the CPU and on sm_90; the output has it.
+        H / Hkv query heads. Dv is D or any other width; the output has it.
         causal: query i sees keys up to its own position (the same as `window=(…, 0)`). window: (left, right),
         how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
         before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
@@ -58,7 +59,8 @@ def attn(
         -slope · |distance| on the scores. sinks: (H), a logit for each head that takes part in the softmax
         and has no value. dropout: the probability that a weight is dropped, by torch's generator.
         return_max_logit: also return the largest score of each head as it enters the softmax, (H), the last
-        of the results. alibi and sinks have gradients.
+        of the results. alibi and sinks have gradients. out_dtype: torch.float32 for an output that is not
+        rounded to the dtype of q, as parts are that `merge` puts together.
 
     Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left
     <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are
@@ -69,9 +71,9 @@ def attn(
     rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
     stride order of q.
 
-    Gradients: of out and of lse, on the CPU and on CUDA with Dv = D; on sm_90 by wgmma, else by
-    mma.sync. On CUDA dq is summed by atomic additions in no certain order: its bits may change from call
-    to call, unless `deterministic`, which only sm_90 has, for D up to 128.
+    Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is
+    summed by atomic additions in no certain order: its bits may change from call to call, unless
+    `deterministic`; above D = 128 that is done by mma.sync on sm_90 too, several times slower.
 
     Returns:
         out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)
@@ -84,8 +86,10 @@ def attn(
     left, right = _band(causal, window)
     if scale is None:
         scale = _default_scale(q)
-    if softcap or dropout or alibi is not None or sinks is not None or return_max_logit:
+    more = alibi is not None or sinks is not None or out_dtype is not None
+    if more or softcap or dropout or return_max_logit:
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        how = how._replace(float_out=_wants_floats(q, out_dtype))
         found = _general(*_to_bhsd(q, k, v, layout), how)
         return _chosen(
             *_from_bhsd(found[0], found[1], q.dim(), layout), found[2], return_lse, return_max_logit
@@ -114,6 +118,7 @@ def supports(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Support:
     """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
 
@@ -123,6 +128,7 @@ def supports(
         left, right = _band(causal, window)
         scale = _default_scale(q) if scale is None else scale
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        how = how._replace(float_out=_wants_floats(q, out_dtype))
         problem = general.checked_problem(*_to_bhsd(q, k, v, layout), how)
         if q.device.type == "cuda":
             plan(problem, detect(q.device.index))
@@ -159,6 +165,14 @@ def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_
             )
     numbers = softcap or 0.0, dropout or 0.0
     return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
+
+
+def _wants_floats(q: Tensor, out_dtype: torch.dtype | None) -> bool:
+    if out_dtype is None or out_dtype == q.dtype:
+        return False
+    if out_dtype != torch.float32:
+        raise UnsupportedError(f"out_dtype={out_dtype}: use None, torch.float32, or {q.dtype}, that of q")
+    return True
 
 
 def _general(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:

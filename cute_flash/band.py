@@ -18,6 +18,8 @@ from typing import Any
 
 # A Python int on the host, a traced Int32 inside a kernel.
 Index = Any
+# A right bound that hides nothing: more than any row can look ahead.
+FAR = 1 << 29
 
 
 def _min(a: Index, b: Index) -> Index:

@@ -108,10 +108,10 @@ def _fwd_fake(q, k, v, *how) -> Any:
     asked = How(*how)
     checked_problem(q, k, v, asked)
     if asked.cu_seqlens_q is None:
-        return ops._out_like(q, v), ops._lse_like(q), _max_logit(q, asked)
+        return ops._out_like(q, v, asked.out_dtype(q)), ops._lse_like(q), _max_logit(q, asked)
     from cute_flash import packed
 
-    return *packed.outputs(q, v), _max_logit(q, asked)
+    return *packed.outputs(q, v, asked), _max_logit(q, asked)
 
 
 def _fwd_cpu(q, k, v, *how) -> Any:
@@ -124,9 +124,10 @@ def _fwd_cpu(q, k, v, *how) -> Any:
     most = _max_logit(q, asked, -torch.inf)
     if asked.cu_seqlens_q is not None:
         return *packed.forward(q, k, v, asked, most if asked.max_logit else None), most
-    score = asked.score(problem.batch, problem.heads)
-    out, lse = reference.forward(q, k, v, problem.band, asked.scale, score, most if asked.max_logit else None)
-    return ops._out_like(q, v).copy_(out), lse, most
+    score, dtype = asked.score(problem.batch, problem.heads), asked.out_dtype(q)
+    raised = most if asked.max_logit else None
+    out, lse = reference.forward(q, k, v, problem.band, asked.scale, score, raised, dtype)
+    return ops._out_like(q, v, dtype).copy_(out), lse, most
 
 
 def _fwd_cuda(q, k, v, *how) -> Any:

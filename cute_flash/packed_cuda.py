@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_flash import arch, counters, operands, packed, packed_sums, ranges
 from cute_flash import plan as planning
-from cute_flash.backward import is_mode_deterministic
+from cute_flash.backward import in_dtype_of, is_mode_deterministic
 from cute_flash.backward_general import Gradients
 from cute_flash.band import is_narrow
 from cute_flash.forward import Outputs, extra_arguments, largest
@@ -60,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How, problem: Problem) -> Outp
 
 def _empty(q: Tensor, v: Tensor, how: How) -> Outputs:
     """No keys, or no rows: the rows of sequences give 0 and the sink, or -inf."""
-    out, lse = packed.outputs(q, v)
+    out, lse = packed.outputs(q, v, how)
     out.zero_()
     lse.fill_(-math.inf)
     if how.sinks is not None:
@@ -99,7 +99,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
             with torch.cuda.device(index):
                 return launch(q, k, v, how, scale)
         q, k, v = map(launchable, (q, k, v))
-        (out, lse), most = packed.outputs(q, v), largest(q, how, -math.inf)
+        (out, lse), most = packed.outputs(q, v, how), largest(q, how, -math.inf)
         extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
         items = torch.empty(rows, dtype=torch.int32, device=device)
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
@@ -185,12 +185,15 @@ def _prepare_backward(
         keys, queries = (torch.empty(shape, dtype=torch.int32, device=device) for shape in rows)
         lse_log2, d, sums, turns, parts = workspace()
         window, terms = _window(how, 0), _terms(how, scale, lse, parts, plan)
+        rounded = in_dtype_of(q, dout)
         # Before the launches: nothing may come between those that wait for each other by themselves.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
         prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), order)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, queries)
-        turn, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
-        main(q, k, v, dout, lse_log2, d, sums, *turn, dk, dv, scale, *window, section, *grid, *terms, keys)
+        grid = (section, num_blocks, address) if is_sm90 else (section,)
+        main(
+            q, k, v, rounded, lse_log2, d, sums, turns, dk, dv, scale, *window, *grid, *terms, keys
+        )  # fmt: skip
         after(sums, dq, dq_scale, queries)
         for grad, target in zip(grads, targets, strict=True):
             if grad is not target:

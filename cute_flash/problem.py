@@ -13,7 +13,9 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 # What kernels have beyond plain attention.
-FORWARD_FEATURES = ("varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k")
+FORWARD_FEATURES = (
+    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k", "out_dtype",
+)  # fmt: skip
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 # Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
@@ -46,6 +48,7 @@ class Features:
     dropout: bool = False
     return_max_logit: bool = False
     seqused_k: bool = False
+    out_dtype: bool = False  # out is fp32, and so is its gradient
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,8 +63,10 @@ class Features:
 
     @property
     def in_gradients(self) -> Features:
-        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none."""
-        return replace(self, sinks=False, return_max_logit=False)
+        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none, and a
+        gradient in fp32 is rounded before.
+        """
+        return replace(self, sinks=False, return_max_logit=False, out_dtype=False)
 
 
 PLAIN = Features()
@@ -86,6 +91,25 @@ class Static:
     @property
     def is_bounded(self) -> bool:
         return self.has_left or self.has_right
+
+    @property
+    def widest(self) -> int:
+        """What a tile must have room for that is as wide for values as for keys."""
+        return max(self.head_dim, self.width_v)
+
+    @property
+    def k_steps(self) -> tuple[range | None, range | None]:
+        """Steps of 16 columns that products over the columns of keys, and of values, take in a tile as wide
+        as both; None: all.
+        """
+        if self.head_dim_v is None:
+            return None, None
+        return range(-(-self.head_dim // 16)), range(-(-self.head_dim_v // 16))
+
+    @property
+    def widths(self) -> str:
+        """In the names of kernels."""
+        return f"{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
 
 
 @dataclass(frozen=True)

@@ -327,9 +327,12 @@ SM90_FWD = (
     ),
     FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, measured=_WITH_ROOM),
     # Values narrower or wider than keys.
-    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
-    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
+    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
+    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
+    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_weight=LIGHT, measured=_BY_WIDTH),
+    FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, measured=_WITH_ROOM),
+    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
     FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, measured=_BY_WIDTH),
 )
 
@@ -341,14 +344,14 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
         for wide in SM90_FWD:
             if wide.serves(problem) and wide.fits(arch):
                 return wide
-    elif static.head_dim_v is None:
+    else:
         bounds = static.has_left + static.has_right
         # The lengths of a packed batch are in registers; those of others are arguments.
         bounds = min(bounds + static.features.varlen, 2) if bounds else 0
         for tile in SM80_FWD[arch.name]:
             has_room = tile.max_weight >= static.features.weight
             can_mask = tile.max_bounds >= bounds
-            if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
+            if tile.head_dim >= static.widest and can_mask and has_room and tile.fits(arch):
                 return tile
     widths = f"head_dim={static.head_dim}"
     if static.head_dim_v is not None:

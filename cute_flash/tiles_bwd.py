@@ -179,7 +179,7 @@ _BWD_99 = (
     BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
-# With softcap, ALiBi or dropout: smaller tiles, for all of them together to spill nothing.
+# With softcap, ALiBi or dropout, and in order where the batch is packed: smaller tiles, to spill nothing.
 _SCORE_163 = (
     _BWD_99[0],
     BwdTile(96, 64, 64, 2, 4, 4, 4, measured=_BY_RULE),
@@ -214,7 +214,7 @@ SM90_BWD_SCORE = (
 AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
-def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
+def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool = False) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
     weight = static.features.in_gradients.weight
@@ -223,13 +223,15 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE
     else:
-        rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
+        # What tells a packed sequence, and whose turn it is, would spill beside the larger ones.
+        is_small = not is_plain or (deterministic and static.features.varlen)
+        rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
     for tile in rows:
         if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
             continue
         if isinstance(tile, BwdTileSm90) and tile.max_weight < weight:
             continue
-        if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
+        if tile.head_dim >= static.widest and tile.fits(arch):
             return tile
     return None
 

@@ -31,6 +31,7 @@ def attn_varlen(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attn` on sequences that are packed one after the other.
 
@@ -63,6 +64,7 @@ def attn_varlen(
         seqused_k=seqused_k,
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
+        float_out=api._wants_floats(q, out_dtype),
     )
     return api._chosen(*api._general(q, k, v, how), return_lse, return_max_logit)
 

@@ -1,6 +1,6 @@
 """What the host path of gradients with features would launch, seen without a GPU: as `tests.launch_capture`.
 
-    python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC FEATURE...
+    python -m tests.backward_capture FOLDER ARCH HEAD_DIM[/WIDTH_OF_VALUES] DETERMINISTIC FEATURE...
 
 calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments,
 and prints a JSON list of (kernel, grid, block, shared memory). The feature `varlen` packs two sequences.
@@ -73,14 +73,15 @@ def main() -> None:
     arch.detect = lambda index: arch.ARCHS[name]  # type: ignore[assignment]
     counters.counter = lambda index: (None, COUNTER)  # type: ignore[assignment]
     operands.current_device = lambda: None
-    sizes = (HEADS, SQ), (HEADS_KV, SK)
-    q, k = (torch.zeros(BATCH, h, s, int(head_dim)).bfloat16() for h, s in sizes)
+    widths = [int(width) for width in (head_dim.split("/") * 2)[:2]]
+    q, out = (torch.zeros(BATCH, HEADS, SQ, width).bfloat16() for width in widths)
+    k, v = (torch.zeros(BATCH, HEADS_KV, SK, width).bfloat16() for width in widths)
     lse = torch.zeros(BATCH, HEADS, SQ)
     if "varlen" in names:
-        q, k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
+        q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, out))
         lse = lse.transpose(0, 1).flatten(1)
-    found = general._bwd_cuda(q, lse, q, k, k, q, lse, *how_of(names, bool(int(deterministic))))
-    assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
+    found = general._bwd_cuda(out, lse, q, k, v, out, lse, *how_of(names, bool(int(deterministic))))
+    assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
     json.dump(launches, sys.stdout)
 
 

@@ -66,8 +66,14 @@ def make_inputs(
 
 
 # Values of another width than queries and keys (D, Dv), and the masks they are tested with.
-OTHER_WIDTHS = ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256))
+OTHER_WIDTHS = ((64, 128), (128, 64), (192, 128), (40, 24), (256, 8), (72, 256), (192, 256))
 OTHER_WIDTH_BANDS = (Band(), Band(None, 0), Band(100, 30))
+
+
+def other_width_inputs(widths: tuple[int, int], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of grouped heads, in bf16."""
+    q, k, _ = make_inputs(Case(2, 8, 2, 200, 333, widths[0]), torch.bfloat16, device)
+    return q, k, make_inputs(Case(2, 8, 2, 200, 333, widths[1]), torch.bfloat16, device)[2]
 
 
 def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision: Tensor) -> None:
@@ -100,9 +106,9 @@ def assert_lse_close(lse: Tensor, oracle_lse: Tensor) -> None:
     empty = oracle_lse == -torch.inf
     found, expected = (x.double().masked_fill(empty, 0.0) for x in (lse, oracle_lse))
     allowed = LSE_ATOL[lse.dtype] + LSE_RTOL[lse.dtype] * expected.abs()
-    differs = ((lse == -torch.inf) != empty).sum()
+    elsewhere = ((lse == -torch.inf) != empty).sum()
     differs, wrong, excess = together(
-        differs, (~found.isfinite()).sum(), ((found - expected).abs() - allowed).max()
+        elsewhere, (~found.isfinite()).sum(), ((found - expected).abs() - allowed).max()
     )
     assert differs == 0, "lse: -inf exactly where a row sees no key"
     assert wrong == 0, "lse: not finite"
@@ -128,6 +134,9 @@ def _deterministic() -> list[Case]:
     """Gradients that are to have the same bits: of few tiles of keys, and of more than an H200 has SMs."""
     shapes = [(2, 8, 2, 1000, 1000, 64), (1, 4, 4, 3000, 5000, 128)]
     cases = [Case(*shape, band) for shape in shapes for band in (FULL, CAUSAL, Band(200, 100))]
+    # Wide heads, and those between the widths of tiles.
+    cases += [Case(1, 4, 2, 1000, 1500, d, band) for d in (192, 256) for band in (FULL, CAUSAL)]
+    cases += [Case(1, 4, 2, 700, 900, 72, Band(100, 30))]
     return [*cases, Case(2, 40, 20, 700, 900, 128), Case(1, 2, 2, 4000, 4000, 64)]
 
 

@@ -57,12 +57,14 @@ class FakeBackward(FakeGpu):
 
 def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
     """What the kernels are compiled for: see their `fake_arguments`."""
-    for x in args:
+    for i, x in enumerate(args):
         if not isinstance(x, Tensor):
             continue
-        if str(x.dtype) == f"torch.{key.static.dtype}":
+        is_floats = key.static.features.out_dtype and i < 2
+        if str(x.dtype) == f"torch.{key.static.dtype}" or is_floats:
+            assert is_floats == (x.dtype == torch.float32)
             *outer, element = x.stride()
-            assert x.shape[3] == key.static.head_dim
+            assert x.shape[3] in (key.static.head_dim, key.static.width_v)
             assert element == 1 and all(stride % 8 == 0 for stride in outer)
             assert x.data_ptr() % 16 == 0
         else:
@@ -140,22 +142,26 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         assert items is None
         rest, terms = rest[:-6], Terms(*rest[-6:])
     terms.check(key, -(-k.shape[2] // key.tile.tile_n))
-    is_ordered = kernel == "bwd_sm90_ordered"
-    if kernel == "bwd_sm80":
-        dk, dv, scale, left, right, section = rest
+    is_ordered = kernel in ("bwd_sm80_ordered", "bwd_sm90_ordered")
+    counters, dk, dv, scale, left, right, section, *grid = rest
+    if kernel.startswith("bwd_sm80"):
+        assert grid == []
     else:
-        counters, dk, dv, scale, left, right, section, num_blocks, counter = rest
+        num_blocks, counter = grid
         assert num_blocks >= 1
         static = key.static
         draws_tiles = (static.has_left or static.has_right) and kernel == "bwd_sm90"
         assert (counter == COUNTER) == draws_tiles
-        assert is_ordered == (counters is not None)
+    assert is_ordered == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
     assert 0 <= left <= MAX_SEQLEN and 0 <= right <= MAX_SEQLEN
     assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == sums.data_ptr() % 16 == 0
     heads, seqlen, width = q.shape[1:]
     band = Band(left if key.static.has_left else None, right if key.static.has_right else None)
     group = heads // k.shape[1]
+    static = key.static
+    assert [x.shape[3] for x in (q, k, dk)] == [static.head_dim] * 3
+    assert [x.shape[3] for x in (v, dout, dv)] == [static.width_v] * 3
     q, k, v, dout = (x.float() for x in (q, k, v, dout))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = q @ k.mT * scale

@@ -125,7 +125,8 @@ class FakeGpu:
             q, score, most = launch.heads(launch.q), None, None
             if extras is not None:
                 score, most = extras.score(q.shape[1]), extras.max_logit
-            out, lse = reference.forward(q, launch.k, launch.v, band, launch.scale, score, most)
+            given = (q, launch.k, launch.v, band, launch.scale, score, most, launch.out.dtype)
+            out, lse = reference.forward(*given)
             launch.write(launch.out, out)
             launch.write(launch.lse, lse)
             self.launches.append(launch)
@@ -149,7 +150,8 @@ def check(launch: Launch) -> None:
         # 32-bit offsets within a tile of up to 512 rows.
         assert outer[-1] * 512 < 1 << 31
         assert tensor.data_ptr() % 16 == 0
-        assert str(tensor.dtype) == f"torch.{launch.plan.problem.dtype}"
+        is_float = tensor is launch.out and launch.plan.problem.features.out_dtype
+        assert str(tensor.dtype) == f"torch.{'float32' if is_float else launch.plan.problem.dtype}"
     assert launch.lse.dtype == torch.float32
     assert launch.lse.is_contiguous()
     assert 0 < launch.scale < math.inf

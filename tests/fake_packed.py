@@ -87,13 +87,17 @@ def _poisoned(make: Any) -> Any:
     return made
 
 
-def check_rows(key: CompileKey, *tensors: Tensor) -> None:
+def check_rows(key: CompileKey, *tensors: Tensor, dtype: str | None = None) -> None:
     """What the kernels are compiled for: see `kernels/arguments.py`."""
     for x in tensors:
         row, head, element = x.stride()
         assert element == 1 and row % 8 == head % 8 == 0 and 0 <= row * 512 < 1 << 31
         assert x.data_ptr() % 16 == 0
-        assert str(x.dtype) == f"torch.{key.static.dtype}"
+        assert str(x.dtype) == f"torch.{dtype or key.static.dtype}"
+
+
+def out_dtype(key: CompileKey) -> str:
+    return "float32" if key.static.features.out_dtype else key.static.dtype
 
 
 def check_items(items: Tensor) -> None:
@@ -119,7 +123,8 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
     assert len(arguments) == (1 if is_sm80 else 4)
     assert is_sm80 or arguments[-1] == COUNTER
     assert arguments[0] >= 1 and q.shape[1] % arguments[0] == 0, "sections of query heads"
-    check_rows(key, q, k, v, out)
+    check_rows(key, q, k, v)
+    check_rows(key, out, dtype=out_dtype(key))
     check_items(items)
     assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q)) and 0 < scale < math.inf
     band = Band(left if static.has_left else None, right if static.has_right else None)
@@ -128,7 +133,9 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
         queries = slice(item.q_begin, item.q_begin + item.q_len)
         sequence = (x[span].transpose(0, 1)[None] for x, span in ((q, queries), (k, keys), (v, keys)))
         score = asked.score(q.shape[1], item.sequence)
-        found, found_lse = reference.forward(*sequence, band, scale, score, asked.max_logit)
+        found, found_lse = reference.forward(
+            *sequence, band, scale, score, asked.max_logit, out_dtype=out.dtype
+        )
         first, tile_m = item.block * key.tile.tile_m, key.tile.tile_m
         rows = slice(item.q_begin + first, min(item.q_begin + first + tile_m, queries.stop))
         out[rows] = found[0, :, first : first + tile_m].transpose(0, 1)
@@ -159,10 +166,10 @@ def _blocks(key: CompileKey, item: packed_model.Item) -> slice:
 
 
 def _before(key, out, dout, lse, lse_log2, d, sums, turns, dlse, items) -> None:
-    assert key.static.features == Features(varlen=True)
+    assert key.static.features == Features(varlen=True, out_dtype=key.static.features.out_dtype)
     assert key.kernel.endswith("_dlse") == (dlse is not None)
     assert ("_ordered" in key.kernel) == (turns is not None)
-    check_rows(key, out, dout)
+    check_rows(key, out, dout, dtype=out_dtype(key))
     tile_m = key.tile.tile_m
     assert sums.shape[2] * tile_m == lse_log2.shape[2] == d.shape[2] and sums.shape[0] == 1
     for item in packed_model.read(items):
@@ -187,12 +194,13 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     rest, terms = rest[:-6], Terms(*rest[-6:])
     tile_n, batch = key.tile.tile_n, 0 if terms.slopes is None else len(terms.slopes)
     terms.check(key, work.num_padded_blocks(len(k), tile_n, batch))
-    if key.kernel != "bwd_sm80_general":
-        turns, dk, dv, scale, left, right, section, num_blocks, counter = rest
-        assert num_blocks >= 1 and (turns is not None) == ("ordered" in key.kernel)
-        assert counter == (0 if "ordered" in key.kernel else COUNTER)
+    turns, dk, dv, scale, left, right, section, *grid = rest
+    assert (turns is not None) == ("ordered" in key.kernel)
+    if key.kernel.startswith("bwd_sm90"):
+        num_blocks, counter = grid
+        assert num_blocks >= 1 and counter == (0 if "ordered" in key.kernel else COUNTER)
     else:
-        dk, dv, scale, left, right, section = rest
+        assert grid == []
     assert section >= 1 and k.shape[1] % section == 0 and 0 < scale < math.inf
     check_rows(key, q, k, v, dout, dk, dv)
     check_items(items)

@@ -59,6 +59,7 @@ class BwdSm80General(WithTerms, BwdSm80):
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
+        mCounters: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
@@ -74,7 +75,7 @@ class BwdSm80General(WithTerms, BwdSm80):
         items: cute.Tensor | None,
         stream: CUstream,
     ):
-        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV), (window_left, window_right)
+        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV), (window_left, window_right)
         terms = self.terms(mQ, scale, softcap, slopes, dslopes, threshold, keep_scale, rng)
         self.launch(tensors, scale, bounds, section, terms, items, stream)
 

@@ -20,9 +20,11 @@ a sink l and the LSE at the end (`extras`).
 |---------------|---------------------------|----------------------------------------------|
 | sQ            | tile_m x tile_d           | whole tile; O passes through it at the end   |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
+
+Values of another width than keys share a tile as wide as both: what either lacks is filled with zeros.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -32,66 +34,24 @@ from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.band import Band
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
+from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_floats, store_lse
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.philox import Place
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
+from cute_flash.kernels.extras import NO_EXTRAS, Extras
+from cute_flash.kernels.fwd_sm80_shared import Main, Params
 from cute_flash.problem import Static
 from cute_flash.tiles import SMEM_ALIGN, FwdTile
 from cute_flash.work import HEADER
 from layouts.smem import SmemTile, byte_swizzle, to_cute
-
-
-@dataclass(frozen=True)
-class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
-    are (1, H, T, D).
-    """
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mO: cute.Tensor
-    mLSE: cute.Tensor  # (B, H, Sq)
-    scale_log2: Float32
-    band: Band
-    order: TileOrder | None
-    work: WorkList | None  # of a packed batch
-    copy_in: cute.TiledCopy
-    copy_out: cute.TiledCopy
-    tiled_mma: cute.TiledMma
-    extras: Extras
-
-
-@dataclass(frozen=True)
-class Main:
-    """What one block of the main loop works on."""
-
-    loader: RowTiles
-    gK: cute.Tensor  # (Sk, head_dim) of this head
-    gV: cute.Tensor
-    sK: cute.Tensor  # (tile_n, tile_d, stage)
-    sV: cute.Tensor
-    q: Operand
-    k: Operand
-    v: Operand
-    tiled_mma: cute.TiledMma
-    acc_O: cute.Tensor
-    softmax: Softmax
-    mask: Mask
-    blocks: BlockRange
-    head: OfHead
-    dropout: Dropout | None
-    sequence: Int32  # b H + h
 
 
 class FwdSm80:
@@ -109,7 +69,7 @@ class FwdSm80:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
+        return f"cute_flash_fwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -215,8 +175,9 @@ class FwdSm80:
         tScS = self.coordinates(p.tiled_mma, thread)
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, p.extras.max_logit is not None)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
+        load_k = replace(load_q, tile_rows=tile.tile_n)
         main = Main(
-            RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
+            load_k, replace(load_k, head_dim=self.static.width_v),
             gK, gV, sK, sV,
             *self._operands(p.tiled_mma, thread, sQ, sK, sV),
             p.tiled_mma, acc_O, softmax,
@@ -240,12 +201,14 @@ class FwdSm80:
         gLSE = cute.domain_offset((first_row,), span.of(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
         softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.keep_scale)
-        store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
         store_lse(lse, gLSE, tScS, thread, rows_left)
         if cutlass.const_expr(p.extras.max_logit is not None):
             raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
-        epilogue.store(acc_O, sQ[None, None, 0], gO)
+        if cutlass.const_expr(self.static.features.out_dtype):
+            store_floats(acc_O, gO, p.tiled_mma, (thread, rows_left), self.static.width_v)
+        else:
+            store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
+            Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
 
     def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
         """(row, column) within the tile of every element of S."""
@@ -309,17 +272,19 @@ class FwdSm80:
     @cute.jit
     def load_block(self, main: Main, n_block: Int32, is_last: cutlass.Constexpr):
         """Start the copies of key block `n_block`: K, and V too where it has a buffer to wait in."""
-        self.load_tile(main, main.gK, main.sK, n_block, is_last)
+        self.load_tile(main, (main.load_k, main.gK, main.sK), n_block, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
-            self.load_tile(main, main.gV, main.sV, n_block, is_last)
+            self.load_values(main, n_block, is_last)
 
     @cute.jit
-    def load_tile(
-        self, main: Main, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, is_last: cutlass.Constexpr
-    ):
+    def load_values(self, main: Main, n_block: Int32, is_last: cutlass.Constexpr):
+        self.load_tile(main, (main.load_v, main.gV, main.sV), n_block, is_last)
+
+    @cute.jit
+    def load_tile(self, main: Main, what: tuple, n_block: Int32, is_last: cutlass.Constexpr):
+        loader, gX, sX = what
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
-        loader = main.loader
         if cutlass.const_expr(self.static.features.weight > 0):
             # Beside other work no register is left to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
@@ -338,7 +303,7 @@ class FwdSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 1):
-            self.load_tile(main, main.gV, main.sV, n_block, masked)
+            self.load_values(main, n_block, masked)
             cute.arch.cp_async_commit_group()
 
         # S = Q K^T

@@ -38,7 +38,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
+from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
@@ -116,7 +116,7 @@ class FwdSm90:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
+        return f"cute_flash_fwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))
@@ -170,7 +170,7 @@ class FwdSm90:
             tiles.of(load, mQ, self.shapes.q),
             tiles.of(load, mK, self.shapes.k),
             tiles.of(load, mV, self.shapes.v),
-            tiles.of(store, mO, self.shapes.o),
+            None if static.features.out_dtype else tiles.of(store, mO, self.shapes.o),
             mO,
             mLSE,
             seqlen_q,
@@ -473,7 +473,7 @@ class FwdSm90:
         self.close(p, main, tile)
         self.write_lse(p, main, tile)
         if cutlass.const_expr(self.tile.q_stages > 1):
-            self.hand_over(main, tile)
+            self.hand_over(p, main, tile)
         else:
             self.store_directly(p, main, tile)
 
@@ -497,7 +497,7 @@ class FwdSm90:
         self.write_lse(p, main, tile)
         warpgroup.wait_group(0)
         shared.v.release(last)
-        self.hand_over(main, tile)
+        self.hand_over(p, main, tile)
         main.acc_O.fill(0.0)
         self.round(main, acc_S, self.draw(main, following, following.walk.first), range(self.shapes.steps))
 
@@ -537,28 +537,46 @@ class FwdSm90:
     @cute.jit
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
-        rO = self.output(main)
         first_row, span = tile.mask.first_row, self._span(p, main, tile)
         gO = span.of(p.mO, tile.head)
         gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
+        if cutlass.const_expr(self.static.features.out_dtype):
+            main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
+            where = (self.thread(main), span.q_len - first_row)
+            store_floats(main.acc_O, gO, main.mma_pv, where, self.static.width_v)
+        else:
+            self.store_rounded(main, gO, span.q_len - first_row)
+
+    @cute.jit
+    def store_rounded(self, main: Main, gO: cute.Tensor, rows_left: Int32):
+        rO = self.output(main)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
         tOcO = main.mma_pv.get_slice(self.thread(main)).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
         )
-        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, span.q_len - first_row)
+        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, rows_left)
 
     @cute.jit
-    def hand_over(self, main: Main, tile: Tile):
-        """O / l -> the stage of Q in the output's type, visible to the copy engine."""
+    def hand_over(self, p: Params, main: Main, tile: Tile):
+        """O / l -> the stage of Q in the output's type, visible to the copy engine; in fp32 it has no room
+        there, and only the stage is given back.
+        """
+        if cutlass.const_expr(self.static.features.out_dtype):
+            self.store_directly(p, main, tile)
+        else:
+            self.stage_output(main, tile)
+        cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
+
+    @cute.jit
+    def stage_output(self, main: Main, tile: Tile):
         rO = self.output(main)
         sO = main.shared.output_stage(main.warpgroup, tile.count)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
         copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(self.thread(main))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
 
     @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):

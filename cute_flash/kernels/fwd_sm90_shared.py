@@ -101,7 +101,7 @@ class Params:
     q: TmaTiles | RaggedTiles  # (64, tile_d)
     k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
     v: TmaTiles | RaggedTiles
-    o: TmaTiles | RaggedTiles
+    o: TmaTiles | RaggedTiles | None  # None: from registers
     mO: cute.Tensor  # (B, H, Sq, D), or packed: (1, H, T, D)
     mLSE: cute.Tensor  # (B, H, Sq)
     seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed

@@ -30,6 +30,8 @@ GATES: list[Gate] = [
     ("sm80", "sm_80", 128, CAUSAL, ALL, False),
     ("sm80", "sm_86", 256, FULL, ALL, False),
     ("sm80", "sm_90", 256, WINDOW, ALL, False),
+    ("sm80", "sm_90", 256, CAUSAL, ALL, True),
+    ("sm80", "sm_80", 128, FULL, ("softcap",), True),
 ]
 
 
@@ -78,6 +80,8 @@ CAPTURED = [
     ("sm_80", 256, False, ("softcap", "sinks"), "bwd_sm80_general"),
     ("sm_90", 64, False, ("varlen", "alibi", "sinks"), "bwd_sm90_general"),
     ("sm_80", 64, False, ("varlen", "alibi", "dropout"), "bwd_sm80_general"),
+    ("sm_80", 128, True, ("softcap",), "bwd_sm80_ordered_general"),
+    ("sm_90", 256, True, (), "bwd_sm80_ordered"),
 ]
 
 

@@ -77,13 +77,10 @@ def test_gradients_of_random_batches(
 
 
 def test_gradients_in_order(gpu: FakePacked) -> None:
-    how = how_of(LENGTHS, (None, 0), deterministic=True)
-    if gpu.name == "sm_90":
-        run_backward(tensors(LENGTHS), how)
-        assert "bwd_sm90_ordered_general" in [key.kernel for key in gpu.keys]
-    else:
-        with pytest.raises(UnsupportedError, match="deterministic gradients"):
-            run_backward(tensors(LENGTHS), how)
+    run_backward(tensors(LENGTHS), how_of(LENGTHS, (None, 0), deterministic=True))
+    assert f"bwd_{gpu.name.replace('_', '')}_ordered_general" in [key.kernel for key in gpu.keys]
+    # The last tile of keys of a sequence comes first.
+    assert gpu.arguments("prepare_bwd")[-1] == 1
 
 
 def test_wide_gradients_are_of_the_other_family(gpu: FakePacked) -> None:
@@ -188,11 +185,8 @@ def test_nothing_to_compute_launches_nothing(gpu: FakePacked, lengths: Lengths) 
 
 def test_values_of_another_width(gpu: FakePacked) -> None:
     inputs, how = tensors(LENGTHS, width_v=64), how_of(LENGTHS, (None, 0))
-    if gpu.name == "sm_90":
-        assert run(inputs, how)[0].shape[2] == 64
-    else:
-        with pytest.raises(UnsupportedError, match="with values of 64"):
-            general._fwd_cuda(*inputs, *how)
+    assert run(inputs, how)[0].shape[2] == 64
+    assert run_backward(inputs, how)[2].shape[2] == 64
 
 
 def test_what_contradicts_itself_is_refused(gpu: FakePacked) -> None:

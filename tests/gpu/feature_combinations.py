@@ -51,6 +51,9 @@ def _cases() -> list[Combination]:
         case(4, 10, 4, 300, 900, 128, BF16, causal, ALL),
     ]
     made += [case(2, 16, 2, 700, 1200, 128, BF16, (None, None), features) for features in (ALIBI, ALL)]
+    # Values of another width.
+    for widths, features in itertools.product(((128, 64), (192, 128)), (SOFTCAP, ALL)):
+        made += [replace(case(2, 2, 2, 150, 260, widths[0], BF16, causal, features), head_dim_v=widths[1])]
     return made
 
 
@@ -100,7 +103,9 @@ def mask_of(case: Combination) -> str:
 # (head dim, dtype, mask, features) of random calls: those of the cases, and some more.
 KINDS = list(
     dict.fromkeys(
-        (x.head_dim, x.dtype, mask_of(x), tuple(x.features)) for x in CASES if x.head_dim in HEAD_DIMS
+        (x.head_dim, x.dtype, mask_of(x), tuple(x.features))
+        for x in CASES
+        if x.head_dim in HEAD_DIMS and x.head_dim == x.head_dim_v
     )
 )
 KINDS += [
@@ -175,7 +180,7 @@ def has_gradients(case: AnyCombination, family: str) -> bool:
     for packed batches of them.
     """
     is_plain = case.problem.features.in_gradients == PLAIN
-    return family == "sm80" or is_plain or case.head_dim <= 128
+    return family == "sm80" or is_plain or max(case.head_dim, case.head_dim_v) <= 128
 
 
 def keys(arch: ArchSpec, runnable: list[str], count: int) -> Iterator[CompileKey]:

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, packed; all of them by default.
+SET: plain, study, features, packed, floats; all of them by default.
 """
 
 import itertools
@@ -15,12 +15,21 @@ from dataclasses import replace
 import torch
 
 from cute_flash.arch import detect
+from cute_flash.band import Band
 from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases
-from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
+from tests.gpu import (
+    families,
+    feature_cases,
+    feature_combinations,
+    float_cases,
+    small_case,
+    test_banks,
+    varlen_cases,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 COMBINATIONS = 300  # the default of `--combinations`
@@ -85,7 +94,11 @@ def keys() -> Iterator[CompileKey]:
             if problem.features == PLAIN:
                 yield from gradient_keys(problem, family)
     in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
-    for problem, family in itertools.product((*deterministic_problems(), *in_order), families.runnable()):
+    widths = (
+        Problem(2, 8, 2, 200, 333, d, "bfloat16", Band(None, 0), dv) for d, dv in ((128, 64), (192, 128))
+    )
+    wanted = (*deterministic_problems(), *in_order, *widths)
+    for problem, family in itertools.product(wanted, families.runnable()):
         yield from gradient_keys(problem, family, deterministic=True)
 
 
@@ -111,7 +124,17 @@ def feature_keys() -> Iterator[CompileKey]:
     yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
 
 
-SETS = {"plain": keys, "study": study_keys, "features": feature_keys, "packed": packed_keys}
+def float_keys() -> Iterator[CompileKey]:
+    return float_cases.keys(detect(0), families.runnable())
+
+
+SETS = {
+    "plain": keys,
+    "study": study_keys,
+    "features": feature_keys,
+    "packed": packed_keys,
+    "floats": float_keys,
+}
 
 
 def main() -> None:

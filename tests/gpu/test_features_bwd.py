@@ -80,10 +80,6 @@ def test_random_combinations(family, request, record_property):
 def test_deterministic_gradients_have_the_same_bits(case, family):
     tensors, douts = on_gpu(case), weights(case, "cuda", True)
     attend = attending(case, deterministic=True)
-    if family == "sm80":
-        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
-            gradients(attend, tensors, douts)
-        return
     first = assert_feature_gradients(attend, case, tensors, douts)
     for _ in range(10):
         again = gradients(attend, tensors, douts)

@@ -14,7 +14,7 @@ from tests.combinations import RNG, PackedCombination
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import varlen_cases
 from tests.gpu.feature_combinations import PACKED_CASES, has_gradients
-from tests.gpu.varlen_cases import CASES, CAUSAL, Packed, unused_keys
+from tests.gpu.varlen_cases import CASES, CAUSAL, OTHER_WIDTHS, Packed, unused_keys
 from tests.gradients import gradients, largest, weighted
 from tests.packed_model import Lengths
 
@@ -25,7 +25,7 @@ def flows(case: Packed, with_lse: bool = False):
     """Gradients of out and of the LSE; those that flow into rows of nobody are no numbers."""
     generator = torch.Generator().manual_seed(7)
     total, real = case.lengths.totals[0], sum(case.lengths.queries)
-    dout = torch.randn(total, case.heads, case.head_dim, generator=generator)
+    dout = torch.randn(total, case.heads, case.head_dim_v or case.head_dim, generator=generator)
     dlse = torch.randn(case.heads, total, generator=generator)
     dout[real:], dlse[:, real:] = torch.nan, torch.nan
     return dout.cuda(), dlse.cuda() if with_lse else None
@@ -65,14 +65,23 @@ def check(case: Packed, with_lse: bool = False, attend=None, dtype=torch.bfloat1
         cases.assert_error_within(f"d{name}", value, oracle, low)
 
 
+def check_or_refusal(case: Packed, family: str, **more) -> None:
+    """Packed gradients of wide heads are the other family's."""
+    if family == "sm90" and max(case.head_dim, case.head_dim_v or 0) > 128:
+        with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn_varlen"):
+            grads_of(case.attend(), case.inputs(), *flows(case))
+    else:
+        check(case, **more)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_the_oracle(case, family):
-    if family == "sm90" and case.head_dim > 128:
-        message = f"attn_varlen with head_dim={case.head_dim} .* up to head_dim=128; ask for 'sm80'"
-        with pytest.raises(cute_flash.UnsupportedError, match=message):
-            grads_of(case.attend(), case.inputs(), *flows(case))
-        return
-    check(case)
+    check_or_refusal(case, family)
+
+
+@pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
+def test_values_of_another_width(case, family):
+    check_or_refusal(case, family, with_lse=True)
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
@@ -179,7 +188,7 @@ def test_a_graph_of_a_training_step_with_lengths_written_in_place():
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * b.abs().max().item() + 1e-6)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
 def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
     case = Packed(Lengths([1000, 3, 0, 700, 333], [1000, 3, 50, 900, 333]), 8, 2, head_dim, band)
@@ -189,7 +198,7 @@ def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
         return cute_flash.attn_varlen(*x, *cu, window=window, return_lse=True, deterministic=True)
 
     inputs, loss = case.inputs(), weighted(flows(case)[0])
-    if family == "sm80":
+    if family == "sm90" and head_dim > 128:
         with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
             gradients(attend, inputs, loss)
         return
