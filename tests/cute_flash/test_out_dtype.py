@@ -29,7 +29,8 @@ from tests.cute_flash.test_packed_launch import tensors as packed_tensors
 from tests.cute_flash.test_resources import CAUSAL, WINDOW
 from tests.fake_backward import FakeBackward
 from tests.fake_gpu import D, FakeGpu, inputs, normal
-from tests.fake_packed import FakePacked, faked
+from tests.fake_packed import FakePacked
+from tests.fake_packed import faked as faked_packed
 from tests.launch_capture import Request, capture, has_compiler
 
 FLOATS = How(0.3, None, 0, float_out=True)
@@ -170,7 +171,7 @@ def test_forward_kernels_write_floats(gpu: FakeGpu) -> None:
 
 @pytest.fixture(params=["sm_80", "sm_90"])
 def packed_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakePacked:
-    return faked(request.param, monkeypatch)
+    return faked_packed(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])

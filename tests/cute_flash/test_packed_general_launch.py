@@ -88,12 +88,8 @@ def test_random_batches(
 def test_in_order(gpu: FakePacked) -> None:
     lengths = Lengths([5, 0, 140], [7, 3, 230])
     how = how_of(lengths, (None, 0), deterministic=True, **asked_of(lengths, ALL))
-    if gpu.name == "sm_80":
-        with pytest.raises(UnsupportedError, match="deterministic gradients with softcap and alibi and"):
-            run(tensors(lengths), how, lengths)
-        return
     run(tensors(lengths), how, lengths)
-    assert "bwd_sm90_ordered_general" in [key.kernel for key in gpu.keys]
+    assert f"bwd_{gpu.name.replace('_', '')}_ordered_general" in [key.kernel for key in gpu.keys]
 
 
 def test_wide_heads_are_of_the_other_family(gpu: FakePacked) -> None:
