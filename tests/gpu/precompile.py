@@ -59,7 +59,9 @@ def gradient_keys(problem: Problem, family: str, deterministic: bool = False) ->
 
 def packed_keys() -> Iterator[CompileKey]:
     arch = detect(0)
-    for case, dtype in itertools.product((*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS), DTYPES):
+    wanted = [(case, torch.bfloat16) for case in (*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS)]
+    wanted += [(case, torch.float16) for case in varlen_cases.IN_FP16]
+    for case, dtype in wanted:
         problem = varlen_cases.problem_of(case, dtype)
         for family in families.runnable():
             try:
@@ -69,6 +71,8 @@ def packed_keys() -> Iterator[CompileKey]:
                 continue
             yield from (forward.prepare, forward.key)
             for deterministic in (False, True):
+                if deterministic and case.head_dim not in varlen_cases.ORDERED_DIMS:
+                    continue
                 try:
                     with use_kernels(family):
                         gradients = bwd_plan(problem, arch, deterministic)
