@@ -188,11 +188,11 @@ class BwdSm80:
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         if cutlass.const_expr(self.static.features.dropout):
             main.acc_dV.store(main.acc_dV.load() * p.terms.keep_scale)
+        rows_left = seqlen_k - first_row
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
             rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.widths[i])
             gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
-            epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
-            epilogue.store(acc, shared.sKV[None, None, i], gX)
+            Epilogue(p.mma_kv, rows, thread, rows_left).store(acc, shared.sKV[None, None, i], gX)
 
     def _main(self, p: Params, shared: Shared, span: Sequence, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
