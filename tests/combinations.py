@@ -167,6 +167,10 @@ class PackedCombination:
         return self.one.head_dim
 
     @property
+    def head_dim_v(self) -> int:
+        return self.one.head_dim_v
+
+    @property
     def batch(self) -> int:
         return len(self.lengths.queries)
 

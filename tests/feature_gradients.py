@@ -21,6 +21,7 @@ from tests.combinations import Combination, Outputs, PackedCombination, results
 
 # Of the distance of the CPU path from the oracle, and of the size of what is summed up.
 PER_HEAD_YARDSTICK, PER_HEAD_FLOOR = 0.1, 2e-3
+FP32_NOISE = 1e-6
 
 AnyCombination = Combination | PackedCombination
 Attend = Callable[[dict[str, Tensor]], Outputs]  # leaves -> (out, lse)
@@ -83,7 +84,7 @@ def assert_feature_gradients(
         assert wrong == 0, f"d{name}: not finite"
         assert not any(no_measure), "a yardstick that is no number"
         if name in ("alibi", "sinks"):
-            _assert_sums_agree(name, value, fused[name], oracle)
+            _assert_sums_agree(name, value, fused[name], oracle, _noise(name, tensors))
         elif sizes[name] <= 1e-12 * most:
             found, yardstick = cases.together(_largest(value), _largest(errors[1]))
             assert found <= 1e-4 * most + 2 * yardstick, f"d{name}: should be 0"
@@ -97,11 +98,22 @@ def _largest(x: Tensor) -> Tensor:
     return x.abs().max() if x.numel() else x.new_zeros(())
 
 
-def _assert_sums_agree(name: str, value: Tensor, fused: Tensor, oracle: Tensor) -> None:
+def _noise(name: str, tensors: dict[str, Tensor]) -> float:
+    """What fp32 leaves of sums whose terms cancel: of dP - D, which are numbers of order 1, in every score,
+    times its distance for a slope. One visible key makes all of them 0.
+    """
+    q, k = tensors["q"], tensors["k"]
+    if name == "sinks" or not k.numel():
+        return 0.0
+    rows, keys = (x.numel() // (x.shape[-1] * x.shape[1]) for x in (q, k))
+    return FP32_NOISE * max(rows, keys) * (rows * keys) ** 0.5
+
+
+def _assert_sums_agree(name: str, value: Tensor, fused: Tensor, oracle: Tensor, noise: float) -> None:
     if not value.numel():
         return
     found, yardstick, size = cases.together(
         *(x.double().square().mean().sqrt() for x in (value - fused, fused - oracle, oracle))
     )
-    allowed = PER_HEAD_YARDSTICK * yardstick + PER_HEAD_FLOOR * size + 1e-4
+    allowed = PER_HEAD_YARDSTICK * yardstick + PER_HEAD_FLOOR * size + noise + 1e-4
     assert found <= allowed, f"d{name}: {found:.3e} from the CPU path's, allowed {allowed:.3e}"
