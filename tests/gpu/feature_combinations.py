@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,43 +100,53 @@ def mask_of(case: Combination) -> str:
     return "l" * (case.left is not None) + "r" * (case.right is not None)
 
 
-# (head dim, dtype, mask, features) of random calls: those of the cases, and some more.
-KINDS = list(
-    dict.fromkeys(
-        (x.head_dim, x.dtype, mask_of(x), tuple(x.features))
-        for x in CASES
-        if x.head_dim in HEAD_DIMS and x.head_dim == x.head_dim_v
-    )
-)
+@dataclass(frozen=True)
+class Kind:
+    """What of a random call is compiled in."""
+
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    mask: str
+    names: tuple[str, ...]
+    deterministic: bool = False
+
+    @staticmethod
+    def of(case: Combination, deterministic: bool = False) -> Kind:
+        widths = case.head_dim, case.head_dim_v
+        return Kind(*widths, case.dtype, mask_of(case), tuple(case.features), deterministic)
+
+
+# Those of the cases, and some more.
+KINDS = list(dict.fromkeys(Kind.of(case) for case in CASES if case.head_dim in (*HEAD_DIMS, 192)))
+KINDS += list(dict.fromkeys(Kind.of(case, True) for case in ORDERED))
 KINDS += [
-    (64, BF16, "l", ("dropout",)),
-    (64, BF16, "r", ()),
-    (128, FP16, "lr", ("alibi", "dropout")),
-    (128, BF16, "l", ()),
-    (256, BF16, "r", ("alibi",)),
-    (256, FP16, "", ("dropout",)),
+    Kind(64, 64, BF16, "l", ("dropout",)),
+    Kind(64, 64, BF16, "r", ()),
+    Kind(128, 128, FP16, "lr", ("alibi", "dropout")),
+    Kind(128, 128, BF16, "l", ()),
+    Kind(256, 256, BF16, "r", ("alibi",)),
+    Kind(256, 256, FP16, "", ("dropout",)),
 ]
-
-
 # Of packed batches.
 PACKED_KINDS = [
-    *dict.fromkeys(
-        (x.head_dim, x.one.dtype, mask_of(x.one), tuple(x.features))
-        for x in PACKED_CASES
-        if x.head_dim in HEAD_DIMS
-    ),
-    (64, BF16, "r", ()),
-    (128, BF16, "l", ("softcap", "sinks")),
+    *dict.fromkeys(Kind.of(case.one) for case in PACKED_CASES if case.head_dim in HEAD_DIMS),
+    Kind(64, 64, BF16, "r", ()),
+    Kind(128, 128, BF16, "l", ("softcap", "sinks")),
 ]
+
+
+def kind_of(seed: int) -> Kind:
+    """Every third is of a packed batch."""
+    third, rest = divmod(seed, 3)
+    return PACKED_KINDS[third % len(PACKED_KINDS)] if rest == 2 else KINDS[(2 * third + rest) % len(KINDS)]
 
 
 def drawn(seed: int) -> AnyCombination:
-    """One of all that belong together; the same for the same seed. Every third is a packed batch."""
+    """One of all that belong together; the same for the same seed."""
     pick = random.Random(seed)
-    third, rest = divmod(seed, 3)
-    if rest == 2:
-        return PackedCombination(_one(pick, PACKED_KINDS[third % len(PACKED_KINDS)]), _lengths(pick))
-    return _one(pick, KINDS[(2 * third + rest) % len(KINDS)])
+    one = _one(pick, kind_of(seed))
+    return PackedCombination(one, _lengths(pick)) if seed % 3 == 2 else one
 
 
 def _lengths(pick: random.Random) -> Lengths:
@@ -148,8 +158,7 @@ def _lengths(pick: random.Random) -> Lengths:
     return Lengths(queries, keys, used, (pick.choice([0, 0, 5, 130]), pick.choice([0, 0, 9, 130])))
 
 
-def _one(pick: random.Random, kind: tuple[int, torch.dtype, str, tuple[str, ...]]) -> Combination:
-    head_dim, dtype, mask, names = kind
+def _one(pick: random.Random, kind: Kind) -> Combination:
     values = {
         "softcap": pick.choice([0.5, 3.0, 30.0]),
         "alibi": pick.choice([1, 2]),
@@ -166,12 +175,12 @@ def _one(pick: random.Random, kind: tuple[int, torch.dtype, str, tuple[str, ...]
         group=pick.choice([1, 2, 3, 4]),
         seqlen_q=pick.choice(LENGTHS),
         seqlen_k=pick.choice(LENGTHS),
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        left=bound() if "l" in mask else None,
-        right=bound() if "r" in mask else None,
-        features={name: values[name] for name in names},
+        head_dim=kind.head_dim,
+        head_dim_v=kind.head_dim_v,
+        dtype=kind.dtype,
+        left=bound() if "l" in kind.mask else None,
+        right=bound() if "r" in kind.mask else None,
+        features={name: values[name] for name in kind.names},
     )
 
 

@@ -13,6 +13,7 @@ from tests import cases
 from tests.combinations import RNG, gradients
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import feature_combinations as made
+from tests.gpu import support
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory", "known_rng")]
 
@@ -57,12 +58,19 @@ def test_scale(scale, family):
 
 def test_random_combinations(family, request, record_property):
     """Forward and backward of many calls, dense and packed; all that fail are told of at the end."""
-    count, refused, failed = request.config.getoption("--combinations"), 0, []
+    count, refused, failed, told = request.config.getoption("--combinations"), 0, [], []
     before, begin = cache_info(), time.perf_counter()
     for seed in range(count):
-        case = made.drawn(seed)
+        case, kind, with_lse = made.drawn(seed), made.kind_of(seed), seed % 2 == 1
         try:
-            refused += check(case, family, with_lse=seed % 2 == 1) is None
+            found = check(case, family, with_lse, deterministic=kind.deterministic)
+            refused += found is None
+            told.append(support.told(case, kind, family, found is not None))
+            if kind.deterministic and found is not None:
+                again = gradients(
+                    attending(case, deterministic=True), on_gpu(case), weights(case, "cuda", with_lse)
+                )
+                assert all(torch.equal(again[name], x) for name, x in found.items()), "other bits"
         except AssertionError as error:
             failed.append(f"{seed}: {case}: {error}")
     after, seconds = cache_info(), time.perf_counter() - begin
@@ -73,6 +81,8 @@ def test_random_combinations(family, request, record_property):
     )
     print(ran)
     record_property("combinations", ran)
+    if (folder := request.config.getoption("--support")) is not None:
+        support.write(folder, family, ran, told)
     assert not failed, "\n".join([ran, *failed[:20]])
 
 
