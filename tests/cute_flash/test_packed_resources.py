@@ -35,7 +35,6 @@ ALL = {"softcap": True, "alibi": True, "dropout": True}
 SCORES = [
     ("sm80", "sm_80", 128, WINDOW),
     ("sm80", "sm_90", 256, WINDOW),
-    ("sm90", "sm_90", 64, WINDOW),
     ("sm90", "sm_90", 128, WINDOW),
 ]
 
