@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash import arch
+from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS
@@ -238,6 +239,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
+    "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
