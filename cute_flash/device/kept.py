@@ -36,21 +36,22 @@ class Kept:
     steps_of_row: cutlass.Constexpr
 
     @staticmethod
-    def draw(dropout: Dropout, place: Place) -> "Kept":
+    def draw(dropout: Dropout, place: Place, is_alone: bool) -> "Kept":
+        """`is_alone`: registers are left for several calls at a time."""
         rows, columns = (cute.size(as_mn(place.tScS), mode=[i]) for i in range(2))
         steps_of_row = columns // STEP_COLUMNS
         num = rows // 2 * steps_of_row
         kept = Kept(cute.make_rmem_tensor(-(-num // STEPS), Int32), steps_of_row)
-        kept.fill(dropout, place, num)
+        kept.fill(dropout, place, num, is_alone and num <= STEPS)
         return kept
 
     @cute.jit
-    def fill(self, dropout: Dropout, place: Place, num: cutlass.Constexpr):
+    def fill(self, dropout: Dropout, place: Place, num: cutlass.Constexpr, unrolls: cutlass.Constexpr):
         parity = place.row(0) % 2
         selector = Int32(OF_EVEN_KEY) if parity == 0 else Int32(OF_ODD_KEY)
         for w in cutlass.range_constexpr(cute.size(self.words)):
             first, last = STEPS * w, min(STEPS * (w + 1), num)
-            mine = self.drawn(dropout, place, (first, last, num <= STEPS), parity)
+            mine = self.drawn(dropout, place, (first, last, unrolls), parity)
             self.words[w] = chosen_bytes(
                 mine, self.of_neighbour(mine, dropout, place, (first, last, True)), selector
             )

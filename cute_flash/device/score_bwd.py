@@ -50,7 +50,7 @@ class Terms:
         if self.rng is not None:
             dropout = Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
             place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
-            kept = Kept.draw(dropout, place)
+            kept = Kept.draw(dropout, place, score.rate is None and score.slope_log2 is None)
         return BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
 
     @cute.jit
@@ -82,7 +82,9 @@ class BlockScores:
     def cap(self, acc_S: cute.Tensor):
         """S -> t, before the mask"""
         if cutlass.const_expr(self.score.rate is not None):
-            self.score.apply_cap(acc_S)
+            # Beside slopes or draws there are no registers for both ways.
+            is_alone = self.score.slope_log2 is None and self.kept is None
+            self.score.apply_cap(acc_S, is_alone)
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):

@@ -318,7 +318,9 @@ class FwdSm80:
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(main.head.score is not None):
-            main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n)
+            # A window's bounds take the registers that the polynomial of a softcap needs.
+            looks_near = not (masked or (self.static.has_left and self.static.has_right))
+            main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n, looks_near)
         if cutlass.const_expr(masked):
             main.mask.apply(as_mn(acc_S), n_block * tile.tile_n)
         keys_seen = (main.blocks.end - 1 - n_block) * tile.tile_n
