@@ -17,7 +17,6 @@ MORE_SMEM = 32
 # (family, target, head dim, mask): those that cost most registers, and the most used.
 FORWARD = [
     ("sm80", "sm_80", 128, WINDOW),
-    ("sm80", "sm_90", 256, WINDOW),
     ("sm90", "sm_90", 64, FULL),
     ("sm90", "sm_90", 128, CAUSAL),
     ("sm90", "sm_90", 256, WINDOW),

@@ -23,7 +23,6 @@ FORWARD: list[Gate] = [
     ("sm90", "sm_90", 128, 64, FULL, ("softcap",)),
     ("sm90", "sm_90", 192, 128, FULL, ("softcap", "alibi", "sinks", "dropout", "return_max_logit")),
     ("sm80", "sm_80", 192, 128, CAUSAL, ()),
-    ("sm80", "sm_80", 72, 256, WINDOW, ()),
     ("sm80", "sm_86", 128, 64, WINDOW, ("softcap", "dropout")),
 ]
 BACKWARD: list[Gate] = [
@@ -33,7 +32,6 @@ BACKWARD: list[Gate] = [
     ("sm90", "sm_90", 192, 128, CAUSAL, ()),
     ("sm90", "sm_90", 72, 256, WINDOW, ()),
     ("sm90", "sm_90", 128, 64, WINDOW, ()),
-    ("sm90", "sm_90", 40, 24, FULL, ()),
 ]
 
 
