@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
 from cute_flash.problem import Features, Problem
-from cute_flash.tiles import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WARPGROUP_ROWS, copy_rows
+from cute_flash.tiles import (
+    ANY_WEIGHT,
+    ELEMENT_BYTES,
+    MEDIUM,
+    WARP_KEYS,
+    WARP_ROWS,
+    WARPGROUP_ROWS,
+    copy_rows,
+)
 
 _BY_RULE = "not measured: chosen by the rules above the table"
 
@@ -20,7 +28,7 @@ class BwdTileSm90:
     tile_n: int
     stages: int = 2  # buffers of Q, and of dO
     early_lse: bool = False  # LSE is read while S^T is made; its registers are D's later
-    max_weight: int = field(default=99, compare=False)  # of features; with more it would spill
+    max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
     measured: str = field(default="", compare=False)
 
     @property
@@ -207,7 +215,7 @@ SM90_BWD = (
 )
 # With softcap, ALiBi or dropout. Wide heads have no registers for them: they are left to mma.sync.
 SM90_BWD_SCORE = (
-    BwdTileSm90(64, 128, 128, early_lse=True, max_weight=3, measured=_BY_RULE),
+    BwdTileSm90(64, 128, 128, early_lse=True, max_weight=MEDIUM, measured=_BY_RULE),
     BwdTileSm90(64, 64, 128, measured=_BY_RULE),
     SM90_BWD[1],
 )

@@ -99,14 +99,15 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _noise(name: str, tensors: dict[str, Tensor]) -> float:
-    """What fp32 leaves of sums whose terms cancel: of dP - D, which are numbers of order 1, in every score,
-    times its distance for a slope. One visible key makes all of them 0.
+    """What fp32 leaves of a slope's gradient whose terms cancel, as they do where rows see one key: P (dP - D)
+    of numbers of order 1 times the distance, in every row, whose weights sum to 1.
     """
     q, k = tensors["q"], tensors["k"]
-    if name == "sinks" or not k.numel():
+    if name == "sinks":
         return 0.0
-    rows, keys = (x.numel() // (x.shape[-1] * x.shape[1]) for x in (q, k))
-    return FP32_NOISE * max(rows, keys) * (rows * keys) ** 0.5
+    rows = q.numel() // (q.shape[-1] * q.shape[1])
+    longest = max(x.shape[2 if x.dim() == 4 else 0] for x in (q, k))
+    return FP32_NOISE * longest * rows**0.5
 
 
 def _assert_sums_agree(name: str, value: Tensor, fused: Tensor, oracle: Tensor, noise: float) -> None:
