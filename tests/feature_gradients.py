@@ -99,8 +99,8 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _noise(name: str, tensors: dict[str, Tensor]) -> float:
-    """What fp32 leaves of a slope's gradient whose terms cancel, as they do where rows see one key: P (dP - D)
-    of numbers of order 1 times the distance, in every row, whose weights sum to 1.
+    """What fp32 leaves of a slope's gradient whose terms cancel, as where rows see one key: P (dP - D) of
+    numbers of order 1 times the distance, in every row, whose weights sum to 1.
     """
     q, k = tensors["q"], tensors["k"]
     if name == "sinks":
