@@ -45,6 +45,7 @@ def attn(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     bias: Tensor | None = None,
     score_mod: Callable | None = None,
@@ -57,7 +58,7 @@ def attn(
     Args:
         q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) likewise. H must be a multiple of Hkv: each K/V head serves
-        H / Hkv query heads. Dv is D, or any other width on the CPU and on sm_90; the output has it.
+        H / Hkv query heads. Dv is D or any other width; the output has it.
         causal: query i sees keys up to its own position (the same as `window=(…, 0)`). window: (left, right),
         how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
         before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
@@ -70,10 +71,12 @@ def attn(
         -slope · |distance| on the scores. sinks: (H), a logit for each head that takes part in the softmax
         and has no value. dropout: the probability that a weight is dropped, by torch's generator.
         return_max_logit: also return the largest score of each head as it enters the softmax, (H), the last
-        of the results. alibi and sinks have gradients. batch_invariant: a query's result has the same bits
-        whatever else is in the call (docs/batch-invariance.md), on CUDA; its gradients are `deterministic`.
+        of the results. alibi and sinks have gradients. out_dtype: torch.float32 for an output that is not
+        rounded to the dtype of q, as parts are that `merge` puts together. batch_invariant: a query's result
+        has the same bits whatever else is in the call (docs/batch-invariance.md), on CUDA; its gradients are
+        `deterministic`.
 
-    Your own attention (docs/mods.md), on the CPU, and the forward on CUDA:
+    Your own attention (docs/mods.md), on the CPU and on CUDA:
         bias: added to the scores, to broadcast with (B, H, Sq, Sk). score_mod(score, b, h, q_idx, kv_idx):
         what becomes of a score; mask_mod(b, h, q_idx, kv_idx): whether it counts, besides the mask below.
         Both are traced, once, as FlexAttention's are; captured tensors and numbers are arguments. bias and
@@ -89,9 +92,9 @@ def attn(
     rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
     stride order of q.
 
-    Gradients: of out and of lse, on the CPU and on CUDA with Dv = D; on sm_90 by wgmma, else by
-    mma.sync. On CUDA dq is summed by atomic additions in no certain order: its bits may change from call
-    to call, unless `deterministic`, which only sm_90 has, for D up to 128.
+    Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is
+    summed by atomic additions in no certain order: its bits may change from call to call, unless
+    `deterministic`; above D = 128 that is done by mma.sync on sm_90 too, several times slower.
 
     Returns:
         out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)
@@ -107,16 +110,10 @@ def attn(
     asked = None
     if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
         asked = bias, score_mod, mask_mod, score_mod_bwd, block_map
-    if (
-        asked
-        or softcap
-        or dropout
-        or alibi is not None
-        or sinks is not None
-        or return_max_logit
-        or batch_invariant
-    ):
+    more = asked or alibi is not None or sinks is not None or out_dtype is not None
+    if more or softcap or dropout or return_max_logit or batch_invariant:
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        how = how._replace(float_out=_wants_floats(q, out_dtype))
         how = _invariant(how) if batch_invariant else how
         found = _general(*_to_bhsd(q, k, v, layout), how, asked)
         return _chosen(
@@ -146,6 +143,7 @@ def supports(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     bias: Tensor | None = None,
     score_mod: Callable | None = None,
@@ -161,6 +159,7 @@ def supports(
         left, right = _band(causal, window)
         scale = _default_scale(q) if scale is None else scale
         how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
+        how = how._replace(float_out=_wants_floats(q, out_dtype))
         how = _invariant(how) if batch_invariant else how
         tensors = _to_bhsd(q, k, v, layout)
         problem = general.checked_problem(*tensors, how)
@@ -204,6 +203,14 @@ def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_
             )
     numbers = softcap or 0.0, dropout or 0.0
     return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
+
+
+def _wants_floats(q: Tensor, out_dtype: torch.dtype | None) -> bool:
+    if out_dtype is None or out_dtype == q.dtype:
+        return False
+    if out_dtype != torch.float32:
+        raise UnsupportedError(f"out_dtype={out_dtype}: use None, torch.float32, or {q.dtype}, that of q")
+    return True
 
 
 def _invariant(how: How) -> How:

@@ -56,6 +56,13 @@ def is_mode_deterministic() -> bool:
     )
 
 
+def in_dtype_of(q: Tensor, dout: Tensor) -> Tensor:
+    """What products are made of, where out and its gradient are in fp32."""
+    if dout.dtype == q.dtype:
+        return dout
+    return dout.to(q.dtype, memory_format=torch.contiguous_format)
+
+
 def prepare(dout, dlse, q, k, v, out, problem: Problem, deterministic: bool) -> Launch:
     """Plan and compile for one call signature."""
     with ranges.marked("plan"):
@@ -121,20 +128,12 @@ def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..
         dq, dk, dv = targets
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
+        rounded = in_dtype_of(q, dout)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, None)
         scale, dq_scale = scales
-        if terms is not None:
-            counters_of_turns, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
-            main(
-                q, k, v, dout, lse_log2, d, sums, *counters_of_turns, dk, dv, scale, *window, section, *grid,
-                *terms, None
-            )  # fmt: skip
-        elif is_sm90:
-            main(
-                q, k, v, dout, lse_log2, d, sums, turns, dk, dv, scale, *window, section, num_blocks, address
-            )  # fmt: skip
-        else:
-            main(q, k, v, dout, lse_log2, d, sums, dk, dv, scale, *window, section)
+        grid = (section, num_blocks, address) if is_sm90 else (section,)
+        more = () if terms is None else (*terms, None)
+        main(q, k, v, rounded, lse_log2, d, sums, turns, dk, dv, scale, *window, *grid, *more)
         after(sums, dq, dq_scale, None)
 
     return run
@@ -152,7 +151,7 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
     rows = _compact(*heads, blocks * tile_m)
     tiles = _compact(*heads, blocks, tile_m * plan.tile.head_dim)
     turns = _compact(*heads, blocks) if plan.is_ordered else None
-    num_parts = plan.num_slope_sums if plan.problem.features.alibi else 0
+    num_parts = math.prod(plan.slope_sums) if plan.problem.features.alibi else 0
 
     def allocate():
         return (

@@ -18,6 +18,8 @@ from typing import Any
 
 # A Python int on the host, a traced Int32 inside a kernel.
 Index = Any
+# A right bound that hides nothing: more than any row can look ahead.
+FAR = 1 << 29
 
 
 def _min(a: Index, b: Index) -> Index:
@@ -117,10 +119,22 @@ class OutwardWalk:
         return (self.first < self.blocks.full_begin) | (self.first >= self.blocks.full_end)
 
 
+# Windows of fewer keys make short tiles of long sequences.
+NARROW = 2048
+
+
+def is_narrow(left: int | None, right: int | None) -> bool:
+    return left is not None and right is not None and left + right < NARROW
+
+
 @dataclass(frozen=True)
 class Band:
     left: Index | None = None
     right: Index | None = None
+
+    @property
+    def bounds(self) -> tuple[Index | None, Index | None]:
+        return self.left, self.right
 
     @staticmethod
     def of(causal: bool, window: tuple[int | None, int | None]) -> Band:

@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("shapes", nargs="+", type=_shape, metavar="B,H,S,D", help="such as 2,16,4096,128")
     sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: as many as H)")
     sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="keys (default: as many as S)")
+    sub.add_argument("--value-dim", type=_positive, metavar="N", help="width of the values (default: D)")
     _add_mask(sub)
     sub.add_argument("--gpu", help="A100, A10, L40S, H100, H200 or sm_xx (default: the GPU here, else A100)")
     sub.add_argument("--json", action="store_true", help="print a JSON list, one entry a shape")
@@ -224,7 +225,8 @@ def _explain(args: argparse.Namespace) -> int:
         arch, band = _arch(args.gpu) or SM_80, Band.of(args.causal, args.window)
         for batch, heads, length, head_dim in args.shapes:
             heads_kv, length_k = args.kv_heads or heads, args.seqlen_k or length
-            problem = Problem(batch, heads, heads_kv, length, length_k, head_dim, DTYPES[args.dtype], band)
+            sizes, width_v = (batch, heads, heads_kv, length, length_k, head_dim), args.value_dim
+            problem = Problem(*sizes, DTYPES[args.dtype], band, None if width_v == head_dim else width_v)
             found.append(Explanation.of(problem, arch))
     if args.json:
         print(json.dumps([one.as_dict() for one in found], indent=2))

@@ -53,6 +53,8 @@ KERNELS = {
     "bwd_preprocess_ordered_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrderedWithDLSE"),
     "bwd_postprocess": ("cute_flash.kernels.bwd_around", "BwdPostprocess"),
     "bwd_sm80": ("cute_flash.kernels.bwd_sm80", "BwdSm80"),
+    "bwd_sm80_ordered": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80Ordered"),
+    "bwd_sm80_ordered_general": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80OrderedGeneral"),
     "bwd_sm80_general": ("cute_flash.kernels.bwd_general", "BwdSm80General"),
     "bwd_sm90_general": ("cute_flash.kernels.bwd_general", "BwdSm90General"),
     "bwd_sm90_ordered_general": ("cute_flash.kernels.bwd_general", "BwdSm90OrderedGeneral"),

@@ -21,7 +21,7 @@ from cute_flash import plan as planning
 from cute_flash.block_map import BlockMap
 from cute_flash.how import SCHEMA, TENSORS, How
 from cute_flash.mods.call import Call, Graphs, graphs_of
-from cute_flash.problem import CPU_DTYPES, Problem, UnsupportedError, check_gradient_features
+from cute_flash.problem import CPU_DTYPES, Problem, UnsupportedError, check_written_gradients
 from cute_flash.score import Score
 from cute_flash.written import Sums, Written
 
@@ -62,13 +62,15 @@ CUSTOM_SCHEMA = (
     "bool[] wants"
 )
 NUM_HOW = len(How._fields)
+# What follows it has no defaults.
+HOW_SCHEMA = SCHEMA.replace("=False", "")
 ops.LIBRARY.define(
-    f"custom_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}, {CUSTOM_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"custom_fwd(Tensor q, Tensor k, Tensor v, {HOW_SCHEMA}, {CUSTOM_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 ops.LIBRARY.define(
     "custom_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{SCHEMA}, {CUSTOM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    f"{HOW_SCHEMA}, {CUSTOM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -164,9 +166,9 @@ def _fwd_cpu(q, k, v, *arguments) -> Any:
     wanted = most if how.max_logit else None
     if how.cu_seqlens_q is not None:
         return *packed.forward(q, k, v, how, wanted, custom.written()), most
-    score = _score(how, problem, custom.written())
-    out, lse = reference.forward(q, k, v, problem.band, how.scale, score, wanted)
-    return ops._out_like(q, v).copy_(out), lse, most
+    score, dtype = _score(how, problem, custom.written()), how.out_dtype(q)
+    out, lse = reference.forward(q, k, v, problem.band, how.scale, score, wanted, dtype)
+    return ops._out_like(q, v, dtype).copy_(out), lse, most
 
 
 def _fwd_cuda(q, k, v, *arguments) -> Any:
@@ -226,7 +228,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
     how, custom = _split(arguments)
     problem = checked_problem(q, k, v, how, custom)
-    check_gradient_features(problem.features)
+    check_written_gradients(problem.features)
     if not problem.features.is_written:
         found = general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how)
         return *found, general._like(None, q), []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_flash import arch, counters, operands, ops, philox, ranges
 from cute_flash import plan as planning
+from cute_flash.band import is_narrow
 from cute_flash.how import How
 from cute_flash.operands import MAX_WINDOW, MIN_SCALE, is_launchable, launchable
 from cute_flash.problem import Problem
@@ -35,8 +36,8 @@ def fwd_cuda(
         raise ValueError("dropout needs rng: (seed, offset)")
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
-        how.window_left is None, how.window_right is None, problem.features, problem.mods,
-        planning.requested_family(),
+        how.window_left is None, how.window_right is None, is_narrow(*problem.band.bounds), problem.features,
+        problem.mods, planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:
@@ -49,7 +50,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
     """Plan and compile for one call signature."""
     if problem.is_empty:
         return _launch_empty
-    like_out = ops._out_like(q, v)
+    dtype = torch.float32 if problem.features.out_dtype else q.dtype
+    like_out = ops._out_like(q, v, dtype)
     must_copy_out = not is_launchable(like_out)
     is_packable = all(ops._is_packable(x) or not is_launchable(x) for x in (q, like_out))
     with ranges.marked("plan"):
@@ -64,7 +66,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
         if operands.current_device() != index:
             with torch.cuda.device(index):
                 return launch(q, k, v, how, more)
-        out, lse, most = ops._out_like(q, v), ops._lse_like(q), largest(q, how, -math.inf)
+        out, lse, most = ops._out_like(q, v, dtype), ops._lse_like(q), largest(q, how, -math.inf)
         target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
         scale = max(abs(how.scale), MIN_SCALE)
         # The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum.
@@ -112,4 +114,4 @@ def _launch_empty(q: Tensor, k: Tensor, v: Tensor, how: How, _more: tuple = ()) 
     lse = ops._lse_like(q).fill_(-math.inf)
     if how.sinks is not None:
         lse.copy_(how.sinks[:, None].expand_as(lse))
-    return ops._out_like(q, v).zero_(), lse, largest(q, how, -math.inf)
+    return ops._out_like(q, v, how.out_dtype(q)).zero_(), lse, largest(q, how, -math.inf)

@@ -28,7 +28,6 @@ from cute_flash.problem import (
     Problem,
     UnsupportedError,
     check_dropout,
-    check_gradient_features,
     check_softcap,
 )
 
@@ -109,10 +108,10 @@ def _fwd_fake(q, k, v, *how) -> Any:
     asked = How(*how)
     checked_problem(q, k, v, asked)
     if asked.cu_seqlens_q is None:
-        return ops._out_like(q, v), ops._lse_like(q), _max_logit(q, asked)
+        return ops._out_like(q, v, asked.out_dtype(q)), ops._lse_like(q), _max_logit(q, asked)
     from cute_flash import packed
 
-    return *packed.outputs(q, v), _max_logit(q, asked)
+    return *packed.outputs(q, v, asked), _max_logit(q, asked)
 
 
 def _fwd_cpu(q, k, v, *how) -> Any:
@@ -125,9 +124,10 @@ def _fwd_cpu(q, k, v, *how) -> Any:
     most = _max_logit(q, asked, -torch.inf)
     if asked.cu_seqlens_q is not None:
         return *packed.forward(q, k, v, asked, most if asked.max_logit else None), most
-    score = asked.score(problem.batch, problem.heads)
-    out, lse = reference.forward(q, k, v, problem.band, asked.scale, score, most if asked.max_logit else None)
-    return ops._out_like(q, v).copy_(out), lse, most
+    score, dtype = asked.score(problem.batch, problem.heads), asked.out_dtype(q)
+    raised = most if asked.max_logit else None
+    out, lse = reference.forward(q, k, v, problem.band, asked.scale, score, raised, dtype)
+    return ops._out_like(q, v, dtype).copy_(out), lse, most
 
 
 def _fwd_cuda(q, k, v, *how) -> Any:
@@ -173,7 +173,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
 
 def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | None) -> list[Tensor]:
-    """From gradients (B, H) and (H) to those of the call's slopes and sinks, which may share a slope."""
+    """From gradients (B, H), or of shared slopes (1, H), and (H) to those of the call's slopes and sinks."""
     if asked.alibi is not None and asked.alibi.dim() == 1:
         assert dalibi is not None
         dalibi = dalibi.sum(dim=0)
@@ -184,12 +184,11 @@ def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | Non
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
     asked = How(*how)
     problem = checked_problem(q, k, v, asked)
-    check_gradient_features(problem.features)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
-        found = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
-        return *found, _like(None, q), _like(None, q)
+        *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
+        return *grads, *_per_head(asked, q, dalibi, dsinks)
     if replace(problem.features, return_max_logit=False, batch_invariant=False) == PLAIN:
         return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
     from cute_flash import backward_general

@@ -37,7 +37,11 @@ class How(NamedTuple):
     seqused_k: Tensor | None = None  # (B), int32
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    float_out: bool = False  # out in fp32, whatever q is
     batch_invariant: bool = False
+
+    def out_dtype(self, q: Tensor) -> torch.dtype:
+        return torch.float32 if self.float_out else q.dtype
 
     @property
     def band(self) -> Band:
@@ -53,6 +57,7 @@ class How(NamedTuple):
             return_max_logit=self.max_logit,
             varlen=self.cu_seqlens_q is not None,
             seqused_k=self.seqused_k is not None,
+            out_dtype=self.float_out,
             batch_invariant=self.batch_invariant,
         )
 
@@ -78,6 +83,6 @@ SCHEMA = (
     "float scale, SymInt? window_left, SymInt? window_right, bool deterministic, float softcap, "
     "Tensor? alibi, Tensor? sinks, float dropout, Tensor? rng, bool max_logit, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "bool batch_invariant"
+    "bool float_out=False, bool batch_invariant=False"
 )
 TENSORS = ("alibi", "sinks", "rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")

@@ -24,7 +24,7 @@ from torch import Tensor
 from cute_flash import arch, counters, operands, ranges
 from cute_flash import plan as planning
 from cute_flash.backward import bwd_cuda
-from cute_flash.band import Band
+from cute_flash.band import Band, is_narrow
 from cute_flash.operands import (
     MAX_ROW_STRIDE,
     MAX_WINDOW,
@@ -55,14 +55,15 @@ def check_scale(scale: float) -> None:
         raise ValueError(f"scale={scale} is not finite")
 
 
-def _out_like(q: Tensor, v: Tensor) -> Tensor:
-    """(B, H, Sq, Dv), dense, in the order of q's strides."""
+def _out_like(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, H, Sq, Dv), dense, in the order of q's strides; in the dtype of q by default."""
+    dtype = q.dtype if dtype is None else dtype
     if q.shape[3] == v.shape[3]:
-        return torch.empty_like(q)
+        return torch.empty_like(q, dtype=dtype)
     # A tensor like q tells the order; the last dimension changes its size in it.
     like_q = torch.empty_like(q).stride()
     order = sorted(range(4), key=lambda i: like_q[i], reverse=True)
-    out = torch.empty([(*q.shape[:3], v.shape[3])[i] for i in order], dtype=q.dtype, device=q.device)
+    out = torch.empty([(*q.shape[:3], v.shape[3])[i] for i in order], dtype=dtype, device=q.device)
     return out.permute([order.index(i) for i in range(4)])
 
 
@@ -104,7 +105,8 @@ def fwd_cuda(q, k, v, scale, left, right, deterministic=False) -> Any:
     # further check.
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), left is None, right is None, planning.chosen_family(),
+        q.get_device(), k.get_device(), v.get_device(), left is None, right is None, is_narrow(left, right),
+        planning.chosen_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:

@@ -78,11 +78,12 @@ def _longest(name: str, value: int | None, total: int) -> int:
     return total if value is None else value
 
 
-def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(q: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """out (Tq, H, Dv) and lse (H, Tq), not filled."""
     total, heads, _ = q.shape
     dtype = reference.accumulator_dtype(q.dtype)
-    return q.new_empty(total, heads, v.shape[2]), q.new_empty(heads, total, dtype=dtype)
+    out = q.new_empty(total, heads, v.shape[2], dtype=how.out_dtype(q))
+    return out, q.new_empty(heads, total, dtype=dtype)
 
 
 def sequences(q: Tensor, k: Tensor, how: How) -> Iterator[Sequence]:
@@ -117,14 +118,14 @@ def _offsets(name: str, offsets: Tensor, total: int, longest: tuple[str, int | N
 def forward(
     q: Tensor, k: Tensor, v: Tensor, how: How, max_logit: Tensor | None, written: Written | None = None
 ) -> tuple[Tensor, Tensor]:
-    out, lse = outputs(q, v)
+    out, lse = outputs(q, v, how)
     out.zero_()
     lse.fill_(-torch.inf)
     heads = q.shape[1]
     for one in list(sequences(q, k, how)):
         given = one.of_queries(q), one.of_keys(k), one.of_keys(v)
         score = _score(how, heads, one, written)
-        found, found_lse = reference.forward(*given, how.band, how.scale, score, max_logit)
+        found, found_lse = reference.forward(*given, how.band, how.scale, score, max_logit, out.dtype)
         one.of_queries(out).copy_(found)
         lse[:, one.queries] = found_lse[0]
     return out, lse

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, operands, packed, ranges
+from cute_flash import arch, counters, operands, packed, packed_sums, ranges
 from cute_flash import plan as planning
-from cute_flash.backward import is_mode_deterministic
+from cute_flash.backward import in_dtype_of, is_mode_deterministic
+from cute_flash.backward_general import Gradients
+from cute_flash.band import is_narrow
 from cute_flash.forward import Outputs, extra_arguments, largest
 from cute_flash.how import How
 from cute_flash.operands import (
@@ -48,7 +50,8 @@ def forward(
     if problem.is_empty:
         return _empty(q, v, how)
     # All that decides the launch but addresses, strides and values.
-    signature = (problem.static, *_sizes(problem), q.get_device(), planning.requested_family())
+    narrow, family = is_narrow(*problem.band.bounds), planning.requested_family()
+    signature = (problem.static, narrow, *_sizes(problem), q.get_device(), family)
     launch = _launches.get(signature)
     if launch is None:
         launch = _prepare_forward(problem, q.device)
@@ -62,14 +65,18 @@ def forward(
 
 def _empty(q: Tensor, v: Tensor, how: How) -> Outputs:
     """No keys, or no rows: the rows of sequences give 0 and the sink, or -inf."""
-    out, lse = packed.outputs(q, v)
+    out, lse = packed.outputs(q, v, how)
     out.zero_()
     lse.fill_(-math.inf)
     if how.sinks is not None:
-        assert how.cu_seqlens_q is not None
-        is_row = torch.arange(q.shape[0], device=q.device) < how.cu_seqlens_q[-1]
-        lse = torch.where(is_row, how.sinks.to(lse.dtype)[:, None], lse)
+        lse = torch.where(_is_row(how, q), how.sinks.to(lse.dtype)[:, None], lse)
     return out, lse, largest(q, how, -math.inf)
+
+
+def _is_row(how: How, q: Tensor) -> Tensor:
+    """(Tq): whether a row belongs to a sequence."""
+    assert how.cu_seqlens_q is not None
+    return torch.arange(q.shape[0], device=q.device) < how.cu_seqlens_q[-1]
 
 
 def _all_tokens(problem: Problem, q: Tensor, k: Tensor) -> Problem:
@@ -97,7 +104,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
             with torch.cuda.device(index):
                 return launch(q, k, v, how, scale, given)
         q, k, v = map(launchable, (q, k, v))
-        (out, lse), most = packed.outputs(q, v), largest(q, how, -math.inf)
+        (out, lse), most = packed.outputs(q, v, how), largest(q, how, -math.inf)
         extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
         items = torch.empty(rows, dtype=torch.int32, device=device)
         # Before the first launch: nothing may come between it and the main one, which waits for its end.
@@ -105,6 +112,9 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
         prepare(*_offsets(how), items, *sizes, *_window(how, MAX_WINDOW), order)
         more = (address,) if draws_tiles else ()
         function(q, k, v, out, lse, scale, *_window(how, 0), *arguments, *more, *extras, *given, items)
+        if how.sinks is not None:
+            # To the kernel, rows after the last sequence are those of one without keys.
+            lse.masked_fill_(~_is_row(how, q), -math.inf)
         return out, lse, most
 
     return launch
@@ -113,12 +123,9 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
 # ---- backward
 # --------------------------------------------------------------------------------------------------------
 
-Grads = tuple[Tensor, Tensor, Tensor]
-# (given, how, scale, dq_scale) -> (dq, dk, dv); given: q, k, v, out, dout, lse, dlse
-LaunchBwd = Callable[[tuple, How, float, float], Grads]
+# (given, how, scale, dq_scale) -> gradients; given: q, k, v, out, dout, lse, dlse
+LaunchBwd = Callable[[tuple, How, float, float], Gradients]
 _bwd_launches: dict[tuple, LaunchBwd] = {}
-# Softcap, slopes and their gradients, and three of dropout: see `kernels/bwd_general.py`.
-NO_TERMS = (None,) * 6
 
 
 def backward(
@@ -130,12 +137,14 @@ def backward(
     lse: Tensor,
     how: How,
     problem: Problem,
-) -> Grads:
-    """dq, dk, dv of a checked problem."""
+) -> Gradients:
+    """dq, dk, dv, and those of slopes, (B, H) or (1, H), and sinks, (H), if asked for."""
     dout, dlse = douts
     problem = _all_tokens(problem, q, k)
     if problem.is_empty:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dalibi = None if how.alibi is None else lse.new_zeros(problem.batch, problem.heads)
+        dsinks = None if how.sinks is None else packed_sums.dsinks(lse, None, dlse, how, 1)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dalibi, dsinks
     deterministic = how.deterministic or is_mode_deterministic()
     signature = (
         problem.static, *_sizes(problem), q.get_device(), dlse is None, deterministic,
@@ -179,31 +188,53 @@ def _prepare_backward(
         q, k, v, out, dout = map(launchable, given[:5])
         lse, dlse = given[5].contiguous(), None if given[6] is None else given[6].contiguous()
         keys, queries = (torch.empty(shape, dtype=torch.int32, device=device) for shape in rows)
-        lse_log2, d, sums, turns = workspace()
-        window = _window(how, 0)
+        lse_log2, d, sums, turns, parts = workspace()
+        window, terms = _window(how, 0), _terms(how, scale, lse, parts, plan)
+        rounded = in_dtype_of(q, dout)
         # Before the launches: nothing may come between those that wait for each other by themselves.
         _counter, address = counters.counter(index) if draws_tiles else (None, 0)
         prepare(*_offsets(how), keys, queries, *sizes, *_window(how, MAX_WINDOW), order)
         before(out, dout, lse, lse_log2, d, sums, turns, dlse, queries)
-        turn, grid = ((turns,), (num_blocks, address)) if is_sm90 else ((), ())
+        grid = (section, num_blocks, address) if is_sm90 else (section,)
         main(
-            q, k, v, dout, lse_log2, d, sums, *turn, dk, dv, scale, *window, section, *grid, *NO_TERMS, keys
+            q, k, v, rounded, lse_log2, d, sums, turns, dk, dv, scale, *window, *grid, *terms, keys
         )  # fmt: skip
         after(sums, dq, dq_scale, queries)
         for grad, target in zip(grads, targets, strict=True):
             if grad is not target:
                 grad.copy_(target)
-        return grads
+        return *grads, *finish(how, d, parts, lse, dlse)
+
+    def finish(how, d, parts, lse, dlse):
+        """The gradients of slopes and sinks."""
+        dalibi = dsinks = None
+        if parts is not None:
+            dalibi = packed_sums.dalibi(parts, how, problem.seqlen_k, plan.tile.tile_n)
+        if how.sinks is not None:
+            dsinks = packed_sums.dsinks(lse, d, dlse, how, plan.tile.tile_m)
+        return dalibi, dsinks
 
     return launch
 
 
+def _terms(how: How, scale: float, lse: Tensor, parts: Tensor | None, plan: BwdPlan) -> tuple[Any, ...]:
+    """What the main kernel takes of softcap, slopes and their gradients, and dropout; None: not asked for."""
+    heads = plan.problem.batch, plan.problem.heads
+    softcap, slopes, _sinks, *dropout, _most = extra_arguments(how, scale, lse, heads)
+    if plan.drops_none:
+        # No draw is below 0.
+        dropout = [0, 1.0, torch.zeros(2, dtype=torch.int64, device=lse.device)]
+    return softcap, slopes, None if parts is None else parts.flatten(2), *dropout
+
+
 def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, ...]]:
     """Allocates LSE and D (1, H, rows), sums of dQ (1, H, m_block, elements of a tile), fp32, and an ordered
-    plan's counters (1, H, m_block), int32; every sequence is padded to whole blocks.
+    plan's counters (1, H, m_block), int32; with ALiBi, zeros for the parts of the gradients of the slopes,
+    (1, H, tiles of keys, warps), fp32. Every sequence is padded to whole blocks.
     """
     tile_m, blocks, heads = plan.tile.tile_m, plan.num_m_blocks, plan.problem.heads
     rows, sums = (1, heads, blocks * tile_m), (1, heads, blocks, tile_m * plan.tile.head_dim)
+    has_slopes, parts = plan.problem.features.alibi, (1, heads, *plan.slope_sums)
 
     def allocate():
         return (
@@ -211,6 +242,8 @@ def _workspace(plan: BwdPlan, device: torch.device) -> Callable[[], tuple[Any, .
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(sums, dtype=torch.float32, device=device),
             torch.empty((1, heads, blocks), dtype=torch.int32, device=device) if plan.is_ordered else None,
+            # Keys that no query sees write none.
+            torch.zeros(parts, device=device) if has_slopes else None,
         )
 
     return allocate

@@ -16,11 +16,11 @@ from cute_flash.problem import (
     Problem,
     Static,
     UnsupportedError,
-    check_gradient_features,
     check_written,
+    check_written_gradients,
 )
 from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
-from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile
+from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile, drops_none
 from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
@@ -194,14 +194,17 @@ class BwdPlan:
     section: int  # K/V heads whose queries and gradients share L2, run side by side
     is_ordered: bool  # tiles of keys add to dQ in turn
 
-    def key(self, kernel: str, sees_mask: bool = False) -> CompileKey:
-        """Of a kernel in `compile.KERNELS`."""
+    def key(self, kernel: str, width: int | None = None) -> CompileKey:
+        """Of a kernel in `compile.KERNELS`; `width`: of rows, which are all that the kernels around see."""
         static = self.problem.static
         features, mods = replace(static.features.in_gradients, seqused_k=False), static.mods
         static = replace(static, features=features, mods=None if mods is None else mods.in_gradients)
-        if not sees_mask:
-            packed = Features(varlen=static.features.varlen)
-            static = replace(static, has_left=False, has_right=False, features=packed, mods=None)
+        if self.drops_none:
+            static = replace(static, features=replace(static.features, dropout=True))
+        if width is not None:
+            static = Static(
+                static.dtype, width, False, False, features=Features(varlen=static.features.varlen)
+            )
         return CompileKey(kernel, static, self.tile, self.target)
 
     @property
@@ -215,18 +218,20 @@ class BwdPlan:
 
     def before(self, has_dlse: bool) -> CompileKey:
         ordered, dlse = "_ordered" * self.is_ordered, "_dlse" * has_dlse
-        return self.key(f"bwd_preprocess{ordered}{dlse}")
+        found = self.key(f"bwd_preprocess{ordered}{dlse}", self.problem.width_v)
+        features = replace(found.static.features, out_dtype=self.problem.features.out_dtype)
+        return replace(found, static=replace(found.static, features=features))
 
     @property
     def main(self) -> CompileKey:
         variant = "_ordered" * self.is_ordered + "_wide" * isinstance(self.tile, BwdTileSm90Wide)
         features = self.problem.features.in_gradients
         more = "_custom" if features.is_written else "_general" * (features != PLAIN)
-        return self.key(f"bwd_{self.family}{variant}{more}", sees_mask=True)
+        return self.key(f"bwd_{self.family}{variant}{more}")
 
     @property
     def after(self) -> CompileKey:
-        return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"))
+        return self.key("bwd_postprocess" + "_sm80" * (self.family == "sm80"), self.problem.head_dim)
 
     @property
     def num_m_blocks(self) -> int:
@@ -255,10 +260,19 @@ class BwdPlan:
         return ceil_div(problem.seqlen_k, self.tile.tile_n) * problem.heads_kv * problem.batch
 
     @property
-    def num_slope_sums(self) -> int:
-        """Parts of the gradient of a slope: one of every warp that multiplies, for every tile of keys."""
-        warps = self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
-        return ceil_div(self.problem.seqlen_k, self.tile.tile_n) * warps
+    def slope_sums(self) -> tuple[int, int]:
+        """Parts of the gradient of a slope: tiles of keys, of a packed batch those of all sequences, each of
+        which begins with a new one; and warps that multiply.
+        """
+        problem, tile_n = self.problem, self.tile.tile_n
+        tiles = ceil_div(problem.seqlen_k, tile_n)
+        if problem.features.varlen:
+            tiles = num_padded_blocks(problem.seqlen_k, tile_n, problem.batch)
+        return tiles, self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
+
+    @property
+    def drops_none(self) -> bool:
+        return drops_none(self.tile, self.problem.features)
 
     @property
     def num_blocks(self) -> int:
@@ -280,15 +294,15 @@ class BwdPlan:
 def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """The plan of the gradients; raises `UnsupportedError` if there is none."""
     problem.check("cuda")
-    check_gradient_features(problem.features)
+    check_written_gradients(problem.features)
     asked = requested_family()
     if asked is not None:
         _check_family(asked)
     for family, least in FAMILIES.items():
         if arch.capability < least or asked not in (None, family):
             continue
-        tile = bwd_tile(family, arch, problem)
-        if tile is not None and (isinstance(tile, BwdTileSm90) or not deterministic):
+        tile = bwd_tile(family, arch, problem, deterministic)
+        if tile is not None and not (deterministic and isinstance(tile, BwdTileSm90Wide)):
             _check_grid(problem, tile)
             check_written(problem, tile.tile_m, tile.tile_n, deterministic)
             return _bwd_plan(problem, arch, family, tile, deterministic)
@@ -296,30 +310,16 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
 
 
 def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, asked: str | None) -> str:
-    """Which gradients no kernel computes, and what would work."""
+    """Which gradients a family that was asked for does not compute; 'sm80' computes all."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
-    by = "" if asked is None else f" by kernel family {asked!r}"
+    is_packed = problem.features.varlen
     scores = replace(problem.features.in_gradients, varlen=False, seqused_k=False)
     names = "".join(f"{name} and " for name in scores.names)
-    where = f"{names}head_dim={problem.head_dim}{of_values} on {arch.name}{by}"
-    if deterministic:
-        return (
-            f"deterministic gradients with {where}: only by kernel family 'sm90', which is for sm_90, up to "
-            "head_dim=128 and V as wide as K"
-        )
-    if problem.features.varlen and problem.head_dim_v is None:
-        return (
-            f"the gradient of attn_varlen with {where}: kernel family 'sm90' has it up to head_dim=128; "
-            "ask for 'sm80', or for no family"
-        )
-    if problem.head_dim_v is not None:
-        return (
-            f"the gradient of attn with {where}: there is no backward kernel yet (only for V as wide as K); "
-            "move q, k, v to the CPU, or call attn under torch.no_grad()"
-        )
-    least = "only on sm_90" + (", up to head_dim=128" if names else "")
+    what = "deterministic gradients" if deterministic else "the gradient"
+    least = "only on sm_90" + (", up to head_dim=128" if deterministic or is_packed or names else "")
     return (
-        f"the gradient of attn with {where}: it has no kernel for it ({least}); "
+        f"{what} of {'attn_varlen' if is_packed else 'attn'} with {names}head_dim={problem.head_dim}"
+        f"{of_values} on {arch.name} by kernel family {asked!r}: it has no kernel for it ({least}); "
         "ask for 'sm80', or for no family"
     )
 
@@ -339,7 +339,8 @@ def _bwd_plan(
     problem: Problem, arch: ArchSpec, family: str, tile: AnyBwdTile, deterministic: bool
 ) -> BwdPlan:
     # What the blocks of a K/V head read and add to: Q, dO and the fp32 sums of dQ of its query heads.
-    head_bytes = problem.group * problem.seqlen_q * problem.head_dim * (2 * ELEMENT_BYTES + 4)
+    row_bytes = problem.head_dim * (ELEMENT_BYTES + 4) + problem.width_v * ELEMENT_BYTES
+    head_bytes = problem.group * problem.seqlen_q * row_bytes
     return BwdPlan(problem, arch, family, tile, _fitting_heads(problem, arch, head_bytes), deterministic)
 
 
@@ -374,8 +375,8 @@ def _pays_to_pack(problem: Problem, tile_m: int) -> bool:
 
 
 def _treats_heads_alike(features: Features) -> bool:
-    """Whether a kernel needs to know of a row's head for nothing but its mask."""
-    return replace(features, softcap=False) == PLAIN
+    """Whether a kernel needs to know which head a row belongs to for nothing but its mask."""
+    return replace(features, softcap=False, out_dtype=False) == PLAIN
 
 
 def _section(problem: Problem, arch: ArchSpec) -> int:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from cute_flash.band import Band
+from cute_flash.band import NARROW, Band, is_narrow
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 GPU_DTYPES = ("float16", "bfloat16")
@@ -16,7 +16,7 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What kernels have beyond plain attention.
 WRITTEN_FEATURES = ("bias", "score_mod", "mask_mod", "block_map")
 FORWARD_FEATURES = (
-    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k",
+    "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k", "out_dtype",
     "batch_invariant", *WRITTEN_FEATURES,
 )  # fmt: skip
 # Positions that functions are asked about are below it: fp32 has all integers up to twice as many.
@@ -57,6 +57,7 @@ class Features:
     dropout: bool = False
     return_max_logit: bool = False
     seqused_k: bool = False
+    out_dtype: bool = False  # out is fp32, and so is its gradient
     batch_invariant: bool = False  # bits of a row do not depend on what else is in a call
     bias: bool = False
     score_mod: bool = False
@@ -71,9 +72,10 @@ class Features:
     @property
     def weight(self) -> int:
         """How many more registers a forward kernel needs with them, in no unit."""
-        plain = 3 * (self.softcap + self.dropout) + self.alibi + self.sinks + self.return_max_logit
+        heavy, light = 4 * self.dropout + 3 * self.softcap, self.sinks + self.return_max_logit
         written = self.bias + self.score_mod + self.mask_mod
-        return plain + (3 if written else self.block_map) + 7 * (written > 1)
+        more = (4 if written else self.block_map) + 8 * (written > 1)
+        return heavy + 2 * self.alibi + light + more
 
     @property
     def is_written(self) -> bool:
@@ -82,8 +84,10 @@ class Features:
 
     @property
     def in_gradients(self) -> Features:
-        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none."""
-        return replace(self, sinks=False, return_max_logit=False, batch_invariant=False)
+        """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none, and a
+        gradient in fp32 is rounded before.
+        """
+        return replace(self, sinks=False, return_max_logit=False, out_dtype=False, batch_invariant=False)
 
 
 PLAIN = Features()
@@ -117,7 +121,26 @@ class Static:
             return self.features.weight
         is_scattered = bool(self.mods.bias) and not self.mods.reads_pairs
         is_long = self.mods.num_inner > LONG_FUNCTION or is_scattered
-        return self.features.weight + 7 * is_long + (self.mods.bias == "float32")
+        return self.features.weight + 8 * is_long + (self.mods.bias == "float32")
+
+    @property
+    def widest(self) -> int:
+        """What a tile must have room for that is as wide for values as for keys."""
+        return max(self.head_dim, self.width_v)
+
+    @property
+    def k_steps(self) -> tuple[range | None, range | None]:
+        """Steps of 16 columns that products over the columns of keys, and of values, take in a tile as wide
+        as both; None: all.
+        """
+        if self.head_dim_v is None:
+            return None, None
+        return range(-(-self.head_dim // 16)), range(-(-self.head_dim_v // 16))
+
+    @property
+    def widths(self) -> str:
+        """In the names of kernels."""
+        return f"{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
 
 
 @dataclass(frozen=True)
@@ -155,8 +178,13 @@ class Problem:
         return Static(self.dtype, self.head_dim, *bounds, width_v, features=self.features, mods=self.mods)
 
     @property
-    def mean_keys(self) -> int:
-        """Of a sequence; of a packed batch, whose keys are counted together, on the average."""
+    def usual_keys(self) -> int:
+        """That a query may see; of a packed batch, whose keys are counted together, on the average.
+
+        Of windows it is asked only whether they are narrow: their values are no part of a plan.
+        """
+        if is_narrow(self.band.left, self.band.right):
+            return min(self.seqlen_k, NARROW // 2)
         return -(-self.seqlen_k // max(self.batch, 1)) if self.features.varlen else self.seqlen_k
 
     @property
@@ -214,21 +242,6 @@ def check_features(features: Features) -> None:
             )
 
 
-def check_gradient_features(features: Features) -> None:
-    """Raise `UnsupportedError` for what no backward kernel has: of packed sequences, plain attention only."""
-    check_features(features)
-    beside = [
-        name
-        for name in features.names
-        if name not in ("varlen", "seqused_k", "return_max_logit", "batch_invariant")
-    ]
-    if features.varlen and beside:
-        raise UnsupportedError(
-            f"the gradient of attn_varlen with {beside[0]} on cuda: there is no backward kernel yet; move "
-            "the tensors to the CPU, or call it under torch.no_grad()"
-        )
-
-
 def check_written(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
     """Raise `UnsupportedError` for functions and block maps that a kernel of some tile does not take, or
     whose gradients it adds up in any order.
@@ -251,6 +264,16 @@ def check_written(problem: Problem, tile_m: int, tile_n: int, deterministic: boo
         raise UnsupportedError(
             f"block_map of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
             f"make it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
+        )
+
+
+def check_written_gradients(features: Features) -> None:
+    """Raise `UnsupportedError` for what no backward kernel has: functions in packed sequences."""
+    if features.varlen and features.is_written:
+        name = next(name for name in WRITTEN_FEATURES if getattr(features, name))
+        raise UnsupportedError(
+            f"the gradient of attn_varlen with {name} on cuda: there is no backward kernel yet; move the "
+            "tensors to the CPU, or call it under torch.no_grad()"
         )
 
 

@@ -163,14 +163,16 @@ def forward(
     scale: float | None = None,
     score: Score | None = None,
     max_logit: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact attention in O(S) memory: out (B, H, Sq, Dv) in q's dtype, contiguous, and the LSE (B, H, Sq).
+    """Exact attention in O(S) memory: out (B, H, Sq, Dv), contiguous, and the LSE (B, H, Sq).
 
     `max_logit` (H), if given, is raised to the largest score of each head, as it enters the softmax.
+    `out_dtype`: of out; q's by default.
     """
     dtype, scale = accumulator_dtype(q.dtype), default_scale(q, scale)
     sq, sk, group = q.shape[2], k.shape[2], group_size(q, k)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=out_dtype)
     lse = q.new_empty(q.shape[:3], dtype=dtype)
     chunks = _Chunks.of(q, k, v, score)
     for b, h in chunks.parts(k):

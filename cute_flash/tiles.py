@@ -19,9 +19,9 @@ SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
-# How much a row has registers for beside plain attention (`Features.weight`): a slope and a sink; softcap or
-# dropout, or one of a bias and functions, alone; all but those; everything.
-LIGHT, MEDIUM, HEAVY, ANY_WEIGHT = 2, 3, 9, 99
+# How much a row has registers for beside plain attention (`Features.weight`): a sink; a slope; softcap, or a
+# slope and a sink; dropout, or one of a bias and functions; all but those; everything.
+ONE, LIGHT, MEDIUM, HEAVY, FEATURES, ANY_WEIGHT = 1, 2, 3, 4, 11, 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -202,7 +202,7 @@ class FwdTileSm90:
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         # Which row it is may not depend on the length of others, nor on whether they are packed.
         is_fixed = static.features.batch_invariant
-        is_short_enough = self.max_keys is None or (not is_fixed and problem.mean_keys <= self.max_keys)
+        is_short_enough = self.max_keys is None or (not is_fixed and problem.usual_keys <= self.max_keys)
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
         has_room = self.max_weight >= static.weight and _divides_map(self, static)
@@ -224,42 +224,42 @@ _BY_RULE = "not measured on this part: chosen by the rules above the table"
 # in registers (the fewer rows, the more shared memory is read per MMA), no spills.
 _SM_80 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 2, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
     FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
     FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(256, 128, 64, 8, 1, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(256, 128, 64, 8, 1, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(256, 128, 32, 8, 1, measured=_FOR_FUNCTIONS),
 )
 # 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
 _SM_86 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(96, 128, 64, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 1, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(96, 64, 64, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(128, 128, 32, 4, 1, max_weight=MEDIUM, measured=_BY_RULE),
+    FwdTile(128, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=HEAVY, measured=_BY_RULE),
+    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=FEATURES, measured=_BY_RULE),
     FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
 )
 _SM_90 = (
     FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTile(64, 128, 64, 4, 2, 2, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(64, 128, 64, 4, 2, 2, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTile(64, 64, 32, 4, 2, 4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTile(96, 128, 64, 4, 2, max_weight=MEDIUM, measured=_WITH_ROOM),
-    FwdTile(96, 128, 32, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(96, 128, 32, 4, 2, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
     FwdTile(
         128,
@@ -271,10 +271,10 @@ _SM_90 = (
         max_weight=LIGHT,
         measured=_H200 + "310/376/398; 221/322/408 TFLOP/s",
     ),
-    FwdTile(128, 128, 32, 4, 2, max_weight=MEDIUM, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
+    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
     FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(192, 64, 64, 4, 1, 6, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(192, 64, 64, 4, 1, 6, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(
         256,
@@ -288,7 +288,7 @@ _SM_90 = (
         measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s",
     ),
     FwdTile(256, 64, 64, 4, 1, 4, max_weight=LIGHT, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTile(256, 64, 64, 4, 1, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTile(256, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
 )
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
@@ -319,14 +319,15 @@ SM90_FWD = (
         2,
         True,
         checks_cut_sums=True,
-        max_weight=LIGHT,
+        max_weight=ONE,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
-    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_FOR_MAPS),
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_FOR_MAPS),
     FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(
         128,
@@ -335,15 +336,22 @@ SM90_FWD = (
         2,
         2,
         True,
-        max_weight=MEDIUM,
+        max_weight=HEAVY,
         measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
     ),
-    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTileSm90(128, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 96, 2, 1, max_weight=HEAVY, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128, 96, 2, 1, max_weight=FEATURES, measured=_BY_WIDTH),
     FwdTileSm90(192, 128, 64, 2, 1, measured=_FOR_FUNCTIONS),
     FwdTileSm90(
-        256, 128, 64, 2, 1, is_bounded=True, max_weight=HEAVY, measured=_SWEEP + "causal 363/492/690 TFLOP/s"
+        256,
+        128,
+        64,
+        2,
+        1,
+        is_bounded=True,
+        max_weight=FEATURES,
+        measured=_SWEEP + "causal 363/492/690 TFLOP/s",
     ),
     FwdTileSm90(
         256,
@@ -353,20 +361,27 @@ SM90_FWD = (
         1,
         max_keys=2048,
         is_bounded=False,
-        max_weight=HEAVY,
+        max_weight=FEATURES,
         measured=_SWEEP + "523/610/706 TFLOP/s",
     ),
     # 80 keys spill under a bound.
     FwdTileSm90(
         256, 128, 80, 2, 1, is_bounded=False, max_weight=LIGHT, measured=_SWEEP + "507/605/712 TFLOP/s"
     ),
-    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=HEAVY, measured=_WITH_ROOM),
+    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=FEATURES, measured=_WITH_ROOM),
     FwdTileSm90(256, 128, 32, 2, 1, measured=_FOR_FUNCTIONS),
     # Values narrower or wider than keys.
-    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
-    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, measured=_BY_WIDTH),
-    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, measured=_BY_WIDTH),
+    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
+    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
+    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_weight=LIGHT, measured=_BY_WIDTH),
+    FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(128, 128, 64, 2, 2, True, head_dim_v=64, measured=_FOR_FUNCTIONS),
+    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(192, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
+    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, max_weight=FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(256, 128, 32, 2, 1, head_dim_v=256, measured=_FOR_FUNCTIONS),
 )
 
 
@@ -377,7 +392,7 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
         for wide in SM90_FWD:
             if wide.serves(problem) and wide.fits(arch):
                 return wide
-    elif static.head_dim_v is None:
+    else:
         bounds = static.has_left + static.has_right
         # The lengths of a packed batch are in registers; those of others are arguments.
         needs_lengths = static.features.varlen or static.features.batch_invariant
@@ -387,7 +402,7 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
             weight = static.weight + static.features.block_map
             has_room = tile.max_weight >= weight and _divides_map(tile, static)
             can_mask = tile.max_bounds >= bounds
-            if tile.head_dim >= static.head_dim and can_mask and has_room and tile.fits(arch):
+            if tile.head_dim >= static.widest and can_mask and has_room and tile.fits(arch):
                 return tile
     widths = f"head_dim={static.head_dim}"
     if static.head_dim_v is not None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import Problem
-from cute_flash.tiles import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, WARPGROUP_ROWS, copy_rows
+from cute_flash.problem import Features, Problem
+from cute_flash.tiles import (
+    ANY_WEIGHT,
+    ELEMENT_BYTES,
+    MEDIUM,
+    WARP_KEYS,
+    WARP_ROWS,
+    WARPGROUP_ROWS,
+    copy_rows,
+)
 
 _BY_RULE = "not measured: chosen by the rules above the table"
 
@@ -20,6 +28,7 @@ class BwdTileSm90:
     tile_n: int
     stages: int = 2  # buffers of Q, and of dO
     early_lse: bool = False  # LSE is read while S^T is made; its registers are D's later
+    max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
     measured: str = field(default="", compare=False)
 
     @property
@@ -186,7 +195,7 @@ _BWD_99 = (
     BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
-# With softcap, ALiBi or dropout: smaller tiles, for all of them together to spill nothing.
+# With softcap, ALiBi or dropout, and in order where the batch is packed: smaller tiles, to spill nothing.
 _SCORE_163 = (
     _BWD_99[0],
     BwdTile(96, 64, 64, 2, 4, 4, 4, measured=_BY_RULE),
@@ -213,7 +222,11 @@ SM90_BWD = (
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
 # With softcap, ALiBi or dropout. Wide heads have no registers for them: they are left to mma.sync.
-SM90_BWD_SCORE = (BwdTileSm90(64, 64, 128, measured=_BY_RULE), SM90_BWD[1])
+SM90_BWD_SCORE = (
+    BwdTileSm90(64, 128, 128, early_lse=True, max_weight=MEDIUM, measured=_BY_RULE),
+    BwdTileSm90(64, 64, 128, measured=_BY_RULE),
+    SM90_BWD[1],
+)
 # Operations of users' functions for every score that their registers serve; longer ones are left to mma.sync,
 # on which the narrowest tile needs to be smaller for them.
 MOST_INNER = (24, 10)
@@ -221,21 +234,34 @@ LONG_FUNCTION_64 = BwdTile(64, 64, 64, 2, 4, 4, 4, measured=_BY_RULE)
 AnyBwdTile = BwdTile | BwdTileSm90 | BwdTileSm90Wide
 
 
-def bwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyBwdTile | None:
+def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool = False) -> AnyBwdTile | None:
     """The tile of a family's gradients on an architecture; None if it has none."""
     static = problem.static
-    is_plain = static.features.in_gradients.weight == 0 and not static.features.is_written
+    weight = static.features.in_gradients.weight
+    is_written, is_plain = static.features.is_written, weight == 0
     inner = 0 if static.mods is None else static.mods.gradient_inner
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
-        rows = SM90_BWD if is_plain else SM90_BWD_SCORE
+        rows = SM90_BWD if is_plain else SM90_BWD_SCORE[1:] if is_written else SM90_BWD_SCORE
         rows = rows[: sum(inner <= most for most in MOST_INNER)] if inner else rows
     else:
-        rows = (SM80_BWD if is_plain else SM80_BWD_SCORE)[arch.name]
+        # What tells a packed sequence, and whose turn it is, would spill beside the larger ones.
+        is_small = not is_plain or (deterministic and static.features.varlen)
+        rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
         rows = (LONG_FUNCTION_64, *rows) if inner > MOST_INNER[0] else rows
     for tile in rows:
         if static.features.varlen and isinstance(tile, BwdTileSm90Wide):
             continue
-        if static.head_dim_v is None and tile.head_dim >= static.head_dim and tile.fits(arch):
+        if isinstance(tile, BwdTileSm90) and tile.max_weight < weight:
+            continue
+        if tile.head_dim >= static.widest and tile.fits(arch):
             return tile
     return None
+
+
+def drops_none(tile: AnyBwdTile, features: Features) -> bool:
+    """Whether a kernel is one with dropout, of which this is 0: beside the draws the compiler keeps in
+    registers what it spills without them, of softcap and ALiBi in a packed batch.
+    """
+    asked = features.varlen and features.softcap and features.alibi and not features.dropout
+    return asked and isinstance(tile, BwdTileSm90) and tile.head_dim > 64

@@ -32,6 +32,7 @@ def attn_varlen(
     sinks: Tensor | None = None,
     dropout: float | None = None,
     return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
@@ -70,6 +71,7 @@ def attn_varlen(
         seqused_k=seqused_k,
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
+        float_out=api._wants_floats(q, out_dtype),
     )
     mods = score_mod, mask_mod, score_mod_bwd
     asked = None if mods == (None, None, None) else (None, *mods, None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash import arch
+from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS
@@ -29,6 +30,7 @@ RUNS = {
     "backward sm80": BACKWARD_SM80,
 }
 SHORT = 1024
+SUPPORT = "results/h200/2026-11-15-support.json"
 Case = dict[str, Any]
 
 
@@ -189,6 +191,41 @@ def ratios() -> Table:
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
+# Rows of the table of support, in its order, and what they are called there.
+ROWS = {
+    "plain": "plain attention",
+    "no mask": "no mask",
+    "causal or one bound": "causal, or bound on one side",
+    "window": "window",
+    "grouped heads": "grouped heads",
+    "odd numbers of heads": "odd numbers of heads",
+    "head dim above 128": "head dim 192, 256",
+    "values of another width": "values of another width (192/128, 128/64)",
+    "softcap": "softcap",
+    "alibi": "ALiBi, with its gradient",
+    "sinks": "sinks, with their gradient",
+    "dropout": "dropout",
+    "all four together": "the four together",
+    "deterministic": "`deterministic`, same bits",
+    "packed": "packed batches (`attn_varlen`)",
+    "packed, seqused_k": "packed, `seqused_k`",
+    "packed, all four": "packed, the four together",
+}
+PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
+
+
+def support() -> Table:
+    """Random calls that were right, bf16 + fp16; none: refused by type, or not drawn."""
+    right = json.loads((DATA / SUPPORT).read_text(encoding="utf-8"))["right"]
+
+    def cell(row: str, family: str, direction: str) -> str:
+        counts = [right[row].get(f"{family} {direction} {dtype}", 0) for dtype in ("bf16", "fp16")]
+        return " + ".join(map(str, counts)) if any(counts) else "-"
+
+    rows = [(label, *(cell(row, *place) for place in PLACES)) for row, label in ROWS.items() if row in right]
+    return Table("", ("right, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
+
+
 def _markdown(table: Table) -> str:
     rule = ("---", *("---:" for _ in table.columns[1:]))
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
@@ -202,6 +239,8 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
+    "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
+    "support": (lambda: _markdown(support()), (SUPPORT,)),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 

@@ -1,10 +1,10 @@
 """What the host path of gradients with features would launch, seen without a GPU: as `tests.launch_capture`.
 
-    python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC FEATURE...
+    python -m tests.backward_capture FOLDER ARCH HEAD_DIM[/WIDTH_OF_VALUES] DETERMINISTIC FEATURE...
     python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC kind=KIND     of `mod_cases.KINDS`
 
 calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments,
-and prints a JSON list of (kernel, grid, block, shared memory).
+and prints a JSON list of (kernel, grid, block, shared memory). The feature `varlen` packs two sequences.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ from tests import launch_capture, mod_cases, mod_gradients
 from tests.combinations import RNG
 from tests.launch_capture import COUNTER, OnGpu
 
-SQ, SK, HEADS, HEADS_KV = 300, 500, 4, 2
+BATCH, SQ, SK, HEADS, HEADS_KV = 2, 300, 500, 4, 2
 
 
 def how_of(names: list[str], deterministic: bool) -> How:
-    """Slopes of one batch for all, and of another type."""
+    """Slopes of one batch for all, and of another type; of a packed one, of each sequence."""
+    is_packed = "varlen" in names
     some: dict[str, Any] = {
         "softcap": 2.0,
-        "alibi": torch.ones(HEADS, dtype=torch.bfloat16),
+        "alibi": torch.ones((BATCH, HEADS) if is_packed else HEADS, dtype=torch.bfloat16),
         "sinks": torch.ones(HEADS),
         "dropout": 0.9,
     }
-    rng = torch.tensor(RNG) if "dropout" in names else None
-    return How(0.1, 50, 0, deterministic, rng=rng, **{name: some[name] for name in names})
+    asked: dict[str, Any] = {name: some[name] for name in names if name != "varlen"}
+    if "dropout" in names:
+        asked["rng"] = torch.tensor(RNG)
+    if is_packed:
+        offsets = {"cu_seqlens_q": SQ, "cu_seqlens_k": SK}
+        asked |= {name: torch.tensor([0, 7, BATCH * size]).int() for name, size in offsets.items()}
+    return How(0.1, 50, 0, deterministic, **asked)
 
 
 def main() -> None:
@@ -77,13 +83,18 @@ def main() -> None:
     arch.detect = lambda index: arch.ARCHS[name]  # type: ignore[assignment]
     counters.counter = lambda index: (None, COUNTER)  # type: ignore[assignment]
     operands.current_device = lambda: None
-    q, k = (torch.zeros(2, h, s, int(head_dim)).bfloat16() for h, s in ((HEADS, SQ), (HEADS_KV, SK)))
-    lse = torch.zeros(2, HEADS, SQ)
+    widths = [int(width) for width in (head_dim.split("/") * 2)[:2]]
+    q, out = (torch.zeros(BATCH, HEADS, SQ, width).bfloat16() for width in widths)
+    k, v = (torch.zeros(BATCH, HEADS_KV, SK, width).bfloat16() for width in widths)
+    lse = torch.zeros(BATCH, HEADS, SQ)
+    if "varlen" in names:
+        q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, out))
+        lse = lse.transpose(0, 1).flatten(1)
     if names[0].startswith("kind="):
         found = _of_kind(names[0].removeprefix("kind="), bool(int(deterministic)))
     else:
-        found = general._bwd_cuda(q, lse, q, k, k, q, lse, *how_of(names, bool(int(deterministic))))
-    assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
+        found = general._bwd_cuda(out, lse, q, k, v, out, lse, *how_of(names, bool(int(deterministic))))
+    assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
     json.dump(launches, sys.stdout)
 
 

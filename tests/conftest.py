@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU"
     )
+    parser.addoption("--support", metavar="FOLDER", help="write down which random calls were right")
 
 
 def pytest_configure(config: pytest.Config) -> None:

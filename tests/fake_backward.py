@@ -15,11 +15,10 @@ from torch import Tensor
 
 from cute_flash import arch, backward, ops
 from cute_flash.band import Band
-from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
 from cute_flash.tiles_bwd import BwdTile
 from tests.fake_custom import Given
-from tests.fake_gpu import COUNTER, FakeGpu
+from tests.fake_gpu import COUNTER, FakeGpu, dropped
 
 LOG2_E = math.log2(math.e)
 
@@ -59,14 +58,16 @@ class FakeBackward(FakeGpu):
 
 def _check(key: CompileKey, args: tuple[Any, ...]) -> None:
     """What the kernels are compiled for: see their `fake_arguments`."""
-    for x in args:
+    for i, x in enumerate(args):
         if not isinstance(x, Tensor):
             continue
         if key.kernel.endswith("_custom") and any(x is one for one in args[-7:]):
             continue  # a bias and its gradient: see `tests.fake_custom`
-        if str(x.dtype) == f"torch.{key.static.dtype}":
+        is_floats = key.static.features.out_dtype and i < 2
+        if str(x.dtype) == f"torch.{key.static.dtype}" or is_floats:
+            assert is_floats == (x.dtype == torch.float32)
             *outer, element = x.stride()
-            assert x.shape[3] == key.static.head_dim
+            assert x.shape[3] in (key.static.head_dim, key.static.width_v)
             assert element == 1 and all(stride % 8 == 0 for stride in outer)
             assert x.data_ptr() % 16 == 0
         else:
@@ -103,26 +104,38 @@ class Terms(NamedTuple):
     keep_scale: float | None = None
     rng: Tensor | None = None
 
-    def check(self, key: CompileKey, sk: int) -> None:
+    def check(self, key: CompileKey, key_blocks: int) -> None:
         """Against what the kernel was compiled for: see `kernels.bwd_general`."""
-        features, tile = key.static.features, key.tile
+        features = key.static.features
         asked = (features.softcap, *(features.alibi,) * 2, *(features.dropout,) * 3)
         assert tuple(x is not None for x in self) == asked and features.in_gradients == features
         if self.slopes is not None and self.dslopes is not None:
             assert self.slopes.dtype == self.dslopes.dtype == torch.float32
-            warps = tile.num_warps if isinstance(tile, BwdTile) else 8
-            assert self.dslopes.shape == (*self.slopes.shape, -(-sk // tile.tile_n) * warps)
+            batch, heads = self.slopes.shape
+            parts = key_blocks * slope_warps(key)
+            assert self.dslopes.shape == (1 if features.varlen else batch, heads, parts)
             assert self.dslopes.is_contiguous() and not self.dslopes.any()
         if self.rng is not None and self.threshold is not None:
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
-            assert -(1 << 31) <= self.threshold < 1 << 31
+            assert 0 <= self.threshold < 1 << 31
 
-    def factors(self, shape: torch.Size) -> Tensor | float:
+    def factors(self, batch: range, heads: int, rows: range, keys: range) -> Tensor | float:
         """Of dropout."""
         if self.rng is None or self.threshold is None or self.keep_scale is None:
             return 1.0
-        dropout = Dropout(self.threshold % 2**16 / 2**15, self.rng, shape[1])
-        return dropout.kept(*map(range, shape)) * self.keep_scale
+        dropout = dropped(self.threshold, self.keep_scale, self.rng, heads)
+        return dropout.kept(batch, range(heads), rows, keys) * self.keep_scale
+
+    def capped(self, scores: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The scores, and by what their gradients grow."""
+        if self.softcap is None:
+            return scores, 1.0
+        tangent = (scores / self.softcap).tanh()
+        return self.softcap * tangent, 1 - tangent**2
+
+
+def slope_warps(key: CompileKey) -> int:
+    return key.tile.num_warps if isinstance(key.tile, BwdTile) else 8
 
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
@@ -134,24 +147,28 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
             rest, custom = rest[:-6], Given(key, *rest[-6:])
             custom.check(torch.Size((*q.shape[:3], k.shape[2])))
         rest, terms = rest[:-6], Terms(*rest[-6:])
-    terms.check(key, k.shape[2])
-    is_ordered = kernel == "bwd_sm90_ordered"
-    if kernel == "bwd_sm80":
-        dk, dv, scale, left, right, section = rest
+    terms.check(key, -(-k.shape[2] // key.tile.tile_n))
+    is_ordered = kernel in ("bwd_sm80_ordered", "bwd_sm90_ordered")
+    counters, dk, dv, scale, left, right, section, *grid = rest
+    if kernel.startswith("bwd_sm80"):
+        assert grid == []
     else:
-        counters, dk, dv, scale, left, right, section, num_blocks, counter = rest
+        num_blocks, counter = grid
         assert num_blocks >= 1
         static = key.static
         differs = static.has_left or static.has_right or static.features.block_map
         draws_tiles = differs and kernel == "bwd_sm90"
         assert (counter == COUNTER) == draws_tiles
-        assert is_ordered == (counters is not None)
+    assert is_ordered == (counters is not None)
     assert 0 < scale < math.inf and section >= 1
     assert 0 <= left <= MAX_SEQLEN and 0 <= right <= MAX_SEQLEN
     assert lse_log2.data_ptr() % 16 == d.data_ptr() % 16 == sums.data_ptr() % 16 == 0
     heads, seqlen, width = q.shape[1:]
     band = Band(left if key.static.has_left else None, right if key.static.has_right else None)
     group = heads // k.shape[1]
+    static = key.static
+    assert [x.shape[3] for x in (q, k, dk)] == [static.head_dim] * 3
+    assert [x.shape[3] for x in (v, dout, dv)] == [static.width_v] * 3
     q, k, v, dout = (x.float() for x in (q, k, v, dout))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = q @ k.mT * scale
@@ -160,10 +177,7 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     hidden = (offset > (math.inf if band.right is None else band.right)) | (
         offset < (-math.inf if band.left is None else -band.left)
     )
-    slope_of_cap = 1.0
-    if terms.softcap is not None:
-        tangent = (scores / terms.softcap).tanh()
-        scores, slope_of_cap = terms.softcap * tangent, 1 - tangent**2
+    scores, slope_of_cap = terms.capped(scores)
     if terms.slopes is not None:
         scores = scores - terms.slopes[:, :, None, None] * offset.abs()
     before = scores
@@ -171,7 +185,7 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         before = custom.before(scores)
         scores, hidden = custom.apply(before), hidden | custom.hidden(scores.shape)
     p = (scores - lse_log2[:, :, :seqlen, None] / LOG2_E).exp().masked_fill(hidden, 0)
-    kept = terms.factors(p.shape)
+    kept = terms.factors(range(len(q)), heads, range(seqlen), range(k.shape[2]))
     ds = p * (dout @ v.mT * kept - d[:, :, :seqlen, None])
     if custom is not None:
         ds = custom.differentiate(ds, before, p)

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import ops, reference
+from cute_flash import ops, philox, reference
 from cute_flash.band import Band
 from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, Plan
@@ -48,15 +47,24 @@ class Extras(NamedTuple):
             assert self.max_logit.is_contiguous() and (self.max_logit == -torch.inf).all()
         if self.rng is not None and self.threshold is not None:
             assert self.rng.dtype == torch.int64 and self.rng.is_contiguous()
-            assert -(1 << 31) <= self.threshold < 1 << 31
+            assert 0 <= self.threshold < 1 << 31 and self.keep_scale is not None
 
-    def score(self, heads: int) -> reference.Score:
-        dropout = None
+    def score(self, heads: int, sequence: int | None = None) -> reference.Score:
+        """Of the batch, or of one sequence of a packed one."""
+        dropout, slopes = None, self.slopes
+        if sequence is not None and slopes is not None:
+            slopes = slopes[sequence : sequence + 1]
         if self.rng is not None and self.threshold is not None:
-            p = self.threshold % 2**32 / 2**32
-            dropout = Dropout(p, self.rng, heads)
-            assert dropout.scale == pytest.approx(self.keep_scale)
-        return reference.Score(self.softcap, self.slopes, self.sinks, dropout)
+            assert self.keep_scale is not None
+            dropout = dropped(self.threshold, self.keep_scale, self.rng, heads, sequence or 0)
+        return reference.Score(self.softcap, slopes, self.sinks, dropout)
+
+
+def dropped(threshold: int, keep_scale: float, rng: Tensor, heads: int, first: int = 0) -> Dropout:
+    """What a launch says of dropout, which agrees with itself."""
+    p = 1 - 1 / keep_scale
+    assert threshold == philox.threshold(p) * 0x10001, "in both halves"
+    return Dropout(p, rng, heads, first)
 
 
 @dataclass
@@ -117,7 +125,8 @@ class FakeGpu:
             q, score, most = launch.heads(launch.q), None, None
             if extras is not None:
                 score, most = extras.score(q.shape[1]), extras.max_logit
-            out, lse = reference.forward(q, launch.k, launch.v, band, launch.scale, score, most)
+            given = (q, launch.k, launch.v, band, launch.scale, score, most, launch.out.dtype)
+            out, lse = reference.forward(*given)
             launch.write(launch.out, out)
             launch.write(launch.lse, lse)
             self.launches.append(launch)
@@ -141,7 +150,8 @@ def check(launch: Launch) -> None:
         # 32-bit offsets within a tile of up to 512 rows.
         assert outer[-1] * 512 < 1 << 31
         assert tensor.data_ptr() % 16 == 0
-        assert str(tensor.dtype) == f"torch.{launch.plan.problem.dtype}"
+        is_float = tensor is launch.out and launch.plan.problem.features.out_dtype
+        assert str(tensor.dtype) == f"torch.{'float32' if is_float else launch.plan.problem.dtype}"
     assert launch.lse.dtype == torch.float32
     assert launch.lse.is_contiguous()
     assert 0 < launch.scale < math.inf

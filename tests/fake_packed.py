@@ -9,15 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import arch, loops, reference, work
+from cute_flash import arch, counters, loops, operands, packed_cuda, reference, work
+from cute_flash import compile as compiling
 from cute_flash.band import Band
 from cute_flash.plan import CompileKey, Plan
 from cute_flash.problem import Features
 from tests import packed_model
-from tests.fake_gpu import COUNTER
+from tests.fake_backward import Terms, slope_warps
+from tests.fake_gpu import COUNTER, Extras
 
 LOG2_E = math.log2(math.e)
 
@@ -59,13 +62,42 @@ class FakePacked:
         return next(args for name, args in reversed(self.calls) if name.startswith(prefix))
 
 
-def check_rows(key: CompileKey, *tensors: Tensor) -> None:
+def faked(name: str, monkeypatch: pytest.MonkeyPatch) -> FakePacked:
+    """In the place of a GPU; memory without a value is filled with what shows."""
+    fake = FakePacked(name)
+    monkeypatch.setattr(arch, "detect", fake.detect)
+    monkeypatch.setattr(compiling, "compiled", fake.compiled)
+    monkeypatch.setattr(compiling, "compiled_kernel", fake.compiled_kernel)
+    monkeypatch.setattr(counters, "counter", lambda index: (torch.zeros(1), COUNTER))
+    monkeypatch.setattr(operands, "current_device", lambda: None)
+    monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
+    monkeypatch.setattr(Tensor, "new_empty", _poisoned(Tensor.new_empty))
+    for maker in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, maker, _poisoned(getattr(torch, maker)))
+    monkeypatch.setattr(packed_cuda, "_launches", {})
+    monkeypatch.setattr(packed_cuda, "_bwd_launches", {})
+    return fake
+
+
+def _poisoned(make: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        x = make(*args, **kwargs)
+        return x.fill_(torch.nan if x.is_floating_point() else 1 << 20)
+
+    return made
+
+
+def check_rows(key: CompileKey, *tensors: Tensor, dtype: str | None = None) -> None:
     """What the kernels are compiled for: see `kernels/arguments.py`."""
     for x in tensors:
         row, head, element = x.stride()
         assert element == 1 and row % 8 == head % 8 == 0 and 0 <= row * 512 < 1 << 31
         assert x.data_ptr() % 16 == 0
-        assert str(x.dtype) == f"torch.{key.static.dtype}"
+        assert str(x.dtype) == f"torch.{dtype or key.static.dtype}"
+
+
+def out_dtype(key: CompileKey) -> str:
+    return "float32" if key.static.features.out_dtype else key.static.dtype
 
 
 def check_items(items: Tensor) -> None:
@@ -84,13 +116,15 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
     *arguments, items = rest
     arguments, extras = arguments[:-7], arguments[-7:]
     static = key.static
-    assert extras == [None] * 7, "plain attention"
+    asked = Extras(*extras)
+    asked.check(static.features)
     assert static.features.varlen and not static.features.seqused_k and not static.packs_heads
     is_sm80 = key.kernel == "fwd_sm80_general"
     assert len(arguments) == (1 if is_sm80 else 4)
     assert is_sm80 or arguments[-1] == COUNTER
     assert arguments[0] >= 1 and q.shape[1] % arguments[0] == 0, "sections of query heads"
-    check_rows(key, q, k, v, out)
+    check_rows(key, q, k, v)
+    check_rows(key, out, dtype=out_dtype(key))
     check_items(items)
     assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q)) and 0 < scale < math.inf
     band = Band(left if static.has_left else None, right if static.has_right else None)
@@ -98,7 +132,10 @@ def _forward(key, q, k, v, out, lse, scale, left, right, *rest) -> None:
         keys = slice(item.k_begin, item.k_begin + item.k_len)
         queries = slice(item.q_begin, item.q_begin + item.q_len)
         sequence = (x[span].transpose(0, 1)[None] for x, span in ((q, queries), (k, keys), (v, keys)))
-        found, found_lse = reference.forward(*sequence, band, scale)
+        score = asked.score(q.shape[1], item.sequence)
+        found, found_lse = reference.forward(
+            *sequence, band, scale, score, asked.max_logit, out_dtype=out.dtype
+        )
         first, tile_m = item.block * key.tile.tile_m, key.tile.tile_m
         rows = slice(item.q_begin + first, min(item.q_begin + first + tile_m, queries.stop))
         out[rows] = found[0, :, first : first + tile_m].transpose(0, 1)
@@ -129,10 +166,10 @@ def _blocks(key: CompileKey, item: packed_model.Item) -> slice:
 
 
 def _before(key, out, dout, lse, lse_log2, d, sums, turns, dlse, items) -> None:
-    assert key.static.features == Features(varlen=True)
+    assert key.static.features == Features(varlen=True, out_dtype=key.static.features.out_dtype)
     assert key.kernel.endswith("_dlse") == (dlse is not None)
     assert ("_ordered" in key.kernel) == (turns is not None)
-    check_rows(key, out, dout)
+    check_rows(key, out, dout, dtype=out_dtype(key))
     tile_m = key.tile.tile_m
     assert sums.shape[2] * tile_m == lse_log2.shape[2] == d.shape[2] and sums.shape[0] == 1
     for item in packed_model.read(items):
@@ -154,14 +191,16 @@ def _before(key, out, dout, lse, lse_log2, d, sums, turns, dlse, items) -> None:
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     *rest, items = rest
-    rest, terms = rest[:-6], rest[-6:]
-    assert terms == [None] * 6, "plain attention"
-    if key.kernel != "bwd_sm80_general":
-        turns, dk, dv, scale, left, right, section, num_blocks, counter = rest
-        assert num_blocks >= 1 and (turns is not None) == ("ordered" in key.kernel)
-        assert counter == (0 if "ordered" in key.kernel else COUNTER)
+    rest, terms = rest[:-6], Terms(*rest[-6:])
+    tile_n, batch = key.tile.tile_n, 0 if terms.slopes is None else len(terms.slopes)
+    terms.check(key, work.num_padded_blocks(len(k), tile_n, batch))
+    turns, dk, dv, scale, left, right, section, *grid = rest
+    assert (turns is not None) == ("ordered" in key.kernel)
+    if key.kernel.startswith("bwd_sm90"):
+        num_blocks, counter = grid
+        assert num_blocks >= 1 and counter == (0 if "ordered" in key.kernel else COUNTER)
     else:
-        dk, dv, scale, left, right, section = rest
+        assert grid == []
     assert section >= 1 and k.shape[1] % section == 0 and 0 < scale < math.inf
     check_rows(key, q, k, v, dout, dk, dv)
     check_items(items)
@@ -169,7 +208,7 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
     band = Band(left if static.has_left else None, right if static.has_right else None)
     group, rows_of_sums = q.shape[1] // k.shape[1], sums.view(*sums.shape[:2], -1, key.tile.head_dim)
     for item in packed_model.read(items):
-        first, tile_n = item.block * key.tile.tile_n, key.tile.tile_n
+        first = item.block * tile_n
         keys = slice(item.k_begin + first, item.k_begin + min(first + tile_n, item.k_len))
         queries = slice(item.q_begin, item.q_begin + item.q_len)
         padded = slice(_blocks(key, item).start, _blocks(key, item).start + item.q_len)
@@ -177,10 +216,24 @@ def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:
         K, V = (x[keys].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
         span = range(first, first + keys.stop - keys.start)
         seen = loops.visible(band, range(item.q_len), span, item.q_len, item.k_len, Q.device)
-        exponents = Q @ K.mT * scale * LOG2_E - lse_log2[0, :, padded, None]
-        P = exponents.exp2().masked_fill(~seen, 0)
-        dS = P * (dO @ V.mT - d[0, :, padded, None])
-        dv[keys] = (P.mT @ dO).unflatten(0, (-1, group)).sum(1).transpose(0, 1).to(dv.dtype)
+        S, slope_of_cap = terms.capped(Q @ K.mT * scale)
+        rows = torch.arange(item.q_len)[:, None]
+        distance = (rows + item.k_len - item.q_len - torch.arange(span.start, span.stop)).abs()
+        if terms.slopes is not None:
+            S = S - terms.slopes[item.sequence, :, None, None] * distance
+        P = (S * LOG2_E - lse_log2[0, :, padded, None]).exp2().masked_fill(~seen, 0)
+        one = range(item.sequence, item.sequence + 1)
+        Z = terms.factors(one, len(Q), range(item.q_len), span)
+        Z = Z if isinstance(Z, float) else Z[0]
+        dS = P * (Z * (dO @ V.mT) - d[0, :, padded, None])
+        if terms.dslopes is not None and item.q_len:
+            # All of it in one of the tile's parts.
+            warps, block = slope_warps(key), work.padded_block(item.k_begin, item.sequence, tile_n)
+            part = (block + item.block) * warps + item.block % warps
+            assert not terms.dslopes[0, :, part].any(), "two tiles in one place"
+            terms.dslopes[0, :, part] = -(dS * distance).sum(dim=(1, 2))
+        dS = dS * slope_of_cap
+        dv[keys] = ((P * Z).mT @ dO).unflatten(0, (-1, group)).sum(1).transpose(0, 1).to(dv.dtype)
         dk[keys] = (dS.mT @ Q * scale).unflatten(0, (-1, group)).sum(1).transpose(0, 1).to(dk.dtype)
         if item.q_len:
             rows_of_sums[0, :, padded, : q.shape[2]] += dS @ K

@@ -116,6 +116,7 @@ class Request:
         group, width_v = self.heads // self.heads_kv, self.head_dim_v or self.head_dim
         rows = (self.heads_kv, group * self.seqlen_q) if self.is_packed else (self.heads, self.seqlen_q)
         q, out = tensor(*rows, self.head_dim), tensor(*rows, width_v)
+        out = out.float() if "out_dtype" in self.features else out
         k, v = (tensor(self.heads_kv, self.seqlen_k, width) for width in (self.head_dim, width_v))
         return [q, k, v, out, torch.zeros(q.shape[:3])]
 

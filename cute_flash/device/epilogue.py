@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_flash.device.copies import RowTiles
+from cute_flash.device.mask import column_offset
 from cute_flash.device.softmax import THREADS_PER_ROW
 from cute_flash.device.views import as_mn
 
@@ -61,6 +62,27 @@ def raise_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
         largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
     if cute.arch.lane_idx() == 0 and largest > -Float32.inf:
         cute.arch.atomic_fmax(mMax.iterator + head, largest, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def store_floats(
+    acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr
+):
+    """Accumulators -> global memory in fp32. `where`: this thread, and rows of the tile that exist.
+
+    Pairs of columns: the four threads of a row write a whole sector of 32 bytes.
+    """
+    thread, rows_left = where
+    coords = as_mn(tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape)))
+    acc_mn, gO_8_bytes = as_mn(acc), cute.recast_tensor(gO, cutlass.Int64)
+    both = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(cute.size(acc_mn, mode=[0])):
+        row, first = coords[r, 0]
+        for c in cutlass.range_constexpr(0, cute.size(acc_mn, mode=[1]), 2):
+            both[0], both[1] = acc_mn[r, c], acc_mn[r, c + 1]
+            column = first + column_offset(c)
+            if row < rows_left and column < width:
+                gO_8_bytes[row, column // 2] = cute.recast_tensor(both, cutlass.Int64)[0]
 
 
 @cute.jit

@@ -5,8 +5,8 @@ holds i and i + 1 and those 8 further, of the keys one of j and j + 1 and that 8
 and of j + 1, lanes 4 apart, share the work: the first draws for query i, the second for i + 1, each for both
 keys, and they exchange what the other needs, 32 scores at a time.
 
-A step is one call: 2 rows and 4 columns of a thread. The steps are a loop, short enough to run beside the
-tensor cores, before the scores are there.
+A step is one call: 2 rows and 4 columns of a thread. Where there are few, they run side by side; more are a
+loop, short enough to run beside the tensor cores, before the scores are there.
 """
 
 from dataclasses import dataclass
@@ -36,31 +36,32 @@ class Kept:
     steps_of_row: cutlass.Constexpr
 
     @staticmethod
-    def draw(dropout: Dropout, place: Place) -> "Kept":
+    def draw(dropout: Dropout, place: Place, is_alone: bool) -> "Kept":
+        """`is_alone`: registers are left for several calls at a time."""
         rows, columns = (cute.size(as_mn(place.tScS), mode=[i]) for i in range(2))
         steps_of_row = columns // STEP_COLUMNS
         num = rows // 2 * steps_of_row
         kept = Kept(cute.make_rmem_tensor(-(-num // STEPS), Int32), steps_of_row)
-        kept.fill(dropout, place, num)
+        kept.fill(dropout, place, num, is_alone and num <= STEPS)
         return kept
 
     @cute.jit
-    def fill(self, dropout: Dropout, place: Place, num: cutlass.Constexpr):
+    def fill(self, dropout: Dropout, place: Place, num: cutlass.Constexpr, unrolls: cutlass.Constexpr):
         parity = place.row(0) % 2
         selector = Int32(OF_EVEN_KEY) if parity == 0 else Int32(OF_ODD_KEY)
         for w in cutlass.range_constexpr(cute.size(self.words)):
             first, last = STEPS * w, min(STEPS * (w + 1), num)
-            mine = self.drawn(dropout, place, (first, last), parity)
+            mine = self.drawn(dropout, place, (first, last, unrolls), parity)
             self.words[w] = chosen_bytes(
-                mine, self.of_neighbour(mine, dropout, place, (first, last)), selector
+                mine, self.of_neighbour(mine, dropout, place, (first, last, True)), selector
             )
 
     @cute.jit
     def drawn(self, dropout: Dropout, place: Place, steps: cutlass.Constexpr, parity: Int32) -> Int32:
         """For the even or the odd queries of some steps: low halves of even keys, high halves of odd ones."""
-        first, last = steps
+        first, last, unrolls = steps
         word = Int32(0)
-        for step in cutlass.range(first, last, unroll=1):
+        for step in cutlass.range(first, last, unroll=last - first if unrolls else 1):
             word = ((word >> STEP_BITS) & 0x0FFF0FFF) | (self.bits(dropout, place, step, parity) << 12)
         # Fewer steps than a word has room for stand at its beginning.
         missing = STEPS - (last - first)

@@ -31,6 +31,7 @@ class Order:
     seqlen_k: Int32
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
+    by_engine: cutlass.Constexpr = True  # the copy engine adds, whose accesses need fences of their own
 
     def turn(self, n_block: Int32, m_block: Int32, span: Sequence | None = None) -> Int32:
         """How many tiles of keys come before this one; `span`: of a packed batch."""
@@ -53,12 +54,14 @@ class Order:
                 write_only_types=[Int32],
                 read_only_args=[address],
             )
-        cute.arch.inline_ptx("fence.proxy.async.global;")
+        if cutlass.const_expr(self.by_engine):
+            cute.arch.inline_ptx("fence.proxy.async.global;")
 
     @cute.jit
     def pass_on(self, where: tuple, rank: Int32):
-        """By the thread whose additions are complete."""
-        cute.arch.inline_ptx("fence.proxy.async.global;")
+        """By the thread whose additions are complete, or, after a barrier, by one for all of a block."""
+        if cutlass.const_expr(self.by_engine):
+            cute.arch.inline_ptx("fence.proxy.async.global;")
         cute.arch.inline_ptx(
             "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[self._counter(where), rank + 1]
         )

@@ -63,20 +63,19 @@ class Dropout:
         return [kept_halves(draw, self.threshold) for draw in draws]
 
     @cute.jit
-    def drop(self, rP: cute.Tensor, place: "Place", steps: cutlass.Constexpr = None):
-        """P in 16 bits = 0 where it is dropped, seen as an operand, or some of its 16 columns."""
-        steps = range(cute.size(rP, mode=[2])) if steps is None else steps
-        packed = cute.recast_tensor(
-            cute.make_tensor(rP.iterator, cute.make_layout(cute.cosize(rP.layout))), Int32
-        )
+    def draw(self, rP: cute.Tensor, place: "Place") -> cute.Tensor:
+        """For P in 16 bits, seen as an operand, a mask of each register: all bits set of what is kept."""
+        masks = cute.make_rmem_tensor(cute.size(rP) // 2, Int32)
+        first_key = key_index(place.column(0))
         for m in cutlass.range_constexpr(cute.size(rP, mode=[1])):
             query = query_index(place.row(2 * m))
-            for k in cutlass.range_constexpr(steps.start, steps.stop):
-                masks = self.masks(place.sequence, query, key_index(place.column(0)) + Uint32(APART // 2 * k))
+            for k in cutlass.range_constexpr(cute.size(rP, mode=[2])):
+                key = first_key + Uint32(APART // 2 * k)
+                words = self.masks(place.sequence, query, key)
                 for half in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
-                        at = cute.crd2idx(((0, r, half), m, k), rP.layout) // 2
-                        packed[at] = packed[at] & masks[2 * r + half]
+                        masks[cute.crd2idx(((0, r, half), m, k), rP.layout) // 2] = words[2 * r + half]
+        return masks
 
 
 @dataclass(frozen=True)

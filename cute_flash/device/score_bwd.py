@@ -22,6 +22,7 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import pack, rederived
 from cute_flash.device.score import Score
+from cute_flash.device.sequence import Sequence
 from cute_flash.device.views import as_mn
 
 
@@ -32,7 +33,7 @@ class Terms:
     score: Score  # without the slopes; of a cap, the tangent
     heads: Int32
     slopes: cute.Tensor | None  # (B, H)
-    dslopes: cute.Tensor | None  # (B, H, parts of the sums)
+    dslopes: cute.Tensor | None  # (B, H, parts of the sums); of a packed batch (1, H, those of all)
     threshold: Int32 | None  # in both halves: draws below it are dropped
     keep_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
@@ -51,16 +52,16 @@ class Terms:
         if self.rng is not None:
             dropout = Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
             place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
-            kept = Kept.draw(dropout, place)
+            kept = Kept.draw(dropout, place, score.rate is None and score.slope_log2 is None)
         scores = BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
         return scores if self.written is None else self.written.block(scores, mask, head, batch, first_col)
 
     @cute.jit
-    def store_dslope(self, dslope: cute.Tensor, head: Int32, batch: Int32, part: Int32):
+    def store_dslope(self, dslope: cute.Tensor, head: Int32, span: Sequence, part: Int32):
         """A warp's part of the gradient of a head's slope; `dslope` begins anew."""
         whole = cute.arch.warp_reduction_sum(dslope[0])
         if cute.arch.lane_idx() == 0:
-            self.dslopes[batch, head, part] = whole
+            span.of(self.dslopes, head)[part] = whole
         dslope.fill(0.0)
 
 
@@ -84,7 +85,9 @@ class BlockScores:
     def cap(self, acc_S: cute.Tensor):
         """S -> t, before the mask"""
         if cutlass.const_expr(self.score.rate is not None):
-            self.score.apply_cap(acc_S)
+            # Beside slopes or draws there are no registers for both ways.
+            is_alone = self.score.slope_log2 is None and self.kept is None
+            self.score.apply_cap(acc_S, is_alone)
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):

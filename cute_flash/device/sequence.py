@@ -45,8 +45,12 @@ class Sequence:
         """Of a workspace in which every sequence is padded to whole blocks of queries."""
         return padded_block(self.q_begin, self.batch, tile_m) + m_block if self.is_packed else m_block
 
+    def k_block(self, n_block: Int32, tile_n: int) -> Int32:
+        """The same for keys."""
+        return padded_block(self.k_begin, self.batch, tile_n) + n_block if self.is_packed else n_block
+
     def padded_row(self, row: Int32, tile_m: int) -> Int32:
-        """Of the same workspace."""
+        """Of the workspace of queries."""
         return self.q_block(0, tile_m) * tile_m + row if self.is_packed else row
 
     @property

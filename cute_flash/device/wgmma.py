@@ -23,12 +23,16 @@ def start_gemm(
     rA: cute.Tensor,
     rB: cute.Tensor,
     accumulate: cutlass.Constexpr,
+    steps: cutlass.Constexpr = None,
 ):
-    """acc (+)= A B, one group of wgmma; registers may be touched again after the wait for it."""
+    """acc (+)= A B, one group of wgmma; registers may be touched again after the wait for it. `steps`: a
+    range of k-steps, where not all.
+    """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
-    for k in cutlass.range_constexpr(cute.size(rB, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+    steps = range(cute.size(rB, mode=[2])) if steps is None else steps
+    for k in cutlass.range_constexpr(steps.start, steps.stop):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > steps.start)
         cute.gemm(atom, acc, rA[None, None, k], rB[None, None, k], acc)
     warpgroup.commit_group()
 

@@ -14,6 +14,11 @@ from cute_flash.work import ITEM
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
+def out_dtype(static: Static):
+    """Of the output, and of its gradient as a caller gives it."""
+    return Float32 if static.features.out_dtype else DTYPES[static.dtype]
+
+
 def fake_tensors(static: Static) -> tuple[cute.Tensor, ...]:
     """q, k, v, out (B, H, S, D) with rows aligned to 16 bytes, and lse (B, H, Sq), compact."""
     batch, heads, heads_kv, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
@@ -25,18 +30,18 @@ def fake_tensors(static: Static) -> tuple[cute.Tensor, ...]:
         tensor(heads, seqlen_q, static.head_dim),
         tensor(heads_kv, seqlen_k, static.head_dim),
         tensor(heads_kv, seqlen_k, static.width_v),
-        tensor(heads, seqlen_q, static.width_v),
+        fake_rows(static, (batch, heads, seqlen_q, static.width_v), out_dtype(static)),
         fake_statistics(static, (batch, heads, seqlen_q)),
     )
 
 
-def fake_rows(static: Static, shape: tuple) -> cute.Tensor:
-    """(B, H, S, D), or (T, H, D), with rows aligned to 16 bytes."""
+def fake_rows(static: Static, shape: tuple, dtype=None) -> cute.Tensor:
+    """(B, H, S, D), or (T, H, D), with rows aligned to 16 bytes; in the dtype of q by default."""
     if static.features.varlen:
         _batch, heads, seqlen, width = shape
         shape = (seqlen, heads, width)
     strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-    return make_fake_tensor(DTYPES[static.dtype], shape, strides, assumed_align=16)
+    return make_fake_tensor(dtype or DTYPES[static.dtype], shape, strides, assumed_align=16)
 
 
 def fake_statistics(static: Static, shape: tuple, align: int = 4) -> cute.Tensor:

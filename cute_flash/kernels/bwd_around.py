@@ -12,13 +12,13 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.wgmma import make_mma
-from cute_flash.kernels.arguments import DTYPES, fake_items, fake_rows, fake_statistics
+from cute_flash.kernels.arguments import DTYPES, fake_items, fake_rows, fake_statistics, out_dtype
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.work import HEADER
 
-VECTOR = 8  # elements in 16 bytes
+VECTOR = 8  # elements in 16 bytes, or in 32 where they are fp32
 THREADS = 128
 
 
@@ -46,7 +46,7 @@ class BwdPreprocess:
 
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
-        self.dtype = DTYPES[static.dtype]
+        self.dtype = out_dtype(static)  # of O and dO
         # Where the main kernel may be launched before this one ends, and waits for its end by itself.
         self.is_followed_early = not isinstance(tile, BwdTile)
         vectors = -(-static.width_v // VECTOR)
@@ -62,7 +62,7 @@ class BwdPreprocess:
             return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
         def x():
-            return fake_rows(self.static, (batch, heads, seqlen, self.static.width_v))
+            return fake_rows(self.static, (batch, heads, seqlen, self.static.width_v), self.dtype)
 
         def rows():
             return fake_statistics(self.static, (batch, heads, seqlen))

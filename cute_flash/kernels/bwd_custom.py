@@ -111,6 +111,7 @@ class BwdSm80Custom(WithWritten, BwdSm80):
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
+        mCounters: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
@@ -132,7 +133,7 @@ class BwdSm80Custom(WithWritten, BwdSm80):
         items: cute.Tensor | None,
         stream: CUstream,
     ):
-        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV), (window_left, window_right)
+        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV), (window_left, window_right)
         general = softcap, slopes, dslopes, threshold, keep_scale, rng
         terms = self.terms(mQ, scale, general, (bias, tables, numbers, dbias, dtables, lists))
         self.launch(tensors, scale, bounds, section, terms, items, stream)

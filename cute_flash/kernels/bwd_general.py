@@ -25,7 +25,8 @@ def with_terms(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:
     softcap, slopes, _sinks, *dropout, _max_logit = fake_extras(plain[0], kernel.static.features)
     dslopes = None
     if slopes is not None:
-        shape = (*slopes.shape, cute.sym_int())
+        batch, heads = slopes.shape
+        shape = (cute.sym_int() if kernel.static.features.varlen else batch, heads, cute.sym_int())
         dslopes = make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4)
     items = fake_items() if kernel.static.features.varlen else None
     return (*plain, softcap, slopes, dslopes, *dropout, items, stream)
@@ -58,6 +59,7 @@ class BwdSm80General(WithTerms, BwdSm80):
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
+        mCounters: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
@@ -73,7 +75,7 @@ class BwdSm80General(WithTerms, BwdSm80):
         items: cute.Tensor | None,
         stream: CUstream,
     ):
-        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV), (window_left, window_right)
+        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV), (window_left, window_right)
         terms = self.terms(mQ, scale, softcap, slopes, dslopes, threshold, keep_scale, rng)
         self.launch(tensors, scale, bounds, section, terms, items, stream)
 

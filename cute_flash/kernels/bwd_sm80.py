@@ -29,30 +29,29 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cutlass.cute.runtime import make_fake_stream
-from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band
+from cute_flash.band import FAR, Band
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
 from cute_flash.device.ldmatrix import Operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.mods_bwd import WrittenScores
+from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.score_bwd import BlockScores, Terms
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_gradients
+from cute_flash.kernels.arguments import DTYPES, fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm80_loops import Loops
 from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
 from cute_flash.work import HEADER
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from layouts.smem import SmemTile
 
-SMEM_ALIGN = 1024
 FLOATS = 4  # in 16 bytes
 
 
@@ -62,8 +61,11 @@ def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
 
 
 class BwdSm80(Loops):
+    is_ordered = False  # see `bwd_sm80_ordered`
+
     def __init__(self, static: Static, tile: BwdTile):
         self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
+        self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
         self.is_written, self.is_listed = static.features.is_written, static.features.block_map
         self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
         self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
@@ -78,13 +80,15 @@ class BwdSm80(Loops):
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
+        ordered = "_ordered" if self.is_ordered else ""
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_bwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}"
+        return f"cute_flash_bwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
-        tensors = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        return (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
+        order = fake_counters(given[6]) if self.is_ordered else None
+        return (*given, order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -96,6 +100,7 @@ class BwdSm80(Loops):
         mLSE: cute.Tensor,
         mD: cute.Tensor,
         mdQ: cute.Tensor,
+        mCounters: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
@@ -104,7 +109,7 @@ class BwdSm80(Loops):
         section: Int32,
         stream: CUstream,
     ):
-        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV), (window_left, window_right)
+        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV), (window_left, window_right)
         self.launch(tensors, scale, bounds, section, None, None, stream)
 
     @cute.jit
@@ -119,7 +124,7 @@ class BwdSm80(Loops):
         stream: CUstream,
     ):
         """`mItems`: the list of tiles, of a packed batch."""
-        mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV = tensors
+        mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
         window_left, window_right = bounds
         tile, static = self.tile, self.static
         is_packed = static.features.varlen
@@ -128,10 +133,18 @@ class BwdSm80(Loops):
         batch, heads_kv, seqlen_k, _ = mK.shape
         num_n_blocks = mItems.shape[0] - HEADER if is_packed else cute.ceil_div(seqlen_k, tile.tile_n)
         row_elements = self.k_tile.copy_cols
+        band = Band(window_left if static.has_left else None, window_right if static.has_right else None)
+        turns = None
+        if cutlass.const_expr(self.is_ordered):
+            # A right bound that hides nothing: without one, ptxas is short of a register.
+            band = Band(band.left, Int32(FAR) if band.right is None else band.right)
+            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n, by_engine=False)
+        # The longest first; in order, the last: who is waited for must have begun.
+        descends = static.has_left or self.is_ordered
         params = Params(
             mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
-            Band(window_right if static.has_right else None, window_left if static.has_left else None),
-            None if is_packed else TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left),
+            Band(band.right, band.left), turns,
+            None if is_packed else TileOrder(num_n_blocks, heads_kv, batch, section, descends),
             WorkList(mItems, heads_kv, section) if is_packed else None,
             async_row_copy(tile.num_threads, row_elements, self.dtype),
             plain_row_copy(tile.num_threads, row_elements, self.dtype),
@@ -159,7 +172,7 @@ class BwdSm80(Loops):
         thread, _, _ = cute.arch.thread_idx()
         seqlen_q, seqlen_k = span.q_len, span.k_len
         first_row = n_block * tile.tile_n
-        shared = self._allocate()
+        shared = Shared.allocate(tile, self.dtype, self.k_tile, self.q_tile, self.s_tile)
         main = self._main(p, shared, span, thread, first_row)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
@@ -172,8 +185,8 @@ class BwdSm80(Loops):
         if cutlass.const_expr(self.is_listed):
             has_blocks = p.terms.written.lists.num(batch, head_kv, n_block) > 0
         if has_blocks:
-            rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
             for i, mX in enumerate((p.mK, p.mV)):
+                rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.widths[i])
                 gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
                 rows.load(gX, shared.sKV[None, None, i], seqlen_k - first_row, True)
             if cutlass.const_expr(self.is_listed):
@@ -184,26 +197,11 @@ class BwdSm80(Loops):
         main.acc_dK.store(main.acc_dK.load() * p.scale)
         if cutlass.const_expr(self.static.features.dropout):
             main.acc_dV.store(main.acc_dV.load() * p.terms.keep_scale)
-        rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.mma_kv, rows, thread, seqlen_k - first_row)
+        rows_left = seqlen_k - first_row
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
+            rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.widths[i])
             gX = row_tile(span.of(mX, head_kv), span.k_row(first_row), tile.tile_n, tile.head_dim)
-            epilogue.store(acc, shared.sKV[None, None, i], gX)
-
-    def _allocate(self) -> Shared:
-        smem, tile = SmemAllocator(), self.tile
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
-        return Shared(
-            allocate(self.k_tile, 2),
-            allocate(self.q_tile, 2 * tile.stages),
-            allocate(self.s_tile, 1 if tile.keeps_p else 2),
-            smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
-        )
+            Epilogue(p.mma_kv, rows, thread, rows_left).store(acc, shared.sKV[None, None, i], gX)
 
     def _main(self, p: Params, shared: Shared, span: Sequence, thread: Int32, first_row: Int32) -> Main:
         tile = self.tile
@@ -228,9 +226,9 @@ class BwdSm80(Loops):
         """Start the copies of a block of Q and dO, and of the statistics of its rows."""
         m_block, head, _batch = where
         tile, shared, span, thread = self.tile, main.shared, main.span, rederived(main.thread)
-        loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
+            loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.widths[i])
             gX = row_tile(span.of(mX, head), span.q_row(first), tile.tile_m, tile.head_dim)
             sX = shared.sQdO[None, None, stage + i * tile.stages]
             loader.load(gX, sX, span.q_len - first, True)
@@ -273,7 +271,8 @@ class BwdSm80(Loops):
         if cutlass.const_expr(self.is_written):
             scores.prepare()
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
-        self.gemm(p.mma_s, acc_S, main.k, main.q, stage)
+        of_keys, of_values = self.static.k_steps
+        self.gemm(p.mma_s, acc_S, main.k, main.q, stage, of_keys)
         if cutlass.const_expr(scores is not None):
             scores.cap(acc_S)
         if is_cut:
@@ -305,7 +304,7 @@ class BwdSm80(Loops):
             main.p_landing.store(rP)
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
-        self.gemm(p.mma_s, acc_dP, main.v, main.do, stage)
+        self.gemm(p.mma_s, acc_dP, main.v, main.do, stage, of_values)
         d, dP_mn = self.of_columns(p, main, stage + tile.stages), as_mn(acc_dP)
         if cutlass.const_expr(scores is not None):
             if cutlass.const_expr(scores.keeps_tangent or (self.is_written and scores.keeps_score)):
@@ -337,10 +336,14 @@ class BwdSm80(Loops):
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
         self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
+        if cutlass.const_expr(self.is_ordered):
+            self.wait_turn(p, main, m_block, head)
         gdQ = main.span.of(p.mdQ, head)[main.span.q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
             target = gdQ.iterator + (i * tile.num_threads + main.thread)  # 128 bytes of a warp side by side
             cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
+        if cutlass.const_expr(self.is_ordered):
+            self.pass_turn(p, main, m_block, head)
 
     def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:
         acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
@@ -372,15 +375,18 @@ class BwdSm80(Loops):
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
-    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage):
+    def gemm(
+        self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage, steps=None
+    ):
         """acc += A B, with A in registers or, like B, in shared memory; of what is staged only B changes.
+        `steps`: a range of k-steps, where not all.
 
         Loads stand right before their use: ptxas hoists them as far as registers allow.
         """
         a = a.rederived() if isinstance(a, Operand) else a
         b = b.rederived()
         rA = a.fragment if isinstance(a, Operand) else a
-        for k in range(cute.size(b.fragment, mode=[2])):
+        for k in range(cute.size(b.fragment, mode=[2])) if steps is None else steps:
             if isinstance(a, Operand):
                 a.load_k(k, 0)
             b.load_k(k, stage)

@@ -34,15 +34,17 @@ class Loops:
             next_head = head + 1 if is_last_of_head else head
             following = (next_block, next_head, batch)
             self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
-            self.end_head(p, main, head, batch, is_last_of_head)
+            self.end_head(p, main, head, is_last_of_head)
             m_block, head, left = next_block, next_head, left - 1
 
     @cute.jit
-    def end_head(self, p: Params, main: Main, head: Int32, batch: Int32, is_last_of_head):
+    def end_head(self, p: Params, main: Main, head: Int32, is_last_of_head):
         if cutlass.const_expr(main.dslope is not None):
             if is_last_of_head:
-                part = main.first_row // self.tile.tile_n * self.tile.num_warps + main.thread // 32
-                p.terms.store_dslope(main.dslope, head, batch, part)
+                n_block = main.first_row // self.tile.tile_n
+                block = main.span.k_block(n_block, self.tile.tile_n)
+                part = block * self.tile.num_warps + main.thread // 32
+                p.terms.store_dslope(main.dslope, head, main.span, part)
 
     @cute.jit
     def over_list(self, p: Params, main: Main, blocks: BlockRange, place: tuple):
@@ -66,5 +68,5 @@ class Loops:
                 p, main, (m_block, head, batch), left, is_cut,
                 (following.m_block, first_head + following.head, batch), entry.is_partial,
             )  # fmt: skip
-            self.end_head(p, main, head, batch, entry.is_last)
+            self.end_head(p, main, head, entry.is_last)
             left, bits = left - 1, next_bits

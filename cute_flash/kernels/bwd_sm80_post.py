@@ -12,7 +12,8 @@ from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.kernels.bwd_around import BwdPostprocess
-from cute_flash.kernels.bwd_sm80 import SMEM_ALIGN, dq_grid
+from cute_flash.kernels.bwd_sm80 import dq_grid
+from cute_flash.kernels.bwd_sm80_shared import SMEM_ALIGN
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
 from cute_flash.work import HEADER

@@ -4,12 +4,18 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band
 from cute_flash.device.ldmatrix import Landing, Operand
+from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import Sequence, WorkList
+from cute_flash.tiles_bwd import BwdTile
+from layouts.smem import SmemTile, byte_swizzle, to_cute
+
+SMEM_ALIGN = 1024
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Params:
     scale: Float32
     scale_log2: Float32
     band: Band  # of keys over queries: left and right change places
+    turns: Order | None  # where tiles of keys add in order
     order: TileOrder | None
     work: WorkList | None  # of a packed batch
     copy_in: cute.TiledCopy
@@ -48,6 +55,22 @@ class Shared:
     sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
     sdSP: cute.Tensor  # (tile_n, tile_m, dS or P)
     sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
+
+    @staticmethod
+    def allocate(tile: BwdTile, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "Shared":
+        smem = SmemAllocator()
+
+        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
+            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
+            affine = to_cute(one.staged(stages).layout)
+            return smem.allocate_tensor(dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
+
+        return Shared(
+            allocate(k, 2),
+            allocate(q, 2 * tile.stages),
+            allocate(s, 1 if tile.keeps_p else 2),
+            smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
+        )
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.score_bwd import Terms
-from cute_flash.device.sequence import WorkList, unpacked
+from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
@@ -106,7 +106,7 @@ class BwdSm90:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         ordered = "_ordered" if self.is_ordered else ""
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_bwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
+        return f"cute_flash_bwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
@@ -319,8 +319,8 @@ class BwdSm90:
             shared.q.release_by_all(last)
         cute.arch.sync_warp()
         shared.k.release(tile.count)
-        self.write(p.mdV, main.acc_dV, tile, main, p, self.dv_factor(p))
-        self.write(p.mdK, main.acc_dK, tile, main, p, p.scale)
+        self.write(p.mdV, self.static.width_v, main.acc_dV, tile, main, p, self.dv_factor(p))
+        self.write(p.mdK, self.static.head_dim, main.acc_dK, tile, main, p, p.scale)
 
     @cute.jit
     def one_block(
@@ -354,7 +354,8 @@ class BwdSm90:
             shared.q.release_by_all(fill - 1)
         # S^T = K Q^T, beside which dQ leaves
         shared.q.wait_full(fill)
-        start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False)
+        of_keys, of_values = self.static.k_steps
+        start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False, of_keys)
         if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
             shared.ds.release(fill - 2)
@@ -363,7 +364,7 @@ class BwdSm90:
             self.stage_ds(p, main, rdS, fill - 1)
         # dP^T = V dO^T
         shared.do.wait_full(fill)
-        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False)
+        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False, of_values)
         main.turns.pass_on()
         if cutlass.const_expr(blocks_before > 0):
             # Only now: the products need not wait until all have seen the stores.
@@ -430,8 +431,10 @@ class BwdSm90:
 
     @cute.jit
     def store_dslope(self, p: Params, main: Main, tile: Tile, head: Int32):
-        part = (tile.n_block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
-        p.terms.store_dslope(main.dslope, head, tile.batch, part)
+        span = self.span(p, main, tile)
+        block = span.k_block(tile.n_block, self.tile.tile_n)
+        part = (block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
+        p.terms.store_dslope(main.dslope, head, span, part)
 
     @cute.jit
     def following(self, p: Params, main: Main, tile: Tile, place: tuple):
@@ -552,22 +555,35 @@ class BwdSm90:
         """After a fence."""
         cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
 
+    def span(self, p: Params, main: Main, tile: Tile) -> Sequence:
+        """That of a packed batch is read again, not kept in registers."""
+        return tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+
     @cute.jit
-    def write(self, mX: cute.Tensor, acc: cute.Tensor, tile: Tile, main: Main, p: Params, factor: Float32):
+    def write(
+        self,
+        mX: cute.Tensor,
+        width: cutlass.Constexpr,
+        acc: cute.Tensor,
+        tile: Tile,
+        main: Main,
+        p: Params,
+        factor: Float32,
+    ):
+        """dK or dV, as far as it has rows and columns."""
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        # That of a packed batch is read again, not kept in registers until now.
-        span = tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+        span = self.span(p, main, tile)
         gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
-        store_rows(packed, gX, as_mn(tXcX), self.static.head_dim, span.k_len - first_row)
+        store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
 
 
 class BwdSm90Ordered(BwdSm90):

@@ -45,7 +45,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band
+from cute_flash.band import FAR, Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
@@ -67,8 +67,8 @@ from cute_flash.tiles_bwd import BwdTileSm90Wide
 # Named barriers; 0 is the one of all threads.
 FIRST_FREE, WRITTEN, FIRST_OUTPUT, P_WRITTEN = 1, 3, 4, 6
 HALVES = 2
-# More than any row can look ahead.
-FAR = 1 << 29
+# Of a product over columns: with fewer, ptxas would let every product wait for the one before.
+LEAST_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,14 @@ class BwdSm90Wide:
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
+        # Of S and dP, whose widths may differ.
+        self.steps = tuple(None if x is None else range(max(len(x), LEAST_STEPS)) for x in static.k_steps)
 
     @property
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_bwd_sm90_wide_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        return f"cute_flash_bwd_sm90_wide_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
     def fake_arguments(self) -> tuple:
         *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
@@ -418,14 +420,16 @@ class BwdSm90Wide:
         """S = Q K^T"""
         ring = main.shared.q
         ring.wait_full(fill)
-        start_gemm(p.mma_s, main.acc_S, main.rQ[None, None, None, ring.stage(fill)], main.rK, False)
+        rQ = main.rQ[None, None, None, ring.stage(fill)]
+        start_gemm(p.mma_s, main.acc_S, rQ, main.rK, False, self.steps[0])
 
     @cute.jit
     def start_dp(self, p: Params, main: Main, fill: Int32):
         """dP = dO V^T"""
         ring = main.shared.do
         ring.wait_full(fill)
-        start_gemm(p.mma_s, main.acc_dP, main.rdO[None, None, None, ring.stage(fill)], main.rV, False)
+        rdO = main.rdO[None, None, None, ring.stage(fill)]
+        start_gemm(p.mma_s, main.acc_dP, rdO, main.rV, False, self.steps[1])
 
     @cute.jit
     def start_dv(self, p: Params, main: Main, fill: Int32, half: cutlass.Constexpr):
@@ -542,10 +546,23 @@ class BwdSm90Wide:
         if cute.arch.make_warp_uniform(main.thread // 32) == 0:
             where = (tile.n_block, tile.head_kv, tile.batch, main.wg)
             with cute.arch.elect_one():
-                for tiles, sX in ((p.dv, shared.sV), (p.dk, shared.sK)):
-                    tiles.store(cute.local_tile(sX, (tiles.rows, tiles.cols), (0, main.wg)), *where)
+                self.send(p.dv, shared.sV, self.static.width_v, where)
+                self.send(p.dk, shared.sK, self.static.head_dim, where)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def send(self, tiles: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, where: tuple):
+        """A warpgroup's columns, where `width` goes so far: of a matrix that ends before, they have no place
+        of their own, and would land on the first.
+        """
+        wg = where[3]
+        sY = cute.local_tile(sX, (tiles.rows, tiles.cols), (0, wg))
+        if cutlass.const_expr(width > tiles.cols):
+            tiles.store(sY, *where)
+        else:
+            if wg == 0:
+                tiles.store(sY, *where)
 
     @cute.jit
     def stage_output(self, main: Main, accs: tuple, sX: cute.Tensor, factor: Float32):

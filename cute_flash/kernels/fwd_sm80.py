@@ -21,6 +21,8 @@ map names the blocks of keys, the full ones first.
 |---------------|---------------------------|----------------------------------------------|
 | sQ            | tile_m x tile_d           | whole tile; O passes through it at the end   |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
+
+Values of another width than keys share a tile as wide as both: what either lacks is filled with zeros.
 """
 
 from dataclasses import replace
@@ -35,7 +37,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_flash.band import Band
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_lse
+from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_floats, store_lse
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Place
 from cute_flash.device.ptx import rederived
@@ -66,7 +68,7 @@ class FwdSm80:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm80_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
+        return f"cute_flash_fwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
@@ -173,8 +175,9 @@ class FwdSm80:
         wants_largest, is_exact = p.extras.max_logit is not None, self.static.features.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
+        load_k = replace(load_q, tile_rows=tile.tile_n)
         main = Main(
-            RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.static.head_dim),
+            load_k, replace(load_k, head_dim=self.static.width_v),
             gK, gV, sK, sV,
             *operands(tile, p.tiled_mma, thread, sQ, sK, sV),
             p.tiled_mma, acc_O, softmax,
@@ -199,12 +202,14 @@ class FwdSm80:
         gLSE = cute.domain_offset((first_row,), span.of(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
         softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.keep_scale)
-        store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
-        epilogue = Epilogue(p.tiled_mma, store_rows, thread, rows_left)
         store_lse(lse, gLSE, tScS, thread, rows_left)
         if cutlass.const_expr(p.extras.max_logit is not None):
             raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
-        epilogue.store(acc_O, sQ[None, None, 0], gO)
+        if cutlass.const_expr(self.static.features.out_dtype):
+            store_floats(acc_O, gO, p.tiled_mma, (thread, rows_left), self.static.width_v)
+        else:
+            store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
+            Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
 
     def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
         if p.extras.lists is None:
@@ -276,16 +281,19 @@ class FwdSm80:
     @cute.jit
     def load_block(self, main: Main, n_block: Int32, fill: Int32, is_last: cutlass.Constexpr):
         """Start the copies of key block `n_block`: K, and V too where it has a buffer to wait in."""
-        self.load_tile((main, main.gK, main.sK), n_block, fill, is_last)
+        self.load_tile(main, (main.load_k, main.gK, main.sK), n_block, fill, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
-            self.load_tile((main, main.gV, main.sV), n_block, fill, is_last)
+            self.load_values(main, n_block, fill, is_last)
 
     @cute.jit
-    def load_tile(self, what: tuple, n_block: Int32, fill: Int32, is_last: cutlass.Constexpr):
-        main, gX, sX = what
+    def load_values(self, main: Main, n_block: Int32, fill: Int32, is_last: cutlass.Constexpr):
+        self.load_tile(main, (main.load_v, main.gV, main.sV), n_block, fill, is_last)
+
+    @cute.jit
+    def load_tile(self, main: Main, what: tuple, n_block: Int32, fill: Int32, is_last: cutlass.Constexpr):
+        loader, gX, sX = what
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
-        loader = main.loader
         if cutlass.const_expr(self.static.features.weight > 0):
             # Beside other work no register is left to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
@@ -307,7 +315,7 @@ class FwdSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 1):
-            self.load_tile((main, main.gV, main.sV), n_block, fill, masked or listed is not None)
+            self.load_values(main, n_block, fill, masked or listed is not None)
             cute.arch.cp_async_commit_group()
         bias = None
         if cutlass.const_expr(written is not None):
@@ -329,8 +337,10 @@ class FwdSm80:
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(main.head.score is not None):
-            # Whether all scores are near 0 is asked of a warp's rows together.
-            looks_near = not self.static.features.batch_invariant
+            # A window's bounds take the registers that the polynomial of a softcap needs; whether all scores
+            # are near 0 is asked of a warp's rows together.
+            is_window = self.static.has_left and self.static.has_right
+            looks_near = not (masked or is_window or self.static.features.batch_invariant)
             main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n, looks_near)
         if cutlass.const_expr(written is not None):
             written.transform(as_mn(acc_S), main.mask, n_block * tile.tile_n, bias)
@@ -342,7 +352,9 @@ class FwdSm80:
         rP.store(acc_S.load().to(self.dtype))
         if cutlass.const_expr(main.dropout is not None):
             place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
-            main.dropout.drop(as_operand_a(rP), place)
+            masks, packed = main.dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
+            for i in cutlass.range_constexpr(cute.size(packed)):
+                packed[i] = packed[i] & masks[i]
 
         # O += P V
         gemm_rs(main.tiled_mma, main.acc_O, as_operand_a(rP), main.v, stage)

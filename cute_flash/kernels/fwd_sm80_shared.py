@@ -47,7 +47,8 @@ class Params:
 class Main:
     """What one block of the main loop works on."""
 
-    loader: RowTiles
+    load_k: RowTiles
+    load_v: RowTiles
     gK: cute.Tensor  # (Sk, head_dim) of this head
     gV: cute.Tensor
     sK: cute.Tensor  # (tile_n, tile_d, stage)

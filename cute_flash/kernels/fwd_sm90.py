@@ -40,7 +40,7 @@ from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import raise_max_logit, store_lse, store_rows
+from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rows
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
@@ -119,7 +119,7 @@ class FwdSm90:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
         features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm90_d{s.head_dim}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
+        return f"cute_flash_fwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
 
     def fake_arguments(self) -> tuple:
         scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))
@@ -173,7 +173,7 @@ class FwdSm90:
             tiles.of(load, mQ, self.shapes.q),
             tiles.of(load, mK, self.shapes.k),
             tiles.of(load, mV, self.shapes.v),
-            tiles.of(store, mO, self.shapes.o),
+            None if static.features.out_dtype else tiles.of(store, mO, self.shapes.o),
             mO,
             mLSE,
             seqlen_q,
@@ -324,7 +324,7 @@ class FwdSm90:
         if tile.walk.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S, (first, bias))
-        self.round(main, tile, acc_S, first, range(self.shapes.steps))
+        self.round(main, acc_S, self.draw(main, tile, first), range(self.shapes.steps))
 
     def first_of(self, main: Main, tile: Tile) -> Int32:
         """The first block of a tile, whose K is there."""
@@ -344,23 +344,30 @@ class FwdSm90:
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
-    def round(self, main: Main, tile: Tile, acc_P: cute.Tensor, n_block: Int32, steps: cutlass.Constexpr):
-        """P in the inputs' type, and 0 where dropout says so; the sums are taken before."""
+    def draw(self, main: Main, tile: Tile, n_block: Int32):
+        """What dropout keeps of a block's P, if it is asked for: known before the scores are."""
+        if cutlass.const_expr(main.dropout is None):
+            return None
+        # Where all tiles begin with the same block, its counters would be kept over all of them.
+        first_column = rederived(n_block * self.tile.tile_n)
+        place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
+        return main.dropout.draw(as_operand_a(main.rP), place)
+
+    @cute.jit
+    def round(self, main: Main, acc_P: cute.Tensor, masks: cute.Tensor | None, steps: cutlass.Constexpr):
+        """P in the inputs' type, and 0 where it is dropped; the sums are taken before."""
         convert(acc_P, main.rP, steps)
-        if cutlass.const_expr(main.dropout is not None):
-            first_column = n_block * self.tile.tile_n
-            place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
-            main.dropout.drop(as_operand_a(main.rP), place, steps)
+        if cutlass.const_expr(masks is not None):
+            packed = cute.recast_tensor(main.rP, Int32)
+            for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
+                packed[i] = packed[i] & masks[i]
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
         """Blocks from the second: cut, whole, cut. Bound on one side only, tiles end with the cut ones."""
         walk, static = tile.walk, self.static
-        # Where every maximum is asked for, sums say nothing more; P is not made again where it would be drawn
-        # again beside accumulators that leave no registers.
-        has_room = not static.features.dropout or self.tile.width_v <= 64
-        needs_maxima = static.features.return_max_logit or static.features.batch_invariant
-        may_check = has_room and not needs_maxima
+        # Where every maximum is asked for, sums say nothing more.
+        may_check = self.shapes.may_check_sums
         checks_sums = self.tile.checks_sums and may_check
         # A cap has two ways, of which it is enough to have one copy.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
@@ -396,10 +403,11 @@ class FwdSm90:
         shared.v.wait_full(fill - 1)
         self.start_pv(main, fill - 1)
         main.turns.pass_on()
-        warpgroup.wait_group(1)
-        shared.k.release(fill)
         if cutlass.const_expr(n_block is None):
             n_block = tile.walk.block(i)
+        masks = self.draw(main, tile, n_block)
+        warpgroup.wait_group(1)
+        shared.k.release(fill)
         # Whether all are near 0 is asked of a warp's rows together.
         looks_near = masked is not True and not self.static.features.batch_invariant
         scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
@@ -430,9 +438,9 @@ class FwdSm90:
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.round(main, tile, acc_P, n_block, early)
+        self.round(main, acc_P, masks, early)
         softmax.exponentiate_steps(*views, late, maybe_empty)
-        self.round(main, tile, acc_P, n_block, late)
+        self.round(main, acc_P, masks, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
@@ -442,7 +450,7 @@ class FwdSm90:
                     softmax.raise_max(block_max, as_mn(main.acc_O))
                     block_sum.fill(0.0)
                     softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                    self.round(main, tile, acc_P, n_block, range(self.shapes.steps))
+                    self.round(main, acc_P, masks, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
@@ -482,7 +490,7 @@ class FwdSm90:
         self.close(p, main, tile)
         self.write_lse(p, main, tile)
         if cutlass.const_expr(self.tile.q_stages > 1):
-            self.hand_over(main, tile)
+            self.hand_over(p, main, tile)
         else:
             self.store_directly(p, main, tile)
 
@@ -508,9 +516,9 @@ class FwdSm90:
         self.write_lse(p, main, tile)
         warpgroup.wait_group(0)
         shared.v.release(last)
-        self.hand_over(main, tile)
+        self.hand_over(p, main, tile)
         main.acc_O.fill(0.0)
-        self.round(main, following, acc_S, first, range(self.shapes.steps))
+        self.round(main, acc_S, self.draw(main, following, first), range(self.shapes.steps))
 
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):
@@ -548,28 +556,46 @@ class FwdSm90:
     @cute.jit
     def store_directly(self, p: Params, main: Main, tile: Tile):
         """O / l -> global memory; the stage of Q is being filled for the next tile."""
-        rO = self.output(main)
         first_row, span = tile.mask.first_row, self._span(p, main, tile)
         gO = span.of(p.mO, tile.head)
         gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
+        if cutlass.const_expr(self.static.features.out_dtype):
+            main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
+            where = (self.thread(main), span.q_len - first_row)
+            store_floats(main.acc_O, gO, main.mma_pv, where, self.static.width_v)
+        else:
+            self.store_rounded(main, gO, span.q_len - first_row)
+
+    @cute.jit
+    def store_rounded(self, main: Main, gO: cute.Tensor, rows_left: Int32):
+        rO = self.output(main)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
         tOcO = main.mma_pv.get_slice(self.thread(main)).partition_C(coords)
         # A pair of columns is one register: (2 rows, n8 tiles)
         packed = cute.make_tensor(
             cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
         )
-        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, span.q_len - first_row)
+        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, rows_left)
 
     @cute.jit
-    def hand_over(self, main: Main, tile: Tile):
-        """O / l -> the stage of Q in the output's type, visible to the copy engine."""
+    def hand_over(self, p: Params, main: Main, tile: Tile):
+        """O / l -> the stage of Q in the output's type, visible to the copy engine; in fp32 it has no room
+        there, and only the stage is given back.
+        """
+        if cutlass.const_expr(self.static.features.out_dtype):
+            self.store_directly(p, main, tile)
+        else:
+            self.stage_output(main, tile)
+        cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
+
+    @cute.jit
+    def stage_output(self, main: Main, tile: Tile):
         rO = self.output(main)
         sO = main.shared.output_stage(main.warpgroup, tile.count)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
         copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(self.thread(main))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
 
     @cute.jit
     def start_qk(self, main: Main, q_fill: Int32, fill: Int32):

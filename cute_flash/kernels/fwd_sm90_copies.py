@@ -101,11 +101,13 @@ def store(p: Params, shared: Shared):
         for w in cutlass.range_constexpr(num):
             if cutlass.const_expr(w > 0):
                 wait_output(shared, count, w)
+            if cutlass.const_expr(p.o is not None):
+                with cute.arch.elect_one():
+                    p.o.store(shared.output_stage(w, count), m_block * num + w, head, span.queries)
+                    cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(p.o is not None):
             with cute.arch.elect_one():
-                p.o.store(shared.output_stage(w, count), m_block * num + w, head, span.queries)
-                cute.arch.cp_async_bulk_commit_group()
-        with cute.arch.elect_one():
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
         shared.release_q(count)
         count += 1
         wait_output(shared, count, 0)

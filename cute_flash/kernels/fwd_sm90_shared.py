@@ -19,7 +19,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.extras import Extras
 from cute_flash.problem import Static
-from cute_flash.tiles import MEDIUM, FwdTileSm90
+from cute_flash.tiles import HEAVY, FwdTileSm90
 from layouts.kernels import sm90_tiles
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
@@ -60,7 +60,7 @@ class Shapes:
         the fewest registers.
         """
         features = self.static.features
-        return not (features.is_written and (features.block_map or self.static.weight > MEDIUM))
+        return not (features.is_written and (features.block_map or self.static.weight > HEAVY))
 
     @property
     def draws_tiles(self) -> bool:
@@ -75,7 +75,25 @@ class Shapes:
     @property
     def early_steps(self) -> int:
         """Those that have their exponentials before the wait for O: as many as registers and time allow."""
+        if self.has_more_to_do and self.tile.num_warpgroups < 3:
+            return self.steps
         return 1 if self.tile.num_warpgroups == 3 else self.steps // 3
+
+    @property
+    def has_more_to_do(self) -> bool:
+        """With every score than plain attention has."""
+        features = self.static.features
+        return features.softcap or features.alibi or features.dropout
+
+    @property
+    def may_check_sums(self) -> bool:
+        """Instead of maxima. That keeps S beside P, for which there is room beside narrow outputs only, or
+        where the compiler may choose how much of P is made before O is complete. Where all maxima are asked
+        for, sums say nothing more.
+        """
+        is_narrow, features = self.tile.width_v <= 64, self.static.features
+        needs_maxima = features.return_max_logit or features.batch_invariant
+        return (is_narrow or not self.has_more_to_do) and not needs_maxima
 
     @property
     def q(self) -> SmemTile:
@@ -102,7 +120,7 @@ class Params:
     q: TmaTiles | RaggedTiles  # (64, tile_d)
     k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
     v: TmaTiles | RaggedTiles
-    o: TmaTiles | RaggedTiles
+    o: TmaTiles | RaggedTiles | None  # None: from registers
     mO: cute.Tensor  # (B, H, Sq, D), or packed: (1, H, T, D)
     mLSE: cute.Tensor  # (B, H, Sq)
     seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed

@@ -30,6 +30,8 @@ GATES: list[Gate] = [
     ("sm80", "sm_80", 128, CAUSAL, ALL, False),
     ("sm80", "sm_86", 256, FULL, ALL, False),
     ("sm80", "sm_90", 256, WINDOW, ALL, False),
+    ("sm80", "sm_90", 256, CAUSAL, ALL, True),
+    ("sm80", "sm_80", 128, FULL, ("softcap",), True),
 ]
 
 
@@ -76,6 +78,10 @@ CAPTURED = [
     ("sm_90", 128, False, ALL, "bwd_sm90_general"),
     ("sm_90", 64, True, ("alibi", "dropout"), "bwd_sm90_ordered_general"),
     ("sm_80", 256, False, ("softcap", "sinks"), "bwd_sm80_general"),
+    ("sm_90", 64, False, ("varlen", "alibi", "sinks"), "bwd_sm90_general"),
+    ("sm_80", 64, False, ("varlen", "alibi", "dropout"), "bwd_sm80_general"),
+    ("sm_80", 128, True, ("softcap",), "bwd_sm80_ordered_general"),
+    ("sm_90", 256, True, (), "bwd_sm80_ordered"),
 ]
 
 
@@ -91,14 +97,16 @@ def test_kernels_take_what_the_host_path_gives(
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    before, main, after = json.loads(done.stdout)
+    *prepare, before, main, after = json.loads(done.stdout)
+    is_packed = "varlen" in names
+    assert [name for name, *_ in prepare] == ["prepare_bwd"] * is_packed
     assert before[0].startswith("bwd_preprocess") and after[0].startswith("bwd_postprocess")
     assert main[0] == kernel
     features = Features(**dict.fromkeys(names, True))
-    the_plan = bwd_plan(
-        Problem(2, 4, 2, 300, 500, head_dim, "bfloat16", Band(50, 0), features=features),
-        ARCHS[arch],
-        is_ordered,
-    )
+    lengths = (600, 1000) if is_packed else (300, 500)
+    problem = Problem(2, 4, 2, *lengths, head_dim, "bfloat16", Band(50, 0), features=features)
+    the_plan = bwd_plan(problem, ARCHS[arch], is_ordered)
     blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
-    assert main[1:] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1], the_plan.tile.smem_bytes]
+    assert main[1:3] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1]]
+    # What a told tile takes more than one of a batch.
+    assert main[3] - the_plan.tile.smem_bytes in ((0, 32) if is_packed else (0,))

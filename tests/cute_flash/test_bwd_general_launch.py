@@ -118,12 +118,15 @@ def test_whatever_decides_a_launch_is_in_the_signature(gpu: FakeBackward) -> Non
 
 
 def test_ordered_where_asked_for(gpu: FakeBackward) -> None:
-    if gpu.name == "sm_80":
-        with pytest.raises(UnsupportedError, match=r"deterministic gradients with softcap and alibi and"):
-            run(inputs(), ALL, deterministic=True)
-        return
     run(inputs(), ALL, deterministic=True)
-    assert gpu.bwd_plans[-1].main.kernel == "bwd_sm90_ordered_general"
+    assert gpu.bwd_plans[-1].main.kernel == f"bwd_sm{gpu.name[3:]}_ordered_general"
+    message = (
+        r"deterministic gradients of attn with softcap and alibi and dropout and head_dim=136 on .*'sm90'"
+    )
+    tensors = [normal(1, 4, 7, 136, seed=i) for i in range(3)]
+    asked = {**ALL, "alibi": EACH["alibi"]["alibi"]}
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        run(tensors, asked, deterministic=True)
 
 
 def test_gradients_are_computed_by_the_family_of_their_forward(

@@ -92,15 +92,15 @@ def test_kernels_in_their_order(
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])
-def test_workspaces_do_not_overlap(sm_90: FakeBackward, is_ordered: bool) -> None:
+def test_workspaces_do_not_overlap(gpu: FakeBackward, is_ordered: bool) -> None:
     run(inputs(), deterministic=is_ordered)
-    assert sm_90.bwd_plans[-1].is_ordered == is_ordered
-    main = sm_90.arguments("bwd_sm90")
+    assert gpu.bwd_plans[-1].is_ordered == is_ordered
+    main = gpu.arguments(f"bwd_sm{gpu.name[3:]}")
     given = [x for x in main[4:8] if x is not None]
     assert len(given) == 3 + is_ordered
     ends = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in given)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
-    tile = sm_90.bwd_plans[-1].tile
+    tile = gpu.bwd_plans[-1].tile
     assert [x.shape[2:] for x in given] == [
         (tile.tile_m,), (tile.tile_m,), (1, tile.tile_m * tile.head_dim), (1,)
     ][: len(given)]  # fmt: skip
@@ -160,10 +160,26 @@ def test_kernels_see_a_positive_scale(gpu: FakeBackward, scale: float, is_known:
     run(tensors, scale, left=3)
     main, after = gpu.arguments(f"bwd_sm{gpu.name[3:]}"), gpu.arguments("bwd_postprocess")
     size = max(abs(scale), operands.MIN_SCALE)
-    assert main[10 if gpu.name == "sm_90" else 9] == size
+    assert main[10] == size
     assert after[2] == (-size if scale < 0 else size)
     assert torch.equal(main[0], -tensors[0] if scale < 0 else tensors[0])
     assert len(gpu.bwd_plans) == 1
+
+
+@pytest.mark.parametrize("width", [8, 72, 256])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_values_of_another_width(gpu: FakeBackward, width: int, is_ordered: bool) -> None:
+    """Wider or narrower than keys, in a tile that has room for both; columns late in one of them."""
+    tensors = [*inputs()[:2], normal(2, 2, 9, width)]
+    for v in (tensors[2], normal(2, 2, width, 9).mT):
+        dlse = normal(2, 4, 7, dtype=torch.float32)
+        dq, _, dv = run([*tensors[:2], v], right=0, dlse=dlse, deterministic=is_ordered)
+        assert (dq.shape[3], dv.shape[3]) == (D, width)
+        plan = gpu.bwd_plans[-1]
+        assert plan.tile.head_dim >= max(D, width)
+        # The kernels around are those of rows as wide, whatever the others are.
+        assert (plan.before(False).static.width_v, plan.after.static.head_dim) == (width, D)
+        assert plan.before(False).static.head_dim_v is None is plan.after.static.head_dim_v
 
 
 # Signatures
@@ -198,8 +214,7 @@ def test_whatever_decides_a_launch_is_in_the_signature(gpu: FakeBackward) -> Non
         (inputs(dtype=torch.float16), {}),
         *(([x.mT.contiguous().mT if i == j else x for j, x in enumerate(inputs())], {}) for i in range(3)),
     ]
-    if gpu.name == "sm_90":
-        calls.append((inputs(), {"deterministic": True}))
+    calls.append((inputs(), {"deterministic": True}))
     for number, (tensors, how) in enumerate(calls, start=1):
         for _ in range(2):
             run(tensors, **how)
@@ -269,8 +284,8 @@ def test_refusals_and_failures_are_not_remembered(gpu: FakeBackward, monkeypatch
         patch.setattr(compiling, "compiled_kernel", broken)
         with pytest.raises(RuntimeError, match="ptxas"):
             run(inputs())
-    with pytest.raises(UnsupportedError, match="values of 64"):
-        run([*inputs()[:2], normal(2, 2, 9, 64)])
+    with pytest.raises(UnsupportedError, match="head_dim=12"):
+        run([x[..., :12] for x in inputs()])
     assert backward._launches == {}
     run(inputs())
 

@@ -14,11 +14,22 @@ from cute_flash.problem import Features, Problem
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gradients_that_no_kernel_computes_are_refused(arch: str) -> None:
-    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band(), 128)
-    message = r"head_dim=64 and values of 128 .* no backward kernel yet .*; move q, k, v to the CPU"
-    with pytest.raises(UnsupportedError, match=message):
-        bwd_plan(problem, ARCHS[arch])
+@pytest.mark.parametrize("widths", [(64, 128), (128, 64), (192, 128), (192, 256), (40, 24), (256, 8)])
+def test_values_of_another_width_are_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
+    head_dim, head_dim_v = widths
+    features = Features(), Features(softcap=True, alibi=True, dropout=True), Features(varlen=True)
+    for asked in features:
+        problem = Problem(1, 2, 2, 100, 300, head_dim, "bfloat16", Band(), head_dim_v, asked)
+        found = bwd_plan(problem, ARCHS[arch])
+        wider = dataclasses.replace(problem, head_dim=max(widths), head_dim_v=None)
+        assert found.tile == bwd_plan(wider, ARCHS[arch]).tile
+        assert found.main.static.head_dim_v == head_dim_v and str(head_dim_v) in found.main.static.widths
+
+
+def test_the_sums_of_narrow_keys_leave_more_heads_in_l2() -> None:
+    problem = Problem(4, 8, 8, 8192, 8192, 64, "bfloat16", Band(), 256)
+    wide = dataclasses.replace(problem, head_dim=256, head_dim_v=64)
+    assert bwd_plan(problem, ARCHS["sm_90"]).section > bwd_plan(wide, ARCHS["sm_90"]).section
 
 
 @pytest.mark.parametrize(
@@ -75,7 +86,7 @@ def test_every_head_dim_has_gradients_with_features(arch: str, head_dim: int) ->
     assert found.tile.head_dim >= head_dim and found.tile.fits(ARCHS[arch])
     # One part of each warp that multiplies.
     warps = 8 if found.family == "sm90" else found.main.tile.num_warps
-    assert found.num_slope_sums == -(-300 // found.tile.tile_n) * warps
+    assert found.slope_sums == (-(-300 // found.tile.tile_n), warps)
 
 
 def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +95,7 @@ def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         bwd_plan(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), ARCHS["sm_90"])
 
 
-def test_deterministic_gradients_are_ordered_or_refused() -> None:
+def test_deterministic_gradients_are_ordered() -> None:
     sm_90 = ARCHS["sm_90"]
     long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
     assert not bwd_plan(long, sm_90).is_ordered
@@ -94,15 +105,23 @@ def test_deterministic_gradients_are_ordered_or_refused() -> None:
     assert found.after == bwd_plan(long, sm_90).after
     window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
     assert bwd_plan(window, sm_90, deterministic=True).main.kernel == "bwd_sm90_ordered"
-    for problem, found_arch in ((dataclasses.replace(long, head_dim=136), sm_90), (window, ARCHS["sm_80"])):
-        assert bwd_plan(problem, found_arch).problem is problem
-        with pytest.raises(UnsupportedError, match="deterministic gradients"):
-            bwd_plan(problem, found_arch, deterministic=True)
-    with (
-        use_kernels("sm80"),
-        pytest.raises(UnsupportedError, match=r"by kernel family 'sm80': only by .*'sm90'"),
+    # Wide heads on Hopper, and all on others, by mma.sync.
+    wide, both = dataclasses.replace(long, head_dim=136), dataclasses.replace(long, head_dim_v=256)
+    for problem, found_arch in (
+        (wide, sm_90),
+        (both, sm_90),
+        (window, ARCHS["sm_80"]),
+        (wide, ARCHS["sm_86"]),
     ):
-        bwd_plan(window, sm_90, deterministic=True)
+        found = bwd_plan(problem, found_arch, deterministic=True)
+        assert (found.main.kernel, found.family, found.is_ordered) == ("bwd_sm80_ordered", "sm80", True)
+        assert found.before(True).kernel == "bwd_preprocess_ordered_dlse"
+        assert found.after == bwd_plan(problem, found_arch).after or found_arch is sm_90
+    capped = dataclasses.replace(wide, features=Features(softcap=True))
+    assert bwd_plan(capped, sm_90, deterministic=True).main.kernel == "bwd_sm80_ordered_general"
+    message = r"deterministic gradients of attn with head_dim=136 on sm_90 by kernel family 'sm90': .*=128\)"
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        bwd_plan(wide, sm_90, deterministic=True)
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

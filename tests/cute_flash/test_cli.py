@@ -115,6 +115,14 @@ def test_explain_knows_the_hopper_kernel(capsys: pytest.CaptureFixture) -> None:
     assert "fwd_sm90" in text and f"132 blocks, {chosen.num_tiles} tiles" in text and str(chosen.tile) in text
 
 
+@pytest.mark.parametrize("gpu", ["A100", "H200"])
+def test_explain_knows_values_of_another_width(capsys: pytest.CaptureFixture, gpu: str) -> None:
+    assert main(["explain", "2,16,4096,192", "--value-dim", "128", "--gpu", gpu]) == 0
+    assert "D=192/128 " in capsys.readouterr().out
+    assert main(["explain", "2,16,4096,192", "--value-dim", "192", "--gpu", gpu]) == 0
+    assert "D=192 " in capsys.readouterr().out
+
+
 def test_explain_knows_parts_of_one_architecture(capsys: pytest.CaptureFixture) -> None:
     ridges = {}
     for name in ("A100", "h100", "H200", "A10", "L40S"):

@@ -28,7 +28,7 @@ EACH = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
 # and those that cost most registers, where rows are fullest.
 Gate = tuple[str, str, int, Band, tuple[str, ...]]
 GATES: list[Gate] = [
-    *(("sm90", "sm_90", 128, CAUSAL, (name,)) for name in EACH),
+    *(("sm90", "sm_90", 128, CAUSAL, (name,)) for name in ("softcap", "alibi", "dropout")),
     ("sm90", "sm_90", 64, FULL, ("softcap",)),
     ("sm90", "sm_90", 64, WINDOW, EACH),
     ("sm90", "sm_90", 128, WINDOW, EACH),
@@ -36,9 +36,7 @@ GATES: list[Gate] = [
     ("sm90", "sm_90", 256, FULL, EACH),
     ("sm80", "sm_80", 64, WINDOW, ("softcap",)),
     ("sm80", "sm_80", 128, WINDOW, EACH),
-    ("sm80", "sm_80", 128, CAUSAL, ("alibi", "sinks")),
     ("sm80", "sm_80", 256, WINDOW, ("dropout",)),
-    ("sm80", "sm_90", 256, FULL, EACH),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,12 +145,18 @@ def test_kernels_have_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout"])
-def test_no_kernel_has_these_gradients_of_packed_sequences_yet(name: str) -> None:
-    problem = Problem(1, 4, 4, 8, 8, 64, features=Features(varlen=True, **{name: True}))
-    assert plan(problem, arch.ARCHS["sm_90"]).key.static.features == problem.features
-    with pytest.raises(UnsupportedError, match=f"^the gradient of attn_varlen with {name} on cuda: there is"):
-        bwd_plan(problem, arch.ARCHS["sm_90"])
-    problem.check("cpu")
+def test_kernels_have_it_of_packed_sequences(name: str) -> None:
+    problem = Problem(3, 4, 4, 800, 800, 64, features=Features(varlen=True, seqused_k=True, **{name: True}))
+    for found_arch in ("sm_80", "sm_86", "sm_90"):
+        found = plan(problem, arch.ARCHS[found_arch]).key.static.features
+        assert found == replace(problem.features, seqused_k=False)
+        gradients = bwd_plan(problem, arch.ARCHS[found_arch])
+        assert gradients.main.kernel.endswith("_general")
+        assert gradients.main.static.features == found.in_gradients
+        assert gradients.before(True).static.features == Features(varlen=True)
+        # Every sequence begins with a key block of its own.
+        blocks = 800 // gradients.tile.tile_n + 3 + 1
+        assert gradients.slope_sums[0] == blocks
 
 
 def test_presence_is_static_and_values_are_not() -> None:

@@ -24,9 +24,9 @@ ORDER = (
             "block_map", "entries", "written", "arch", "tiles",
             "tiles_bwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
-            "operands", "backward", "ops", "how", "forward", "backward_general", "packed", "packed_cuda",
-            "general", "custom_cuda", "backward_custom", "custom", "partial", "api", "varlen",
-            "mask_pictures", "masks",
+            "operands", "backward", "ops", "how", "forward", "backward_general", "packed",
+            "packed_sums", "packed_cuda", "general", "custom_cuda", "backward_custom", "custom", "partial",
+            "api", "varlen", "mask_pictures", "masks",
         )
     ),
     "cute_flash",  # the public names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import cutlass.cute as cute
@@ -11,9 +12,14 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.band import Band, BlockRange, ceil_div
+from cute_flash.arch import ARCHS
+from cute_flash.band import FAR, Band, BlockRange, ceil_div
 from cute_flash.device.ordered import Order
 from cute_flash.kernels.bwd_sm90_shared import Tile
+from cute_flash.plan import bwd_plan, use_kernels
+from cute_flash.problem import Features, Problem
+from cute_flash.resources import kernel_resources
+from cute_flash.tiles_bwd import SM80_BWD, SM80_BWD_SCORE, SM90_BWD, SM90_BWD_SCORE
 
 Asked = Callable[..., list[int]]
 
@@ -39,8 +45,20 @@ def compiled_order(band: Band, tile_m: int, tile_n: int) -> Asked:
     return ask
 
 
-@pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 128), (128, 128)])
-@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(100, 30), Band(5, None)], ids=str)
+# Of all tiles of keys and queries that the kernels have.
+TILES = sorted(
+    {
+        (row.tile_m, row.tile_n)
+        for rows in (SM90_BWD[:-1], SM90_BWD_SCORE, *SM80_BWD.values(), *SM80_BWD_SCORE.values())
+        for row in rows
+    }
+)
+
+
+@pytest.mark.parametrize(("tile_m", "tile_n"), TILES)
+@pytest.mark.parametrize(
+    "band", [Band(), Band(None, FAR), Band(None, 0), Band(100, 30), Band(5, None)], ids=str
+)
 def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, tile_n: int) -> None:
     ask = compiled_order(band, tile_m, tile_n)
     for sq, sk in itertools.product((1, 100, 512, 700), (1, 130, 512, 900)):
@@ -57,7 +75,7 @@ def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, ti
         for slots in (1, 2, num_n):
             steps = simulated_steps(walks, turns, slots)
             assert steps is not None, f"deadlock at {sq} x {sk}, {slots} at a time"
-        if sq == sk and band.left is None and band.right is not None:
+        if sq == sk and band == Band(None, 0) and tile_m <= tile_n:
             # Nobody waits: no more steps than the longest walk has.
             assert simulated_steps(walks, turns, num_n) == max(map(len, walks))
 
@@ -102,3 +120,34 @@ def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_bloc
         assert sorted(walk) == list(range(num_blocks))
         found.append(walk[0])
     assert len(set(found)) == min(num_tiles, num_blocks)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("target", "head_dim", "band", "is_packed"),
+    [
+        ("sm_80", 128, Band(), False),
+        ("sm_80", 64, Band(128, 64), False),
+        ("sm_86", 192, Band(None, 0), False),
+        ("sm_90", 256, Band(128, 64), True),
+        ("sm_90", 128, Band(None, 0), True),
+    ],
+    ids=str,
+)
+def test_mma_sync_kernels_keep_everything_in_registers(
+    target: str, head_dim: int, band: Band, is_packed: bool
+) -> None:
+    features = Features(varlen=is_packed)
+    problem = Problem(2, 8, 4, 1000, 1000, head_dim, "bfloat16", band, features=features)
+    with use_kernels("sm80"):
+        the_plan = bwd_plan(problem, ARCHS[target], deterministic=True)
+    found = kernel_resources(the_plan.main)
+    assert "_ordered" in found.symbol
+    assert (found.spill_bytes, found.stack_bytes) == (0, 0)
+    # A thread waits, and one tells; the proxies of the copy engine have no part in it.
+    assert (
+        len(re.findall(r"ld\.acquire\.gpu", found.ptx))
+        == len(re.findall(r"st\.release\.gpu", found.ptx))
+        == 1
+    )
+    assert "fence.proxy" not in found.ptx

@@ -17,7 +17,6 @@ MORE_SMEM = 32
 # (family, target, head dim, mask): those that cost most registers, and the most used.
 FORWARD = [
     ("sm80", "sm_80", 128, WINDOW),
-    ("sm80", "sm_90", 256, WINDOW),
     ("sm90", "sm_90", 64, FULL),
     ("sm90", "sm_90", 128, CAUSAL),
     ("sm90", "sm_90", 256, WINDOW),
@@ -30,9 +29,17 @@ BACKWARD = [
     ("sm90", "sm_90", 128, CAUSAL),
 ]
 
+ALL = {"softcap": True, "alibi": True, "dropout": True}
+# With them.
+SCORES = [
+    ("sm80", "sm_80", 128, WINDOW),
+    ("sm80", "sm_90", 256, WINDOW),
+    ("sm90", "sm_90", 128, WINDOW),
+]
 
-def problem(head_dim: int, band: Band, seqused_k: bool = False) -> Problem:
-    features = Features(varlen=True, seqused_k=seqused_k)
+
+def problem(head_dim: int, band: Band, **asked: bool) -> Problem:
+    features = Features(varlen=True, **asked)
     return Problem(3, 8, 4, 1000, 1000, head_dim, "bfloat16", band, features=features)
 
 
@@ -61,6 +68,16 @@ def test_backward(gate: tuple[str, str, int, Band]) -> None:
         found = bwd_plan(problem(head_dim, band), ARCHS[target])
     for key in (found.main, found.before(True), found.after):
         check(key, found.arch.smem_per_block)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("gate", SCORES, ids=str)
+def test_backward_with_features(gate: tuple[str, str, int, Band]) -> None:
+    family, target, head_dim, band = gate
+    with use_kernels(family):
+        found = bwd_plan(problem(head_dim, band, **ALL), ARCHS[target])
+    assert found.main.kernel == f"bwd_{family}_general"
+    check(found.main, found.arch.smem_per_block)
 
 
 @pytest.mark.compiles

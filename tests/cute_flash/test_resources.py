@@ -76,6 +76,9 @@ def hopper_plan(row: FwdTileSm90, band: Band, dtype: str, packs_heads: bool) -> 
     head_dim = row.head_dim - 8 if row.head_dim_v == row.head_dim else row.head_dim
     queries = 30 if packs_heads else 1000
     sizes = (2, 8, 4, queries, row.max_keys or 1 << 20, head_dim)
+    if band == WINDOW and row.max_keys is None:
+        # A narrow one counts as a short sequence.
+        band = Band(1 << 14, 64)
     found = plan(Problem(*sizes, dtype, band, row.head_dim_v), ARCHS["sm_90"], packs_heads)
     assert found.tile is row and found.packs_heads == packs_heads
     return found
@@ -172,8 +175,10 @@ def check_hopper_instructions(found: Resources, the_plan: Plan) -> None:
     assert isinstance(tile, FwdTileSm90)
     # 64 rows of a warpgroup at a time: one instruction for 16 columns of Q Kᵀ's sum, or 16 keys of P V's.
     qk, pv = tile.head_dim // 16, tile.tile_n // 16
-    # Every copy of the loop's body has Q Kᵀ of a block and P V of the one before.
-    bodies = 1 + static.has_left + static.has_right
+    # Every copy of the loop's body has Q Kᵀ of a block and P V of the one before. Slopes and a softcap have
+    # one that asks of every block whether it is cut.
+    asks = static.features.alibi or static.features.softcap
+    bodies = 1 if asks else 1 + static.has_left + static.has_right
     # Q Kᵀ of a tile's first block and P V of its last; with room for the next Q, also one beside the other.
     ends = 1 + (tile.q_stages > 1)
     assert found.sass["HGMMA"] == (bodies + ends) * (qk + pv)

@@ -170,7 +170,7 @@ def test_the_family_decides_the_kind_of_tile() -> None:
 
 
 @pytest.mark.parametrize("band", MASKS, ids=str)
-def test_values_of_another_width_find_a_row_on_hopper_alone(band: Band) -> None:
+def test_values_of_another_width_find_a_row(band: Band) -> None:
     widths = range(8, 257, 24)
     for head_dim, head_dim_v in itertools.product(widths, widths):
         if head_dim == head_dim_v:
@@ -179,9 +179,10 @@ def test_values_of_another_width_find_a_row_on_hopper_alone(band: Band) -> None:
         tile = fwd_tile("sm90", SM_90, problem)
         assert isinstance(tile, FwdTileSm90)
         assert tile.head_dim >= head_dim and tile.width_v >= head_dim_v and tile.fits(SM_90)
-        refusal = f"^head_dim={head_dim} with values of {head_dim_v}: no tile of sm80 for sm_90$"
-        with pytest.raises(UnsupportedError, match=refusal):
-            fwd_tile("sm80", SM_90, problem)
+        for arch in ARCHS.values():
+            # One that is wide enough for both.
+            both = problem_of(max(head_dim, head_dim_v), band)
+            assert fwd_tile("sm80", arch, problem) is fwd_tile("sm80", arch, both)
 
 
 def test_rows_for_short_sequences_and_for_masks() -> None:
@@ -351,7 +352,9 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         dq = tile.tile_m * tile.head_dim // tile.num_threads
         kept = 2 * tile.tile_n * tile.head_dim // tile.num_threads
         assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS
-    assert bwd_tile("sm80", ARCHS[arch], problem_of(128, Band(), head_dim_v=64)) is None
+    for widths in ((128, 64), (64, 128)):
+        wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]))
+        assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()))
 
 
 @pytest.mark.parametrize(

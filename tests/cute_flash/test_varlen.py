@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_flash import api, attn, attn_nested, attn_varlen, general, merge, reference
-from tests.combinations import RNG, Combination, gradients, normal
+from tests.combinations import RNG, Combination, PackedCombination, normal, results
+from tests.feature_gradients import assert_feature_gradients
+from tests.packed_model import Lengths
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -23,65 +25,26 @@ def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def packed(case: Combination, lengths: list[tuple[int, int]], padding: int = 0) -> dict[str, Tensor]:
-    """q, k, v as (T, H, D) with some tokens of nobody at the end; slopes and sinks."""
-    queries, keys = (sum(column) + padding for column in zip(*lengths, strict=True))
-    made = replace(case, batch=len(lengths), seqlen_q=0, seqlen_k=0).tensors()
-    made["q"] = normal(queries, case.heads, case.head_dim, seed=1)
-    made["k"] = normal(keys, case.heads_kv, case.head_dim, seed=2)
-    made["v"] = normal(keys, case.heads_kv, case.head_dim_v, seed=3)
-    return made
-
-
-def one_by_one(
-    case: Combination, x: dict[str, Tensor], lengths: list[tuple[int, int]], used: list[int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """The oracle on each sequence; padding gives 0 and -inf."""
-    outs, lses, at = [], [], [0, 0]
-    for b, (sq, sk) in enumerate(lengths):
-        count = sk if used is None else used[b]
-        spans = slice(at[0], at[0] + sq), slice(at[1], at[1] + count)
-        q, k, v = (
-            x[name][span].transpose(0, 1)[None] for name, span in zip("qkv", (spans[0], *spans[1:] * 2))
-        )
-        alone = dict(x)
-        if "alibi" in x and x["alibi"].dim() == 2:
-            alone["alibi"] = x["alibi"][b : b + 1]
-        score = replace(case, batch=1).score(alone, first=b)
-        out, lse = reference.dense(q, k, v, case.band, None, score)
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-        at = [at[0] + sq, at[1] + sk]
-    rest = len(x["q"]) - at[0]
-    outs.append(torch.zeros(rest, case.heads, case.head_dim_v, dtype=torch.float64))
-    lses.append(torch.full((case.heads, rest), -torch.inf, dtype=torch.float64))
-    return torch.cat(outs), torch.cat(lses, dim=1)
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6))
 def test_combinations(seed: int) -> None:
-    case, pick = replace(Combination.drawn(seed), dtype=torch.float64), random.Random(seed)
-    sizes = [0, 0, 1, 5, 17, 33]
-    lengths = [(pick.choice(sizes), pick.choice(sizes)) for _ in range(pick.randrange(1, 5))]
-    used = [pick.randrange(sk + 1) for _, sk in lengths] if pick.random() < 0.5 else None
-    tensors = packed(case, lengths, padding=pick.choice([0, 3]))
-
-    def mine(x: dict[str, Tensor]) -> Any:
-        cu = [offsets(list(column)) for column in zip(*lengths, strict=True)]
-        rest = {} if used is None else {"seqused_k": torch.tensor(used).int()}
-        return attn_varlen(x["q"], x["k"], x["v"], *cu, **case.options(x), **rest, return_lse=True)
+    one, pick = replace(Combination.drawn(seed), dtype=torch.float64), random.Random(seed)
+    sizes, batch = [0, 0, 1, 5, 17, 33], pick.randrange(1, 5)
+    queries, keys = ([pick.choice(sizes) for _ in range(batch)] for _ in range(2))
+    used = [pick.randrange(sk + 1) for sk in keys] if pick.random() < 0.5 else None
+    case = PackedCombination(one, Lengths(queries, keys, used, (pick.choice([0, 3]), pick.choice([0, 3]))))
+    tensors = case.tensors()
 
     def oracle(x: dict[str, Tensor]) -> Any:
-        return one_by_one(case, x, lengths, used)
+        return case.dense(reference.dense, x, None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG))
-        found, expected = mine(tensors), oracle(tensors)
+        weights = case.weights(torch.Generator().manual_seed(3))
+        found, expected = results(case.attend, tensors, weights), results(oracle, tensors, weights)
         torch.testing.assert_close(found, expected, **CLOSE)
-        weights = normal(*found[0].shape, seed=3), normal(*found[1].shape, seed=4)
-        mine_grads, oracle_grads = gradients(mine, tensors, weights), gradients(oracle, tensors, weights)
-        torch.testing.assert_close(mine_grads, oracle_grads, **CLOSE)
+        # By the way of the tests on a GPU, too.
+        assert_feature_gradients(case.attend, case, tensors, weights)
 
 
 def qkv(queries: int = 9, keys: int = 12) -> list[Tensor]:

@@ -3,10 +3,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from cute_flash.plan import FAMILIES
 from tests.gpu import families
 from tests.gpu.poison import poisoned_memory as poisoned_memory
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_threads() -> Iterator[None]:
+    """Of the CPU: files of tests run side by side, and what all of them compute there is little."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, 2))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=FAMILIES)

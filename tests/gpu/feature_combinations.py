@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ import torch
 from cute_flash.arch import ArchSpec
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, UnsupportedError
-from tests.combinations import Combination
+from tests.combinations import Combination, PackedCombination
+from tests.feature_gradients import AnyCombination
+from tests.packed_model import Lengths
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SOFTCAP: dict[str, Any] = {"softcap": 2.0}
@@ -26,6 +28,7 @@ DROPOUT: dict[str, Any] = {"dropout": 0.3}
 ALL = {**SOFTCAP, **ALIBI, **SINKS, **DROPOUT}
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257, 300)
+PACKED_LENGTHS = (0, 0, 1, 17, 63, 64, 65, 100, 129, 200, 257)
 
 
 def _cases() -> list[Combination]:
@@ -48,40 +51,114 @@ def _cases() -> list[Combination]:
         case(4, 10, 4, 300, 900, 128, BF16, causal, ALL),
     ]
     made += [case(2, 16, 2, 700, 1200, 128, BF16, (None, None), features) for features in (ALIBI, ALL)]
+    # Values of another width.
+    for widths, features in itertools.product(((128, 64), (192, 128)), (SOFTCAP, ALL)):
+        made += [replace(case(2, 2, 2, 150, 260, widths[0], BF16, causal, features), head_dim_v=widths[1])]
     return made
 
 
 CASES = _cases()
+# Of a test of its own, with other lengths.
+CAPTURED = Combination(
+    1, 2, 1, 200, 300, 64, 64, BF16, None, None, {"softcap": 5.0, "alibi": 1, "dropout": 0.5}
+)
 # Also compared bit by bit, where there is an order.
 ORDERED = [
     case for case in CASES if len(case.features) in (1, 4) and 300 <= case.seqlen_q and case.head_dim < 256
 ][-5:]
 
 
+def _packed_cases() -> list[PackedCombination]:
+    ragged = Lengths([257, 1, 0, 130, 64, 300], [391, 3, 77, 0, 64, 129], None, (70, 33))
+    used = Lengths([200, 50, 0, 129, 40], [300, 64, 50, 129, 40], [250, 0, 20, 128, 40], (3, 200))
+    busy = Lengths([300, 40, 999, 128] * 3, [300, 40, 999, 128] * 3)
+    causal, window, full = (None, 0), (100, 37), (None, None)
+
+    def case(lengths, kv, group, d, dtype, band, features) -> PackedCombination:  # type: ignore[no-untyped-def]
+        return PackedCombination(Combination(1, kv, group, 1, 1, d, d, dtype, *band, features), lengths)
+
+    some = (ALIBI, SINKS, {**SOFTCAP, **ALIBI}, ALL)
+    made = [case(ragged, 2, 2, 128, BF16, causal, features) for features in some]
+    made += [
+        case(used, 3, 1, 64, BF16, full, ALIBI),
+        case(used, 1, 3, 64, FP16, window, {**SOFTCAP, **DROPOUT}),
+    ]
+    made += [case(used, 1, 5, 128, BF16, full, ALL)]
+    made += [case(ragged, 1, 3, 256, BF16, window, features) for features in (SINKS, ALL)]
+    # Slopes that sequences share; head dims that tiles are wider than.
+    made += [case(ragged, 1, 2, d, BF16, causal, {**ALL, "alibi": 1}) for d in (40, 72, 192)]
+    # More tiles than SMs, of several query heads.
+    made += [case(busy, 4, 3, 64, BF16, window, ALL), case(busy, 4, 3, 128, BF16, causal, ALL)]
+    return made
+
+
+# Packed batches; the last two also bit by bit.
+PACKED_CASES = _packed_cases()
+
+
 def mask_of(case: Combination) -> str:
     return "l" * (case.left is not None) + "r" * (case.right is not None)
 
 
-# (head dim, dtype, mask, features) of random calls: those of the cases, and some more.
-KINDS = list(
-    dict.fromkeys(
-        (x.head_dim, x.dtype, mask_of(x), tuple(x.features)) for x in CASES if x.head_dim in HEAD_DIMS
-    )
-)
+@dataclass(frozen=True)
+class Kind:
+    """What of a random call is compiled in."""
+
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    mask: str
+    names: tuple[str, ...]
+    deterministic: bool = False
+
+    @staticmethod
+    def of(case: Combination, deterministic: bool = False) -> Kind:
+        widths = case.head_dim, case.head_dim_v
+        return Kind(*widths, case.dtype, mask_of(case), tuple(case.features), deterministic)
+
+
+# Those of the cases, and some more.
+KINDS = list(dict.fromkeys(Kind.of(case) for case in CASES if case.head_dim in (*HEAD_DIMS, 192)))
+KINDS += list(dict.fromkeys(Kind.of(case, True) for case in ORDERED))
 KINDS += [
-    (64, BF16, "l", ("dropout",)),
-    (64, BF16, "r", ()),
-    (128, FP16, "lr", ("alibi", "dropout")),
-    (128, BF16, "l", ()),
-    (256, BF16, "r", ("alibi",)),
-    (256, FP16, "", ("dropout",)),
+    Kind(64, 64, BF16, "l", ("dropout",)),
+    Kind(64, 64, BF16, "r", ()),
+    Kind(128, 128, FP16, "lr", ("alibi", "dropout")),
+    Kind(128, 128, BF16, "l", ()),
+    Kind(256, 256, BF16, "r", ("alibi",)),
+    Kind(256, 256, FP16, "", ("dropout",)),
+]
+# Of packed batches.
+PACKED_KINDS = [
+    *dict.fromkeys(Kind.of(case.one) for case in PACKED_CASES if case.head_dim in HEAD_DIMS),
+    Kind(64, 64, BF16, "r", ()),
+    Kind(128, 128, BF16, "l", ("softcap", "sinks")),
 ]
 
 
-def drawn(seed: int) -> Combination:
+def kind_of(seed: int) -> Kind:
+    """Every third is of a packed batch."""
+    third, rest = divmod(seed, 3)
+    return PACKED_KINDS[third % len(PACKED_KINDS)] if rest == 2 else KINDS[(2 * third + rest) % len(KINDS)]
+
+
+def drawn(seed: int) -> AnyCombination:
     """One of all that belong together; the same for the same seed."""
     pick = random.Random(seed)
-    head_dim, dtype, mask, names = KINDS[seed % len(KINDS)]
+    one = _one(pick, kind_of(seed))
+    return PackedCombination(one, _lengths(pick)) if seed % 3 == 2 else one
+
+
+def _lengths(pick: random.Random) -> Lengths:
+    """Of a few sequences, some of them empty on either side, not all."""
+    batch = pick.choice([1, 2, 3, 5])
+    queries, keys = ([pick.choice(PACKED_LENGTHS) for _ in range(batch)] for _ in range(2))
+    keys[pick.randrange(batch)], queries[pick.randrange(batch)] = pick.choice(LENGTHS), pick.choice(LENGTHS)
+    used = [pick.randrange(k + 1) for k in keys] if pick.random() < 0.4 else None
+    return Lengths(queries, keys, used, (pick.choice([0, 0, 5, 130]), pick.choice([0, 0, 9, 130])))
+
+
+def _one(pick: random.Random, kind: Kind) -> Combination:
     values = {
         "softcap": pick.choice([0.5, 3.0, 30.0]),
         "alibi": pick.choice([1, 2]),
@@ -95,43 +172,69 @@ def drawn(seed: int) -> Combination:
     return Combination(
         batch=pick.choice([1, 2, 3]),
         heads_kv=pick.choice([1, 2, 3]),
-        group=pick.choice([1, 1, 2, 4]),
+        group=pick.choice([1, 2, 3, 4]),
         seqlen_q=pick.choice(LENGTHS),
         seqlen_k=pick.choice(LENGTHS),
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        left=bound() if "l" in mask else None,
-        right=bound() if "r" in mask else None,
-        features={name: values[name] for name in names},
+        head_dim=kind.head_dim,
+        head_dim_v=kind.head_dim_v,
+        dtype=kind.dtype,
+        left=bound() if "l" in kind.mask else None,
+        right=bound() if "r" in kind.mask else None,
+        features={name: values[name] for name in kind.names},
     )
 
 
-def has_gradients(case: Combination, family: str) -> bool:
-    """Whether a family computes them: wgmma has no registers for features beside wide heads."""
+def has_gradients(case: AnyCombination, family: str) -> bool:
+    """Whether a family computes them: wgmma has no registers for features beside wide heads, and no kernel
+    for packed batches of them.
+    """
     is_plain = case.problem.features.in_gradients == PLAIN
-    return family == "sm80" or is_plain or case.head_dim <= 128
+    return family == "sm80" or is_plain or max(case.head_dim, case.head_dim_v) <= 128
 
 
 def keys(arch: ArchSpec, runnable: list[str], count: int) -> Iterator[CompileKey]:
     """Of all kernels that the tests of gradients with features need."""
-    for case, family in itertools.product((*CASES, *map(drawn, range(count))), runnable):
-        problem = case.problem
-        if problem.is_empty:
-            continue
-        with use_kernels(family):
-            # Asked for beside the gradients.
-            yield plan(problem, arch, is_packable=True).key
-            for deterministic in (False, True):
-                if deterministic and case not in ORDERED:
-                    continue
-                try:
-                    gradients = bwd_plan(problem, arch, deterministic)
-                except UnsupportedError:
-                    continue
-                yield from (gradients.before(True), gradients.main, gradients.after)
-                if case in CASES:
-                    yield gradients.before(False)
+    for case, family in itertools.product((*CASES, CAPTURED, *map(drawn, range(count))), runnable):
+        if isinstance(case, Combination):
+            yield from case_keys(case, arch, family)
+        else:
+            yield from packed_keys(case, arch, family)
+
+
+def packed_cases_keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
+    """Of those that the tests of packed gradients need."""
+    for case, family in itertools.product(PACKED_CASES, runnable):
+        yield from packed_keys(case, arch, family)
+
+
+def case_keys(case: Combination, arch: ArchSpec, family: str) -> Iterator[CompileKey]:
+    problem = case.problem
+    with use_kernels(family):
+        # Asked for beside the gradients.
+        yield plan(problem, arch, is_packable=True).key
+        for deterministic in (False, True) if case in ORDERED else (False,):
+            try:
+                gradients = bwd_plan(problem, arch, deterministic)
+            except UnsupportedError:
+                continue
+            yield from (gradients.before(True), gradients.main, gradients.after)
+            if case in CASES or case is CAPTURED:
+                yield gradients.before(False)
+
+
+def packed_keys(case: PackedCombination, arch: ArchSpec, family: str) -> Iterator[CompileKey]:
+    problem = case.problem
+    with use_kernels(family):
+        forward = plan(problem, arch)
+        yield from (forward.prepare, forward.key)
+        for deterministic in (False, True) if case in PACKED_CASES[-2:] else (False,):
+            try:
+                gradients = bwd_plan(problem, arch, deterministic)
+            except UnsupportedError:
+                continue
+            yield from (gradients.prepare, gradients.before(True), gradients.main, gradients.after)
+            if case in PACKED_CASES:
+                yield gradients.before(False)
 
 
 def with_other_values(case: Combination) -> Combination:

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, packed, mods, mods_bwd; all of them by default.
+SET: plain, study, features, packed, floats, mods, mods_bwd; all of them by default.
 """
 
 import itertools
@@ -15,12 +15,21 @@ from dataclasses import replace
 import torch
 
 from cute_flash.arch import detect
+from cute_flash.band import Band
 from cute_flash.compile import precompile_all
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases, mod_cases, mod_gradients
-from tests.gpu import families, feature_cases, feature_combinations, small_case, test_banks, varlen_cases
+from tests.gpu import (
+    families,
+    feature_cases,
+    feature_combinations,
+    float_cases,
+    small_case,
+    test_banks,
+    varlen_cases,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 COMBINATIONS = 300  # the default of `--combinations`
@@ -50,7 +59,9 @@ def gradient_keys(problem: Problem, family: str, deterministic: bool = False) ->
 
 def packed_keys() -> Iterator[CompileKey]:
     arch = detect(0)
-    for case, dtype in itertools.product((*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS), DTYPES):
+    wanted = [(case, torch.bfloat16) for case in (*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS)]
+    wanted += [(case, torch.float16) for case in varlen_cases.IN_FP16]
+    for case, dtype in wanted:
         problem = varlen_cases.problem_of(case, dtype)
         for family in families.runnable():
             try:
@@ -60,6 +71,8 @@ def packed_keys() -> Iterator[CompileKey]:
                 continue
             yield from (forward.prepare, forward.key)
             for deterministic in (False, True):
+                if deterministic and case.head_dim not in varlen_cases.ORDERED_DIMS:
+                    continue
                 try:
                     with use_kernels(family):
                         gradients = bwd_plan(problem, arch, deterministic)
@@ -68,6 +81,7 @@ def packed_keys() -> Iterator[CompileKey]:
                     continue
                 yield gradients.prepare
                 yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
+    yield from feature_combinations.packed_cases_keys(arch, families.runnable())
 
 
 def keys() -> Iterator[CompileKey]:
@@ -84,7 +98,11 @@ def keys() -> Iterator[CompileKey]:
             if problem.features == PLAIN:
                 yield from gradient_keys(problem, family)
     in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
-    for problem, family in itertools.product((*deterministic_problems(), *in_order), families.runnable()):
+    widths = (
+        Problem(2, 8, 2, 200, 333, d, "bfloat16", Band(None, 0), dv) for d, dv in ((128, 64), (192, 128))
+    )
+    wanted = (*deterministic_problems(), *in_order, *widths)
+    for problem, family in itertools.product(wanted, families.runnable()):
         yield from gradient_keys(problem, family, deterministic=True)
 
 
@@ -110,6 +128,10 @@ def feature_keys() -> Iterator[CompileKey]:
     yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
 
 
+def float_keys() -> Iterator[CompileKey]:
+    return float_cases.keys(detect(0), families.runnable())
+
+
 def mod_keys() -> Iterator[CompileKey]:
     """Those of the tests with functions, a bias and block maps; others are few."""
     arch = detect(0)
@@ -124,6 +146,7 @@ SETS = {
     "study": study_keys,
     "features": feature_keys,
     "packed": packed_keys,
+    "floats": float_keys,
     "mods": mod_keys,
     "mods_bwd": lambda: mod_gradients.keys(detect(0), families.runnable()),
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cute_flash
+from cute_flash import plan as planning
 from cute_flash.band import Band
 from tests import cases
 from tests.gradients import assert_gradients, gradients, weighted
@@ -27,6 +28,17 @@ def check(case, dtype, with_lse=False, turn=lambda x: x, scale=None):
 @pytest.mark.parametrize("case", cases.GPU, ids=lambda case: case.id)
 def test_against_the_oracle(case, dtype):
     check(case, dtype)
+
+
+@pytest.mark.parametrize("band", cases.OTHER_WIDTH_BANDS, ids=str)
+@pytest.mark.parametrize("widths", cases.OTHER_WIDTHS, ids=str)
+def test_values_of_another_width(widths, band):
+    inputs = cases.other_width_inputs(widths, "cuda")
+    generator = torch.Generator("cuda").manual_seed(7)
+    dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
+    dlse = torch.randn(2, 8, 200, generator=generator, device="cuda")
+    how = {"window": (band.left, band.right), "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, band, weighted(dout, dlse))
 
 
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(100, 30)), ids=str)
@@ -130,7 +142,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
     def attend(*x):
         return cute_flash.attn(*x, deterministic=True, **how)
 
-    if family == "sm80":
+    if family == "sm90" and case.head_dim > 128:
         with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
             gradients(attend, inputs, loss)
     else:
@@ -143,9 +155,7 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
     assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, case.band, loss)
 
 
-def test_torch_asks_for_deterministic_gradients(family):
-    if family == "sm80":
-        pytest.skip("no deterministic gradients by mma.sync")
+def test_torch_asks_for_deterministic_gradients():
     inputs = cases.make_inputs(cases.DETERMINISTIC[-1], torch.bfloat16, "cuda")
     loss = weighted(torch.randn_like(inputs[0]))
     torch.use_deterministic_algorithms(True)
@@ -156,3 +166,37 @@ def test_torch_asks_for_deterministic_gradients(family):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for again in others for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("widths", ((128, 64), (192, 128)), ids=str)
+def test_deterministic_gradients_of_values_of_another_width(widths, family):
+    if family == "sm90" and max(widths) > 128:
+        pytest.skip("deterministic gradients of wide heads are the other family's")
+    inputs = cases.other_width_inputs(widths, "cuda")
+    loss = weighted(torch.randn(2, 8, 200, widths[1], device="cuda"))
+
+    def attend(*x):
+        return cute_flash.attn(*x, causal=True, return_lse=True, deterministic=True)
+
+    first = gradients(attend, inputs, loss)
+    for _ in range(20):
+        again = gradients(attend, inputs, loss)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    assert_gradients(attend, inputs, CAUSAL, loss)
+
+
+def test_the_default_family_has_deterministic_gradients_of_wide_heads():
+    """By the other one."""
+    token = planning._requested.set(None)
+    try:
+        inputs = cases.make_inputs(cases.Case(1, 4, 2, 500, 500, 256, CAUSAL), torch.bfloat16, "cuda")
+        loss = weighted(torch.randn_like(inputs[0]))
+
+        def attend(*x):
+            return cute_flash.attn(*x, causal=True, return_lse=True, deterministic=True)
+
+        first, again = (gradients(attend, inputs, loss) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        assert_gradients(attend, inputs, CAUSAL, loss)
+    finally:
+        planning._requested.reset(token)

@@ -1,14 +1,20 @@
 """The gradients of `attn_varlen` on a GPU: each sequence against the oracle, by itself."""
 
+import functools
+
 import pytest
 import torch
 
 import cute_flash
+from cute_flash import api
 from cute_flash.band import Band
 from cute_flash.compile import cache_info
-from tests import cases
+from tests import cases, combinations
+from tests.combinations import RNG, PackedCombination
+from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import varlen_cases
-from tests.gpu.varlen_cases import CASES, CAUSAL, Packed, unused_keys
+from tests.gpu.feature_combinations import PACKED_CASES, has_gradients
+from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, ORDERED_DIMS, OTHER_WIDTHS, Packed, unused_keys
 from tests.gradients import gradients, largest, weighted
 from tests.packed_model import Lengths
 
@@ -19,7 +25,7 @@ def flows(case: Packed, with_lse: bool = False):
     """Gradients of out and of the LSE; those that flow into rows of nobody are no numbers."""
     generator = torch.Generator().manual_seed(7)
     total, real = case.lengths.totals[0], sum(case.lengths.queries)
-    dout = torch.randn(total, case.heads, case.head_dim, generator=generator)
+    dout = torch.randn(total, case.heads, case.head_dim_v or case.head_dim, generator=generator)
     dlse = torch.randn(case.heads, total, generator=generator)
     dout[real:], dlse[:, real:] = torch.nan, torch.nan
     return dout.cuda(), dlse.cuda() if with_lse else None
@@ -59,12 +65,26 @@ def check(case: Packed, with_lse: bool = False, attend=None, dtype=torch.bfloat1
         cases.assert_error_within(f"d{name}", value, oracle, low)
 
 
+def check_or_refusal(case: Packed, family: str, **more) -> None:
+    """Packed gradients of wide heads are the other family's."""
+    if family == "sm90" and max(case.head_dim, case.head_dim_v or 0) > 128:
+        with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn_varlen"):
+            grads_of(case.attend(), case.inputs(), *flows(case))
+    else:
+        check(case, **more)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_against_the_oracle(case):
-    check(case)
+def test_against_the_oracle(case, family):
+    check_or_refusal(case, family)
 
 
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", OTHER_WIDTHS, ids=lambda case: f"{case.head_dim}.{case.head_dim_v}")
+def test_values_of_another_width(case, family):
+    check_or_refusal(case, family, with_lse=True)
+
+
+@pytest.mark.parametrize("case", IN_FP16, ids=lambda case: case.id)
 def test_fp16(case):
     check(case, dtype=torch.float16)
 
@@ -168,7 +188,7 @@ def test_a_graph_of_a_training_step_with_lengths_written_in_place():
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * b.abs().max().item() + 1e-6)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", ORDERED_DIMS)
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
 def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
     case = Packed(Lengths([1000, 3, 0, 700, 333], [1000, 3, 50, 900, 333]), 8, 2, head_dim, band)
@@ -178,7 +198,7 @@ def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
         return cute_flash.attn_varlen(*x, *cu, window=window, return_lse=True, deterministic=True)
 
     inputs, loss = case.inputs(), weighted(flows(case)[0])
-    if family == "sm80":
+    if family == "sm90" and head_dim > 128:
         with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
             gradients(attend, inputs, loss)
         return
@@ -187,3 +207,138 @@ def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
         again = gradients(attend, inputs, loss)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
     check(case, attend=attend)
+
+
+# Softcap, ALiBi, sinks and dropout
+
+
+@pytest.fixture
+def known_rng(monkeypatch):
+    monkeypatch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG, device=device))
+
+
+def on_gpu(case):
+    return {name: x.cuda() for name, x in case.tensors().items()}
+
+
+@pytest.mark.usefixtures("known_rng")
+@pytest.mark.parametrize("with_lse", (False, True), ids=("out", "out+lse"))
+@pytest.mark.parametrize("case", PACKED_CASES, ids=str)
+def test_features_against_the_oracle(case, with_lse, family):
+    tensors, douts = on_gpu(case), weights(case, "cuda", with_lse)
+    if not has_gradients(case, family):
+        assert_outputs(case.attend, case, tensors)
+        with pytest.raises(cute_flash.UnsupportedError, match=r"gradient of attn_varlen with .*head_dim="):
+            combinations.gradients(case.attend, tensors, douts)
+        return
+    found = assert_feature_gradients(case.attend, case, tensors, douts)
+    real, unused = sum(case.lengths.queries), unused_keys(case.lengths).cuda()
+    assert not found["q"][real:].any(), "dq of padding"
+    assert not found["k"][unused].any() and not found["v"][unused].any(), "dk, dv of keys of nobody"
+
+
+@pytest.mark.usefixtures("known_rng")
+@pytest.mark.parametrize("case", PACKED_CASES[-2:], ids=str)
+def test_deterministic_gradients_with_features_have_the_same_bits(case):
+    attend = functools.partial(case.attend, deterministic=True)
+    tensors, douts = on_gpu(case), weights(case, "cuda", True)
+    first = assert_feature_gradients(attend, case, tensors, douts)
+    for _ in range(5):
+        again = combinations.gradients(attend, tensors, douts)
+        assert all(torch.equal(again[name], first[name]) for name in tensors)
+
+
+@pytest.mark.usefixtures("known_rng")
+def test_slopes_and_sinks_have_the_same_bits_in_any_case():
+    case = PACKED_CASES[-1]
+    tensors, douts = on_gpu(case), weights(case, "cuda", True)
+    first = combinations.gradients(case.attend, tensors, douts)
+    for _ in range(5):
+        again = combinations.gradients(case.attend, tensors, douts)
+        assert all(torch.equal(again[name], first[name]) for name in ("alibi", "sinks"))
+
+
+@pytest.mark.usefixtures("known_rng")
+def test_the_slopes_of_a_sequence_know_nothing_of_its_neighbours():
+    case = PACKED_CASES[3]
+    assert case.lengths.queries[3] and case.features["alibi"] == 2
+    tensors, (dout, dlse) = on_gpu(case), weights(case, "cuda", True)
+    expected = combinations.gradients(case.attend, tensors, (dout, dlse))["alibi"]
+    queries, _ = next(case.spans())
+    dout[queries] = torch.nan
+    found = combinations.gradients(case.attend, tensors, (dout, dlse))["alibi"]
+    assert found[0].isnan().all()
+    assert torch.equal(found[1:], expected[1:])
+    # Sequences without queries, or without keys.
+    assert not found[2:4].any()
+
+
+def test_new_lengths_with_features_neither_wait_nor_compile():
+    """Also where slopes are those of sequences, and rows of nobody have a sink beside them."""
+    one = PACKED_CASES[3].one
+
+    def step(seed):
+        case = PackedCombination(one, Lengths.drawn(seed, 300))
+        leaves = {name: x.nan_to_num().cuda().requires_grad_() for name, x in case.tensors().items()}
+        cu, used = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), case.lengths.used_k
+        used = None if used is None else used.cuda()
+        options, dout = one.options(leaves), torch.randn_like(leaves["q"])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = cute_flash.attn_varlen(*(leaves[x] for x in "qkv"), *cu, seqused_k=used, **options)
+            return torch.autograd.grad(out, list(leaves.values()), dout)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for seed in range(1, 7):
+        step(seed)
+    before = cache_info()
+    for seed in range(30):
+        assert all(x.isfinite().all() for x in step(seed))
+    after = cache_info()
+    assert (after.compiles, after.disk_hits) == (before.compiles, before.disk_hits)
+
+
+def test_a_captured_training_step_with_features():
+    """Replayed, it draws anew, and its gradients are those of its own mask: out is linear in v."""
+    case = PACKED_CASES[3]
+    leaves = {name: x.nan_to_num().cuda().requires_grad_() for name, x in case.tensors().items()}
+    cu, options = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), case.one.options(leaves)
+
+    def step():
+        out = cute_flash.attn_varlen(*(leaves[x] for x in "qkv"), *cu, **options).float()
+        return out.detach().sum(), *torch.autograd.grad(out.sum(), list(leaves.values()))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total, *grads = step()
+    sums = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        sums.append(total.item())
+        assert all(x.isfinite().all() for x in grads)
+        found = (grads[2].double() * leaves["v"].double()).sum().item()
+        torch.testing.assert_close(found, sums[-1], rtol=0.02, atol=4.0)
+    assert len(set(sums)) == 3
+
+
+@pytest.mark.usefixtures("known_rng")
+def test_jagged_tensors_with_features():
+    one, lengths = PACKED_CASES[3].one, Lengths([70, 200, 33], [70, 200, 33])
+    case = PackedCombination(one, lengths)
+    tensors, douts = on_gpu(case), weights(case, "cuda", False)
+
+    def nested(x):
+        offsets = lengths.cu_q.long().cuda()
+        q, k, v = (torch.nested.nested_tensor_from_jagged(x[name], offsets) for name in "qkv")
+        out, lse = cute_flash.attn_nested(q, k, v, **one.options(x), return_lse=True)
+        return out.values(), lse.values().transpose(0, 1)
+
+    assert_feature_gradients(nested, case, tensors, douts)

@@ -1,0 +1,48 @@
+"""What the README shows of what features cost: ratios of a run of `python -m profiling features`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from profiling.terminal import Table
+
+FEATURES = "results/h200/2026-11-15-features.json"
+_NAMES = {
+    "dropout": "dropout 0.1",
+    "softcap": "softcap 30",
+    "alibi": "ALiBi",
+    "sinks": "sinks",
+}
+_SETTINGS = [(head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal")]
+Cell = dict[str, Any]
+
+
+def _ratio(cell: Cell, side: str) -> str:
+    """forward / backward, of the time of what it is compared with."""
+    sides = [cell["sides"][direction] for direction in ("fwd", "bwd")]
+    return " / ".join(f"{x[cell['base']]['ms'] / x[side]['ms']:.2f}" for x in sides)
+
+
+def features(data: Path) -> Table:
+    cells = json.loads((data / FEATURES).read_text(encoding="utf-8"))["cells"]
+
+    def found(kind: str, head_dim: int, mask: str) -> Cell:
+        named = [x for x in cells if x["kind"] == kind and x["name"].startswith(f"D={head_dim} ")]
+        return next(x for x in named if x["name"].endswith(mask) or kind == "window")
+
+    def row(label: str, kind: str, side: str) -> tuple[str, ...]:
+        return label, *(_ratio(found(kind, *setting), side) for setting in _SETTINGS)
+
+    window = [
+        "-" if mask == "full" else _ratio(found("window", d, mask), "window 1024") for d, mask in _SETTINGS
+    ]
+    rows = [
+        *(row(f"{label}, over plain", "feature", side) for side, label in _NAMES.items()),
+        ("window of 1024 at S = 16384, over causal", *window),
+        row("packed, 4 x 4096, over dense", "equal", "varlen"),
+        row("packed, 16 lengths of 100 to 8192, over FlashAttention-3", "ragged", "varlen"),
+    ]
+    columns = (f"D = {head_dim} {mask}" for head_dim, mask in _SETTINGS)
+    return Table("", ("forward / backward", *columns), tuple(rows))

@@ -1,0 +1,89 @@
+"""Compile gates of kernels for values of another width than keys, where they have no tile of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_flash.arch import ARCHS
+from cute_flash.band import Band
+from cute_flash.plan import bwd_plan, plan, use_kernels
+from cute_flash.problem import Features, Problem
+from cute_flash.resources import kernel_resources
+from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
+from tests.launch_capture import has_compiler
+
+# (family, target, D, Dv, mask, features): a sample, those of models and those nearest to the limit.
+Gate = tuple[str, str, int, int, Band, tuple[str, ...]]
+FORWARD: list[Gate] = [
+    ("sm90", "sm_90", 128, 64, FULL, ("softcap",)),
+    ("sm90", "sm_90", 192, 128, FULL, ("softcap", "alibi", "sinks", "dropout", "return_max_logit")),
+    ("sm80", "sm_80", 192, 128, CAUSAL, ()),
+    ("sm80", "sm_86", 128, 64, WINDOW, ("softcap", "dropout")),
+]
+BACKWARD: list[Gate] = [
+    ("sm80", "sm_80", 192, 128, CAUSAL, ()),
+    ("sm80", "sm_86", 72, 256, WINDOW, ()),
+    ("sm80", "sm_80", 128, 72, WINDOW, ("softcap", "alibi", "dropout")),
+    ("sm90", "sm_90", 192, 128, CAUSAL, ()),
+    ("sm90", "sm_90", 72, 256, WINDOW, ()),
+    ("sm90", "sm_90", 128, 64, WINDOW, ()),
+]
+
+
+def gate_id(gate: Gate) -> str:
+    family, target, head_dim, head_dim_v, band, names = gate
+    return "-".join((family, target, f"d{head_dim}v{head_dim_v}", MASKS[band], *names))
+
+
+def problem_of(gate: Gate) -> Problem:
+    *_, head_dim, head_dim_v, band, names = gate
+    features = Features(**dict.fromkeys(names, True))
+    return Problem(2, 8, 4, 1000, 1000, head_dim, "bfloat16", band, head_dim_v, features)
+
+
+def check(key, gate: Gate) -> None:  # type: ignore[no-untyped-def]
+    found = kernel_resources(key)
+    assert f"_d{gate[2]}v{gate[3]}_bfloat16_" in found.symbol
+    assert (found.spill_bytes, found.stack_bytes) == (0, 0)
+    assert found.serialised_wgmma == ()
+    assert found.smem_bytes <= ARCHS[gate[1]].smem_per_block
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("gate", FORWARD, ids=gate_id)
+def test_forward(gate: Gate) -> None:
+    with use_kernels(gate[0]):
+        check(plan(problem_of(gate), ARCHS[gate[1]]).key, gate)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("gate", BACKWARD, ids=gate_id)
+def test_backward(gate: Gate) -> None:
+    with use_kernels(gate[0]):
+        check(bwd_plan(problem_of(gate), ARCHS[gate[1]]).main, gate)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
+@pytest.mark.parametrize(("arch", "widths"), [("sm_80", "64/128"), ("sm_90", "128/64"), ("sm_90", "192/128")])
+def test_kernels_take_what_the_host_path_gives(tmp_path: Path, arch: str, widths: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backward_capture", str(tmp_path), arch, widths, "0"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, main, after = json.loads(done.stdout)
+    head_dim, head_dim_v = map(int, widths.split("/"))
+    the_plan = bwd_plan(
+        Problem(2, 4, 2, 300, 500, head_dim, "bfloat16", Band(50, 0), head_dim_v), ARCHS[arch]
+    )
+    assert [before[0], main[0], after[0]] == [
+        the_plan.before(True).kernel, the_plan.main.kernel, the_plan.after.kernel
+    ]  # fmt: skip
+    blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
+    assert main[1:] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1], the_plan.tile.smem_bytes]

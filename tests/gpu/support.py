@@ -1,0 +1,80 @@
+"""What the random calls of `test_features_bwd.py` say of what is supported: for the table in the README.
+
+    python -m pytest tests/gpu/test_features_bwd.py -k random --support FOLDER
+    python -m tests.gpu.support FOLDER COMMIT profiling/results/h200/DATE-support.json
+    python -m profiling plots
+
+A cell counts the calls that were right, by family of kernels, direction and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.combinations import PackedCombination
+from tests.feature_gradients import AnyCombination
+from tests.gpu.feature_combinations import Kind
+
+FEATURES = ("softcap", "alibi", "sinks", "dropout")
+
+
+def told(case: AnyCombination, kind: Kind, family: str, has_gradients: bool) -> dict[str, Any]:
+    """Of a call that was right."""
+    one = case.one if isinstance(case, PackedCombination) else case
+    is_packed = isinstance(case, PackedCombination)
+    rows = {
+        "no mask": kind.mask == "",
+        "causal or one bound": kind.mask in ("l", "r"),
+        "window": kind.mask == "lr",
+        "grouped heads": one.group > 1,
+        "odd numbers of heads": one.heads % 2 == 1,
+        "head dim above 128": kind.head_dim > 128,
+        "values of another width": kind.head_dim != kind.head_dim_v,
+        "plain": not kind.names,
+        **{name: name in kind.names for name in FEATURES},
+        "all four together": set(FEATURES) <= set(kind.names),
+        "deterministic": kind.deterministic,
+        "packed": is_packed,
+        "packed, seqused_k": isinstance(case, PackedCombination) and case.lengths.used is not None,
+        "packed, all four": is_packed and set(FEATURES) <= set(kind.names),
+    }
+    dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(kind.dtype)]
+    return {
+        "family": family,
+        "dtype": dtype,
+        "directions": ["forward", "backward"] if has_gradients else ["forward"],
+        "rows": [name for name, is_so in rows.items() if is_so],
+    }
+
+
+def write(folder: str, family: str, ran: str, calls: list[dict[str, Any]]) -> None:
+    path = Path(folder) / f"{family}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"ran": ran, "calls": calls}), encoding="utf-8")
+
+
+def counted(folder: Path) -> tuple[list[str], dict[str, dict[str, int]]]:
+    """What ran, and row -> "family direction dtype" -> calls that were right."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    table: dict[str, Counter[str]] = {}
+    for call in (call for run in runs for call in run["calls"]):
+        for row in call["rows"]:
+            for direction in call["directions"]:
+                place = f"{call['family']} {direction} {call['dtype']}"
+                table.setdefault(row, Counter())[place] += 1
+    return [run["ran"] for run in runs], {row: dict(sorted(found.items())) for row, found in table.items()}
+
+
+def main() -> None:
+    folder, commit, target = sys.argv[1:]
+    ran, table = counted(Path(folder))
+    record = {"commit": commit, "ran": ran, "right": table}
+    Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
