@@ -62,8 +62,8 @@ def requested_family() -> str | None:
     return chosen_family() or os.environ.get("CUTE_FLASH_KERNELS") or None
 
 
-def _check_family(family: str) -> None:
-    if family not in FAMILIES:
+def _check_family(family: str | None) -> None:
+    if family not in (None, *FAMILIES):
         raise UnsupportedError(f"kernel family {family!r}: there is {', '.join(FAMILIES)}")
 
 
@@ -296,8 +296,7 @@ def bwd_plan(problem: Problem, arch: ArchSpec, deterministic: bool = False) -> B
     problem.check("cuda")
     check_written_gradients(problem.features)
     asked = requested_family()
-    if asked is not None:
-        _check_family(asked)
+    _check_family(asked)
     for family, least in FAMILIES.items():
         if arch.capability < least or asked not in (None, family):
             continue

@@ -21,7 +21,7 @@ WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 # How much a row has registers for beside plain attention (`Features.weight`): a sink; a slope; softcap, or a
 # slope and a sink; dropout, or one of a bias and functions; all but those; everything.
-ONE, LIGHT, MEDIUM, HEAVY, FEATURES, ANY_WEIGHT = 1, 2, 3, 4, 11, 99
+ONE, LIGHT, MEDIUM, HEAVY, MOST, ANY_WEIGHT = 1, 2, 3, 4, 11, 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -224,42 +224,42 @@ _BY_RULE = "not measured on this part: chosen by the rules above the table"
 # in registers (the fewer rows, the more shared memory is read per MMA), no spills.
 _SM_80 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=MOST, measured=_BY_RULE),
     FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 2, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 2, max_weight=MOST, measured=_BY_RULE),
     FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
     FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
     FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
     FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=MOST, measured=_BY_RULE),
     FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(256, 128, 64, 8, 1, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(256, 128, 64, 8, 1, max_weight=MOST, measured=_BY_RULE),
     FwdTile(256, 128, 32, 8, 1, measured=_FOR_FUNCTIONS),
 )
 # 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
 _SM_86 = (
     FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=MOST, measured=_BY_RULE),
     FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 1, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(96, 128, 32, 4, 1, max_weight=MOST, measured=_BY_RULE),
     FwdTile(96, 64, 64, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(128, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
     FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=FEATURES, measured=_BY_RULE),
+    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=MOST, measured=_BY_RULE),
     FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
 )
 _SM_90 = (
     FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTile(64, 128, 64, 4, 2, 2, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTile(64, 128, 64, 4, 2, 2, max_weight=MOST, measured=_WITH_ROOM),
     FwdTile(64, 64, 32, 4, 2, 4, measured=_FOR_FUNCTIONS),
     FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
     FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
-    FwdTile(96, 128, 32, 4, 2, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTile(96, 128, 32, 4, 2, max_weight=MOST, measured=_WITH_ROOM),
     FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
     FwdTile(
         128,
@@ -274,7 +274,7 @@ _SM_90 = (
     FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
     FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
     FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(192, 64, 64, 4, 1, 6, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTile(192, 64, 64, 4, 1, 6, max_weight=MOST, measured=_WITH_ROOM),
     FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
     FwdTile(
         256,
@@ -288,13 +288,14 @@ _SM_90 = (
         measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s",
     ),
     FwdTile(256, 64, 64, 4, 1, 4, max_weight=LIGHT, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTile(256, 64, 64, 4, 1, max_weight=MOST, measured=_WITH_ROOM),
     FwdTile(256, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
 )
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
 
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, S=512/1024/8192, sweeps of 2026-11-15, version 7: "
+_SHORT_256 = _SWEEP + "523/610/706 TFLOP/s"
 _BY_WIDTH = "not measured: as its neighbours, as far as registers and shared memory allow"
 # Rows are tried in order, the first that serves is taken.
 SM90_FWD = (
@@ -323,11 +324,11 @@ SM90_FWD = (
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
     FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_FOR_MAPS),
     FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(
         128,
@@ -339,48 +340,31 @@ SM90_FWD = (
         max_weight=HEAVY,
         measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
     ),
-    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(128, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 96, 2, 1, max_weight=FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128, 96, 2, 1, max_weight=MOST, measured=_BY_WIDTH),
     FwdTileSm90(192, 128, 64, 2, 1, measured=_FOR_FUNCTIONS),
     FwdTileSm90(
-        256,
-        128,
-        64,
-        2,
-        1,
-        is_bounded=True,
-        max_weight=FEATURES,
-        measured=_SWEEP + "causal 363/492/690 TFLOP/s",
+        256, 128, 64, 2, 1, is_bounded=True, max_weight=MOST, measured=_SWEEP + "causal 363/492/690 TFLOP/s"
     ),
-    FwdTileSm90(
-        256,
-        128,
-        64,
-        2,
-        1,
-        max_keys=2048,
-        is_bounded=False,
-        max_weight=FEATURES,
-        measured=_SWEEP + "523/610/706 TFLOP/s",
-    ),
+    FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, is_bounded=False, max_weight=MOST, measured=_SHORT_256),
     # 80 keys spill under a bound.
     FwdTileSm90(
         256, 128, 80, 2, 1, is_bounded=False, max_weight=LIGHT, measured=_SWEEP + "507/605/712 TFLOP/s"
     ),
-    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(256, 128, 32, 2, 1, measured=_FOR_FUNCTIONS),
     # Values narrower or wider than keys.
     FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
     FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(128, 128, 64, 2, 2, True, head_dim_v=64, measured=_FOR_FUNCTIONS),
     FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, max_weight=FEATURES, measured=_WITH_ROOM),
+    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(192, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, max_weight=FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, max_weight=MOST, measured=_BY_WIDTH),
     FwdTileSm90(256, 128, 32, 2, 1, head_dim_v=256, measured=_FOR_FUNCTIONS),
 )
 

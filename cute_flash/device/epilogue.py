@@ -86,6 +86,19 @@ def store_floats(
 
 
 @cute.jit
+def store_rounded(
+    rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr
+):
+    """A warpgroup's rows from registers, in their type. `where`: as that of `store_floats`."""
+    thread, rows_left = where
+    tOcO = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape))
+    # A pair of columns is one register: (2 rows, n8 tiles)
+    pairs = cute.make_layout((2, gO.shape[1] // 8))
+    packed = cute.make_tensor(cute.recast_tensor(rO, Int32).iterator, pairs)
+    store_rows(packed, gO, as_mn(tOcO), width, rows_left)
+
+
+@cute.jit
 def store_rows(
     packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32
 ):

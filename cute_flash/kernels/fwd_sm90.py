@@ -40,7 +40,7 @@ from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import row_tile
-from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rows
+from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rounded
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
@@ -314,7 +314,7 @@ class FwdSm90:
     def first_block(self, main: Main, tile: Tile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
         main.shared.k.wait_full(tile.fill)
-        first = self.first_of(main, tile)
+        first = main.shared.first_block(tile.walk, tile.fill)
         bias = scores.load_bias(tile, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
@@ -325,10 +325,6 @@ class FwdSm90:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S, (first, bias))
         self.round(main, acc_S, self.draw(main, tile, first), range(self.shapes.steps))
-
-    def first_of(self, main: Main, tile: Tile) -> Int32:
-        """The first block of a tile, whose K is there."""
-        return tile.walk.first if main.shared.blocks is None else main.shared.block(tile.walk, tile.fill, 0)
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
@@ -500,7 +496,7 @@ class FwdSm90:
         shared = main.shared
         last = tile.fill + tile.walk.num - 1
         shared.k.wait_full(following.fill)
-        first = self.first_of(main, following)
+        first = shared.first_block(following.walk, following.fill)
         bias = scores.load_bias(following, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)
@@ -564,18 +560,9 @@ class FwdSm90:
             where = (self.thread(main), span.q_len - first_row)
             store_floats(main.acc_O, gO, main.mma_pv, where, self.static.width_v)
         else:
-            self.store_rounded(main, gO, span.q_len - first_row)
-
-    @cute.jit
-    def store_rounded(self, main: Main, gO: cute.Tensor, rows_left: Int32):
-        rO = self.output(main)
-        coords = cute.make_identity_tensor((WARPGROUP_ROWS, self.tile.width_v))
-        tOcO = main.mma_pv.get_slice(self.thread(main)).partition_C(coords)
-        # A pair of columns is one register: (2 rows, n8 tiles)
-        packed = cute.make_tensor(
-            cute.recast_tensor(rO, Int32).iterator, cute.make_layout((2, self.tile.width_v // 8))
-        )
-        store_rows(packed, gO, as_mn(tOcO), self.static.width_v, rows_left)
+            rO = self.output(main)
+            where = (self.thread(main), span.q_len - first_row)
+            store_rounded(rO, gO, main.mma_pv, where, self.static.width_v)
 
     @cute.jit
     def hand_over(self, p: Params, main: Main, tile: Tile):

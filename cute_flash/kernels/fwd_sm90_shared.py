@@ -261,6 +261,9 @@ class Shared:
         """After k.full: the i-th block on the way of a tile, in the stage of K."""
         return walk.block(i) if self.blocks is None else self.blocks[self.k.stage(fill)]
 
+    def first_block(self, walk: Walk | OutwardWalk | ListWalk, fill: Int32) -> Int32:
+        return walk.first if self.blocks is None else self.blocks[self.k.stage(fill)]
+
     @cute.jit
     def tell_end(self, count: Int32):
         self.tell_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.shapes.tile_numbers - 1))))
