@@ -59,6 +59,7 @@ KERNELS = {
     "bwd_sm90_general": ("cute_flash.kernels.bwd_general", "BwdSm90General"),
     "bwd_sm90_ordered_general": ("cute_flash.kernels.bwd_general", "BwdSm90OrderedGeneral"),
     "bwd_sm80_custom": ("cute_flash.kernels.bwd_custom", "BwdSm80Custom"),
+    "bwd_sm80_ordered_custom": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80OrderedCustom"),
     "bwd_sm90_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90Custom"),
     "bwd_sm90_ordered_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90OrderedCustom"),
     "bwd_postprocess_sm80": ("cute_flash.kernels.bwd_sm80_post", "BwdPostprocessSm80"),

@@ -10,8 +10,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 
+from cute_flash.device.ptx import add_if
 from cute_flash.mods.graph import COLUMN, ROW
 
 # What a place depends on: a query (ROW), a key (COLUMN); and the lanes that differ in the rest.
@@ -71,8 +72,7 @@ def add_at(into: cute.Tensor, place, value: Float32) -> None:
     cute.arch.atomic_add(target, value, sem="relaxed", scope="gpu")
 
 
-@cute.jit
-def add_once(into: cute.Tensor, place, value: Float32, lanes: cutlass.Constexpr):
+def add_once(into: cute.Tensor, place, value: Float32, lanes: int) -> None:
     """By the first lane; 0 is not added."""
-    if is_first(lanes) and value != 0.0:
-        add_at(into, place, value)
+    target = into.iterator + cute.crd2idx(place, into.layout)
+    add_if(Int32(is_first(lanes) & (value != 0.0)), target.toint(), value)

@@ -4,6 +4,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.ptx import rederived
+from cute_flash.kernels.bwd_custom import BwdSm80Custom
 from cute_flash.kernels.bwd_general import BwdSm80General
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm80_shared import Main, Params
@@ -44,4 +45,8 @@ class BwdSm80Ordered(InTurn, BwdSm80):
 
 
 class BwdSm80OrderedGeneral(InTurn, BwdSm80General):
+    pass
+
+
+class BwdSm80OrderedCustom(InTurn, BwdSm80Custom):
     pass

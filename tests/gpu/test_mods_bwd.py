@@ -34,10 +34,6 @@ def test_sampled_cases(family, record_property):
 @pytest.mark.parametrize("case", mod_gradients.ordered("cuda"), ids=lambda case: case.kind.id)
 def test_deterministic_gradients_have_the_same_bits(case, family):
     case.options["deterministic"] = True
-    if family == "sm80":
-        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
-            mod_gradients.assert_gradients(case)
-        return
     leaves, douts = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
     first = None
     for _ in range(5):
