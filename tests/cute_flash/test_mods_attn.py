@@ -133,6 +133,24 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
             table.requires_grad_(False)
 
 
+def test_values_of_another_width_and_outputs_in_floats() -> None:
+    q, k, v = (x.detach().bfloat16() for x in inputs(Case("", 33, 50)))
+    v, bias = torch.cat([v, -v, v], dim=3), normal(1, H, 33, 50, seed=5)
+    how = {"score_mod": relative, "mask_mod": by_head, "out_dtype": torch.float32}
+    given = [x.clone().requires_grad_() for x in (q, k, v, bias.bfloat16())]
+    out = attn(*given[:3], bias=given[3], **how)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    how["out_dtype"] = None
+    expected = attn(*exact[:3], bias=exact[3], **how)
+    assert out.dtype == torch.float32 and out.shape == (2, H, 33, 3 * D)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    found, expected = (
+        torch.autograd.grad(x.square().sum(), of) for x, of in ((out, given), (expected, exact))
+    )
+    assert all(x.dtype == torch.bfloat16 for x in found)
+    torch.testing.assert_close([x.double() for x in found], list(expected), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if not case.rest], ids=lambda case: case.name)
 def test_flex_attention(case: Case) -> None:
     """FlexAttention, uncompiled, on the same functions; it has no bias, and no gradients on the CPU."""

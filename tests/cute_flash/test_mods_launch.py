@@ -4,6 +4,7 @@ compiled host code takes it.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,19 @@ def test_every_head_dim_has_a_tile_for_maps() -> None:
                 with use_kernels(family):
                     tile = plan(replace(problem, head_dim=head_dim), ARCHS[target]).tile
                 assert head_dim <= tile.head_dim <= -(-head_dim // 64) * 64
+
+
+@pytest.mark.parametrize("more", [{}, {"score": "gated", "mask": "by_head", "bias": torch.float32}], ids=str)
+def test_values_of_another_width_have_a_tile(more: dict[str, Any]) -> None:
+    from dataclasses import replace
+
+    for has_map, head_dim, width in itertools.product((False, True), (32, 64, 128, 192, 256), (40, 128, 256)):
+        problem = case_of(has_map=has_map, **more).problem()[0]
+        problem = replace(problem, head_dim=head_dim, head_dim_v=width)
+        for family, target in (("sm90", "sm_90"), *(("sm80", name) for name in ARCHS)):
+            with use_kernels(family):
+                tile = plan(problem, ARCHS[target]).tile
+            assert tile.head_dim >= head_dim and getattr(tile, "width_v", tile.head_dim) >= width
 
 
 @pytest.mark.compiles
