@@ -98,9 +98,9 @@ def main() -> None:
     json.dump(launches, sys.stdout)
 
 
-def case_of(kind: str) -> mod_cases.Case:
+def case_of(kind: str, seed: int = 1) -> mod_cases.Case:
     chosen = next(one for one in mod_cases.KINDS if one.id == kind)
-    return mod_cases.Case(chosen, mod_cases.Sizes(2, HEADS, HEADS_KV, SQ, SK), 1, "cpu")
+    return mod_cases.Case(chosen, mod_cases.Sizes(2, HEADS, HEADS_KV, SQ, SK), seed, "cpu")
 
 
 def _of_kind(kind: str, deterministic: bool) -> Any:

@@ -15,9 +15,7 @@ from tests.cute_flash.test_resources import check_registers
 KINDS = {kind.id: kind for kind in mod_cases.KINDS}
 GATES = [
     ("sm90", "d128-document_causal-map"),
-    ("sm90", "d128-bias-bfloat16-r"),
     ("sm90", "d64-gated-by_head"),
-    ("sm80", "d64-alibi"),
     ("sm80", "d192-capped-prefix-bias-float16"),
 ]
 
