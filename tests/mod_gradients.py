@@ -31,6 +31,11 @@ FLOOR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 def leaves_of(case: Case) -> dict[str, Tensor]:
     """What has a gradient, of those tensors that the case's options have."""
     found = dict(zip("qkv", case.inputs(), strict=True))
+    return {name: x.requires_grad_() for name, x in found.items()} | others_of(case)
+
+
+def others_of(case: Case) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
     for name in ("bias", "sinks"):
         if name in case.options:
             found[name] = case.options[name]
@@ -118,7 +123,7 @@ def _assert_agrees(name: str, value: Tensor, fused: Tensor, oracle: Tensor) -> N
 
 def plan_of(case: Case, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
     """Of the family that was asked for; of its leaves all have a gradient."""
-    leaves_of(case)
+    others_of(case)
     how, asked = case.call()
     plain, _ = case.problem()
     problem, _, _ = backward_custom.described(asked, plain, deterministic)
