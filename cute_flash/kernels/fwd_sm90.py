@@ -329,12 +329,18 @@ class FwdSm90:
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
-    def transform(
-        self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, looks_near: cutlass.Constexpr = False
-    ):
+    def transform(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
         """Softcap and ALiBi, before the mask."""
         if cutlass.const_expr(tile.of_head.score is not None):
-            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n, looks_near)
+            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n)
+
+    @cute.jit
+    def transform_from(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, reference: tuple | None):
+        """The same, relative to what the rows have seen."""
+        if cutlass.const_expr(tile.of_head.score is not None):
+            tile_n = self.tile.tile_n
+            block = (n_block * tile_n, WARPGROUP_ROWS, tile_n)
+            tile.of_head.score.apply_from(as_mn(acc_S), tile.mask, block, reference)
 
     @cute.jit
     def draw(self, main: Main, tile: Tile, n_block: Int32):
@@ -362,7 +368,7 @@ class FwdSm90:
         # Where every maximum is asked for, sums say nothing more.
         may_check = self.shapes.may_check_sums
         checks_sums = self.tile.checks_sums and may_check
-        # A cap has two ways, of which it is enough to have one copy.
+        # A cap has two ways, of which one copy is enough.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
         if cutlass.const_expr(isinstance(walk, OutwardWalk) or is_capped):
             for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
@@ -395,7 +401,9 @@ class FwdSm90:
         masks = self.draw(main, tile, tile.walk.block(i))
         warpgroup.wait_group(1)
         shared.k.release(fill)
-        self.transform(tile, acc_S, tile.walk.block(i), masked is not True)
+        is_relative = cutlass.const_expr(tile.of_head.score is not None)
+        reference = softmax.reference() if is_relative else None
+        self.transform_from(tile, acc_S, tile.walk.block(i), reference)
         if cutlass.const_expr(masked == MAYBE):
             if tile.walk.is_cut(i):
                 tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
@@ -407,9 +415,10 @@ class FwdSm90:
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
         if cutlass.const_expr(not checks_sums):
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i))
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i), reference)
             if grew:
                 softmax.raise_max(block_max)
+                softmax.follow(as_mn(acc_S), reference)
 
         # P = exp(scale (S - m')): a few columns of it before O of the block before must be complete
         acc_P = cute.make_fragment_like(acc_S)
@@ -417,22 +426,23 @@ class FwdSm90:
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
-        softmax.exponentiate_steps(*views, early, maybe_empty)
+        softmax.exponentiate_steps(*views, early, maybe_empty, is_relative)
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         self.round(main, acc_P, masks, early)
-        softmax.exponentiate_steps(*views, late, maybe_empty)
+        softmax.exponentiate_steps(*views, late, maybe_empty, is_relative)
         self.round(main, acc_P, masks, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
-            if softmax.is_suspicious(block_sum):
-                softmax.block_max(as_mn(acc_S), block_max)
+            if softmax.is_suspicious(block_sum, is_relative):
+                softmax.block_max(as_mn(acc_S), block_max, reference)
                 if softmax.is_outweighed(block_max, block_sum):
                     softmax.raise_max(block_max, as_mn(main.acc_O))
+                    softmax.follow(as_mn(acc_S), reference)
                     block_sum.fill(0.0)
-                    softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
+                    softmax.exponentiate_steps(*views, range(self.shapes.steps), True, is_relative)
                     self.round(main, acc_P, masks, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)

@@ -57,15 +57,9 @@ class Shapes:
     @property
     def early_steps(self) -> int:
         """Those that have their exponentials before the wait for O: as many as registers and time allow."""
-        if self.has_more_to_do and self.tile.num_warpgroups < 3:
+        if self.static.features.dropout and self.tile.num_warpgroups < 3:
             return self.steps
         return 1 if self.tile.num_warpgroups == 3 else self.steps // 3
-
-    @property
-    def has_more_to_do(self) -> bool:
-        """With every score than plain attention has."""
-        features = self.static.features
-        return features.softcap or features.alibi or features.dropout
 
     @property
     def may_check_sums(self) -> bool:
@@ -74,7 +68,8 @@ class Shapes:
         for, sums say nothing more.
         """
         is_narrow = self.tile.width_v <= 64
-        return (is_narrow or not self.has_more_to_do) and not self.static.features.return_max_logit
+        features = self.static.features
+        return (is_narrow or not features.dropout) and not features.return_max_logit
 
     @property
     def q(self) -> SmemTile:
