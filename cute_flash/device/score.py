@@ -37,8 +37,8 @@ MAX_EXPONENT = 30.0
 TOGETHER = 4
 # tanh x / x = 1 + x² (c1 + x² c2) up to |x| = NEAR, to a relative error of 1.4e-6: least maximum.
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
-# So many scores go one of the two ways together; so many sums of squares of them are looked at; a larger bound
-# would not be a number when squared.
+# So many scores go one of the two ways together; so many sums of squares of them are looked at; a larger
+# bound would not be a number when squared.
 PART, SUMS, MAX_SQUARES = 32, 4, 1e37
 # Of x over the product; powers of larger ones leave fp32.
 MAX_NEAR_FACTOR = 65536.0
