@@ -63,7 +63,8 @@ class Score:
             return Score(scale * LOG2_E)
         x, softcap_log2 = scale / softcap, softcap * LOG2_E
         cap = Float32(1.0) if gives_tangent else softcap_log2
-        near = cute.arch.fmin((NEAR / x) * (NEAR / x), MAX_SQUARES)
+        near = (NEAR / x) * (NEAR / x)
+        near = cutlass.select_(near < MAX_SQUARES, near, Float32(MAX_SQUARES))
         near = cutlass.select_(x < MAX_NEAR_FACTOR, near, Float32(-1.0))
         squared = x * x
         powers = (x * squared, x * squared * squared)
