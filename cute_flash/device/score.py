@@ -28,6 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.exponents import PART_STEPS, Curve, Line
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
@@ -39,7 +40,9 @@ TOGETHER = 4
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
 # So many scores go one of the two ways together; so many sums of squares of them are looked at; a larger
 # bound would not be a number when squared.
-PART, SUMS, MAX_SQUARES = 32, 4, 1e37
+PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 4, 1e37
+# An even smaller coefficient would be 0: a hidden score is -inf, and so is what a curve makes of it.
+LEAST = 1e-37
 # Of x over the product; powers of larger ones leave fp32.
 MAX_NEAR_FACTOR = 65536.0
 
@@ -69,7 +72,8 @@ class Score:
         squared = x * x
         powers = (x * squared, x * squared * squared)
         terms = (x, *(coefficient * power for coefficient, power in zip(SERIES, powers)))
-        series = tuple(cap * term for term in terms)
+        c0, c1, c2 = (cap * term for term in terms)
+        series = (c0, c1, cutlass.select_(c2 > LEAST, c2, Float32(LEAST)))
         return Score(scale * LOG2_E, x * (2 * LOG2_E), softcap_log2, None, cap, near, series)
 
     def of_head(self, slope: Float32 | None) -> "Score":
@@ -91,18 +95,53 @@ class Score:
     @cute.jit
     def apply_from(self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple, reference: tuple):
         """The same, less a reference of each row. `block`: its first column, and its rows and columns."""
-        first_col, rows, columns = block
+        first_col = block[0]
         has_slope = cutlass.const_expr(self.slope_log2 is not None)
         if cutlass.const_expr(self.rate is not None):
             self.apply_cap(acc_S_mn, True, None if has_slope else reference)
         if cutlass.const_expr(has_slope):
-            first = mask.first_row + mask.seqlen_k - mask.seqlen_q
-            is_before, is_after = first_col + columns <= first + 1, first_col >= first + rows - 1
+            is_before, is_after = self.sides(mask, block)
             if is_before | is_after:
                 slope = self.slope_log2 if is_before else -self.slope_log2
                 self.tilt(acc_S_mn, mask, first_col, slope, reference)
             else:
                 self.bend(acc_S_mn, mask, first_col, reference)
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether `begin` serves: softcap and a slope at once do without."""
+        return (self.rate is None) != (self.slope_log2 is None)
+
+    @cute.jit
+    def begin(self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple) -> Line | Curve:
+        """Instead of `apply_from`: the formula of a block. What none fits is done in place."""
+        first_col = block[0]
+        if cutlass.const_expr(self.rate is not None):
+            parts = [
+                range(i, min(i + PART, cute.size(acc_S_mn))) for i in range(0, cute.size(acc_S_mn), PART)
+            ]
+            are_near = tuple(self.are_near(acc_S_mn, part) for part in parts)
+            for is_near, part in zip(are_near, parts):
+                if not is_near:
+                    self.cap_all(acc_S_mn, part, None)
+            return Curve(self.series, are_near)
+        is_before, is_after = self.sides(mask, block)
+        is_line = is_before | is_after
+        if not is_line:
+            self.bend(acc_S_mn, mask, first_col)
+        factor = cutlass.select_(is_line, self.scale_log2, Float32(1.0))
+        slope = cutlass.select_(is_before, self.slope_log2, -self.slope_log2)
+        slope = cutlass.select_(is_line, slope, Float32(0.0))
+        num = cute.size(acc_S_mn, mode=[0])
+        return Line(
+            factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num))
+        )
+
+    def sides(self, mask: Mask, block: tuple) -> tuple:
+        """Whether all keys of a block lie before its rows or beside them, and whether all lie after."""
+        first_col, rows, columns = block
+        first = mask.first_row + mask.seqlen_k - mask.seqlen_q
+        return first_col + columns <= first + 1, first_col >= first + rows - 1
 
     @cute.jit
     def bend(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, reference: tuple | None = None):

@@ -39,6 +39,7 @@ from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rows
+from cute_flash.device.exponents import Curve, Line
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
@@ -335,12 +336,23 @@ class FwdSm90:
             tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n)
 
     @cute.jit
-    def transform_from(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32, reference: tuple | None):
-        """The same, relative to what the rows have seen."""
-        if cutlass.const_expr(tile.of_head.score is not None):
-            tile_n = self.tile.tile_n
-            block = (n_block * tile_n, WARPGROUP_ROWS, tile_n)
-            tile.of_head.score.apply_from(as_mn(acc_S), tile.mask, block, reference)
+    def transform_from(
+        self,
+        tile: Tile,
+        acc_S: cute.Tensor,
+        n_block: Int32,
+        reference: tuple | None,
+        checks_sums: cutlass.Constexpr,
+    ) -> Line | Curve | None:
+        """The same, relative to what the rows have seen; or a formula to do it by, where S is kept."""
+        score, tile_n = tile.of_head.score, self.tile.tile_n
+        block = (n_block * tile_n, WARPGROUP_ROWS, tile_n)
+        if cutlass.const_expr(score is None):
+            return None
+        if cutlass.const_expr(checks_sums and score.has_formula):
+            return score.begin(as_mn(acc_S), tile.mask, block)
+        score.apply_from(as_mn(acc_S), tile.mask, block, reference)
+        return None
 
     @cute.jit
     def draw(self, main: Main, tile: Tile, n_block: Int32):
@@ -403,7 +415,8 @@ class FwdSm90:
         shared.k.release(fill)
         is_relative = cutlass.const_expr(tile.of_head.score is not None)
         reference = softmax.reference() if is_relative else None
-        self.transform_from(tile, acc_S, tile.walk.block(i), reference)
+        formula = self.transform_from(tile, acc_S, tile.walk.block(i), reference, checks_sums)
+        is_relative = is_relative and formula is None
         if cutlass.const_expr(masked == MAYBE):
             if tile.walk.is_cut(i):
                 tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
@@ -426,28 +439,49 @@ class FwdSm90:
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
-        softmax.exponentiate_steps(*views, early, maybe_empty, is_relative)
+        self.exponentiate(main, views, early, formula, (maybe_empty, is_relative))
         self.look_ahead(main, tile, fill + 1, block_sum)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
         self.round(main, acc_P, masks, early)
-        softmax.exponentiate_steps(*views, late, maybe_empty, is_relative)
+        self.exponentiate(main, views, late, formula, (maybe_empty, is_relative))
         self.round(main, acc_P, masks, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
             if softmax.is_suspicious(block_sum, is_relative):
-                softmax.block_max(as_mn(acc_S), block_max, reference)
+                if cutlass.const_expr(formula is None):
+                    softmax.block_max(as_mn(acc_S), block_max, reference)
+                else:
+                    formula.block_max(as_mn(acc_S), block_max)
                 if softmax.is_outweighed(block_max, block_sum):
                     softmax.raise_max(block_max, as_mn(main.acc_O))
-                    softmax.follow(as_mn(acc_S), reference)
+                    if cutlass.const_expr(is_relative):
+                        softmax.follow(as_mn(acc_S), reference)
                     block_sum.fill(0.0)
-                    softmax.exponentiate_steps(*views, range(self.shapes.steps), True, is_relative)
+                    self.exponentiate(main, views, range(self.shapes.steps), formula, (True, is_relative))
                     self.round(main, acc_P, masks, range(self.shapes.steps))
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
+
+    @cute.jit
+    def exponentiate(
+        self,
+        main: Main,
+        views: tuple,
+        steps: cutlass.Constexpr,
+        formula: Line | Curve | None,
+        how: cutlass.Constexpr,
+    ):
+        """`how`: whether a row may have seen no key, and whether S is relative to m."""
+        softmax = main.softmax
+        if cutlass.const_expr(formula is None):
+            softmax.exponentiate_steps(*views, steps, *how)
+        else:
+            row_max = softmax.reference() if how[0] else tuple(softmax.row_max[r] for r in range(2))
+            formula.exponentiate(*views, steps, row_max)
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
         """With blocks so wide that only part of the second was to be exact, the first alone is."""
