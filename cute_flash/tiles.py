@@ -300,7 +300,7 @@ SM90_FWD = (
         2,
         True,
         checks_cut_sums=True,
-        max_weight=LIGHT,
+        max_weight=MEDIUM,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
     FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_WITH_ROOM),

@@ -40,7 +40,7 @@ TOGETHER = 4
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
 # So many scores go one of the two ways together; so many sums of squares of them are looked at; a larger
 # bound would not be a number when squared.
-PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 4, 1e37
+PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 2, 1e37
 # An even smaller coefficient would be 0: a hidden score is -inf, and so is what a curve makes of it.
 LEAST = 1e-37
 # Of x over the product; powers of larger ones leave fp32.
@@ -107,14 +107,11 @@ class Score:
             else:
                 self.bend(acc_S_mn, mask, first_col, reference)
 
-    @property
-    def has_formula(self) -> bool:
-        """Whether `begin` serves: softcap and a slope at once do without."""
-        return (self.rate is None) != (self.slope_log2 is None)
-
     @cute.jit
     def begin(self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple) -> Line | Curve:
-        """Instead of `apply_from`: the formula of a block. What none fits is done in place."""
+        """Instead of `apply_from`, for a cap or a slope: the formula of a block. What none fits is done in
+        place.
+        """
         first_col = block[0]
         if cutlass.const_expr(self.rate is not None):
             parts = [

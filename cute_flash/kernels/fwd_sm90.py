@@ -349,7 +349,7 @@ class FwdSm90:
         block = (n_block * tile_n, WARPGROUP_ROWS, tile_n)
         if cutlass.const_expr(score is None):
             return None
-        if cutlass.const_expr(checks_sums and score.has_formula):
+        if cutlass.const_expr(checks_sums and self.shapes.has_formula):
             return score.begin(as_mn(acc_S), tile.mask, block)
         score.apply_from(as_mn(acc_S), tile.mask, block, reference)
         return None

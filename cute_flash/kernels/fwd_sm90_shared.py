@@ -72,6 +72,14 @@ class Shapes:
         return (is_narrow or not features.dropout) and not features.return_max_logit
 
     @property
+    def has_formula(self) -> bool:
+        """Whether a block's products become P by one formula (`device/exponents.py`). A slope and a cap at
+        once have none, and a cap's needs more registers than three warpgroups have.
+        """
+        features = self.static.features
+        return features.alibi != features.softcap and (features.alibi or self.tile.num_warpgroups < 3)
+
+    @property
     def q(self) -> SmemTile:
         return sm90_tiles(self.tile)["Q"]
 

@@ -215,6 +215,79 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=4e-5)
 
 
+@pytest.mark.parametrize(
+    ("softcap", "slope", "place"),
+    [
+        *((None, 0.03, place) for place in ("touching", "across", "after")),
+        *((x, None, "across") for x in (30.0, 5.0)),
+    ],
+    ids=str,
+)
+def test_exponents_of_products(softcap: float | None, slope: float | None, place: str) -> None:
+    """P and the largest scores by a formula, of products that are near 0 in the first columns only; some are
+    hidden.
+    """
+    rows, _, threads, _ = SHAPES["wgmma"]
+    columns = 96
+    sq, sk, first_row, scale = 300, 333, 128, 0.37
+    position = first_row + sk - sq
+    first_column = {"touching": 1 - columns, "across": 2 - columns, "after": rows - 1}[place] + position
+    products = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 2
+    products[:, 64:] *= 4
+
+    @cute.jit
+    def program(out, largest, sums, products, numbers, sizes):  # type: ignore[no-untyped-def]
+        mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
+        score = Score.of(numbers[0], None if softcap is None else numbers[1])
+        score = score.of_head(None if slope is None else numbers[2])
+        for thread in range(threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
+            acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), Float32)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = products[tScS[i]]
+            mask, acc_P = Mask(Band(), sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
+            formula = score.begin(as_mn(acc), mask, (sizes[3], rows, columns))
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                row, column = tScS[i]
+                acc[i] = -Float32.inf if row + column == 9 else acc[i]
+            block_max, block_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+            formula.block_max(as_mn(acc), block_max)
+            block_sum.fill(0.0)
+            row_max, steps = (Float32(1.5), Float32(-0.5)), columns // 16
+            for part in (range(3), range(3, steps)):
+                formula.exponentiate(as_operand_a(acc), as_operand_a(acc_P), block_sum, part, row_max)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                out[tScS[i]] = acc_P[i]
+            for r in cutlass.range_constexpr(2):
+                row, column = as_mn(tScS)[r, 0]
+                largest[row, column // 2] = block_max[r] * LN_2
+                sums[row, column // 2] = block_sum[r]
+
+    out = torch.full((rows, columns), torch.nan)
+    largest, sums = torch.full((rows, 4), torch.nan), torch.full((rows, 4), torch.nan)
+    numbers, sizes = torch.tensor([scale, softcap or 0.0, slope or 0.0]), (sq, sk, first_row, first_column)
+    tensors = (out, largest, sums, products, numbers, torch.tensor(sizes, dtype=torch.int32))
+    arguments = [*map(from_dlpack, tensors)]
+    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+
+    expected = scale * products.double()
+    if softcap is not None:
+        expected = softcap * (expected / softcap).tanh()
+    if slope is not None:
+        i = torch.arange(first_row, first_row + rows)[:, None] + sk - sq
+        expected = expected - slope * (i - torch.arange(first_column, first_column + columns)).abs()
+    expected[torch.arange(rows)[:, None] + torch.arange(columns) == 9] = -torch.inf
+    of_threads = expected.view(rows, -1, 4, 2).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(largest.double(), of_threads.amax(2), rtol=1e-5, atol=1e-4)
+    lowest = torch.tensor([1.5, -0.5]).repeat_interleave(8).repeat(rows // 16)[:, None].double()
+    P = (expected * LOG2_E - lowest).exp2()
+    torch.testing.assert_close(out.double(), P, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        sums.double(), P.view(rows, -1, 4, 2).transpose(1, 2).flatten(2).sum(2), rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("most", [0.1, 0.5], ids=["by a polynomial", "by both ways"])
 @pytest.mark.parametrize("softcap", [0.1, 50.0, 16384.0])
 def test_small_scores_keep_their_digits(softcap: float, most: float) -> None:
