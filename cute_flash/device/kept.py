@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_flash.device.philox import Dropout, Place, half_factor, key_index, query_index
-from cute_flash.device.ptx import chosen_bytes
+from cute_flash.device.ptx import chosen_bytes, spread_signs
 from cute_flash.device.views import as_mn
 from cute_flash.philox import APART, SECOND
 
@@ -27,6 +27,8 @@ LOW_BITS = 0x00010001  # the lowest of both halves
 NEIGHBOUR = 4  # lanes to the one with the next key
 # The low halves of mine and the other, which has the odd query; the high halves of the other and mine.
 OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
+# The signs of the lower bytes of both halves, and of the upper ones, for all bits of the halves.
+OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,20 @@ class Kept:
         """What it has drawn: the same for the other queries."""
         return cute.arch.shuffle_sync_bfly(mine, offset=NEIGHBOUR)
 
-    def choose(self, x: Float32, r: int, c: int) -> Float32:
-        """x if it is kept, else 0."""
+    def place(self, r: int, c: int) -> tuple[int, int]:
+        """The word, and the bit in the half of it that columns of this parity have."""
         queries = 2 * self.halves  # of the same parity in a step
         step = r // 2 * self.steps_of_row + c // 2 // queries
-        bit = self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2 + 16 * (c % 2)
-        is_kept = (Uint32(self.words[step // self.steps]) & Uint32(1 << bit)) != 0
+        return step // self.steps, self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2
+
+    def choose(self, x: Float32, r: int, c: int) -> Float32:
+        """x if it is kept, else 0."""
+        word, bit = self.place(r, c)
+        is_kept = (Uint32(self.words[word]) & Uint32(1 << bit + 16 * (c % 2))) != 0
         return cutlass.select_(is_kept, x, Float32(0.0))
+
+    def mask(self, r: int, c: int) -> Int32:
+        """Of elements c and c + 1, c even, in 16 bits each: all set if they are kept."""
+        word, bit = self.place(r, c)
+        # Both bits become the signs of their bytes.
+        return spread_signs(self.words[word] << 7 - bit % 8, OF_LOW_BYTES if bit < 8 else OF_HIGH_BYTES)
