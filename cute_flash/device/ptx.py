@@ -43,5 +43,5 @@ def chosen_bytes(low: Int32, high: Int32, selector: Int32) -> Int32:
 
 
 def spread_signs(word: Int32, selector: int) -> Int32:
-    """Four times eight bits, equal to the signs of those bytes that the digits of the selector, less 8, say."""
+    """Four times eight bits, equal to the signs of those bytes that the digits of the selector less 8 say."""
     return chosen_bytes(word, Int32(0), Int32(selector))
