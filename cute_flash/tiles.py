@@ -133,6 +133,7 @@ class FwdTileSm90:
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
     head_dim_v: int | None = None  # width of V and of the output, where it is another one
     checks_cut_sums: bool = False  # so do the last blocks, which a bound cuts
+    draws: bool = False  # a warpgroup more draws for dropout, and leaves masks in shared memory
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
@@ -151,6 +152,8 @@ class FwdTileSm90:
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
         if self.q_stages == 2 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
+        if self.draws and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
+            raise ValueError(f"{self.draws=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
         _check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
 
     @property
@@ -159,17 +162,29 @@ class FwdTileSm90:
 
     @property
     def num_warpgroups(self) -> int:
-        """Those that multiply; one more loads and stores."""
+        """Those that multiply; one more loads and stores, and one may draw."""
         return self.tile_m // WARPGROUP_ROWS
 
     @property
     def num_threads(self) -> int:
-        return 128 * (1 + self.num_warpgroups)
+        return 128 * (1 + self.num_warpgroups + self.draws)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """What a thread of the loading warpgroup, and one of the others, may use."""
+        """What a thread of the loading warpgroup, and one of those that multiply, may use."""
+        if self.draws:
+            return 24, 216
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_warpgroups]
+
+    @property
+    def registers_to_draw(self) -> int:
+        """The same of those that draw."""
+        return 56
+
+    @property
+    def columns_pv(self) -> int:
+        """Of an instruction of P V: all, unless they take more than the registers a thread has at launch."""
+        return self.width_v // 2 if self.draws and self.width_v == 256 else self.width_v
 
     @property
     def accumulator_registers(self) -> int:
@@ -181,15 +196,19 @@ class FwdTileSm90:
         columns = self.q_stages * self.tile_m * self.head_dim
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
+        masks = 0
+        if self.draws:
+            barriers += 2 * self.num_warpgroups
+            masks = self.tile_m * self.tile_n * ELEMENT_BYTES
         # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
-        return columns * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 32
+        return columns * ELEMENT_BYTES + masks + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         ways = (", sums checked" if self.checks_sums else "") + (", in turns" if self.takes_turns else "")
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
-        groups = f"1 + {self.num_warpgroups} warpgroups"
+        groups = f"1 + {self.num_warpgroups}{' + 1' if self.draws else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
 
     def fits(self, arch: ArchSpec) -> bool:
@@ -276,6 +295,7 @@ SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 
 
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, S=512/1024/8192, sweeps of 2026-11-15, version 7: "
+_DRAWS = "not measured: for dropout"
 _BY_WIDTH = "not measured: as its neighbours, as far as registers and shared memory allow"
 # Rows are tried in order, the first that serves is taken.
 SM90_FWD = (
@@ -335,13 +355,27 @@ SM90_FWD = (
     FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, measured=_WITH_ROOM),
     FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, measured=_BY_WIDTH),
 )
+# The same with dropout.
+SM90_FWD_DRAWS = (
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, draws=True, measured=_DRAWS),
+    FwdTileSm90(96, 128, 128, 2, 2, True, draws=True, max_weight=HEAVY + LIGHT, measured=_DRAWS),
+    FwdTileSm90(96, 128, 96, 2, 2, True, draws=True, measured=_DRAWS),
+    FwdTileSm90(128, 128, 128, 2, 2, True, draws=True, max_weight=HEAVY + LIGHT, measured=_DRAWS),
+    FwdTileSm90(128, 128, 96, 2, 2, True, draws=True, measured=_DRAWS),
+    FwdTileSm90(192, 128, 96, 2, 1, draws=True, measured=_DRAWS),
+    FwdTileSm90(256, 128, 64, 2, 1, draws=True, measured=_DRAWS),
+    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, draws=True, measured=_DRAWS),
+    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, draws=True, measured=_DRAWS),
+    FwdTileSm90(192, 128, 96, 2, 1, head_dim_v=128, draws=True, measured=_DRAWS),
+    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, draws=True, measured=_DRAWS),
+)
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTileSm90:
     """The tile of a family's forward on an architecture."""
     static = problem.static
     if family == "sm90":
-        for wide in SM90_FWD:
+        for wide in SM90_FWD_DRAWS if static.features.dropout else SM90_FWD:
             if wide.serves(problem) and wide.fits(arch):
                 return wide
     else:

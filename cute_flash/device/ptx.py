@@ -40,3 +40,8 @@ def chosen_bytes(low: Int32, high: Int32, selector: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[low, high, selector]
     )
+
+
+def spread_signs(word: Int32, selector: int) -> Int32:
+    """Four times eight bits, equal to the signs of those bytes that the digits of the selector less 8 say."""
+    return chosen_bytes(word, Int32(0), Int32(selector))

@@ -342,6 +342,10 @@ class BwdSm90:
             self.start_dv_dk(p, main, operands, fill - 1)
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, main, fill - 2)
+        if cutlass.const_expr(self.has_score and self.tile.early_draws):
+            # Beside products, and before S and dP take registers.
+            first_query = tile.block(i) * self.tile.tile_m
+            scores = p.terms.block(mask, where[1][1], tile.batch, first_query, turned=True)
         if cutlass.const_expr(blocks_before > 0):
             warpgroup.wait_group(blocks_before - 1)
             shared.do.release_by_all(fill - 1)
@@ -367,7 +371,7 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(self.has_score):
+        if cutlass.const_expr(self.has_score and not self.tile.early_draws):
             first_query = tile.block(i) * self.tile.tile_m
             scores = p.terms.block(mask, where[1][1], tile.batch, first_query, turned=True)
         if cutlass.const_expr(self.tile.early_lse):

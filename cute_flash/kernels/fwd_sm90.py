@@ -19,11 +19,13 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 | 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the rings allow, across tiles         |
 | 0         | 2     | store: TMA of the output tiles                                                        |
 | 1 ...     | all   | mma: 64 rows of the tile each                                                         |
+| the last  | all   | draw: where there is dropout, masks of P for the block after (`fwd_sm90_draws`)       |
 
 | shared memory | elements                     | life                                                        |
 |---------------|------------------------------|-------------------------------------------------------------|
 | sQ            | q_stages x tile_m x tile_d   | one tile; O leaves through it at the end                    |
 | sK, sV        | stages x tile_n x tile_d     | one block each                                              |
+| drawn         | tile_m x tile_n, with dropout| one block                                                   |
 """
 
 from dataclasses import dataclass
@@ -38,10 +40,9 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
+from cute_flash.device.drawn import Drawn, NotDrawn
 from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rows
-from cute_flash.device.exponents import Curve, Line
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
@@ -51,6 +52,8 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
+from cute_flash.kernels import fwd_sm90_draws as draws
+from cute_flash.kernels import fwd_sm90_scores as scores
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
@@ -83,7 +86,6 @@ class Main:
     inverse: cute.Tensor  # 1 / l
     turns: Turns
     tScS: cute.Tensor  # (row, column) of every element of S
-    dropout: Dropout | None
     largest: cute.Tensor | None  # (1,), the largest score of the tile that ends, of this thread
 
 
@@ -98,7 +100,6 @@ class Tile:
     mask: Mask
     walk: Walk | OutwardWalk  # over its key blocks
     of_head: OfHead
-    sequence: Int32  # b H + h
 
     def has_blocks(self):
         return self.walk.num > 0
@@ -184,7 +185,7 @@ class FwdSm90:
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.is_bounded),
             WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
-            make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
+            make_mma(self.shapes.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
             extras,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -210,9 +211,8 @@ class FwdSm90:
             # Until the list of tiles is complete.
             cute.arch.griddepcontrol_wait()
 
-        for_load, for_mma = self.tile.registers
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(for_load)
+            cute.arch.setmaxregister_decrease(self.tile.registers[0])
             if warp_index == LOAD_QK_WARP:
                 copies.load_qk(p, shared)
             if warp_index == LOAD_V_WARP:
@@ -221,11 +221,18 @@ class FwdSm90:
                 if warp_index == STORE_WARP:
                     copies.store(p, shared)
         else:
-            cute.arch.setmaxregister_increase(for_mma)
-            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
+            if cutlass.const_expr(self.tile.draws):
+                if warp_index >= 4 * (1 + self.tile.num_warpgroups):
+                    draws.draw(p, shared, warp_index % 4, thread % 32)
+                else:
+                    self.mma(p, shared, warp_index, thread)
+            else:
+                self.mma(p, shared, warp_index, thread)
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32):
+    def mma(self, p: Params, shared: Shared, warp_index: Int32, thread: Int32):
+        cute.arch.setmaxregister_increase(self.tile.registers[1])
+        warpgroup_index, thread = warp_index // 4 - 1, thread % WARPGROUP_THREADS
         main = self._main(p, shared, warpgroup_index, thread)
         main.turns.begin()
         count, fill = Int32(0), Int32(0)
@@ -264,8 +271,8 @@ class FwdSm90:
         head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
         lengths = p.positions_of(span), span.k_len
         mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
-        of_head, sequence = p.extras.of_head(head, span.batch), span.batch * p.order.heads + head
-        return Tile(count, fill, head, span, mask, p.walk(m_block, span), of_head, sequence)
+        of_head = p.extras.of_head(head, span.batch)
+        return Tile(count, fill, head, span, mask, p.walk(m_block, span), of_head)
 
     def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
         """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
@@ -297,7 +304,6 @@ class FwdSm90:
             cute.make_fragment_like(softmax.row_max),
             Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
             p.mma_qk.get_slice(thread).partition_C(coords),
-            p.extras.dropout(),
             cute.make_rmem_tensor(1, Float32) if wants_largest else None,
         )
 
@@ -316,12 +322,12 @@ class FwdSm90:
         if tile.walk.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S)
-        self.round(main, acc_S, self.draw(main, tile, tile.walk.first), range(self.shapes.steps))
+        self.first_round(main, tile, acc_S)
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor):
         softmax = main.softmax
-        self.transform(tile, acc_S, tile.walk.first)
+        scores.transform(tile, acc_S, tile.walk.first * self.tile.tile_n)
         if tile.walk.begins_cut():
             tile.mask.apply(as_mn(acc_S), tile.walk.first * self.tile.tile_n)
         block_max = cute.make_fragment_like(softmax.row_max)
@@ -330,48 +336,19 @@ class FwdSm90:
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
-    def transform(self, tile: Tile, acc_S: cute.Tensor, n_block: Int32):
-        """Softcap and ALiBi, before the mask."""
-        if cutlass.const_expr(tile.of_head.score is not None):
-            tile.of_head.score.apply(as_mn(acc_S), tile.mask, n_block * self.tile.tile_n)
+    def first_round(self, main: Main, tile: Tile, acc_P: cute.Tensor):
+        self.drawn(main).wait(main.warpgroup, tile.fill)
+        self.round(main, acc_P, range(self.shapes.steps))
+        self.drawn(main).release(main.warpgroup, tile.fill)
 
     @cute.jit
-    def transform_from(
-        self,
-        tile: Tile,
-        acc_S: cute.Tensor,
-        n_block: Int32,
-        reference: tuple | None,
-        checks_sums: cutlass.Constexpr,
-    ) -> Line | Curve | None:
-        """The same, relative to what the rows have seen; or a formula to do it by, where S is kept."""
-        score, tile_n = tile.of_head.score, self.tile.tile_n
-        block = (n_block * tile_n, WARPGROUP_ROWS, tile_n)
-        if cutlass.const_expr(score is None):
-            return None
-        if cutlass.const_expr(checks_sums and self.shapes.has_formula):
-            return score.begin(as_mn(acc_S), tile.mask, block)
-        score.apply_from(as_mn(acc_S), tile.mask, block, reference)
-        return None
-
-    @cute.jit
-    def draw(self, main: Main, tile: Tile, n_block: Int32):
-        """What dropout keeps of a block's P, if it is asked for: known before the scores are."""
-        if cutlass.const_expr(main.dropout is None):
-            return None
-        # Where all tiles begin with the same block, its counters would be kept over all of them.
-        first_column = rederived(n_block * self.tile.tile_n)
-        place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
-        return main.dropout.draw(as_operand_a(main.rP), place)
-
-    @cute.jit
-    def round(self, main: Main, acc_P: cute.Tensor, masks: cute.Tensor | None, steps: cutlass.Constexpr):
+    def round(self, main: Main, acc_P: cute.Tensor, steps: cutlass.Constexpr):
         """P in the inputs' type, and 0 where it is dropped; the sums are taken before."""
         convert(acc_P, main.rP, steps)
-        if cutlass.const_expr(masks is not None):
-            packed = cute.recast_tensor(main.rP, Int32)
-            for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
-                packed[i] = packed[i] & masks[i]
+        self.drawn(main).apply(cute.recast_tensor(main.rP, Int32), main.warpgroup, main.thread, steps)
+
+    def drawn(self, main: Main) -> Drawn | NotDrawn:
+        return main.shared.drawn if self.tile.draws else NotDrawn()
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
@@ -410,13 +387,12 @@ class FwdSm90:
         shared.v.wait_full(fill - 1)
         self.start_pv(main, fill - 1)
         main.turns.pass_on()
-        masks = self.draw(main, tile, tile.walk.block(i))
         warpgroup.wait_group(1)
         shared.k.release(fill)
-        is_relative = cutlass.const_expr(tile.of_head.score is not None)
-        reference = softmax.reference() if is_relative else None
-        formula = self.transform_from(tile, acc_S, tile.walk.block(i), reference, checks_sums)
-        is_relative = is_relative and formula is None
+        reference = None if tile.of_head.score is None else softmax.reference()
+        first_column = tile.walk.block(i) * self.tile.tile_n
+        formula = scores.transform_from(self.shapes, tile, acc_S, first_column, reference, checks_sums)
+        is_relative = reference is not None and formula is None
         if cutlass.const_expr(masked == MAYBE):
             if tile.walk.is_cut(i):
                 tile.mask.apply(as_mn(acc_S), tile.walk.block(i) * self.tile.tile_n)
@@ -439,49 +415,32 @@ class FwdSm90:
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
-        self.exponentiate(main, views, early, formula, (maybe_empty, is_relative))
+        scores.exponentiate(softmax, views, early, formula, (maybe_empty, is_relative))
         self.look_ahead(main, tile, fill + 1, block_sum)
+        self.drawn(main).wait(main.warpgroup, fill)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.round(main, acc_P, masks, early)
-        self.exponentiate(main, views, late, formula, (maybe_empty, is_relative))
-        self.round(main, acc_P, masks, late)
+        self.round(main, acc_P, early)
+        scores.exponentiate(softmax, views, late, formula, (maybe_empty, is_relative))
+        self.round(main, acc_P, late)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
             if softmax.is_suspicious(block_sum, is_relative):
-                if cutlass.const_expr(formula is None):
-                    softmax.block_max(as_mn(acc_S), block_max, reference)
-                else:
-                    formula.block_max(as_mn(acc_S), block_max)
+                scores.block_max(softmax, acc_S, block_max, formula, reference)
                 if softmax.is_outweighed(block_max, block_sum):
                     softmax.raise_max(block_max, as_mn(main.acc_O))
                     if cutlass.const_expr(is_relative):
                         softmax.follow(as_mn(acc_S), reference)
                     block_sum.fill(0.0)
-                    self.exponentiate(main, views, range(self.shapes.steps), formula, (True, is_relative))
-                    self.round(main, acc_P, masks, range(self.shapes.steps))
+                    everything = range(self.shapes.steps)
+                    scores.exponentiate(softmax, views, everything, formula, (True, is_relative))
+                    self.round(main, acc_P, everything)
+        self.drawn(main).release(main.warpgroup, fill)
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
             softmax.rescale(as_mn(main.acc_O))
-
-    @cute.jit
-    def exponentiate(
-        self,
-        main: Main,
-        views: tuple,
-        steps: cutlass.Constexpr,
-        formula: Line | Curve | None,
-        how: cutlass.Constexpr,
-    ):
-        """`how`: whether a row may have seen no key, and whether S is relative to m."""
-        softmax = main.softmax
-        if cutlass.const_expr(formula is None):
-            softmax.exponentiate_steps(*views, steps, *how)
-        else:
-            row_max = softmax.reference() if how[0] else tuple(softmax.row_max[r] for r in range(2))
-            formula.exponentiate(*views, steps, row_max)
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
         """With blocks so wide that only part of the second was to be exact, the first alone is."""
@@ -543,7 +502,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(p, main, tile)
         main.acc_O.fill(0.0)
-        self.round(main, acc_S, self.draw(main, following, following.walk.first), range(self.shapes.steps))
+        self.first_round(main, following, acc_S)
 
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):

@@ -19,6 +19,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash import philox
 from cute_flash.band import Band
 from cute_flash.device import philox as device_philox
+from cute_flash.device.drawn import Drawn
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout, Place, philox_4x32
 from cute_flash.device.score import Score
@@ -122,6 +123,50 @@ def test_every_score_has_its_draw(shape: Any) -> None:
         ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
         kept = mask.kept(range(1, 2), range(3, 4), *ranges)[0, 0]
         assert torch.equal(found, torch.where(kept, 7.0, 0.0))
+
+
+STEPS = 6  # of 16 keys
+
+
+def drawn_masks(first: tuple[int, int], p: float) -> torch.Tensor:
+    """A tile of two warpgroups' ones, through masks that four warps have drawn."""
+    columns = 16 * STEPS
+
+    @cute.jit
+    def program(out, words, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
+        dropout, drawn = Dropout.read(rng, Uint32(threshold), Float32(2.0)), Drawn(words, None, None, 2)
+        for thread in cutlass.range(128, unroll=1):
+            for w in cutlass.range_constexpr(2):
+                rectangle = (first_row + 64 * w) // 32
+                drawn.draw(dropout, Int32(8), rectangle, first_column, (w, thread // 32, thread % 32))
+        mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
+        for thread in cutlass.range(128, unroll=1):
+            thr_mma = mma.get_slice(thread)
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((64, columns)))
+            for w in cutlass.range_constexpr(2):
+                rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, columns)), cutlass.BFloat16)
+                rP.fill(1.0)
+                drawn.apply(cute.recast_tensor(rP, Int32), w, thread, range(2))
+                drawn.apply(cute.recast_tensor(rP, Int32), w, thread, range(2, STEPS))
+                for i in cutlass.range_constexpr(cute.size(rP)):
+                    row, col = tScS[i]
+                    out[64 * w + row, col] = rP[i].to(Float32)
+
+    out = torch.full((128, columns), torch.nan)
+    # The first mode is the innermost.
+    words = torch.zeros(2, STEPS, 128, 4, dtype=torch.int32).permute(3, 2, 1, 0)
+    threshold = Int32(philox.threshold(p) * 0x10001)
+    given = (from_dlpack(out), from_dlpack(words, assumed_align=16), from_dlpack(torch.tensor(RNG)))
+    arguments = (*given, *map(Int32, first), threshold)
+    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    return out
+
+
+@pytest.mark.parametrize(("first", "p"), [((0, 0), 0.3), ((256, 192), 0.8)])
+def test_every_score_has_its_mask(first: tuple[int, int], p: float) -> None:
+    rows, keys = range(first[0], first[0] + 128), range(first[1], first[1] + 16 * STEPS)
+    kept = philox.Dropout(p, torch.tensor(RNG), 5).kept(range(1, 2), range(3, 4), rows, keys)[0, 0]
+    assert torch.equal(drawn_masks(first, p), kept.float())
 
 
 # Scores
