@@ -323,7 +323,7 @@ SM90_FWD = (
         max_weight=MEDIUM,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_WITH_ROOM),
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, measured=_WITH_ROOM),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
     FwdTileSm90(96, 128, 96, 2, 2, True, measured=_WITH_ROOM),
