@@ -134,6 +134,7 @@ class FwdTileSm90:
     head_dim_v: int | None = None  # width of V and of the output, where it is another one
     checks_cut_sums: bool = False  # so do the last blocks, which a bound cuts
     draws: bool = False  # a warpgroup more draws for dropout, and leaves masks in shared memory
+    draw_stages: int = 1  # buffers of those masks
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
@@ -198,8 +199,8 @@ class FwdTileSm90:
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
         masks = 0
         if self.draws:
-            barriers += 2 * self.num_warpgroups
-            masks = self.tile_m * self.tile_n * ELEMENT_BYTES
+            barriers += 2 * self.num_warpgroups * self.draw_stages
+            masks = self.draw_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
         # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
         return columns * ELEMENT_BYTES + masks + -(-8 * barriers // 16) * 16 + 32
 
@@ -357,7 +358,7 @@ SM90_FWD = (
 )
 # The same with dropout.
 SM90_FWD_DRAWS = (
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, draws=True, measured=_DRAWS),
+    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, draws=True, draw_stages=2, measured=_DRAWS),
     FwdTileSm90(96, 128, 128, 2, 2, True, draws=True, max_weight=HEAVY + LIGHT, measured=_DRAWS),
     FwdTileSm90(96, 128, 96, 2, 2, True, draws=True, measured=_DRAWS),
     FwdTileSm90(128, 128, 128, 2, 2, True, draws=True, max_weight=HEAVY + LIGHT, measured=_DRAWS),

@@ -20,24 +20,26 @@ from cute_flash.tiles import WARPGROUP_ROWS
 WARPS = WARPGROUP_THREADS // 32
 REGISTERS = 4  # of P in a k-step
 RECTANGLES = WARPGROUP_ROWS // ROWS  # over the rows of a warpgroup
+AT_ONCE = 2  # calls
 SHARES = WARPS // RECTANGLES  # warps that draw for one of them: every SHARES-th k-step each
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Of every warpgroup that multiplies, the masks of one block. Fills are those of K and V."""
+    """Of every warpgroup that multiplies, the masks of some blocks. Fills are those of K and V."""
 
-    words: cute.Tensor  # (register, thread, k-step, warpgroup)
-    full: cute.Pointer  # one mbarrier a warpgroup
+    words: cute.Tensor  # (register, thread, k-step, stage, warpgroup)
+    full: cute.Pointer  # one mbarrier a stage and warpgroup
     empty: cute.Pointer
     num_warpgroups: cutlass.Constexpr
+    stages: cutlass.Constexpr
 
     @staticmethod
-    def allocate(smem, num_warpgroups: int, steps: int) -> "Drawn":
-        layout = cute.make_layout((REGISTERS, WARPGROUP_THREADS, steps, num_warpgroups))
-        words = smem.allocate_tensor(Int32, layout, 16)
-        barriers = smem.allocate_array(cutlass.Int64, 2 * num_warpgroups, byte_alignment=8)
-        return Drawn(words, barriers, barriers + num_warpgroups, num_warpgroups)
+    def allocate(smem, num_warpgroups: int, steps: int, stages: int) -> "Drawn":
+        layout = cute.make_layout((REGISTERS, WARPGROUP_THREADS, steps, stages, num_warpgroups))
+        words, num = smem.allocate_tensor(Int32, layout, 16), num_warpgroups * stages
+        barriers = smem.allocate_array(cutlass.Int64, 2 * num, byte_alignment=8)
+        return Drawn(words, barriers, barriers + num, num_warpgroups, stages)
 
     @cute.jit
     def init_barriers(self):
@@ -46,20 +48,21 @@ class Drawn:
             self.ring(warpgroup).init(WARPS, WARPS)
 
     def ring(self, warpgroup: Int32) -> Ring:
-        return Ring(self.full + warpgroup, self.empty + warpgroup, 1)
+        first = warpgroup * self.stages
+        return Ring(self.full + first, self.empty + first, self.stages)
 
     @cute.jit
     def draw(self, dropout: Dropout, sequence: Int32, rectangle: Int32, first_key: Int32, where: tuple):
         """A warp's share of a warpgroup's block, whose rows begin with a rectangle, and keys at a multiple of
-        16. `where`: the warpgroup, the warp of those that draw, and the lane.
+        16. `where`: the stage, the warpgroup, the warp of those that draw, and the lane.
         """
-        warpgroup, warp, lane = where
+        stage, warpgroup, warp, lane = where
         part, share = warp // SHARES, warp % SHARES
         query = Uint32((rectangle + part) * APART + lane // 4)
         key = Uint32((first_key // KEYS + share) * 4 + lane % 4)
         calls = cute.size(self.words, mode=[2]) // SHARES
         # As many as there are registers for.
-        at_once = 1 if calls % 2 else 2
+        at_once = AT_ONCE if calls % AT_ONCE == 0 else 1
         for i in cutlass.range(0, calls, at_once, unroll=1):
             for j in cutlass.range_constexpr(at_once):
                 step = SHARES * (i + j)
@@ -67,7 +70,7 @@ class Drawn:
                 for half in cutlass.range_constexpr(2):
                     masks = dropout.masks(words, Uint32(SECOND) if half else None)
                     thread = (2 * part + half) * 32 + lane
-                    self._store(masks, (None, thread, step + share, warpgroup))
+                    self._store(masks, (None, thread, step + share, stage, warpgroup))
 
     def _store(self, masks: list, where: tuple):
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
@@ -88,11 +91,14 @@ class Drawn:
         self.ring(warpgroup).wait_full(fill)
 
     @cute.jit
-    def apply(self, packed: cute.Tensor, warpgroup: Int32, thread: Int32, steps: cutlass.Constexpr):
+    def apply(
+        self, packed: cute.Tensor, steps: cutlass.Constexpr, warpgroup: Int32, thread: Int32, fill: Int32
+    ):
         """0 in the registers of P, of some k-steps, where it is dropped."""
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
+        words = self.words[None, thread, None, self.ring(warpgroup).stage(fill), warpgroup]
         for k in cutlass.range_constexpr(steps.start, steps.stop):
-            cute.autovec_copy(self.words[None, thread, k, warpgroup], quad)
+            cute.autovec_copy(words[None, k], quad)
             for i in cutlass.range_constexpr(REGISTERS):
                 packed[REGISTERS * k + i] = packed[REGISTERS * k + i] & quad[i]
 
@@ -108,6 +114,6 @@ class NotDrawn:
 
     def wait(self, warpgroup: Int32, fill: Int32): ...
 
-    def apply(self, packed: cute.Tensor, warpgroup: Int32, thread: Int32, steps: range): ...
+    def apply(self, packed: cute.Tensor, steps: range, warpgroup: Int32, thread: Int32, fill: Int32): ...
 
     def release(self, warpgroup: Int32, fill: Int32): ...

@@ -25,7 +25,7 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 |---------------|------------------------------|-------------------------------------------------------------|
 | sQ            | q_stages x tile_m x tile_d   | one tile; O leaves through it at the end                    |
 | sK, sV        | stages x tile_n x tile_d     | one block each                                              |
-| drawn         | tile_m x tile_n, with dropout| one block                                                   |
+| drawn         | draw_stages x tile_m x tile_n| one block; with dropout only                                |
 """
 
 from dataclasses import dataclass
@@ -338,14 +338,15 @@ class FwdSm90:
     @cute.jit
     def first_round(self, main: Main, tile: Tile, acc_P: cute.Tensor):
         self.drawn(main).wait(main.warpgroup, tile.fill)
-        self.round(main, acc_P, range(self.shapes.steps))
+        self.round(main, acc_P, range(self.shapes.steps), tile.fill)
         self.drawn(main).release(main.warpgroup, tile.fill)
 
     @cute.jit
-    def round(self, main: Main, acc_P: cute.Tensor, steps: cutlass.Constexpr):
+    def round(self, main: Main, acc_P: cute.Tensor, steps: cutlass.Constexpr, fill: Int32):
         """P in the inputs' type, and 0 where it is dropped; the sums are taken before."""
         convert(acc_P, main.rP, steps)
-        self.drawn(main).apply(cute.recast_tensor(main.rP, Int32), main.warpgroup, main.thread, steps)
+        packed = cute.recast_tensor(main.rP, Int32)
+        self.drawn(main).apply(packed, steps, main.warpgroup, main.thread, fill)
 
     def drawn(self, main: Main) -> Drawn | NotDrawn:
         return main.shared.drawn if self.tile.draws else NotDrawn()
@@ -420,9 +421,9 @@ class FwdSm90:
         self.drawn(main).wait(main.warpgroup, fill)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.round(main, acc_P, early)
+        self.round(main, acc_P, early, fill)
         scores.exponentiate(softmax, views, late, formula, (maybe_empty, is_relative))
-        self.round(main, acc_P, late)
+        self.round(main, acc_P, late, fill)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
@@ -435,7 +436,7 @@ class FwdSm90:
                     block_sum.fill(0.0)
                     everything = range(self.shapes.steps)
                     scores.exponentiate(softmax, views, everything, formula, (True, is_relative))
-                    self.round(main, acc_P, everything)
+                    self.round(main, acc_P, everything, fill)
         self.drawn(main).release(main.warpgroup, fill)
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)

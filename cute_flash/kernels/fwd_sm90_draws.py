@@ -1,5 +1,5 @@
 """The warpgroup of the Hopper forward that draws for dropout: masks for those that multiply, which only load
-them. It follows the tiles as the warp of V does, and stands at most one block before the others.
+them. It follows the tiles as the warp of V does, as far ahead as there are stages.
 """
 
 import cutlass
@@ -26,8 +26,10 @@ def draw(p: Params, shared: Shared, warp: Int32, lane: Int32):
         for i in cutlass.range(walk.num, unroll=1):
             for w in cutlass.range_constexpr(tile.num_warpgroups):
                 rectangle = (m_block * tile.num_warpgroups + w) * RECTANGLES
-                drawn.ring(w).wait_empty(fill + i)
-                drawn.draw(dropout, sequence, rectangle, walk.block(i) * tile.tile_n, (w, warp, lane))
+                ring = drawn.ring(w)
+                ring.wait_empty(fill + i)
+                where = ring.stage(fill + i), w, warp, lane
+                drawn.draw(dropout, sequence, rectangle, walk.block(i) * tile.tile_n, where)
                 drawn.tell(w, fill + i)
         fill += walk.num
         count += 1

@@ -194,7 +194,9 @@ class Shared:
         sQ = allocate(shapes.q, tile.num_warpgroups * tile.q_stages)
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
-        drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps) if tile.draws else None
+        drawn = None
+        if tile.draws:
+            drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         room = -(-shapes.tile_numbers // 4) * 4
