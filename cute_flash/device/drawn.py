@@ -51,6 +51,9 @@ class Drawn:
         first = warpgroup * self.stages
         return Ring(self.full + first, self.empty + first, self.stages)
 
+    def stage(self, fill: Int32):
+        return fill & (self.stages - 1) if self.stages > 1 else 0
+
     @cute.jit
     def draw(self, dropout: Dropout, sequence: Int32, rectangle: Int32, first_key: Int32, where: tuple):
         """A warp's share of a warpgroup's block, whose rows begin with a rectangle, and keys at a multiple of
@@ -96,7 +99,7 @@ class Drawn:
     ):
         """0 in the registers of P, of some k-steps, where it is dropped."""
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
-        words = self.words[None, thread, None, self.ring(warpgroup).stage(fill), warpgroup]
+        words = self.words[None, thread, None, self.stage(fill), warpgroup]
         for k in cutlass.range_constexpr(steps.start, steps.stop):
             cute.autovec_copy(words[None, k], quad)
             for i in cutlass.range_constexpr(REGISTERS):

@@ -26,9 +26,8 @@ def draw(p: Params, shared: Shared, warp: Int32, lane: Int32):
         for i in cutlass.range(walk.num, unroll=1):
             for w in cutlass.range_constexpr(tile.num_warpgroups):
                 rectangle = (m_block * tile.num_warpgroups + w) * RECTANGLES
-                ring = drawn.ring(w)
-                ring.wait_empty(fill + i)
-                where = ring.stage(fill + i), w, warp, lane
+                drawn.ring(w).wait_empty(fill + i)
+                where = drawn.stage(fill + i), w, warp, lane
                 drawn.draw(dropout, sequence, rectangle, walk.block(i) * tile.tile_n, where)
                 drawn.tell(w, fill + i)
         fill += walk.num

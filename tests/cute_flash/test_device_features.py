@@ -129,16 +129,16 @@ STEPS = 6  # of 16 keys
 
 
 def drawn_masks(first: tuple[int, int], p: float) -> torch.Tensor:
-    """A tile of two warpgroups' ones, through masks that four warps have drawn."""
+    """A tile of two warpgroups' ones, through masks that four warps have drawn in the second stage."""
     columns = 16 * STEPS
 
     @cute.jit
     def program(out, words, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
-        dropout, drawn = Dropout.read(rng, Uint32(threshold), Float32(2.0)), Drawn(words, None, None, 2)
+        dropout, drawn = Dropout.read(rng, Uint32(threshold), Float32(2.0)), Drawn(words, None, None, 2, 2)
         for thread in cutlass.range(128, unroll=1):
             for w in cutlass.range_constexpr(2):
                 rectangle = (first_row + 64 * w) // 32
-                drawn.draw(dropout, Int32(8), rectangle, first_column, (w, thread // 32, thread % 32))
+                drawn.draw(dropout, Int32(8), rectangle, first_column, (1, w, thread // 32, thread % 32))
         mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
         for thread in cutlass.range(128, unroll=1):
             thr_mma = mma.get_slice(thread)
@@ -146,15 +146,15 @@ def drawn_masks(first: tuple[int, int], p: float) -> torch.Tensor:
             for w in cutlass.range_constexpr(2):
                 rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, columns)), cutlass.BFloat16)
                 rP.fill(1.0)
-                drawn.apply(cute.recast_tensor(rP, Int32), w, thread, range(2))
-                drawn.apply(cute.recast_tensor(rP, Int32), w, thread, range(2, STEPS))
+                for steps in (range(2), range(2, STEPS)):
+                    drawn.apply(cute.recast_tensor(rP, Int32), steps, w, thread, Int32(3))
                 for i in cutlass.range_constexpr(cute.size(rP)):
                     row, col = tScS[i]
                     out[64 * w + row, col] = rP[i].to(Float32)
 
     out = torch.full((128, columns), torch.nan)
     # The first mode is the innermost.
-    words = torch.zeros(2, STEPS, 128, 4, dtype=torch.int32).permute(3, 2, 1, 0)
+    words = torch.zeros(2, 2, STEPS, 128, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0)
     threshold = Int32(philox.threshold(p) * 0x10001)
     given = (from_dlpack(out), from_dlpack(words, assumed_align=16), from_dlpack(torch.tensor(RNG)))
     arguments = (*given, *map(Int32, first), threshold)
