@@ -187,7 +187,7 @@ def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan
     """A plan for each kernel that a problem of this head dim, dtype and kind of mask may run."""
     from cute_flash.plan import plan
     from cute_flash.problem import Problem
-    from cute_flash.tiles import SM90_FWD
+    from cute_flash.tiles_fwd import SM90_FWD
 
     # Short sequences may have a tile of their own, and so may the few rows of heads that share keys.
     lengths = [LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys})]

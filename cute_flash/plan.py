@@ -19,8 +19,9 @@ from cute_flash.problem import (
     check_written,
     check_written_gradients,
 )
-from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90, fwd_tile
+from cute_flash.tiles import ELEMENT_BYTES, FwdTile, FwdTileSm90
 from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide, bwd_tile, drops_none
+from cute_flash.tiles_fwd import fwd_tile
 from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.

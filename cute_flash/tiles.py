@@ -1,6 +1,4 @@
-"""Tile shapes: one literal table per architecture, each row checked against shared memory and citing its
-measurement.
-"""
+"""Shapes of the forward's tiles, and what they need of a part. Tables: `tiles_fwd`, `tiles_bwd`."""
 
 from __future__ import annotations
 
@@ -133,6 +131,8 @@ class FwdTileSm90:
     takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
     head_dim_v: int | None = None  # width of V and of the output, where it is another one
     checks_cut_sums: bool = False  # so do the last blocks, which a bound cuts
+    draws: bool = False  # a warpgroup more draws for dropout, and leaves masks in shared memory
+    draw_stages: int = 1  # buffers of those masks
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
@@ -151,6 +151,8 @@ class FwdTileSm90:
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
         if self.q_stages == 2 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
+        if self.draws and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
+            raise ValueError(f"{self.draws=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
         _check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
 
     @property
@@ -159,17 +161,29 @@ class FwdTileSm90:
 
     @property
     def num_warpgroups(self) -> int:
-        """Those that multiply; one more loads and stores."""
+        """Those that multiply; one more loads and stores, and one may draw."""
         return self.tile_m // WARPGROUP_ROWS
 
     @property
     def num_threads(self) -> int:
-        return 128 * (1 + self.num_warpgroups)
+        return 128 * (1 + self.num_warpgroups + self.draws)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """What a thread of the loading warpgroup, and one of the others, may use."""
+        """What a thread of the loading warpgroup, and one of those that multiply, may use."""
+        if self.draws:
+            return 24, 216
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_warpgroups]
+
+    @property
+    def registers_to_draw(self) -> int:
+        """The same of those that draw."""
+        return 56
+
+    @property
+    def columns_pv(self) -> int:
+        """Of an instruction of P V: all, unless they take more than the registers a thread has at launch."""
+        return self.width_v // 2 if self.draws and self.width_v == 256 else self.width_v
 
     @property
     def accumulator_registers(self) -> int:
@@ -181,15 +195,19 @@ class FwdTileSm90:
         columns = self.q_stages * self.tile_m * self.head_dim
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
+        masks = 0
+        if self.draws:
+            barriers += 2 * self.num_warpgroups * self.draw_stages
+            masks = self.draw_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
         # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
-        return columns * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 32
+        return columns * ELEMENT_BYTES + masks + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         ways = (", sums checked" if self.checks_sums else "") + (", in turns" if self.takes_turns else "")
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
-        groups = f"1 + {self.num_warpgroups} warpgroups"
+        groups = f"1 + {self.num_warpgroups}{' + 1' if self.draws else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
 
     def fits(self, arch: ArchSpec) -> bool:
@@ -205,190 +223,9 @@ class FwdTileSm90:
         is_short_enough = self.max_keys is None or (not is_fixed and problem.usual_keys <= self.max_keys)
         is_bounded = static.has_left or static.has_right
         is_meant = self.is_bounded is None or self.is_bounded == is_bounded
-        has_room = self.max_weight >= static.weight and _divides_map(self, static)
+        has_room = self.max_weight >= static.weight and divides_map(self, static)
         return is_wide_enough and is_as_wide and is_short_enough and is_meant and has_room
 
 
-def _divides_map(tile: FwdTile | FwdTileSm90, static: Static) -> bool:
+def divides_map(tile: FwdTile | FwdTileSm90, static: Static) -> bool:
     return not (static.features.block_map and (MAP_BLOCK % tile.tile_m or MAP_BLOCK % tile.tile_n))
-
-
-_H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
-_WITH_ROOM = "not measured: for softcap and dropout, which would spill in the row before"
-_FOR_MAPS = "not measured: for block maps, whose blocks the tiles of the rows before do not divide"
-_FOR_FUNCTIONS = "not measured: for functions and a bias together, which would spill in the rows before"
-_BY_RULE = "not measured on this part: chosen by the rules above the table"
-
-# Rows are tried in order; the first one that is wide enough, fits and can mask is taken. Rules for parts that
-# are not at hand: two blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit
-# in registers (the fewer rows, the more shared memory is read per MMA), no spills.
-_SM_80 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 2, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
-    FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(256, 128, 64, 8, 1, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(256, 128, 32, 8, 1, measured=_FOR_FUNCTIONS),
-)
-# 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
-_SM_86 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 1, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(96, 64, 64, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(128, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
-)
-_SM_90 = (
-    FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTile(64, 128, 64, 4, 2, 2, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(64, 64, 32, 4, 2, 4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
-    FwdTile(96, 128, 32, 4, 2, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
-    FwdTile(
-        128,
-        128,
-        48,
-        4,
-        2,
-        max_bounds=1,
-        max_weight=LIGHT,
-        measured=_H200 + "310/376/398; 221/322/408 TFLOP/s",
-    ),
-    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
-    FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
-    FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(192, 64, 64, 4, 1, 6, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(
-        256,
-        64,
-        64,
-        4,
-        1,
-        6,
-        1,
-        max_weight=LIGHT,
-        measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s",
-    ),
-    FwdTile(256, 64, 64, 4, 1, 4, max_weight=LIGHT, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(256, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-)
-SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
-
-
-_SWEEP = "H200, bf16, 16384 tokens, hidden 2048, S=512/1024/8192, sweeps of 2026-11-15, version 7: "
-_SHORT_256 = _SWEEP + "523/610/706 TFLOP/s"
-_BY_WIDTH = "not measured: as its neighbours, as far as registers and shared memory allow"
-# Rows are tried in order, the first that serves is taken.
-SM90_FWD = (
-    FwdTileSm90(
-        64,
-        128,
-        128,
-        4,
-        2,
-        True,
-        checks_cut_sums=True,
-        max_keys=1024,
-        is_bounded=True,
-        max_weight=LIGHT,
-        measured=_SWEEP + "causal 261/353/484 TFLOP/s",
-    ),
-    FwdTileSm90(
-        64,
-        192,
-        128,
-        4,
-        2,
-        True,
-        checks_cut_sums=True,
-        max_weight=ONE,
-        measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
-    ),
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=MEDIUM, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_FOR_MAPS),
-    FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(
-        128,
-        128,
-        128,
-        2,
-        2,
-        True,
-        max_weight=HEAVY,
-        measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
-    ),
-    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(128, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 96, 2, 1, max_weight=MOST, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 64, 2, 1, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(
-        256, 128, 64, 2, 1, is_bounded=True, max_weight=MOST, measured=_SWEEP + "causal 363/492/690 TFLOP/s"
-    ),
-    FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, is_bounded=False, max_weight=MOST, measured=_SHORT_256),
-    # 80 keys spill under a bound.
-    FwdTileSm90(
-        256, 128, 80, 2, 1, is_bounded=False, max_weight=LIGHT, measured=_SWEEP + "507/605/712 TFLOP/s"
-    ),
-    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(256, 128, 32, 2, 1, measured=_FOR_FUNCTIONS),
-    # Values narrower or wider than keys.
-    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(128, 128, 64, 2, 2, True, head_dim_v=64, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(192, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, max_weight=MOST, measured=_BY_WIDTH),
-    FwdTileSm90(256, 128, 32, 2, 1, head_dim_v=256, measured=_FOR_FUNCTIONS),
-)
-
-
-def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTileSm90:
-    """The tile of a family's forward on an architecture."""
-    static = problem.static
-    if family == "sm90":
-        for wide in SM90_FWD:
-            if wide.serves(problem) and wide.fits(arch):
-                return wide
-    else:
-        bounds = static.has_left + static.has_right
-        # The lengths of a packed batch are in registers; those of others are arguments.
-        needs_lengths = static.features.varlen or static.features.batch_invariant
-        bounds = min(bounds + needs_lengths, 2) if bounds else 0
-        for tile in SM80_FWD[arch.name]:
-            # Lists of blocks are read by all warps.
-            weight = static.weight + static.features.block_map
-            has_room = tile.max_weight >= weight and _divides_map(tile, static)
-            can_mask = tile.max_bounds >= bounds
-            if tile.head_dim >= static.widest and can_mask and has_room and tile.fits(arch):
-                return tile
-    widths = f"head_dim={static.head_dim}"
-    if static.head_dim_v is not None:
-        widths += f" with values of {static.head_dim_v}"
-    raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}")

@@ -9,6 +9,7 @@ from cute_flash.problem import Features, Problem
 from cute_flash.tiles import (
     ANY_WEIGHT,
     ELEMENT_BYTES,
+    HEAVY,
     MEDIUM,
     WARP_KEYS,
     WARP_ROWS,
@@ -28,6 +29,7 @@ class BwdTileSm90:
     tile_n: int
     stages: int = 2  # buffers of Q, and of dO
     early_lse: bool = False  # LSE is read while S^T is made; its registers are D's later
+    early_draws: bool = False  # dropout's, before S^T and dP^T take registers
     max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
     measured: str = field(default="", compare=False)
 
@@ -224,6 +226,7 @@ SM90_BWD = (
 # With softcap, ALiBi or dropout. Wide heads have no registers for them: they are left to mma.sync.
 SM90_BWD_SCORE = (
     BwdTileSm90(64, 128, 128, early_lse=True, max_weight=MEDIUM, measured=_BY_RULE),
+    BwdTileSm90(64, 128, 128, early_lse=True, early_draws=True, max_weight=HEAVY, measured=_BY_RULE),
     BwdTileSm90(64, 64, 128, measured=_BY_RULE),
     SM90_BWD[1],
 )
@@ -242,7 +245,7 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool 
     inner = 0 if static.mods is None else static.mods.gradient_inner
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
-        rows = SM90_BWD if is_plain else SM90_BWD_SCORE[1:] if is_written else SM90_BWD_SCORE
+        rows = SM90_BWD if is_plain else SM90_BWD_SCORE[2:] if is_written else SM90_BWD_SCORE
         rows = rows[: sum(inner <= most for most in MOST_INNER)] if inner else rows
     else:
         # What tells a packed sequence, and whose turn it is, would spill beside the larger ones.

@@ -1,8 +1,9 @@
-"""Dropout in an accumulator: the Philox of `cute_flash.philox`, eight scores a call.
+"""Dropout in an accumulator: the Philox of `cute_flash.philox`, 16 scores a call.
 
 Seen as an operand (`views.as_operand_a`), an accumulator is ((pair, half, half), MMA_M, MMA_K): for each row
 tile and each 16 columns a pair of neighbours in a row of a 16 x 16 square, and the four of those that rows
-and columns 8 apart make. Those are what one call draws for, a word each. Tiles begin at multiples of 16.
+and columns 8 apart make. Those are half of what one call draws for, a word each; the same words, times a
+constant, are for the next square of rows. Tiles begin at multiples of 16.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 
 from cute_flash.device.ptx import kept_halves
 from cute_flash.device.views import as_mn
-from cute_flash.philox import APART, MULTIPLIERS, ROUNDS, SQUARE, WEYL, WORD
+from cute_flash.philox import APART, HALF, KEYS, MULTIPLIERS, ROUNDS, ROWS, SECOND, WEYL, WORD
 
 
 def philox_4x32(counter: tuple, key: tuple) -> tuple:
@@ -29,13 +30,18 @@ def philox_4x32(counter: tuple, key: tuple) -> tuple:
 
 
 def query_index(i: Int32) -> Uint32:
-    """What queries i and i + 8 of a square count as."""
-    return Uint32(i // SQUARE * APART + i % APART)
+    """What queries i, i + 8, i + 16 and i + 24 of a rectangle count as."""
+    return Uint32(i // ROWS * APART + i % APART)
 
 
 def key_index(j: Int32) -> Uint32:
-    """What keys j, j + 1, j + 8 and j + 9 of a square count as."""
-    return Uint32(j // SQUARE * (APART // 2) + j % APART // 2)
+    """What keys j, j + 1, j + 8 and j + 9 of a rectangle count as."""
+    return Uint32(j // KEYS * (APART // 2) + j % APART // 2)
+
+
+def half_factor(i: Int32) -> Uint32:
+    """Of words, for query i and that 8 further: 1 in the first half of a rectangle."""
+    return cutlass.select_(i // HALF % 2 == 0, Uint32(1), Uint32(SECOND))
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,15 @@ class Dropout:
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))
         return Dropout((low, high), offset, threshold, scale)
 
-    def masks(self, sequence: Int32, query: Uint32, key: Uint32) -> list:
-        """Of two keys that are neighbours, 16 bits each, all set if they are kept: for the keys of a call and
-        those 8 further, of its query and then of that 8 further.
+    def words(self, sequence: Int32, query: Uint32, key: Uint32) -> tuple:
+        """Of one call: for its keys and those 8 further, of its query and then of that 8 further."""
+        return philox_4x32((key, query, Uint32(sequence), self.offset), self.seed)
+
+    def masks(self, words: tuple, factor: Uint32 | None = None) -> list:
+        """Of two keys that are neighbours, 16 bits each, all set if they are kept, for each word, or for each
+        times a factor.
         """
-        draws = philox_4x32((key, query, Uint32(sequence), self.offset), self.seed)
+        draws = words if factor is None else [word * factor for word in words]
         return [kept_halves(draw, self.threshold) for draw in draws]
 
     @cute.jit
@@ -68,13 +78,13 @@ class Dropout:
         masks = cute.make_rmem_tensor(cute.size(rP) // 2, Int32)
         first_key = key_index(place.column(0))
         for m in cutlass.range_constexpr(cute.size(rP, mode=[1])):
-            query = query_index(place.row(2 * m))
+            query, factor = query_index(place.row(2 * m)), half_factor(place.row(2 * m))
             for k in cutlass.range_constexpr(cute.size(rP, mode=[2])):
                 key = first_key + Uint32(APART // 2 * k)
-                words = self.masks(place.sequence, query, key)
+                found = self.masks(self.words(place.sequence, query, key), factor)
                 for half in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
-                        masks[cute.crd2idx(((0, r, half), m, k), rP.layout) // 2] = words[2 * r + half]
+                        masks[cute.crd2idx(((0, r, half), m, k), rP.layout) // 2] = found[2 * r + half]
         return masks
 
 

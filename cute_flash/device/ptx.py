@@ -63,3 +63,8 @@ def store_if(condition: Int32, address: Int64, value: Float32, dtype):
         "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t" + store + "\n\t}",
         read_only_args=[condition, address, value],
     )
+
+
+def spread_signs(word: Int32, selector: int) -> Int32:
+    """Four times eight bits, equal to the signs of those bytes that the digits of the selector less 8 say."""
+    return chosen_bytes(word, Int32(0), Int32(selector))

@@ -78,6 +78,11 @@ class BlockScores:
     row_step: cutlass.Constexpr
 
     @property
+    def is_alone(self) -> bool:
+        """Neither a cap nor slopes."""
+        return self.score.rate is None and self.score.slope_log2 is None
+
+    @property
     def keeps_tangent(self) -> bool:
         return self.score.rate is not None and self.score.slope_log2 is not None
 
@@ -95,16 +100,19 @@ class BlockScores:
         S_mn, packed = as_mn(acc_S), cute.recast_tensor(rP, Int32)
         for c in cutlass.range_constexpr(0, cute.size(S_mn, mode=[1]), 2):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                pair = [self.weighed(S_mn, r, c + j, rLSE) for j in range(2)]
+                pair = pack(*(self.weighed(S_mn, r, c + j, rLSE) for j in range(2)), rP.element_type)
+                if cutlass.const_expr(self.kept is not None and self.is_alone):
+                    pair = pair & self.kept.mask(r, c)
                 # Neighbours in a row are neighbours in registers.
-                packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pack(*pair, rP.element_type)
+                packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pair
 
     def weighed(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         x = S_mn[r, c]
         P = self.weight(x, r, c, rLSE)
         if not self.keeps_tangent:
             S_mn[r, c] = P if self.score.rate is None else P * derivative(x)
-        return P if self.kept is None else self.kept.choose(P, r, c)
+        # Beside a cap or slopes the masks of pairs would spill.
+        return P if self.kept is None or self.is_alone else self.kept.choose(P, r, c)
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dslope):

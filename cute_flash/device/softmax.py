@@ -75,6 +75,23 @@ class Softmax:
         if self.largest is not None:
             self.largest.fill(-Float32.inf)
 
+    def reference(self) -> tuple:
+        """What transformed scores of a further block are relative to: m, or 0 where no key was seen.
+
+        The transform subtracts it at no cost; such scores have a scale of 1.
+        """
+        rows = range(cute.size(self.row_max))
+        has_none = [self.row_max[r] == -Float32.inf for r in rows]
+        return tuple(cutlass.select_(has_none[r], Float32(0.0), self.row_max[r]) for r in rows)
+
+    @cute.jit
+    def follow(self, acc_S_mn: cute.Tensor, reference: tuple | None):
+        """Scores that are relative to a reference become relative to m, after it was raised."""
+        if cutlass.const_expr(reference is not None):
+            for r in cutlass.range_constexpr(cute.size(self.row_max)):
+                grown = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r] - reference[r]
+                acc_S_mn[r, None].store(acc_S_mn[r, None].load() - grown)
+
     @cute.jit
     def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32):
         """Turn a block of scores into probabilities in place; rescale the output if a maximum grew.
@@ -87,16 +104,24 @@ class Softmax:
         self.exponentiate(acc_S_mn)
 
     @cute.jit
-    def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor):
+    def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, reference: tuple | None = None):
         """The maximum of each row over this thread's columns."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            if cutlass.const_expr(reference is not None):
+                block_max[r] = block_max[r] + reference[r]
             # The maximum that weights are relative to may lag behind.
             if cutlass.const_expr(self.largest is not None):
                 self.largest[r] = cute.arch.fmax(self.largest[r], block_max[r])
 
     @cute.jit
-    def is_outgrown(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32):
+    def is_outgrown(
+        self,
+        acc_S_mn: cute.Tensor,
+        block_max: cute.Tensor,
+        keys_seen: Int32,
+        reference: tuple | None = None,
+    ):
         """Whether a row of this warp outgrew its maximum by more than may be; fills `block_max`.
 
         The maximum over this thread's columns suffices to ask: the warp votes.
@@ -104,22 +129,25 @@ class Softmax:
         threshold = Float32(0.0)
         if cutlass.const_expr(not self.is_exact):
             threshold = Float32(0.0) if keys_seen < EXACT_KEYS else Float32(RESCALE_THRESHOLD)
-        self.block_max(acc_S_mn, block_max)
+        self.block_max(acc_S_mn, block_max, reference)
         grew = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             grew = grew | (block_max[r] * self.scale_log2 - self.row_max[r] > threshold)
         return cute.arch.vote_any_sync(grew)
 
     @cute.jit
-    def is_suspicious(self, block_sum: cute.Tensor):
+    def is_suspicious(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
         """Whether the sums of a block, made with the old maximum, leave it open that a row outgrew that.
 
-        No number is suspicious too: a row whose maximum is still -inf makes one of scores that are -inf.
+        No number is suspicious too: a row whose maximum is still -inf makes one of scores that are -inf;
+        where scores are relative, it is looked at.
         """
         is_usual = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
             usual = cute.arch.fmin(self.row_sum[r] + SUSPICIOUS_EXCESS, MAX_BLOCK_SUM)
             is_usual = is_usual & (block_sum[r] <= usual)
+            if cutlass.const_expr(is_relative):
+                is_usual = is_usual & (self.row_max[r] != -Float32.inf)
         return cute.arch.vote_any_sync(not is_usual)
 
     @cute.jit
@@ -157,22 +185,31 @@ class Softmax:
 
     @cute.jit
     def exponentiate_steps(
-        self, acc_S: cute.Tensor, acc_P: cute.Tensor, block_sum: cute.Tensor, steps: range, maybe_empty: bool
+        self,
+        acc_S: cute.Tensor,
+        acc_P: cute.Tensor,
+        block_sum: cute.Tensor,
+        steps: range,
+        maybe_empty: bool,
+        is_relative: bool = False,
     ):
         """P = exp(scale (S - m)), block_sum += rowsum P, of some k-steps of ((2, 2, 2), 1, k-step) views.
 
         `S` is kept, and `l` left alone: the caller may find that it must begin again with another m.
         `maybe_empty`: some row may not have seen a key yet, so that its maximum is still -inf.
+        `is_relative`: S is what it is relative to m, scaled.
         """
         row_max = [self.row_max[r] for r in range(2)]
-        if cutlass.const_expr(maybe_empty):
+        if cutlass.const_expr(maybe_empty and not is_relative):
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]
         for k in cutlass.range_constexpr(steps.start, steps.stop):
             for pair in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     scores = acc_S[(None, r, pair), 0, k].load()
-                    probs = cute.math.exp2(scores * self.scale_log2 - row_max[r], fastmath=True)
+                    if cutlass.const_expr(not is_relative):
+                        scores = scores * self.scale_log2 - row_max[r]
+                    probs = cute.math.exp2(scores, fastmath=True)
                     block_sum[r] = block_sum[r] + (probs[0] + probs[1])
                     acc_P[(None, r, pair), 0, k].store(probs)
 

@@ -20,11 +20,13 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 | 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the rings allow, across tiles         |
 | 0         | 2     | store: TMA of the output tiles                                                        |
 | 1 ...     | all   | mma: 64 rows of the tile each                                                         |
+| the last  | all   | draw: where there is dropout, masks of P for the block after (`fwd_sm90_draws`)       |
 
 | shared memory | elements                     | life                                                        |
 |---------------|------------------------------|-------------------------------------------------------------|
 | sQ            | q_stages x tile_m x tile_d   | one tile; O leaves through it at the end                    |
 | sK, sV        | stages x tile_n x tile_d     | one block each                                              |
+| drawn         | draw_stages x tile_m x tile_n| one block; with dropout only                                |
 """
 
 from dataclasses import dataclass
@@ -40,9 +42,9 @@ from cute_flash.band import Band, OutwardWalk, Walk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import row_tile
+from cute_flash.device.drawn import Drawn, NotDrawn
 from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rounded
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout, Place
 from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
@@ -52,6 +54,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import fwd_sm90_copies as copies
+from cute_flash.kernels import fwd_sm90_draws as draws
 from cute_flash.kernels import fwd_sm90_scores as scores
 from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
@@ -85,7 +88,6 @@ class Main:
     inverse: cute.Tensor  # 1 / l
     turns: Turns
     tScS: cute.Tensor  # (row, column) of every element of S
-    dropout: Dropout | None
     largest: cute.Tensor | None  # (1,), the largest score of the tile that ends, of this thread
 
 
@@ -100,7 +102,6 @@ class Tile:
     mask: Mask
     walk: Walk | OutwardWalk | ListWalk  # over its key blocks
     of_head: OfHead
-    sequence: Int32  # b H + h
 
     def has_blocks(self):
         return self.walk.num > 0
@@ -186,7 +187,7 @@ class FwdSm90:
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.draws_tiles),
             WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
-            make_mma(self.shapes.dtype, tile.width_v, True, OperandMajorMode.K, OperandMajorMode.MN),
+            make_mma(self.shapes.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
             extras,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -212,9 +213,8 @@ class FwdSm90:
             # Until the list of tiles is complete.
             cute.arch.griddepcontrol_wait()
 
-        for_load, for_mma = self.tile.registers
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(for_load)
+            cute.arch.setmaxregister_decrease(self.tile.registers[0])
             if warp_index == LOAD_QK_WARP:
                 copies.load_qk(p, shared)
             if warp_index == LOAD_V_WARP:
@@ -223,11 +223,18 @@ class FwdSm90:
                 if warp_index == STORE_WARP:
                     copies.store(p, shared)
         else:
-            cute.arch.setmaxregister_increase(for_mma)
-            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
+            if cutlass.const_expr(self.tile.draws):
+                if warp_index >= 4 * (1 + self.tile.num_warpgroups):
+                    draws.draw(p, shared, warp_index % 4, thread % 32)
+                else:
+                    self.mma(p, shared, warp_index, thread)
+            else:
+                self.mma(p, shared, warp_index, thread)
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32):
+    def mma(self, p: Params, shared: Shared, warp_index: Int32, thread: Int32):
+        cute.arch.setmaxregister_increase(self.tile.registers[1])
+        warpgroup_index, thread = warp_index // 4 - 1, thread % WARPGROUP_THREADS
         main = self._main(p, shared, warpgroup_index, thread)
         main.turns.begin()
         count, fill = Int32(0), Int32(0)
@@ -268,9 +275,8 @@ class FwdSm90:
         head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
         lengths = p.positions_of(span), span.k_len
         mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
-        of_head, sequence = p.extras.of_head(head, span.batch), span.batch * p.order.heads + head
         walk = p.walk(m_block, head, span, main.shared.counts(count))
-        return Tile(count, fill, head, span, mask, walk, of_head, sequence)
+        return Tile(count, fill, head, span, mask, walk, p.extras.of_head(head, span.batch))
 
     def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
         """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
@@ -303,7 +309,6 @@ class FwdSm90:
             cute.make_fragment_like(softmax.row_max),
             Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
             p.mma_qk.get_slice(thread).partition_C(coords),
-            p.extras.dropout(),
             cute.make_rmem_tensor(1, Float32) if wants_largest else None,
         )
 
@@ -324,15 +329,15 @@ class FwdSm90:
         if tile.walk.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S, (first, bias))
-        self.round(main, acc_S, self.draw(main, tile, first), range(self.shapes.steps))
+        self.first_round(main, tile, acc_S)
 
     @cute.jit
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
         """`at`: the block, and its bias."""
         softmax, (first, bias) = main.softmax, at
-        scores.transform(tile, acc_S, first * self.tile.tile_n, bias, False)
-        if tile.walk.begins_cut():
-            tile.mask.apply(as_mn(acc_S), first * self.tile.tile_n)
+        features = self.static.features
+        looks_near = not (features.is_written or features.batch_invariant)
+        scores.transform(tile, acc_S, first * self.tile.tile_n, bias, looks_near)
         scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.walk.begins_cut())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
@@ -340,23 +345,20 @@ class FwdSm90:
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
-    def draw(self, main: Main, tile: Tile, n_block: Int32):
-        """What dropout keeps of a block's P, if it is asked for: known before the scores are."""
-        if cutlass.const_expr(main.dropout is None):
-            return None
-        # Where all tiles begin with the same block, its counters would be kept over all of them.
-        first_column = rederived(n_block * self.tile.tile_n)
-        place = Place(tile.sequence, tile.mask.first_row, first_column, main.tScS)
-        return main.dropout.draw(as_operand_a(main.rP), place)
+    def first_round(self, main: Main, tile: Tile, acc_P: cute.Tensor):
+        self.drawn(main).wait(main.warpgroup, tile.fill)
+        self.round(main, acc_P, range(self.shapes.steps), tile.fill)
+        self.drawn(main).release(main.warpgroup, tile.fill)
 
     @cute.jit
-    def round(self, main: Main, acc_P: cute.Tensor, masks: cute.Tensor | None, steps: cutlass.Constexpr):
+    def round(self, main: Main, acc_P: cute.Tensor, steps: cutlass.Constexpr, fill: Int32):
         """P in the inputs' type, and 0 where it is dropped; the sums are taken before."""
         convert(acc_P, main.rP, steps)
-        if cutlass.const_expr(masks is not None):
-            packed = cute.recast_tensor(main.rP, Int32)
-            for i in cutlass.range_constexpr(4 * steps.start, 4 * steps.stop):
-                packed[i] = packed[i] & masks[i]
+        packed = cute.recast_tensor(main.rP, Int32)
+        self.drawn(main).apply(packed, steps, main.warpgroup, main.thread, fill)
+
+    def drawn(self, main: Main) -> Drawn | NotDrawn:
+        return main.shared.drawn if self.tile.draws else NotDrawn()
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
@@ -365,7 +367,7 @@ class FwdSm90:
         # Where every maximum is asked for, sums say nothing more.
         may_check = self.shapes.may_check_sums
         checks_sums = self.tile.checks_sums and may_check
-        # A cap has two ways, of which it is enough to have one copy.
+        # A cap has two ways, of which one copy is enough.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
         if cutlass.const_expr(isinstance(walk, OutwardWalk) or is_capped):
             for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
@@ -401,28 +403,22 @@ class FwdSm90:
         main.turns.pass_on()
         if cutlass.const_expr(n_block is None):
             n_block = tile.walk.block(i)
-        masks = self.draw(main, tile, n_block)
         warpgroup.wait_group(1)
         shared.k.release(fill)
-        # Whether all are near 0 is asked of a warp's rows together.
-        looks_near = masked is not True and not self.static.features.batch_invariant
-        scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
-        if cutlass.const_expr(masked == MAYBE):
-            if tile.walk.is_cut(i):
-                tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        elif cutlass.const_expr(masked):
-            tile.mask.apply(as_mn(acc_S), n_block * self.tile.tile_n)
-        is_cut = tile.walk.is_cut(i) if masked == MAYBE else masked
-        scores.hide(tile, acc_S, n_block, n_block * self.tile.tile_n, is_cut)
+        reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
+        formula = scores.transform_from(self.shapes, tile, acc_S, (column, bias), reference, checks_sums)
+        is_relative = reference is not None and formula is None
+        scores.hide(tile, acc_S, n_block, column, tile.walk.is_cut(i) if masked == MAYBE else masked)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
         if cutlass.const_expr(not checks_sums):
-            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i))
+            grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i), reference)
             if grew:
                 softmax.raise_max(block_max)
+                softmax.follow(as_mn(acc_S), reference)
 
         # P = exp(scale (S - m')): a few columns of it before O of the block before must be complete
         acc_P = cute.make_fragment_like(acc_S)
@@ -430,23 +426,28 @@ class FwdSm90:
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
         maybe_empty = not checks_sums
-        softmax.exponentiate_steps(*views, early, maybe_empty)
+        scores.exponentiate(softmax, views, early, formula, (maybe_empty, is_relative))
         self.look_ahead(main, tile, fill + 1, block_sum)
+        self.drawn(main).wait(main.warpgroup, fill)
         warpgroup.wait_group(0)
         shared.v.release(fill - 1)
-        self.round(main, acc_P, masks, early)
-        softmax.exponentiate_steps(*views, late, maybe_empty)
-        self.round(main, acc_P, masks, late)
+        self.round(main, acc_P, early, fill)
+        scores.exponentiate(softmax, views, late, formula, (maybe_empty, is_relative))
+        self.round(main, acc_P, late, fill)
 
         if cutlass.const_expr(checks_sums):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
-            if softmax.is_suspicious(block_sum):
-                softmax.block_max(as_mn(acc_S), block_max)
+            if softmax.is_suspicious(block_sum, is_relative):
+                scores.block_max(softmax, acc_S, block_max, formula, reference)
                 if softmax.is_outweighed(block_max, block_sum):
                     softmax.raise_max(block_max, as_mn(main.acc_O))
+                    if cutlass.const_expr(is_relative):
+                        softmax.follow(as_mn(acc_S), reference)
                     block_sum.fill(0.0)
-                    softmax.exponentiate_steps(*views, range(self.shapes.steps), True)
-                    self.round(main, acc_P, masks, range(self.shapes.steps))
+                    everything = range(self.shapes.steps)
+                    scores.exponentiate(softmax, views, everything, formula, (True, is_relative))
+                    self.round(main, acc_P, everything, fill)
+        self.drawn(main).release(main.warpgroup, fill)
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
@@ -514,7 +515,7 @@ class FwdSm90:
         shared.v.release(last)
         self.hand_over(p, main, tile)
         main.acc_O.fill(0.0)
-        self.round(main, acc_S, self.draw(main, following, first), range(self.shapes.steps))
+        self.first_round(main, following, acc_S)
 
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):

@@ -1,6 +1,9 @@
-"""What becomes of a block of scores in the Hopper forward between Q K^T and the softmax.
+"""What becomes of a block of scores in the Hopper forward between Q K^T and the sums of P.
 
-A tile is one of `fwd_sm90.Tile`, a block begins at a column.
+A tile is one of `fwd_sm90.Tile`, a block begins at a column. The first block of a tile is transformed as it
+stands. Softcap and ALiBi take further ones relative to what their rows have seen, which costs nothing; where
+S is kept until sums were checked, P is made of products by a formula (`device/exponents.py`). Functions that
+users write have natural scores, as they stand.
 """
 
 import cutlass
@@ -8,7 +11,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.block_list import ListWalk
+from cute_flash.device.exponents import Curve, Line
+from cute_flash.device.softmax import Softmax
 from cute_flash.device.views import as_mn
+from cute_flash.kernels.fwd_sm90_shared import Shapes
+from cute_flash.tiles import WARPGROUP_ROWS
 
 
 @cute.jit
@@ -30,9 +37,45 @@ def transform(
         tile.of_head.written.transform(as_mn(acc_S), tile.mask, first_column, bias)
 
 
+def reference_of(tile, softmax: Softmax) -> tuple | None:
+    """What scores of a further block are taken relative to; None: they stand as they are."""
+    is_alone = tile.of_head.score is not None and tile.of_head.written is None
+    return softmax.reference() if is_alone else None
+
+
+@cute.jit
+def transform_from(
+    shapes: Shapes,
+    tile,
+    acc_S: cute.Tensor,
+    block: tuple,
+    reference: tuple | None,
+    checks_sums: cutlass.Constexpr,
+) -> Line | Curve | None:
+    """The same, less a reference of each row, if there is one; or the formula to do it by. `block`: its first
+    column, and its bias.
+    """
+    first_column, bias = block
+    # Whether all are near 0 is asked of a warp's rows together.
+    looks_near = not shapes.static.features.batch_invariant
+    if cutlass.const_expr(reference is None):
+        transform(tile, acc_S, first_column, bias, looks_near)
+        return None
+    place = (first_column, WARPGROUP_ROWS, shapes.tile.tile_n)
+    if cutlass.const_expr(checks_sums and shapes.has_formula):
+        return tile.of_head.score.begin(as_mn(acc_S), tile.mask, place)
+    tile.of_head.score.apply_from(as_mn(acc_S), tile.mask, place, reference, looks_near)
+    return None
+
+
 @cute.jit
 def hide(tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_cut):
-    """After the band: where mask_mod says so. A map's full blocks are whole to it, not to the band."""
+    """The band, and after it where mask_mod says so. A map's full blocks are whole to it, not to the band."""
+    if cutlass.const_expr(not isinstance(is_cut, bool)):
+        if is_cut:
+            tile.mask.apply(as_mn(acc_S), first_column)
+    elif cutlass.const_expr(is_cut):
+        tile.mask.apply(as_mn(acc_S), first_column)
     written = tile.of_head.written
     if cutlass.const_expr(isinstance(tile.walk, ListWalk)):
         if cutlass.const_expr(is_cut is True):
@@ -53,3 +96,34 @@ def hide_full(tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
     if cutlass.const_expr(tile.walk.blocks is not None):
         if tile.walk.blocks.cuts(n_block):
             tile.mask.apply(as_mn(acc_S), first_column)
+
+
+@cute.jit
+def exponentiate(
+    softmax: Softmax,
+    views: tuple,
+    steps: cutlass.Constexpr,
+    formula: Line | Curve | None,
+    how: cutlass.Constexpr,
+):
+    """P of some steps. `how`: whether a row may have seen no key, and whether S is relative to m."""
+    if cutlass.const_expr(formula is None):
+        softmax.exponentiate_steps(*views, steps, *how)
+    else:
+        row_max = softmax.reference() if how[0] else tuple(softmax.row_max[r] for r in range(2))
+        formula.exponentiate(*views, steps, row_max)
+
+
+@cute.jit
+def block_max(
+    softmax: Softmax,
+    acc_S: cute.Tensor,
+    found: cute.Tensor,
+    formula: Line | Curve | None,
+    reference: tuple | None,
+):
+    """The largest score of each row over this thread's columns."""
+    if cutlass.const_expr(formula is None):
+        softmax.block_max(as_mn(acc_S), found, reference)
+    else:
+        formula.block_max(as_mn(acc_S), found)

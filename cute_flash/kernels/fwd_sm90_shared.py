@@ -12,6 +12,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.block_list import ListWalk
+from cute_flash.device.drawn import WARPS, Drawn
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
@@ -75,15 +76,15 @@ class Shapes:
     @property
     def early_steps(self) -> int:
         """Those that have their exponentials before the wait for O: as many as registers and time allow."""
-        if self.has_more_to_do and self.tile.num_warpgroups < 3:
+        if self.is_crowded:
             return self.steps
         return 1 if self.tile.num_warpgroups == 3 else self.steps // 3
 
     @property
-    def has_more_to_do(self) -> bool:
-        """With every score than plain attention has."""
+    def is_crowded(self) -> bool:
+        """Scores are transformed in two ways, or with the registers that those who draw leave."""
         features = self.static.features
-        return features.softcap or features.alibi or features.dropout
+        return self.tile.draws + features.is_written + (features.softcap or features.alibi) > 1
 
     @property
     def may_check_sums(self) -> bool:
@@ -91,9 +92,18 @@ class Shapes:
         where the compiler may choose how much of P is made before O is complete. Where all maxima are asked
         for, sums say nothing more.
         """
-        is_narrow, features = self.tile.width_v <= 64, self.static.features
-        needs_maxima = features.return_max_logit or features.batch_invariant
-        return (is_narrow or not self.has_more_to_do) and not needs_maxima
+        has_room = self.tile.width_v <= 64 or not self.is_crowded
+        features = self.static.features
+        return has_room and not (features.return_max_logit or features.batch_invariant)
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether a block's products become P by one formula (`device/exponents.py`). A slope and a cap at
+        once have none, and a cap's needs more registers than three warpgroups have.
+        """
+        features = self.static.features
+        is_one = features.alibi != features.softcap and not features.is_written
+        return is_one and (features.alibi or self.tile.num_warpgroups < 3)
 
     @property
     def q(self) -> SmemTile:
@@ -203,6 +213,7 @@ class Shared:
     sQ: cute.Tensor  # (64, tile_d, (warpgroup, q stage))
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
+    drawn: Drawn | None  # what dropout keeps
     q: Ring  # empty: the output that left through the stage has been read, and V's warp knows the tile
     k: Ring
     v: Ring
@@ -222,6 +233,9 @@ class Shared:
         sQ = allocate(shapes.q, tile.num_warpgroups * tile.q_stages)
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
+        drawn = None
+        if tile.draws:
+            drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         room = -(-shapes.tile_numbers // 4) * 4
@@ -229,19 +243,21 @@ class Shared:
         blocks = None
         if shapes.static.features.block_map:
             blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
-        return Shared(shapes, sQ, sK, sV, *rings, o_full, tiles, blocks)
+        return Shared(shapes, sQ, sK, sV, drawn, *rings, o_full, tiles, blocks)
 
     @cute.jit
     def init_barriers(self):
         """By one thread, before a fence and a barrier of all."""
         tile = self.shapes.tile
         mma_warps = 4 * tile.num_warpgroups
-        # V's warp, and the one that stores or all that multiply.
-        self.q.init(1, 2 if tile.q_stages > 1 else 1 + mma_warps)
+        # V's warp, and the one that stores or all that multiply; those that draw.
+        self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + (WARPS if tile.draws else 0))
         self.k.init(1, mma_warps)
         self.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(tile.num_warpgroups * tile.q_stages):
             cute.arch.mbarrier_init(self.o_full + i, WARPGROUP_THREADS)
+        if cutlass.const_expr(self.drawn is not None):
+            self.drawn.init_barriers()
 
     @cute.jit
     def tell_tile(self, count: Int32, coord: tuple):

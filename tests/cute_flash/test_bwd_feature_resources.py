@@ -26,6 +26,7 @@ GATES: list[Gate] = [
     ("sm90", "sm_90", 128, WINDOW, ("softcap", "alibi"), False),
     ("sm90", "sm_90", 128, CAUSAL, ALL, True),
     ("sm90", "sm_90", 64, WINDOW, ALL, False),
+    ("sm90", "sm_90", 64, WINDOW, ("dropout",), False),
     ("sm80", "sm_80", 64, WINDOW, ALL, False),
     ("sm80", "sm_80", 128, CAUSAL, ALL, False),
     ("sm80", "sm_86", 256, FULL, ALL, False),
@@ -68,10 +69,10 @@ def test_kernel_keeps_everything_in_registers(gate: Gate) -> None:
     if not isinstance(tile, BwdTile):
         s, dkv = tile.head_dim // 16, tile.tile_m // 16
         assert found.num_mma == 3 * (2 * s + 2 * dkv + tile.dq_part[0] // 64 * (tile.tile_n // 16))
-    # The draws are a loop: two calls of ten rounds of two products in every copy of it.
+    # In every copy of the loop at least one call: seven rounds of two products, and four of words.
     copies = 1 if isinstance(tile, BwdTile) else 3
     if "dropout" in names:
-        assert found.sass["IMAD"] >= 40 * copies
+        assert found.sass["IMAD"] >= 18 * copies
 
 
 CAPTURED = [

@@ -67,7 +67,13 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
     def of_neighbour(self, mine, dropout, place, steps):  # type: ignore[no-untyped-def]
         return self.drawn(dropout, place, steps, 1 - place.row(0) % 2)
 
+    def spread_signs(word, selector):  # type: ignore[no-untyped-def]
+        top = 7 if selector == kept.OF_LOW_BYTES else 15
+        low, high = (((word >> bit) & 1) != 0 for bit in (top, top + 16))
+        return cutlass.select_(low, Int32(0xFFFF), Int32(0)) | cutlass.select_(high, Int32(-65536), Int32(0))
+
     monkeypatch.setattr(kept, "chosen_bytes", chosen_bytes)
+    monkeypatch.setattr(kept, "spread_signs", spread_signs)
     monkeypatch.setattr(kept.Kept, "of_neighbour", of_neighbour)
     monkeypatch.setattr(score_bwd, "pack", pack)
     monkeypatch.setattr(score_bwd, "rederived", lambda value: value)

@@ -30,6 +30,7 @@ Gate = tuple[str, str, int, Band, tuple[str, ...]]
 GATES: list[Gate] = [
     *(("sm90", "sm_90", 128, CAUSAL, (name,)) for name in ("softcap", "alibi", "dropout")),
     ("sm90", "sm_90", 64, FULL, ("softcap",)),
+    ("sm90", "sm_90", 64, FULL, ("dropout",)),
     ("sm90", "sm_90", 64, WINDOW, EACH),
     ("sm90", "sm_90", 128, WINDOW, EACH),
     ("sm90", "sm_90", 256, WINDOW, ("softcap",)),
@@ -81,6 +82,7 @@ REQUESTS = [
     Request("sm_80", 3, 6, 2, 300, 77, 64, features=list(EACH)),
     Request("sm_80", 3, 1, 1, 300, 77, 64, features=["dropout", "alibi"]),
     Request("sm_90", 2, 4, 2, 1000, 1000, 128, right=0, family="sm90", features=list(EACH)),
+    Request("sm_90", 2, 4, 2, 1000, 1000, 256, family="sm90", features=["dropout"]),
     Request("sm_90", 17, 50, 10, 20, 33, 128, family="sm90", is_packed=True, features=["softcap"]),
 ]
 

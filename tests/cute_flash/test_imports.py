@@ -22,7 +22,7 @@ ORDER = (
         for name in (
             "version", "ranges", "counters", "disk", "ticker", "band", "work", "problem", "mods",
             "block_map", "entries", "written", "arch", "tiles",
-            "tiles_bwd", "philox", "score", "loops", "dense",
+            "tiles_bwd", "tiles_fwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
             "operands", "backward", "ops", "how", "forward", "backward_general", "packed",
             "packed_sums", "packed_cuda", "general", "custom_cuda", "backward_custom", "custom", "partial",

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from cute_flash.how import draw_rng
-from cute_flash.philox import Dropout, philox_4x32, threshold
+from cute_flash.philox import DRAW_BITS, MAX_DRAW, SECOND, Dropout, philox_4x32, threshold
 
 # Random123, tests/kat_vectors: philox4x32 7, (counter, key, result).
 KNOWN = [
@@ -53,7 +54,7 @@ def test_the_other_one_too(rounds: int, known: list[tuple[str, str, str]]) -> No
 
 @pytest.mark.parametrize(
     ("rows", "keys"),
-    [(range(0, 16), range(0, 16)), (range(3, 21), range(14, 50)), (range(40, 41), range(7, 8))],
+    [(range(0, 32), range(0, 16)), (range(13, 37), range(14, 50)), (range(56, 57), range(7, 8))],
 )
 def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
     seed, offset, heads = 0x7123456789ABCDEF, 0x3FEDCBA987654321, 5
@@ -62,9 +63,10 @@ def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
     assert kept.shape == (2, 2, len(rows), len(keys))
     places = itertools.product(enumerate((3, 4)), enumerate((2, 3)), enumerate(rows), enumerate(keys))
     for (nb, b), (nh, h), (ni, i), (nj, j) in places:
-        counter = [4 * (j // 16) + j % 8 // 2, 8 * (i // 16) + i % 8, b * heads + h, offset % 2**32]
+        counter = [4 * (j // 16) + j % 8 // 2, 8 * (i // 32) + i % 8, b * heads + h, offset % 2**32]
         found = philox_by_the_paper(counter, [seed % 2**32, seed >> 32])
-        draw = (found[2 * (i // 8 % 2) + j // 8 % 2] >> 16 * (j % 2)) % 2**15
+        word = found[2 * (i // 8 % 2) + j // 8 % 2] * (0xC2B2AE35 if i % 32 >= 16 else 1)
+        draw = (word >> 16 * (j % 2)) % 2**15
         assert bool(kept[nb, nh, ni, nj]) == (draw >= round(0.3 * 2**15))
 
 
@@ -84,6 +86,56 @@ def test_as_many_are_dropped_as_asked_for(p: float) -> None:
     # Neither rows nor keys nor heads repeat each other.
     for dim in range(4):
         assert (kept.diff(dim=dim).double().mean() - 2 * p * (1 - p)).abs() < 0.01
+
+
+def excess_of_both(first: Tensor, second: Tensor) -> Tensor:
+    """Of all pairs of draws, by how much the share that is dropped both differs from p^2, for every p."""
+    num = 1 << DRAW_BITS
+    below = torch.bincount(torch.maximum(first, second), minlength=num).cumsum(0) / len(first)
+    return (below - (torch.arange(1, num + 1) / num).double() ** 2).abs()
+
+
+def test_rows_that_share_a_word_are_nearly_independent() -> None:
+    """Even keys: all low halves. No other bits of a word reach their draws."""
+    words = torch.arange(1 << 16)
+    first, second = words & MAX_DRAW, words * SECOND & MAX_DRAW
+    excess = excess_of_both(first, second).max().item() * 2**DRAW_BITS
+    assert 3.0 < excess < 3.5
+    # Each by itself is even: the factor is odd.
+    assert torch.equal(second[: 1 << DRAW_BITS].sort().values, torch.arange(1 << DRAW_BITS))
+    swapped = (words >> 8 | words << 8) & MAX_DRAW
+    assert 2.0**-10 < excess_of_both(first, swapped).max() < 2.0**-8.9
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.3, 0.5, 0.9])
+def test_of_odd_keys_still_more(p: float) -> None:
+    """All high halves, each with all low ones, whose product they take a carry of."""
+    num, below = 1 << DRAW_BITS, threshold(p)
+    carry = (torch.arange(1 << 16) * SECOND >> 16) & MAX_DRAW
+    shares = torch.bincount(carry, minlength=num) / (1 << 16)
+    up_to = torch.cat([torch.zeros(1), torch.cat([shares, shares]).double().cumsum(0)]).double()
+    # Those carries with which a high half that is dropped itself has a product that is, too.
+    begin = (-torch.arange(below) * SECOND) & MAX_DRAW
+    both = (up_to[begin + below] - up_to[begin]).sum().item() / num
+    assert abs(both - (below / num) ** 2) < 2.0**-25
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_all_scores_of_a_word_together(p: float) -> None:
+    """Each of the 16 ways in which four scores are dropped or kept is as frequent as it should be."""
+    kept = Dropout(p, torch.tensor([7, 8]), 4).kept(range(2), range(4), range(512), range(512))
+    # (..., 32 rows, 16 of them, pair of keys): rows 16 apart, keys side by side.
+    above, below = kept.unflatten(2, (-1, 2, 16)).unbind(3)
+    ways = sum(
+        x[..., key::2].long() << bit
+        for bit, (x, key) in enumerate(itertools.product((above, below), range(2)))
+    )
+    assert isinstance(ways, Tensor)
+    found = torch.bincount(ways.flatten(), minlength=16)
+    for way, count in enumerate(found.tolist()):
+        kept_ones = way.bit_count()
+        expected = ways.numel() * (1 - p) ** kept_ones * p ** (4 - kept_ones)
+        assert abs(count - expected) < 5 * expected**0.5
 
 
 def test_seed_and_offset_both_matter() -> None:

@@ -13,8 +13,9 @@ from cute_flash.band import Band, ceil_div
 from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
 from cute_flash.resources import Resources, disassemble, kernel_resources, nvdisasm, resources
-from cute_flash.tiles import SM90_FWD, FwdTile, FwdTileSm90
+from cute_flash.tiles import FwdTile, FwdTileSm90
 from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90, BwdTileSm90Wide
+from cute_flash.tiles_fwd import SM90_FWD
 from tests.launch_capture import Request, capture, has_compiler
 
 FULL, CAUSAL, WINDOW, LEFT = Band(), Band(None, 0), Band(128, 64), Band(128, None)
@@ -160,12 +161,14 @@ def test_hopper_kernel_keeps_everything_in_registers(gate: tuple[FwdTileSm90, Ba
 
 
 def check_registers(found: Resources, tile: FwdTileSm90) -> None:
-    for_load, for_mma = found.setmaxnreg
+    *for_others, for_mma = found.setmaxnreg
+    assert len(for_others) == 1 + tile.draws
     # What the instruction takes.
     assert all(24 <= count <= 256 and count % 8 == 0 for count in found.setmaxnreg)
     # Given out by 8 to a thread. Warpgroups can only take what others gave: more would be waited for forever.
     at_launch = ceil_div(found.registers, 8) * 8
-    assert for_load + tile.num_warpgroups * for_mma <= (1 + tile.num_warpgroups) * at_launch
+    warpgroups = tile.num_threads // 128
+    assert sum(for_others) + tile.num_warpgroups * for_mma <= warpgroups * at_launch
     assert tile.num_threads * at_launch <= ARCHS["sm_90"].registers_per_sm
     assert tile.accumulator_registers < for_mma
 
@@ -174,7 +177,7 @@ def check_hopper_instructions(found: Resources, the_plan: Plan) -> None:
     tile, static = the_plan.tile, the_plan.problem.static
     assert isinstance(tile, FwdTileSm90)
     # 64 rows of a warpgroup at a time: one instruction for 16 columns of Q Kᵀ's sum, or 16 keys of P V's.
-    qk, pv = tile.head_dim // 16, tile.tile_n // 16
+    qk, pv = tile.head_dim // 16, tile.tile_n // 16 * (tile.width_v // tile.columns_pv)
     # Every copy of the loop's body has Q Kᵀ of a block and P V of the one before. Slopes and a softcap have
     # one that asks of every block whether it is cut.
     asks = static.features.alibi or static.features.softcap

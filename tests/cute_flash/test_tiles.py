@@ -12,8 +12,9 @@ from cute_flash.arch import ARCHS, ArchSpec
 from cute_flash.band import Band
 from cute_flash.plan import FAMILIES, plan, use_kernels
 from cute_flash.problem import Features, Problem, UnsupportedError
-from cute_flash.tiles import SM80_FWD, SM90_FWD, FwdTile, FwdTileSm90, fwd_tile
+from cute_flash.tiles import FwdTile, FwdTileSm90
 from cute_flash.tiles_bwd import SM80_BWD, BwdTile, bwd_tile
+from cute_flash.tiles_fwd import SM80_FWD, SM90_FWD, SM90_FWD_DRAWS, fwd_tile
 
 # Registers a thread can have at most, and those that addresses, loop counters and row statistics take.
 MAX_REGISTERS, OTHER_REGISTERS = 255, 30
@@ -28,7 +29,9 @@ Entry = tuple[str, ArchSpec, Tile]
 AMPERE: list[tuple[str, ArchSpec, FwdTile]] = [
     ("SM80_FWD", ARCHS[arch], row) for arch, rows in SM80_FWD.items() for row in rows
 ]
-HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [("SM90_FWD", SM_90, row) for row in SM90_FWD]
+HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [
+    ("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DRAWS)
+]
 ROWS: list[Entry] = [*AMPERE, *HOPPER]
 MASKS = (Band(), Band(None, 0), Band(5, None), Band(100, 100))
 RUNNABLE = [(f, a.name) for f, least in FAMILIES.items() for a in ARCHS.values() if least <= a.capability]
@@ -36,19 +39,22 @@ RUNNABLE = [(f, a.name) for f, least in FAMILIES.items() for a in ARCHS.values()
 
 def row_id(entry: Entry) -> str:
     name, arch, row = entry
-    return f"{name}-{arch.name}-{row.head_dim}-{row.tile_m}x{row.tile_n}"
+    draws = isinstance(row, FwdTileSm90) and row.draws
+    return f"{name}-{arch.name}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-draws' * draws}"
 
 
 def test_there_is_a_table_for_every_architecture() -> None:
     assert set(SM80_FWD) == set(ARCHS)
     # Tried in order: a row after a wider one would never be taken.
-    equal_widths = [row for row in SM90_FWD if row.head_dim_v is None]
-    for rows in (*SM80_FWD.values(), equal_widths):
+    equal_widths = [[row for row in rows if row.head_dim_v is None] for rows in (SM90_FWD, SM90_FWD_DRAWS)]
+    for rows in (*SM80_FWD.values(), *equal_widths):
         widths = [row.head_dim for row in rows]
         assert widths == sorted(widths)
         assert widths[-1] == 256
     # Any width of the values with any width of the keys.
-    assert max((row.head_dim, row.width_v) for row in SM90_FWD if row.head_dim_v) == (256, 256)
+    for rows in (SM90_FWD, SM90_FWD_DRAWS):
+        assert max((row.head_dim, row.width_v) for row in rows if row.head_dim_v) == (256, 256)
+    assert all(row.draws for row in SM90_FWD_DRAWS) and not any(row.draws for row in SM90_FWD)
 
 
 # Of every weight; a map, whose blocks not all tiles divide.
@@ -56,8 +62,12 @@ FEATURES = (
     Features(alibi=True),
     Features(dropout=True),
     Features(softcap=True, dropout=True),
+    Features(softcap=True, alibi=True),
+    Features(softcap=True, sinks=True),
     Features(mask_mod=True, block_map=True),
     Features(score_mod=True, mask_mod=True),
+    Features(score_mod=True, mask_mod=True, dropout=True),
+    Features(mask_mod=True, dropout=True, block_map=True),
 )
 
 
@@ -89,7 +99,7 @@ def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", ROWS, ids=row_id)
 def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> None:
     measured = entry[2].measured
-    assert "TFLOP/s" in measured or "not measured" in measured
+    assert "TFLOP/s" in measured or " ms" in measured or "not measured" in measured
 
 
 @pytest.mark.parametrize("entry", AMPERE, ids=row_id)
@@ -114,6 +124,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
     _, arch, row = entry
     keys = row.stages * row.tile_n
     matrices = 2 * (row.head_dim * (row.q_stages * row.tile_m + keys) + row.width_v * keys)
+    matrices += 2 * row.tile_m * row.tile_n * row.draws * row.draw_stages
     # What tells when they are full and empty is small beside them.
     assert matrices < row.smem_bytes < matrices + 1024
     assert row.smem_bytes <= arch.smem_per_block
@@ -122,8 +133,8 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
     # 64 x 8 accumulators over 128 threads are 4 registers; P, in 16 bits, lives beside the next S.
     registers = row.width_v // 2 + row.tile_n // 2 + row.tile_n // 4
     assert row.accumulator_registers == registers
-    for_load = 24 * 128
-    room = (arch.registers_per_sm - for_load) // (row.num_threads - 128)
+    for_others = 128 * (24 + row.draws * row.registers_to_draw)
+    room = (arch.registers_per_sm - for_others) // (128 * row.num_warpgroups)
     assert registers + OTHER_HOPPER_REGISTERS <= min(room, MAX_REGISTERS)
 
 
@@ -275,6 +286,12 @@ def test_a_wrong_hopper_tile_names_the_value(
         FwdTileSm90(head_dim, tile_m, tile_n, stages, q_stages, head_dim_v=head_dim_v)
 
 
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (192, 64), (128, 80)])
+def test_masks_are_drawn_for_two_warpgroups_and_pairs_of_steps(tile_m: int, tile_n: int) -> None:
+    with pytest.raises(ValueError, match=r"draws=True: for 2 warpgroups, and .* a multiple of 32"):
+        FwdTileSm90(64, tile_m, tile_n, 2, draws=True)
+
+
 @pytest.mark.parametrize("head_dim_v", [8, 72, 288])
 def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim_v={head_dim_v} must be a multiple of 32 up to 256"):
@@ -292,6 +309,8 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
         (FwdTileSm90(32, 64, 256, 1, 2, takes_turns=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
         (FwdTileSm90(64, 64, 64, 2), 1, 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
         (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
+        # Two bytes a score, and two barriers more a warpgroup.
+        (FwdTileSm90(128, 128, 128, 2, 2, draws=True), 2, 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
     ],
     ids=str,
 )
@@ -315,6 +334,7 @@ def test_hopper_tiles_say_what_they_are() -> None:
     text = str(FwdTileSm90(128, 192, 80, 2, 2))
     for part in ("192x80x128,", "1 + 3 warpgroups", "2 K/V stages, 2 of Q", "in turns"):
         assert part in text
+    assert "1 + 2 + 1 warpgroups" in str(FwdTileSm90(64, 128, 64, 2, draws=True))
     plain = str(FwdTileSm90(128, 64, 80, 1, takes_turns=False, checks_sums=True, head_dim_v=64))
     assert "64x80x128/64," in plain and "1 K/V stage, 1 of Q" in plain
     assert "turns" not in plain and "sums" in plain and "sums" not in text

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cute_flash.arch import ARCHS
-from cute_flash.tiles import SM80_FWD, SM90_FWD, FwdTile
+from cute_flash.tiles import FwdTile
+from cute_flash.tiles_fwd import SM80_FWD, SM90_FWD
 from layouts import HOPPER_VARIANTS, VARIANTS, Count, Use, Work, predict, sm80_uses, sm90_uses
 
 ONE = Work(row_tiles=1, key_blocks=1)
