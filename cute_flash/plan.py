@@ -26,8 +26,7 @@ from cute_flash.work import BUCKETS, max_items, num_padded_blocks
 
 # Kernel families in the order of preference, and the least architecture each needs.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
-# Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is still in
-# flight.
+# Share of L2 that the K and V of one section of heads may fill; the rest serves Q, O and what is in flight.
 L2_SHARE = 0.4
 # Blocks along y and z of a grid.
 MAX_GRID_YZ = 65535
