@@ -28,6 +28,7 @@ from tests.gpu import (
     float_cases,
     small_case,
     test_banks,
+    test_batch_invariance,
     varlen_cases,
 )
 
@@ -133,12 +134,13 @@ def float_keys() -> Iterator[CompileKey]:
 
 
 def mod_keys() -> Iterator[CompileKey]:
-    """Those of the tests with functions, a bias and block maps; others are few."""
+    """Those of the tests with functions, a bias and block maps, and of batch invariance; others are few."""
     arch = detect(0)
     for case, family in itertools.product(mod_cases.cases(), families.runnable()):
         problem, _given = case.problem()
         with use_kernels(family):
             yield plan(problem, arch).key
+    yield from test_batch_invariance.keys(arch, families.runnable())
 
 
 SETS = {

@@ -1,15 +1,36 @@
 """`batch_invariant=True`: a row's bits alone, in chunks and among neighbours, forward."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import cute_flash
+from cute_flash.arch import ArchSpec
+from cute_flash.band import Band
+from cute_flash.plan import CompileKey, plan, use_kernels
+from cute_flash.problem import Features, Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 SQ, SK, NEIGHBOURS = 150, 700, (1, 2, 7, 64, 300)
+HEAD_DIMS = (64, 128, 256)
+HOWS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (200, 50)},
+    {"softcap": 8.0, "causal": True},
+]
+
+
+def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
+    for family, head_dim, how in itertools.product(runnable, HEAD_DIMS, HOWS):
+        band = Band.of(how.get("causal", False), how.get("window", (None, None)))
+        features = Features(batch_invariant=True, softcap="softcap" in how)
+        with use_kernels(family):
+            yield plan(Problem(2, 4, 2, SQ, SK, head_dim, band=band, features=features), arch).key
 
 
 def drawn(head_dim: int, batch: int) -> list[torch.Tensor]:
@@ -25,10 +46,8 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> tuple[
     return cute_flash.attn(q, k, v, batch_invariant=True, return_lse=True, **how)
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"causal": True}, {"window": (200, 50)}, {"softcap": 8.0, "causal": True}]
-)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_among_neighbours(head_dim: int, how: dict) -> None:
     q, k, v = drawn(head_dim, max(NEIGHBOURS))
     alone = run(q[:1], k[:1], v[:1], **how)
