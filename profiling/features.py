@@ -12,10 +12,10 @@ the call: above 1 is faster. "both" adds the times of the two directions.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from torch import Tensor
 from profiling.providers import Call, fa3_ops
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
+from profiling.turns import Turns
 
 DIRECTIONS = ("fwd", "bwd")
+# What may lie between two sides that compute the same, in 16 bits: the norm of the difference over the norm.
+AGREEMENT = 2e-2
 SHORTEST, LONGEST = 100, 8192
 Forward = Callable[..., Any]
 
@@ -41,6 +44,33 @@ class Settings:
     rounds: int = 6
     ms: float = 15.0
     seed: int = 0
+    # Of `mods`: which functions, and beside whom.
+    functions: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+
+
+class Way(Protocol):
+    """One way to compute a cell, prepared for one direction: a call that returns the output or gradients."""
+
+    @property
+    def is_bshd(self) -> bool:
+        """Whether what it returns is (B, S, H, D)."""
+        ...
+
+    def prepare(self, direction: str) -> Contender: ...
+
+
+def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> Contender:
+    """The gradients of one forward pass, computed again by every call; the output's is the same for all."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = forward(*leaves)
+    shape = out.transpose(1, 2).shape if is_bshd else out.shape
+    generator = torch.Generator(out.device).manual_seed(1)
+    drawn = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
+    # In the memory order of the output, as the next layer's gradient would be.
+    dout = torch.empty_like(out).copy_(drawn.transpose(1, 2) if is_bshd else drawn)
+    return Contender(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
 @dataclass(frozen=True)
@@ -50,6 +80,7 @@ class Side:
     forward: Forward | None = None
     inputs: tuple[Tensor, ...] = ()
     calls: Callable[[], dict[str, Call]] | None = None
+    is_bshd: ClassVar[bool] = False
 
     def prepare(self, direction: str) -> Contender:
         if self.calls is not None:
@@ -57,21 +88,19 @@ class Side:
         assert self.forward is not None
         if direction == "fwd":
             return Contender(torch.no_grad()(partial(self.forward, *self.inputs)))
-        leaves = [x.detach().requires_grad_() for x in self.inputs]
-        with torch.enable_grad():
-            out = self.forward(*leaves)
-        dout = torch.randn_like(out)
-        return Contender(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+        return gradients_of(self.forward, self.inputs)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting: what is compared, and with which of them."""
+    """A setting: what is compared, and with which of them. Where all compute the same, `alike` names the side
+    that the others must agree with before they are timed."""
 
     kind: str
     name: str
-    sides: Mapping[str, Side]
+    sides: Mapping[str, Way]
     base: str
+    alike: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +117,8 @@ class Found:
         known = [samples.median_ms for samples in found if samples is not None]
         return sum(known) if len(known) == len(parts) else None
 
-    def ratio(self, side: str, direction: str) -> float | None:
-        mine, theirs = self.ms(side, direction), self.ms(self.base, direction)
+    def ratio(self, side: str, direction: str, base: str | None = None) -> float | None:
+        mine, theirs = self.ms(side, direction), self.ms(base or self.base, direction)
         return theirs / mine if mine and theirs else None
 
     def rows(self) -> Iterator[tuple[str, ...]]:
@@ -229,19 +258,51 @@ KINDS: dict[str, Callable[[Settings, torch.device], Iterator[Cell]]] = {
 # -------------------------------------------------------------------------------------------------------
 
 
-def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> Found:
+def _first_call(way: Way, direction: str) -> tuple[Contender, tuple[Tensor, ...]]:
+    """The call, and what it returned, as (B, H, S, D)."""
+    contender = way.prepare(direction)
+    with contender.context():
+        found = contender.call()
+    tensors = found if isinstance(found, tuple) else (found,)
+    return contender, tuple(x.transpose(1, 2) for x in tensors) if way.is_bshd else tensors
+
+
+def _difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest of all tensors; infinite where something is no number."""
+    found = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(mine, theirs)]
+    return max(x if x == x else float("inf") for x in found)
+
+
+def _ready(cell: Cell, direction: str, timer: Timer, errors: dict[str, str]) -> dict[str, Contender]:
+    """The sides that run in this direction and, where all should be alike, agree: each is called once."""
+    ready: dict[str, Contender] = {}
+    expected: tuple[Tensor, ...] | None = None
+    for name in sorted(cell.sides, key=lambda name: name != cell.alike):
+        called = attempt(partial(_first_call, cell.sides[name], direction), timer)
+        if isinstance(called, Failure):
+            errors[f"{name} {direction}"] = called.message
+            continue
+        contender, found = called
+        if name == cell.alike:
+            expected = found
+        difference = 0.0 if expected is None else _difference(found, expected)
+        if difference < AGREEMENT:
+            ready[name] = contender
+        else:
+            errors[f"{name} {direction}"] = f"not timed: {difference:.2g} away from {cell.alike}"
+    timer.synchronize()
+    return {name: ready[name] for name in cell.sides if name in ready}
+
+
+def measure_cell(cell: Cell, timer: Timer, settings: Settings, turns: Turns | None = None) -> Found:
+    """Compiles and checks all, then times all: `turns` lets nobody compile meanwhile."""
     found = Found(cell.kind, cell.name, cell.base)
-    for direction in DIRECTIONS:
-        contenders = {}
-        for name, side in cell.sides.items():
-            contender = attempt(partial(side.prepare, direction), timer)
-            if isinstance(contender, Failure):
-                found.errors[f"{name} {direction}"] = contender.message
-            else:
-                contenders[name] = contender
-        measured = measure(contenders, timer, settings.rounds, settings.ms)
-        found.samples[direction] = measured.samples
-        found.errors.update({f"{name} {direction}": error for name, error in measured.errors.items()})
+    ready = {direction: _ready(cell, direction, timer, found.errors) for direction in DIRECTIONS}
+    with (turns or Turns()).alone():
+        for direction, contenders in ready.items():
+            measured = measure(contenders, timer, settings.rounds, settings.ms)
+            found.samples[direction] = measured.samples
+            found.errors.update({f"{name} {direction}": error for name, error in measured.errors.items()})
     return found
 
 
@@ -252,6 +313,7 @@ def run_features(
     device: torch.device,
     step: Callable[[str], None] = lambda line: None,
     cells: Mapping[str, Callable[[Settings, torch.device], Iterator[Cell]]] | None = None,
+    turns: Turns | None = None,
 ) -> list[Found]:
     """`cells`: what there is to choose from, if not the features."""
     everything, known = [], KINDS if cells is None else cells
@@ -259,13 +321,13 @@ def run_features(
         if kind not in known:
             raise ValueError(f"{kind!r}: choose from {', '.join(known)}")
         for cell in known[kind](settings, device):
-            found = measure_cell(cell, timer, settings)
+            found = measure_cell(cell, timer, settings, turns)
             step(f"{kind}, {cell.name}")
             everything.append(found)
     return everything
 
 
-def to_dict(found: list[Found], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+def to_dict(found: Sequence[Found], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     cells = []
     for one in found:
         sides = {
@@ -282,7 +344,7 @@ def to_dict(found: list[Found], settings: Settings, facts: dict[str, Any]) -> di
     return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
 
 
-def tables(found: list[Found]) -> list[Table]:
+def tables(found: Sequence[Found]) -> list[Table]:
     columns = ("setting", "fwd ms", "bwd ms", "fwd ratio", "bwd ratio", "both")
     by_kind: dict[str, list[tuple[str, ...]]] = {}
     for one in found:
