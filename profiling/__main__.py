@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -283,14 +282,18 @@ def _features(args: argparse.Namespace) -> int:
     names = {f.name for f in fields(features.Settings)} & set(vars(args))
     settings = features.Settings(**{name: getattr(args, name) for name in names})
     context, is_mods = CuteFlash(kernels=args.kernels).context(), args.command == "mods"
-    turns = Turns(args.turns if is_mods else None)
+    turns = Turns(args.turns) if is_mods and args.turns else None
     _tell_absent(mods.absent(settings) if is_mods else {})
-    with context, closing(turns), progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
-        cells = mods.KINDS if is_mods else features.KINDS
-        timer, device = EventTimer(), torch.device("cuda")
-        found = features.run_features(args.kinds, settings, timer, device, step, cells, turns)
-    if args.out:
-        write_json(features.to_dict(found, settings, machine.facts()), args.out)
+    facts = machine.facts()
+
+    def keep(found: Sequence[features.Found]) -> None:
+        if args.out:
+            write_json(features.to_dict(found, settings, facts), args.out)
+
+    with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
+        cells, timer = mods.KINDS if is_mods else features.KINDS, EventTimer()
+        device = torch.device("cuda")
+        found = features.run_features(args.kinds, settings, timer, device, step, cells, turns, keep)
     return _show_features(found, [mods_summary.summary(found)] if is_mods else [])
 
 

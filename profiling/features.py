@@ -12,7 +12,8 @@ the call: above 1 is faster. "both" adds the times of the two directions.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -294,16 +295,29 @@ def _ready(cell: Cell, direction: str, timer: Timer, errors: dict[str, str]) -> 
     return {name: ready[name] for name in cell.sides if name in ready}
 
 
-def measure_cell(cell: Cell, timer: Timer, settings: Settings, turns: Turns | None = None) -> Found:
-    """Compiles and checks all, then times all: `turns` lets nobody compile meanwhile."""
-    found = Found(cell.kind, cell.name, cell.base)
-    ready = {direction: _ready(cell, direction, timer, found.errors) for direction in DIRECTIONS}
-    with (turns or Turns()).alone():
-        for direction, contenders in ready.items():
+@dataclass(frozen=True)
+class Prepared:
+    """A cell of which everything is compiled and checked."""
+
+    found: Found
+    contenders: dict[str, dict[str, Contender]]  # by direction and side
+
+    def measure(self, timer: Timer, settings: Settings) -> Found:
+        for direction, contenders in self.contenders.items():
             measured = measure(contenders, timer, settings.rounds, settings.ms)
-            found.samples[direction] = measured.samples
-            found.errors.update({f"{name} {direction}": error for name, error in measured.errors.items()})
-    return found
+            self.found.samples[direction] = measured.samples
+            errors = {f"{name} {direction}": error for name, error in measured.errors.items()}
+            self.found.errors.update(errors)
+        return self.found
+
+
+def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
+    found = Found(cell.kind, cell.name, cell.base)
+    return Prepared(found, {way: _ready(cell, way, timer, found.errors) for way in DIRECTIONS})
+
+
+def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> Found:
+    return prepare_cell(cell, timer).measure(timer, settings)
 
 
 def run_features(
@@ -314,16 +328,24 @@ def run_features(
     step: Callable[[str], None] = lambda line: None,
     cells: Mapping[str, Callable[[Settings, torch.device], Iterator[Cell]]] | None = None,
     turns: Turns | None = None,
+    keep: Callable[[list[Found]], None] = lambda found: None,
 ) -> list[Found]:
-    """`cells`: what there is to choose from, if not the features."""
-    everything, known = [], KINDS if cells is None else cells
+    """`cells`: what there is to choose from, if not the features. `turns`: with other processes; then all is
+    compiled before anything is timed. `keep`: given what was found so far, after every cell."""
+    everything: list[Found] = []
+    known = KINDS if cells is None else cells
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"{kind!r}: choose from {', '.join(known)}")
-        for cell in known[kind](settings, device):
-            found = measure_cell(cell, timer, settings, turns)
-            step(f"{kind}, {cell.name}")
-            everything.append(found)
+    drawn = (cell for kind in kinds for cell in known[kind](settings, device))
+    prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in drawn)
+    if turns is not None:
+        prepared = list(prepared)
+    with turns.alone() if turns is not None else nullcontext():
+        for one in prepared:
+            everything.append(one.measure(timer, settings))
+            step(f"{one.found.kind}, {one.found.name}")
+            keep(everything)
     return everything
 
 
