@@ -274,27 +274,6 @@ def _difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max(x if x == x else float("inf") for x in found)
 
 
-def _ready(cell: Cell, direction: str, timer: Timer, errors: dict[str, str]) -> dict[str, Contender]:
-    """The sides that run in this direction and, where all should be alike, agree: each is called once."""
-    ready: dict[str, Contender] = {}
-    expected: tuple[Tensor, ...] | None = None
-    for name in sorted(cell.sides, key=lambda name: name != cell.alike):
-        called = attempt(partial(_first_call, cell.sides[name], direction), timer)
-        if isinstance(called, Failure):
-            errors[f"{name} {direction}"] = called.message
-            continue
-        contender, found = called
-        if name == cell.alike:
-            expected = found
-        difference = 0.0 if expected is None else _difference(found, expected)
-        if difference < AGREEMENT:
-            ready[name] = contender
-        else:
-            errors[f"{name} {direction}"] = f"not timed: {difference:.2g} away from {cell.alike}"
-    timer.synchronize()
-    return {name: ready[name] for name in cell.sides if name in ready}
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A cell of which everything is compiled and checked."""
@@ -312,8 +291,29 @@ class Prepared:
 
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
+    """Each side is called once in each direction; ready are those that run and, where all should be alike,
+    agree. That one comes first: a package that is imported for another may change how the DSL compiles."""
     found = Found(cell.kind, cell.name, cell.base)
-    return Prepared(found, {way: _ready(cell, way, timer, found.errors) for way in DIRECTIONS})
+    ready: dict[str, dict[str, Contender]] = {direction: {} for direction in DIRECTIONS}
+    expected: dict[str, tuple[Tensor, ...]] = {}
+    for name in sorted(cell.sides, key=lambda name: name != cell.alike):
+        for direction in DIRECTIONS:
+            called = attempt(partial(_first_call, cell.sides[name], direction), timer)
+            if isinstance(called, Failure):
+                found.errors[f"{name} {direction}"] = called.message
+                continue
+            contender, results = called
+            if name == cell.alike:
+                expected[direction] = results
+            difference = _difference(results, expected[direction]) if direction in expected else 0.0
+            if difference < AGREEMENT:
+                ready[direction][name] = contender
+            else:
+                what = f"not timed: {difference:.2g} away from {cell.alike}"
+                found.errors[f"{name} {direction}"] = what
+    timer.synchronize()
+    in_order = {way: {name: some[name] for name in cell.sides if name in some} for way, some in ready.items()}
+    return Prepared(found, in_order)
 
 
 def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> Found:

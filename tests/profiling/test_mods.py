@@ -71,6 +71,18 @@ def test_a_missing_fa4_is_left_out_unless_it_is_named(monkeypatch):
         assert {*one.samples["fwd"]} == {*one.samples["bwd"]} == {"cute_flash"}
 
 
+def test_fa4_is_looked_for_but_not_imported(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert mods_fa4.missing()
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mods_fa4.missing() is None
+
+
 def _times(factor):
     return Side(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
 
