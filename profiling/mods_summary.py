@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,6 +66,11 @@ def from_dict(data: dict[str, Any]) -> list[Found]:
     ]
 
 
+def _place(cell: dict[str, Any]) -> tuple[int, list[int]]:
+    """By kind, then by the numbers of the name."""
+    return list(KINDS).index(cell["kind"]), [int(x) for x in re.findall(r"\d+", cell["name"])]
+
+
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One record of runs that measured different cells with the same settings on the same machine."""
     choices = ("head_dims", "functions", "peers")
@@ -78,6 +84,5 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError("the parts have cells in common")
     head_dims = sorted({x for part in parts for x in part["settings"]["head_dims"]})
     chosen = {"head_dims": head_dims, "functions": [], "peers": []}
-    order = list(KINDS)
-    cells = sorted((x for part in parts for x in part["cells"]), key=lambda cell: order.index(cell["kind"]))
+    cells = sorted((cell for part in parts for cell in part["cells"]), key=_place)
     return {**parts[0], "settings": {**same[0], **chosen}, "cells": cells}
