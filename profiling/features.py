@@ -292,7 +292,7 @@ class Prepared:
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
     """Each side is called once in each direction; ready are those that run and, where all should be alike,
-    agree. That one comes first: a package that is imported for another may change how the DSL compiles."""
+    agree. That one comes first: importing a peer may patch the DSL that ours is compiled by."""
     found = Found(cell.kind, cell.name, cell.base)
     ready: dict[str, dict[str, Contender]] = {direction: {} for direction in DIRECTIONS}
     expected: dict[str, tuple[Tensor, ...]] = {}

@@ -27,7 +27,7 @@ BACKWARD_BLOCKS = {64: (128, 128), 128: (64, 128)}
 
 
 def missing() -> str | None:
-    """Why it cannot be imported here. Not yet imported: that changes how the DSL compiles other kernels."""
+    """Why it cannot be imported here. Only looked for: importing it patches the DSL that compiles ours."""
     try:
         is_here = importlib.util.find_spec("flash_attn.cute") is not None
     except Exception as error:

@@ -218,7 +218,7 @@ RUN = [
         "function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}
     ),
     _found(
-        "function", "D=64 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}
+        "function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}
     ),
     _found("documents", "D=64", "without a map", {"without a map": 6, "with a map": 1}, {"without a map": 6}),
     _found("bias", "D=64", "plain", {"plain": 3, "bias of all": 4}, {"plain": 3, "bias of all": 6}),
