@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from profiling import (
     host,
     machine,
     mods,
+    mods_summary,
     ncu,
     ncu_case,
     ncu_report,
@@ -46,8 +48,9 @@ from profiling.providers import (
 )
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.terminal import progress, show
+from profiling.terminal import Table, progress, show
 from profiling.timing import EventTimer, GraphTimer
+from profiling.turns import Turns
 from profiling.variants import FAMILIES, Wanted, choose
 from profiling.workers import Pool
 
@@ -106,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     what = "what features cost beside the call without them"
     _add_features(commands.add_parser("features", help=what), tuple(features.KINDS))
     what = "users' functions beside FlexAttention, block maps and biases beside the call without them"
-    _add_features(commands.add_parser("mods", help=what), tuple(mods.KINDS))
+    mods_command = commands.add_parser("mods", help=what)
+    _add_features(mods_command, tuple(mods.KINDS))
+    _add_mods(mods_command)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
     plots = commands.add_parser("plots", help="the figures of the documents, from checked-in files; no GPU")
@@ -123,6 +128,19 @@ def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> No
     add("--ms", type=float, default=defaults.ms, help="of back-to-back calls (default: %(default)s)")
     add("--seed", type=int, default=defaults.seed)
     add("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
+
+
+def _add_mods(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--functions", type=_names, default=(), metavar=",".join(mods.FUNCTIONS), help="default: all")
+    add("--peers", type=_names, default=(), metavar=",".join(mods.PEERS), help="default: all")
+    add(
+        "--turns",
+        type=Path,
+        metavar="FILE",
+        help="lock: processes that share it compile at once, time in turn",
+    )
+    add("--parts", type=Path, nargs="+", metavar="FILE", help="JSON of such processes put together; no GPU")
 
 
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
@@ -263,16 +281,37 @@ def _features(args: argparse.Namespace) -> int:
         raise ValueError("no CUDA device: there is nothing to measure")
     names = {f.name for f in fields(features.Settings)} & set(vars(args))
     settings = features.Settings(**{name: getattr(args, name) for name in names})
-    context = CuteFlash(kernels=args.kernels).context()
+    context, is_mods = CuteFlash(kernels=args.kernels).context(), args.command == "mods"
+    turns = Turns(args.turns) if is_mods and args.turns else None
+    _tell_absent(mods.absent(settings) if is_mods else {})
+    facts = machine.facts()
+
+    def keep(found: Sequence[features.Found]) -> None:
+        if args.out:
+            write_json(features.to_dict(found, settings, facts), args.out)
+
     with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
-        cells = mods.KINDS if args.command == "mods" else features.KINDS
-        found = features.run_features(args.kinds, settings, EventTimer(), torch.device("cuda"), step, cells)
-    if args.out:
-        write_json(features.to_dict(found, settings, machine.facts()), args.out)
-    show(features.tables(found))
+        cells, timer = mods.KINDS if is_mods else features.KINDS, EventTimer()
+        device = torch.device("cuda")
+        found = features.run_features(args.kinds, settings, timer, device, step, cells, turns, keep)
+    return _show_features(found, [mods_summary.summary(found)] if is_mods else [])
+
+
+def _show_features(found: Sequence[features.Found], more: Sequence[Table]) -> int:
+    show([*features.tables(found), *more])
     errors = [f"{one.name}, {name}: {text}" for one in found for name, text in one.errors.items()]
     _print_lines("Failures", errors)
     return FOUND_WANTING if errors else OK
+
+
+def _mods(args: argparse.Namespace) -> int:
+    if not args.parts:
+        return _features(args)
+    data = mods_summary.merged([json.loads(path.read_text()) for path in args.parts])
+    if args.out:
+        write_json(data, args.out)
+    found = mods_summary.from_dict(data)
+    return _show_features(found, [mods_summary.summary(found)])
 
 
 def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
@@ -362,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bench": _bench,
             "host": _host,
             "features": _features,
-            "mods": _features,
+            "mods": _mods,
             "tune": _tune,
             "ncu": _ncu,
             "plots": _plots,

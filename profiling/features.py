@@ -12,10 +12,11 @@ the call: above 1 is faster. "both" adds the times of the two directions.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +24,11 @@ from torch import Tensor
 from profiling.providers import Call, fa3_ops
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
+from profiling.turns import Turns
 
 DIRECTIONS = ("fwd", "bwd")
+# What may lie between two sides that compute the same, in 16 bits: the norm of the difference over the norm.
+AGREEMENT = 2e-2
 SHORTEST, LONGEST = 100, 8192
 Forward = Callable[..., Any]
 
@@ -41,6 +45,33 @@ class Settings:
     rounds: int = 6
     ms: float = 15.0
     seed: int = 0
+    # Of `mods`: which functions, and beside whom.
+    functions: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+
+
+class Way(Protocol):
+    """One way to compute a cell, prepared for one direction: a call that returns the output or gradients."""
+
+    @property
+    def is_bshd(self) -> bool:
+        """Whether what it returns is (B, S, H, D)."""
+        ...
+
+    def prepare(self, direction: str) -> Contender: ...
+
+
+def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> Contender:
+    """The gradients of one forward pass, computed again by every call; the output's is the same for all."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = forward(*leaves)
+    shape = out.transpose(1, 2).shape if is_bshd else out.shape
+    generator = torch.Generator(out.device).manual_seed(1)
+    drawn = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
+    # In the memory order of the output, as the next layer's gradient would be.
+    dout = torch.empty_like(out).copy_(drawn.transpose(1, 2) if is_bshd else drawn)
+    return Contender(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
 @dataclass(frozen=True)
@@ -50,6 +81,7 @@ class Side:
     forward: Forward | None = None
     inputs: tuple[Tensor, ...] = ()
     calls: Callable[[], dict[str, Call]] | None = None
+    is_bshd: ClassVar[bool] = False
 
     def prepare(self, direction: str) -> Contender:
         if self.calls is not None:
@@ -57,21 +89,19 @@ class Side:
         assert self.forward is not None
         if direction == "fwd":
             return Contender(torch.no_grad()(partial(self.forward, *self.inputs)))
-        leaves = [x.detach().requires_grad_() for x in self.inputs]
-        with torch.enable_grad():
-            out = self.forward(*leaves)
-        dout = torch.randn_like(out)
-        return Contender(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+        return gradients_of(self.forward, self.inputs)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting: what is compared, and with which of them."""
+    """A setting: what is compared, and with which of them. Where all compute the same, `alike` names the side
+    that the others must agree with before they are timed."""
 
     kind: str
     name: str
-    sides: Mapping[str, Side]
+    sides: Mapping[str, Way]
     base: str
+    alike: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +118,8 @@ class Found:
         known = [samples.median_ms for samples in found if samples is not None]
         return sum(known) if len(known) == len(parts) else None
 
-    def ratio(self, side: str, direction: str) -> float | None:
-        mine, theirs = self.ms(side, direction), self.ms(self.base, direction)
+    def ratio(self, side: str, direction: str, base: str | None = None) -> float | None:
+        mine, theirs = self.ms(side, direction), self.ms(base or self.base, direction)
         return theirs / mine if mine and theirs else None
 
     def rows(self) -> Iterator[tuple[str, ...]]:
@@ -229,20 +259,65 @@ KINDS: dict[str, Callable[[Settings, torch.device], Iterator[Cell]]] = {
 # -------------------------------------------------------------------------------------------------------
 
 
-def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> Found:
+def _first_call(way: Way, direction: str) -> tuple[Contender, tuple[Tensor, ...]]:
+    """The call, and what it returned, as (B, H, S, D)."""
+    contender = way.prepare(direction)
+    with contender.context():
+        found = contender.call()
+    tensors = found if isinstance(found, tuple) else (found,)
+    return contender, tuple(x.transpose(1, 2) for x in tensors) if way.is_bshd else tensors
+
+
+def _difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest of all tensors; infinite where something is no number."""
+    found = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(mine, theirs)]
+    return max(x if x == x else float("inf") for x in found)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A cell of which everything is compiled and checked."""
+
+    found: Found
+    contenders: dict[str, dict[str, Contender]]  # by direction and side
+
+    def measure(self, timer: Timer, settings: Settings) -> Found:
+        for direction, contenders in self.contenders.items():
+            measured = measure(contenders, timer, settings.rounds, settings.ms)
+            self.found.samples[direction] = measured.samples
+            errors = {f"{name} {direction}": error for name, error in measured.errors.items()}
+            self.found.errors.update(errors)
+        return self.found
+
+
+def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
+    """Each side is called once in each direction; ready are those that run and, where all should be alike,
+    agree. That one comes first: importing a peer may patch the DSL that ours is compiled by."""
     found = Found(cell.kind, cell.name, cell.base)
-    for direction in DIRECTIONS:
-        contenders = {}
-        for name, side in cell.sides.items():
-            contender = attempt(partial(side.prepare, direction), timer)
-            if isinstance(contender, Failure):
-                found.errors[f"{name} {direction}"] = contender.message
+    ready: dict[str, dict[str, Contender]] = {direction: {} for direction in DIRECTIONS}
+    expected: dict[str, tuple[Tensor, ...]] = {}
+    for name in sorted(cell.sides, key=lambda name: name != cell.alike):
+        for direction in DIRECTIONS:
+            called = attempt(partial(_first_call, cell.sides[name], direction), timer)
+            if isinstance(called, Failure):
+                found.errors[f"{name} {direction}"] = called.message
+                continue
+            contender, results = called
+            if name == cell.alike:
+                expected[direction] = results
+            difference = _difference(results, expected[direction]) if direction in expected else 0.0
+            if difference < AGREEMENT:
+                ready[direction][name] = contender
             else:
-                contenders[name] = contender
-        measured = measure(contenders, timer, settings.rounds, settings.ms)
-        found.samples[direction] = measured.samples
-        found.errors.update({f"{name} {direction}": error for name, error in measured.errors.items()})
-    return found
+                what = f"not timed: {difference:.2g} away from {cell.alike}"
+                found.errors[f"{name} {direction}"] = what
+    timer.synchronize()
+    in_order = {way: {name: some[name] for name in cell.sides if name in some} for way, some in ready.items()}
+    return Prepared(found, in_order)
+
+
+def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> Found:
+    return prepare_cell(cell, timer).measure(timer, settings)
 
 
 def run_features(
@@ -252,20 +327,29 @@ def run_features(
     device: torch.device,
     step: Callable[[str], None] = lambda line: None,
     cells: Mapping[str, Callable[[Settings, torch.device], Iterator[Cell]]] | None = None,
+    turns: Turns | None = None,
+    keep: Callable[[list[Found]], None] = lambda found: None,
 ) -> list[Found]:
-    """`cells`: what there is to choose from, if not the features."""
-    everything, known = [], KINDS if cells is None else cells
+    """`cells`: what there is to choose from, if not the features. `turns`: with other processes; then all is
+    compiled before anything is timed. `keep`: given what was found so far, after every cell."""
+    everything: list[Found] = []
+    known = KINDS if cells is None else cells
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"{kind!r}: choose from {', '.join(known)}")
-        for cell in known[kind](settings, device):
-            found = measure_cell(cell, timer, settings)
-            step(f"{kind}, {cell.name}")
-            everything.append(found)
+    drawn = (cell for kind in kinds for cell in known[kind](settings, device))
+    prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in drawn)
+    if turns is not None:
+        prepared = list(prepared)
+    with turns.alone() if turns is not None else nullcontext():
+        for one in prepared:
+            everything.append(one.measure(timer, settings))
+            step(f"{one.found.kind}, {one.found.name}")
+            keep(everything)
     return everything
 
 
-def to_dict(found: list[Found], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+def to_dict(found: Sequence[Found], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     cells = []
     for one in found:
         sides = {
@@ -282,7 +366,7 @@ def to_dict(found: list[Found], settings: Settings, facts: dict[str, Any]) -> di
     return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
 
 
-def tables(found: list[Found]) -> list[Table]:
+def tables(found: Sequence[Found]) -> list[Table]:
     columns = ("setting", "fwd ms", "bwd ms", "fwd ratio", "bwd ratio", "both")
     by_kind: dict[str, list[tuple[str, ...]]] = {}
     for one in found:

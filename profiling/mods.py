@@ -1,31 +1,50 @@
 """What users' functions, biases and block maps cost, forward and backward.
 
-    function    a score_mod or a mask_mod against FlexAttention, compiled, on the same function
+    function    a score_mod or a mask_mod against FlexAttention, compiled, and FlashAttention-4 on the same
     documents   a document mask of eight equal documents with its block map, against the same without one
     bias        a bias against plain attention on the same tensors
 
-Cells and ratios are those of `features`: above 1 is faster than what is compared with.
+Cells and ratios are those of `features`: above 1 is faster than what is compared with. A side that does not
+compute what ours computes is not timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiling.features import Cell, Settings, Side, _draw
+from profiling import mods_fa4
+from profiling.features import Cell, Settings, Side, Way, _draw
 
 NUM_DOCUMENTS = 8
+CAP, NEAR, DISTANCES, PREFIX, WINDOW = 20.0, 128, 256, 1024, 1024
+FIRST_SLOPE, LAST_SLOPE = 0.5, 0.01
+OURS, PEERS = "cute_flash", ("flex", "fa4")
+WITHOUT_MAP, WITH_MAP, PLAIN = "without a map", "with a map", "plain"
+FUNCTIONS = ("alibi", "capped", "relative", "causal", "prefix", "window")
 
 
-def _functions(heads: int, device: torch.device) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Function:
+    """What `attn` and FlexAttention are given, and the same made for FlashAttention-4 when it is wanted."""
+
+    how: dict[str, Any]
+    fa4: Callable[[], Any]
+
+
+def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Function]:
     from cute_flash import masks
 
-    slopes = torch.linspace(0.5, 0.01, heads, device=device)
-    table, near, cap = torch.zeros(heads, 256, device=device), 128, 20.0
+    step = (LAST_SLOPE - FIRST_SLOPE) / max(1, heads - 1)
+    slopes = torch.arange(heads, device=device) * step + FIRST_SLOPE
+    generator = torch.Generator(device).manual_seed(seed)
+    table = torch.randn(heads, DISTANCES, generator=generator, device=device)
+    near, cap = NEAR, CAP
 
     def alibi(score, b, h, q_idx, kv_idx):
         return score - slopes[h] * (q_idx - kv_idx).abs()
@@ -37,12 +56,16 @@ def _functions(heads: int, device: torch.device) -> dict[str, dict[str, Any]]:
         return score + table[h, (q_idx - kv_idx + near).clamp(0, 255)]
 
     return {
-        "alibi": {"score_mod": alibi},
-        "capped": {"score_mod": capped},
-        "relative": {"score_mod": relative},
-        "causal": {"mask_mod": masks.causal()},
-        "prefix": {"mask_mod": masks.prefix_lm(1024)},
-        "window": {"mask_mod": masks.sliding_window(1024)},
+        "alibi": Function({"score_mod": alibi}, partial(mods_fa4.function, "alibi", FIRST_SLOPE, step)),
+        "capped": Function({"score_mod": capped}, partial(mods_fa4.function, "capped", CAP)),
+        "relative": Function({"score_mod": relative}, partial(mods_fa4.function, "relative", table, NEAR)),
+        "causal": Function({"mask_mod": masks.causal()}, partial(mods_fa4.function, "causal")),
+        "prefix": Function(
+            {"mask_mod": masks.prefix_lm(PREFIX)}, partial(mods_fa4.function, "prefix", PREFIX)
+        ),
+        "window": Function(
+            {"mask_mod": masks.sliding_window(WINDOW)}, partial(mods_fa4.function, "window", WINDOW)
+        ),
     }
 
 
@@ -87,11 +110,38 @@ def _inputs(settings: Settings, device: torch.device) -> Iterator[tuple[str, tup
             yield f"D={head_dim} S={seqlen}", _draw(settings, device, batch, heads, seqlen, head_dim)
 
 
+def _chosen(wanted: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """All that are known, if none are wanted in particular."""
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"{name!r}: choose from {', '.join(known)}")
+    return wanted or known
+
+
+def absent(settings: Settings) -> dict[str, str]:
+    """Peers that are left out, and why. One that is named is not: it fails in every cell."""
+    reason = None if settings.peers else mods_fa4.missing()
+    return {} if reason is None else {"fa4": reason}
+
+
+def _sides(inputs: tuple[Tensor, ...], function: Function, settings: Settings) -> dict[str, Way]:
+    """The peers on the same function."""
+    peers: dict[str, Callable[[], Way]] = {
+        "flex": lambda: _flex(inputs, function.how),
+        "fa4": lambda: mods_fa4.Fa4Side(inputs, function.fa4, function.how.get("mask_mod")),
+    }
+    left_out = absent(settings)
+    return {name: peers[name]() for name in _chosen(settings.peers, PEERS) if name not in left_out}
+
+
 def function_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
+    chosen = _chosen(settings.functions, FUNCTIONS)
     for name, inputs in _inputs(settings, device):
-        for kind, how in _functions(inputs[0].shape[1], device).items():
-            sides = {"flex": _flex(inputs, how), "cute_flash": _ours(inputs, how)}
-            yield Cell("function", f"{name} {kind}", sides, "flex")
+        functions = _functions(inputs[0].shape[1], device)
+        for kind in chosen:
+            sides = _sides(inputs, functions[kind], settings)
+            sides[OURS] = _ours(inputs, functions[kind].how)
+            yield Cell("function", f"{name} {kind}", sides, next(iter(sides)), OURS)
 
 
 def document_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -100,13 +150,13 @@ def document_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     for name, inputs in _inputs(settings, device):
         seqlen = inputs[0].shape[2]
         ids = torch.arange(seqlen, device=device, dtype=torch.int32) // -(-seqlen // NUM_DOCUMENTS)
-        how = {"mask_mod": masks.document(ids)}
-        sides = {
-            "without a map": _ours(inputs, how, with_map=False),
-            "with a map": _ours(inputs, how),
-            "flex": _flex(inputs, how),
+        function = Function({"mask_mod": masks.document(ids)}, partial(mods_fa4.function, "document", ids))
+        sides: dict[str, Way] = {
+            WITHOUT_MAP: _ours(inputs, function.how, with_map=False),
+            WITH_MAP: _ours(inputs, function.how),
+            **_sides(inputs, function, settings),
         }
-        yield Cell("documents", name, sides, "without a map")
+        yield Cell("documents", name, sides, WITHOUT_MAP, WITH_MAP)
 
 
 def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -116,11 +166,16 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         batch, heads, seqlen, _ = inputs[0].shape
         if seqlen > settings.seqlen:
             continue  # a bias of all pairs of long sequences is most of a GPU's memory
-        sides = {"plain": Side(attn, inputs)}
-        for shape in ((1, heads, seqlen, seqlen), (batch, heads, seqlen, seqlen), (batch, 1, 1, seqlen)):
+        sides = {PLAIN: Side(attn, inputs)}
+        shapes = {
+            "each head": (1, heads, seqlen, seqlen),
+            "all": (batch, heads, seqlen, seqlen),
+            "each key": (batch, 1, 1, seqlen),
+        }
+        for what, shape in shapes.items():
             bias = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            sides[f"bias {shape[0]}x{shape[1]}x{shape[2]}"] = Side(partial(attn, bias=bias), inputs)
-        yield Cell("bias", name, sides, "plain")
+            sides[f"bias of {what}"] = Side(partial(attn, bias=bias), inputs)
+        yield Cell("bias", name, sides, PLAIN)
 
 
 KINDS: dict[str, Callable[[Settings, torch.device], Iterator[Cell]]] = {

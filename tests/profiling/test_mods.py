@@ -1,28 +1,293 @@
 from __future__ import annotations
 
+import fcntl
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
 import torch
 
-from profiling import mods
-from profiling.features import Settings, run_features
+from cute_flash import masks
+from profiling import __main__ as cli
+from profiling import features, mods, mods_fa4, mods_summary
+from profiling.features import Cell, Found, Settings, Side, measure_cell, run_features
+from profiling.record import write_json
+from profiling.timing import Samples
+from profiling.turns import Turns
 from tests.profiling.fakes import FakeTimer
 
 SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def without_fa4(monkeypatch):
+    monkeypatch.setattr(mods_fa4, "missing", lambda: "ImportError: none here")
 
 
 def test_all_cells_run():
-    found = run_features(
-        tuple(mods.KINDS), SMALL, FakeTimer(event_ms=1.0), torch.device("cpu"), cells=mods.KINDS
-    )
+    found = run_features(tuple(mods.KINDS), SMALL, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS)
     assert [one.kind for one in found] == ["function"] * 12 + ["documents"] * 2 + ["bias"]
     for one in found:
         # Without compiling, FlexAttention on the CPU has no gradient.
-        assert all(name.startswith("flex") for name in one.errors), one.errors
+        assert all(name == "flex bwd" for name in one.errors), one.errors
         assert len(one.samples["fwd"]) >= 2
+    rows = {row[0]: row[1:] for row in mods_summary.summary(found).rows}
+    assert rows["functions: cute_flash over flex"][0] == "12, 0"
+    assert rows["documents: with a map over without a map"][0] == "2"
+    assert len([name for name in rows if name.startswith("bias")]) == 3
+    assert not any("fa4" in name for name in rows)
 
 
 def test_sides_compute_the_same():
     for make in (mods.function_cells, mods.document_cells):
-        for cell in make(SMALL, torch.device("cpu")):
+        for cell in make(SMALL, CPU):
             first, *others = (side.prepare("fwd").call() for side in cell.sides.values())
             for other in others:
                 torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_measured_can_be_chosen():
+    chosen = replace(SMALL, functions=("window", "alibi"), peers=("fa4",))
+    cells = list(mods.function_cells(chosen, CPU))
+    assert [cell.name.split()[-1] for cell in cells] == ["window", "alibi"] * 2
+    assert all(list(cell.sides) == ["fa4", "cute_flash"] and cell.base == "fa4" for cell in cells)
+    with pytest.raises(ValueError, match="choose from alibi, capped"):
+        next(mods.function_cells(replace(SMALL, functions=("sigmoid",)), CPU))
+    with pytest.raises(ValueError, match="choose from flex, fa4"):
+        next(mods.document_cells(replace(SMALL, peers=("fa3",)), CPU))
+
+
+def test_a_missing_fa4_is_left_out_unless_it_is_named(monkeypatch):
+    assert mods.absent(SMALL) == {"fa4": "ImportError: none here"}
+    named = replace(SMALL, peers=("fa4",), functions=("causal",))
+    assert mods.absent(named) == {}
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    found = run_features(("function",), named, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS)
+    for one in found:
+        assert {*one.errors} == {"fa4 fwd", "fa4 bwd"} and "flash_attn" in one.errors["fa4 fwd"]
+        assert {*one.samples["fwd"]} == {*one.samples["bwd"]} == {"cute_flash"}
+
+
+def test_fa4_is_looked_for_but_not_imported(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert mods_fa4.missing()
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mods_fa4.missing() is None
+
+
+def _times(factor):
+    return Side(lambda x: x * factor, (torch.arange(8.0).view(1, 1, 2, 4),))
+
+
+def test_a_side_that_computes_something_else_is_not_timed():
+    sides = {"wrong": _times(1.1), "right": _times(1.001), "ours": _times(1.0), "none": _times(float("nan"))}
+    found = measure_cell(Cell("function", "x", sides, "right", "ours"), FakeTimer(event_ms=1.0), SMALL)
+    assert list(found.samples["fwd"]) == list(found.samples["bwd"]) == ["right", "ours"]
+    assert found.errors["wrong fwd"] == "not timed: 0.1 away from ours"
+    assert found.errors["none bwd"] == "not timed: inf away from ours"
+    # Where sides are not meant to be alike, all are.
+    found = measure_cell(Cell("bias", "x", sides, "right"), FakeTimer(event_ms=1.0), SMALL)
+    assert len(found.samples["fwd"]) == 4 and not found.errors
+
+
+def test_a_wrong_gradient_alone_leaves_the_forward():
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    sides = {"bent": Side(Bent.apply, _times(1.0).inputs), "ours": _times(1.0)}
+    found = measure_cell(Cell("function", "x", sides, "bent", "ours"), FakeTimer(event_ms=1.0), SMALL)
+    assert "bent" in found.samples["fwd"] and "bent" not in found.samples["bwd"]
+    assert found.ratio("ours", "fwd") is not None and found.ratio("ours", "both") is None
+
+
+# ---- FlashAttention-4's side
+# -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [masks.causal(), masks.prefix_lm(100), masks.sliding_window(300)])
+def test_block_lists_are_exact(mask, head_dim, direction):
+    seqlen = 700
+    (count, index, full_count, full_index), (rows, keys) = mods_fa4.block_lists(
+        mask, torch.empty(1, 1, seqlen, head_dim), direction
+    )
+    assert {x.dtype for x in (count, index, full_count, full_index)} == {torch.int32}
+    places = torch.arange(seqlen)
+    dense = mask(0, 0, places[:, None], places[None, :])
+    if direction == "bwd":
+        dense, rows, keys = dense.T, keys, rows
+    for i in range(count.shape[2]):
+        partial = index[0, 0, i, : count[0, 0, i]].tolist()
+        full = full_index[0, 0, i, : full_count[0, 0, i]].tolist()
+        assert not {*partial} & {*full}
+        for j in range(-(-seqlen // keys)):
+            block = dense[i * rows : (i + 1) * rows, j * keys : (j + 1) * keys]
+            # One that reaches past the end is never full.
+            is_full = block.all() and block.shape == (rows, keys)
+            assert (j in full) == is_full
+            assert (j in partial) == (block.any() and not is_full)
+
+
+def _fake_fa4(monkeypatch, spoil=1.0):
+    """A package that attends causally on (B, S, H, D), whatever it is given, and keeps what it was given."""
+    seen = []
+
+    def attend(q, k, v, **options):
+        seen.append(options)
+        q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
+            torch.ones(q.shape[2], q.shape[2]).triu(1) > 0, float("-inf")
+        )
+        return (weights.softmax(-1) @ v * spoil).transpose(1, 2).bfloat16(), None
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    interface = SimpleNamespace(flash_attn_func=attend)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    lists = SimpleNamespace(BlockSparseTensorsTorch=lambda *tensors, block_size: (*tensors, block_size))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", lists)
+    function = SimpleNamespace(options=lambda: {"mask_mod": "in its words"})
+    monkeypatch.setattr(mods_fa4, "function", lambda name, *args: function)
+    monkeypatch.setattr(mods_fa4, "missing", lambda: None)
+    return seen
+
+
+def test_fa4_gets_its_layout_and_its_lists(monkeypatch):
+    seen = _fake_fa4(monkeypatch)
+    settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), seqlen=200, long=200)
+    cell = next(mods.function_cells(settings, CPU))
+    assert list(cell.sides) == ["flex", "fa4", "cute_flash"]
+    found = measure_cell(cell, FakeTimer(event_ms=1.0), settings)
+    assert {*found.errors} == {"flex bwd"} and {*found.samples["bwd"]} == {"fa4", "cute_flash"}
+    assert seen[0]["mask_mod"] == "in its words" and seen[0]["block_sparse_tensors"][-1] == (192, 128)
+    assert "block_sparse_tensors_bwd" not in seen[0]
+    (lists,) = (x["block_sparse_tensors_bwd"] for x in seen if "block_sparse_tensors_bwd" in x)
+    assert lists[-1] == (128, 128)
+
+
+def test_an_fa4_that_computes_something_else_is_told(monkeypatch):
+    _fake_fa4(monkeypatch, spoil=1.5)
+    settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), peers=("fa4",))
+    for one in run_features(("function",), settings, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS):
+        assert {*one.samples["fwd"]} == {"cute_flash"} and "away from cute_flash" in one.errors["fa4 fwd"]
+
+
+def test_the_functions_can_be_made():
+    """Not traced: that takes its kernels."""
+    table, ids = torch.zeros(2, 256), torch.zeros(40, dtype=torch.int32)
+    args = {"alibi": (0.5, -0.1), "capped": (20.0,), "relative": (table, 128), "document": (ids,)}
+    args |= {"causal": (), "prefix": (1024,), "window": (1024,)}
+    assert {*args} == {*mods.FUNCTIONS, "document"}
+    for name, given in args.items():
+        options = mods_fa4.function(name, *given).options()
+        assert (options["mask_mod"] is None) == (options["score_mod"] is not None)
+        assert (options["score_mod"] is None) == (options["score_mod_bwd"] is None)
+        assert (options["aux_tensors"] is None) == (name not in ("relative", "document"))
+    assert len(mods_fa4.function("document", ids).tensors[0]) >= 40 + 192
+
+
+# ---- summary, parts, turns
+# -------------------------------------------------------------------------------------------------------
+
+
+def _found(kind, name, base, fwd, bwd):
+    samples = {
+        direction: {side: Samples(1, (ms,)) for side, ms in times.items()}
+        for direction, times in (("fwd", fwd), ("bwd", bwd))
+    }
+    return Found(kind, name, base, samples)
+
+
+RUN = [
+    _found(
+        "function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}
+    ),
+    _found(
+        "function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}
+    ),
+    _found("documents", "D=64", "without a map", {"without a map": 6, "with a map": 1}, {"without a map": 6}),
+    _found("bias", "D=64", "plain", {"plain": 3, "bias of all": 4}, {"plain": 3, "bias of all": 6}),
+]
+
+
+def test_the_summary_is_of_geometric_means():
+    assert mods_summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert mods_summary.summary(RUN).rows == (
+        ("functions: cute_flash over flex", "2", "4.00 (2.00)", "1.41 (1.00)", "2.19 (2.00)"),
+        ("functions: cute_flash over fa4", "2, 0", "2.00 (1.00)", "-", "-"),
+        ("documents: with a map over without a map", "1, 0", "6.00 (6.00)", "-", "-"),
+        ("bias of all over plain", "1", "0.75 (0.75)", "0.50 (0.50)", "0.60 (0.60)"),
+    )
+
+
+def test_parts_make_a_whole(tmp_path, capsys):
+    parts = []
+    for i, one in enumerate(reversed(RUN)):
+        settings = replace(SMALL, head_dims=(64,) if i else (128,), functions=("causal",) if i else ())
+        write_json(features.to_dict([one], settings, {"gpu": "none"}), tmp_path / f"{i}.json")
+        parts.append(str(tmp_path / f"{i}.json"))
+    assert cli.main(("mods", "--parts", *parts, "--out", str(tmp_path / "whole.json"))) == cli.OK
+    assert "functions: cute_flash over flex" in capsys.readouterr().out
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    assert [cell["kind"] for cell in whole["cells"]] == ["function", "function", "documents", "bias"]
+    assert [cell["name"] for cell in whole["cells"]][:2] == ["D=64 a", "D=128 b"]
+    assert whole["settings"]["head_dims"] == [64, 128] and whole["machine"] == {"gpu": "none"}
+    assert mods_summary.summary(mods_summary.from_dict(whole)) == mods_summary.summary(RUN)
+    assert cli.main(("mods", "--parts", parts[0], parts[0])) == cli.NOT_MEASURED
+    assert "in common" in capsys.readouterr().err
+    write_json(features.to_dict(RUN[1:2], replace(SMALL, seqlen=1), {}), tmp_path / "other.json")
+    assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == cli.NOT_MEASURED
+
+
+def test_whoever_times_waits_for_who_compiles(tmp_path):
+    mine, other = Turns(tmp_path / "turns"), (tmp_path / "turns").open()
+    # Both compile at once, but nobody times.
+    fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with mine.alone(), pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    other.close()
+
+
+def test_with_turns_everything_is_compiled_before_anything_is_timed(tmp_path, monkeypatch):
+    order: list[str] = []
+    real = features.measure
+    monkeypatch.setattr(features, "measure", lambda *args: order.append("time") or real(*args))
+    monkeypatch.setattr(
+        features, "_first_call", lambda *args, real=features._first_call: order.append("call") or real(*args)
+    )
+    cells = {
+        "function": lambda settings, device: (Cell("function", x, {"a": _times(1.0)}, "a") for x in "xy")
+    }
+    kept: list[int] = []
+    for turns, expected in ((None, "ccttcctt"), (Turns(tmp_path / "turns"), "cccctttt")):
+        order.clear()
+        run_features(
+            ("function",),
+            SMALL,
+            FakeTimer(event_ms=1.0),
+            CPU,
+            cells=cells,
+            turns=turns,
+            keep=lambda found: kept.append(len(found)),
+        )
+        assert "".join(x[0] for x in order) == expected
+    assert kept == [1, 2, 1, 2]
