@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMap, UnsupportedError, masks, reference
+from cute_flash import BlockMap, UnsupportedError, api, masks, reference
 from cute_flash.band import Band
 from tests import cases, mod_cases
 from tests.mod_cases import Case, Kind, Sizes
@@ -154,3 +154,25 @@ def test_same_input_same_bits() -> None:
     for _ in range(5):
         again = cute_flash.attn(q, k, v, return_lse=True, **case.options)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same mask on both sides, with a map and without: forward and gradients as the CPU path has them."""
+    rng = torch.tensor([123456789123, 42])
+    monkeypatch.setattr(api, "draw_rng", lambda device: rng.to(device))
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(2, heads, 300, 128, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    mask = masks.sliding_window(70)
+    for has_map in (False, True):
+        found = []
+        for device in ("cuda", "cpu"):
+            q, k, v = (x.to(device).requires_grad_() for x in inputs)
+            given: dict[str, Any] = {"mask_mod": mask}
+            if has_map:
+                given["block_map"] = BlockMap.of(mask, (2, 4, 300, 300), device=device)
+            out = cute_flash.attn(q, k, v, dropout=0.3, **given)
+            dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+            found.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+        for mine, theirs in zip(*found, strict=True):
+            error = (mine.detach().cpu().float() - theirs.detach().float()).norm() / theirs.float().norm()
+            assert error < 1e-2
