@@ -21,7 +21,7 @@ from tests.combinations import Combination, Outputs, PackedCombination, results
 
 # Of the distance of the CPU path from the oracle, and of the size of what is summed up.
 PER_HEAD_YARDSTICK, PER_HEAD_FLOOR = 0.1, 2e-3
-FP32_NOISE = 1e-6
+FP32_NOISE = 2.0**-23
 
 AnyCombination = Combination | PackedCombination
 Attend = Callable[[dict[str, Tensor]], Outputs]  # leaves -> (out, lse)
@@ -84,7 +84,8 @@ def assert_feature_gradients(
         assert wrong == 0, f"d{name}: not finite"
         assert not any(no_measure), "a yardstick that is no number"
         if name in ("alibi", "sinks"):
-            _assert_sums_agree(name, value, fused[name], oracle, _noise(name, tensors))
+            noise = _noise(name, tensors, case.features.get("dropout", 0.0))
+            _assert_sums_agree(name, value, fused[name], oracle, noise)
         elif sizes[name] <= 1e-12 * most:
             found, yardstick = cases.together(_largest(value), _largest(errors[1]))
             assert found <= 1e-4 * most + 2 * yardstick, f"d{name}: should be 0"
@@ -98,16 +99,18 @@ def _largest(x: Tensor) -> Tensor:
     return x.abs().max() if x.numel() else x.new_zeros(())
 
 
-def _noise(name: str, tensors: dict[str, Tensor]) -> float:
-    """What fp32 leaves of a slope's gradient whose terms cancel, as where rows see one key: P (dP - D) of
-    numbers of order 1 times the distance, in every row, whose weights sum to 1.
+def _noise(name: str, tensors: dict[str, Tensor], dropout: float) -> float:
+    """What fp32 leaves of a slope's gradient whose terms cancel, as where rows see one key: P (dP - D) times
+    the distance, in every row, whose weights sum to 1. dP is a sum of products of order 1 over the width of
+    v, scaled by dropout.
     """
     q, k = tensors["q"], tensors["k"]
     if name == "sinks":
         return 0.0
+    size = tensors["v"].shape[-1] ** 0.5 / (1.0 - dropout)
     rows = q.numel() // (q.shape[-1] * q.shape[1])
     longest = max(x.shape[2 if x.dim() == 4 else 0] for x in (q, k))
-    return FP32_NOISE * longest * rows**0.5
+    return FP32_NOISE * size * longest * rows**0.5
 
 
 def _assert_sums_agree(name: str, value: Tensor, fused: Tensor, oracle: Tensor, noise: float) -> None:
