@@ -48,7 +48,7 @@ from profiling.providers import (
 )
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.terminal import Table, progress, show
+from profiling.terminal import Table, print_lines, progress, show, tell_absent
 from profiling.timing import EventTimer, GraphTimer
 from profiling.turns import Turns
 from profiling.variants import FAMILIES, Wanted, choose
@@ -106,10 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
     host_command = commands.add_parser("host", help="host time per call, import and first call")
     _add_common(host_command, host.NAMES)
-    what = "what features cost beside the call without them"
-    _add_features(commands.add_parser("features", help=what), tuple(features.KINDS))
-    what = "users' functions beside FlexAttention, block maps and biases beside the call without them"
-    mods_command = commands.add_parser("mods", help=what)
+    of_features = commands.add_parser("features", help="what features cost beside the call without them")
+    _add_features(of_features, tuple(features.KINDS))
+    mods_command = commands.add_parser("mods", help="users' functions, block maps and biases beside peers")
     _add_features(mods_command, tuple(mods.KINDS))
     _add_mods(mods_command)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
@@ -134,12 +133,7 @@ def _add_mods(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--functions", type=_names, default=(), metavar=",".join(mods.FUNCTIONS), help="default: all")
     add("--peers", type=_names, default=(), metavar=",".join(mods.PEERS), help="default: all")
-    add(
-        "--turns",
-        type=Path,
-        metavar="FILE",
-        help="lock: processes that share it compile at once, time in turn",
-    )
+    add("--turns", type=Path, metavar="FILE", help="lock: those that share it compile at once, time in turn")
     add("--parts", type=Path, nargs="+", metavar="FILE", help="JSON of such processes put together; no GPU")
 
 
@@ -199,26 +193,16 @@ def _num_cores() -> int:
 
 def _available(args: argparse.Namespace, direction: str) -> tuple[list[Provider], dict[str, str]]:
     available, absent = split_available(select(args.providers, args.kernels), direction)
-    _tell_absent(absent)
+    tell_absent(absent)
     return available, absent
-
-
-def _tell_absent(absent: dict[str, str]) -> None:
-    for name, reason in absent.items():
-        print(f"{name} is not available: {reason}", file=sys.stderr)
-
-
-def _print_lines(title: str, lines: Sequence[str]) -> None:
-    if lines:
-        print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))
 
 
 def _show_run(run: Run) -> None:
     tables = [*report.cell_tables(run), report.summary_table(run), report.accuracy_table(run)]
     show([table for table in tables if table is not None])
     print(f"{report.LEGEND}\n")
-    _print_lines("Notes", report.notes(run))
-    _print_lines("Failures", report.failures(run))
+    print_lines("Notes", report.notes(run))
+    print_lines("Failures", report.failures(run))
 
 
 def _compare(run: Run, base: Run, threshold: float) -> bool:
@@ -272,7 +256,7 @@ def _host(args: argparse.Namespace) -> int:
         write_json(data, args.out)
     show(host.host_tables(data))
     errors = {**data["errors"], **({"start": data["start"]["error"]} if "error" in data["start"] else {})}
-    _print_lines("Failures", [f"{name}: {error}" for name, error in errors.items()])
+    print_lines("Failures", [f"{name}: {error}" for name, error in errors.items()])
     return FOUND_WANTING if errors else OK
 
 
@@ -283,7 +267,7 @@ def _features(args: argparse.Namespace) -> int:
     settings = features.Settings(**{name: getattr(args, name) for name in names})
     context, is_mods = CuteFlash(kernels=args.kernels).context(), args.command == "mods"
     turns = Turns(args.turns) if is_mods and args.turns else None
-    _tell_absent(mods.absent(settings) if is_mods else {})
+    tell_absent(mods.absent(settings) if is_mods else {})
     facts = machine.facts()
 
     def keep(found: Sequence[features.Found]) -> None:
@@ -300,7 +284,7 @@ def _features(args: argparse.Namespace) -> int:
 def _show_features(found: Sequence[features.Found], more: Sequence[Table]) -> int:
     show([*features.tables(found), *more])
     errors = [f"{one.name}, {name}: {text}" for one in found for name, text in one.errors.items()]
-    _print_lines("Failures", errors)
+    print_lines("Failures", errors)
     return FOUND_WANTING if errors else OK
 
 
@@ -316,13 +300,12 @@ def _mods(args: argparse.Namespace) -> int:
 
 def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
     """The GPU here, or another architecture with the option that needs no GPU."""
+    option = without_gpu.replace("_", "-")
     if args.arch and not getattr(args, without_gpu):
-        option = without_gpu.replace("_", "-")
         raise ValueError(f"--arch {args.arch}: what is timed runs on the GPU here; use it with --{option}")
     if args.arch:
         return arch.by_name(args.arch)
     if not arch.has_gpu():
-        option = without_gpu.replace("_", "-")
         raise ValueError(f"no CUDA device; without one: --{option} --arch sm_90")
     return arch.detect(torch.cuda.current_device())
 
@@ -332,7 +315,7 @@ def _tune(args: argparse.Namespace) -> int:
     wanted = Wanted(tuple(args.tiles), args.head_dims, args.masks, args.max_variants)
     variants = choose(wanted, args.family, target)
     peers, absent = split_available([] if args.compile_only else select(args.peers))
-    _tell_absent(absent)
+    tell_absent(absent)
     if not args.compile_only and not peers:
         raise ValueError(f"no peer to compare with among {', '.join(args.peers)}")
     names = {f.name for f in fields(tune.Settings)} & set(vars(args))
@@ -352,7 +335,7 @@ def _tune(args: argparse.Namespace) -> int:
     tuning = tune.run_tune(variants, target, settings, tools, absent)
     show(ranking.resource_tables(tuning) if args.compile_only else ranking.speed_tables(tuning))
     print(f"{ranking.RESOURCE_LEGEND if args.compile_only else ranking.SPEED_LEGEND}\n")
-    _print_lines("Not ranked", tuning.complaints())
+    print_lines("Not ranked", tuning.complaints())
     return FOUND_WANTING if tuning.complaints() else OK
 
 
@@ -380,7 +363,7 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     show(ncu_report.tables(findings))
     print(f"{ncu_report.LEGEND}\n")
     failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
-    _print_lines("Failures", failures)
+    print_lines("Failures", failures)
     return FOUND_WANTING if failures else OK
 
 
@@ -389,7 +372,7 @@ def _plots(args: argparse.Namespace) -> int:
     if args.out == figures.FOLDER:
         doc_tables.write()
     print(f"wrote {len(figures.FIGURES) - len(lacking)} figures to {args.out}")
-    _print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in lacking.items()])
+    print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in lacking.items()])
     return NOT_MEASURED if lacking else OK
 
 

@@ -89,3 +89,13 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Step]:
             bar.advance(task)
 
         yield advanced
+
+
+def tell_absent(absent: dict[str, str]) -> None:
+    for name, reason in absent.items():
+        print(f"{name} is not available: {reason}", file=sys.stderr)
+
+
+def print_lines(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join([f"{title}:", *(f"- {line}" for line in lines), ""]))

@@ -23,9 +23,11 @@ from cute_flash.problem import Features, Problem
 ROOT = Path(compiling.__file__).parents[1]
 
 
-def key_of(family: str = "sm80") -> CompileKey:
+def key_of(family: str = "sm80", head_dim: int = 64) -> CompileKey:
     with use_kernels(family):
-        return plan(Problem(1, 2, 2, 100, 100, 64), ARCHS[{"sm80": "sm_80", "sm90": "sm_90"}[family]]).key
+        return plan(
+            Problem(1, 2, 2, 100, 100, head_dim), ARCHS[{"sm80": "sm_80", "sm90": "sm_90"}[family]]
+        ).key
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def clear_facts() -> Iterator[Callable[[], None]]:
 
 
 def test_digest_changes_with_all_that_is_compiled_in() -> None:
-    ampere, hopper = key_of("sm80"), key_of("sm90")
+    ampere, hopper = key_of("sm80"), key_of("sm90", 128)
     others = [hopper, replace(ampere, kernel="fwd_sm90"), replace(ampere, target="sm_86")]
     statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "has_left": True, "has_right": True}
     statics |= {"head_dim_v": 32, "packs_heads": True, "features": Features(softcap=True)}
@@ -50,7 +52,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     ampere_tile |= {"max_bounds": 0, "layout": "plain"}
-    hopper_tile |= {"layout": "interleaved"}
+    hopper_tile |= {"layout": "interleaved", "draw_stages": 2}
     for key, values in ((ampere, ampere_tile), (hopper, hopper_tile)):
         flags = {f.name for f in fields(key.tile) if f.compare and isinstance(f.default, bool)}
         values |= {name: not getattr(key.tile, name) for name in flags}
