@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("bhsd", "bshd")
 
-# Bound once: each look-up through torch._C costs as much as the call.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_profiling = torch._C._autograd._profiler_enabled
-_tracing = torch._C._get_tracing_state
-
 
 def attn(
     q: Tensor,
@@ -186,7 +179,7 @@ def _fwd(
         return ops.fwd(q, k, v, scale, left, right, deterministic)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    if q.is_cuda and type(q) is type(k) is type(v) is Tensor and not _is_watched():
+    if q.is_cuda and type(q) is type(k) is type(v) is Tensor and not ops.is_watched():
         # Nothing to differentiate and nobody listening: the dispatcher would only call this, later.
         return ops.fwd_cuda(q, k, v, scale, left, right)
     # Nothing to differentiate: step over the operator's autograd layer.
@@ -238,8 +231,24 @@ def _general(
         given = _custom(*asked)
         if forward_ad._current_level >= 0:
             _refuse_tangents(*given.tables, *(() if given.bias is None else (given.bias,)))
+        others = [x for x in (given.bias, *given.tables) if x is not None]
+        if _is_direct(q, k, v, how, others):
+            return custom.fwd_cuda(q, k, v, how, given)
         return custom.custom_fwd(q, k, v, *how, *given)
+    if _is_direct(q, k, v, how, []):
+        return general._fwd_cuda(q, k, v, *how)
     return general.general_fwd(q, k, v, *how)
+
+
+def _is_direct(q: Tensor, k: Tensor, v: Tensor, how: How, others: list[Tensor]) -> bool:
+    """Whether there is nothing to differentiate and nobody listening: the dispatcher would only call what it
+    calls, later.
+    """
+    if not q.is_cuda or torch.compiler.is_compiling() or ops.is_watched():
+        return False
+    tensors = [x for x in (q, k, v, how.alibi, how.sinks, *others) if x is not None]
+    is_enabled = torch.is_grad_enabled()
+    return all(type(x) is Tensor and not (is_enabled and x.requires_grad) for x in tensors)
 
 
 def _chosen(
@@ -247,17 +256,6 @@ def _chosen(
 ) -> Tensor | tuple[Tensor, ...]:
     wanted = (out, *(lse,) * return_lse, *(max_logit,) * return_max_logit)
     return wanted if len(wanted) > 1 else out
-
-
-def _is_watched() -> bool:
-    """Whether something would see the operator pass: a mode, a transform, a profiler, torch.jit.trace."""
-    return bool(
-        _dispatch_modes()
-        or _function_modes()
-        or _transform() is not None
-        or _profiling()
-        or _tracing() is not None
-    )
 
 
 def _refuse_tangents(*inputs: Tensor) -> None:

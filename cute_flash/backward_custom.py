@@ -64,7 +64,7 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
     """What `custom_bwd` returns, of a checked `custom.Custom` and its problem."""
     deterministic = how.deterministic or backward.is_mode_deterministic()
     problem, given, of_bias = described(custom, problem, deterministic)
-    wanted, block_map = custom.wanted, custom.map
+    wanted, block_map = custom.wanted, custom.map if custom.block_map else None
     if any(custom.tables[i].numel() > MAX_ELEMENTS for i in wanted):
         raise UnsupportedError(
             f"the gradient of a captured tensor of more than {MAX_ELEMENTS} elements on cuda"
@@ -96,10 +96,11 @@ def described(
     bias that wants one.
     """
     given = custom_cuda.given(custom._replace(block_map=[]), problem, of_keys=True)
-    problem, bias, of_bias = custom_cuda.with_mods(problem, custom, given), custom.bias, None
+    problem, bias, of_bias = custom_cuda.with_mods(problem, given), custom.bias, None
+    if bias is None:
+        return problem, given, None
     mods: Mods = problem.mods
-    if bias is not None:
-        mods = replace(mods, bias_bits=ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1))
+    mods = replace(mods, bias_bits=ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1))
     if mods.wants_bias:
         of_bias = BiasGradient.of(bias, problem, deterministic)
         mods = replace(mods, dbias=of_bias.dtype, adds_bias=of_bias.is_added)

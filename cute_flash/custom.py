@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash import general, ops
+from cute_flash import general, operands, ops
 from cute_flash import plan as planning
 from cute_flash.block_map import BlockMap
 from cute_flash.how import SCHEMA, TENSORS, How
@@ -133,6 +133,27 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -
     return problem
 
 
+# Problems of calls that were checked, by all that checks ask about.
+_checked: dict[tuple, Problem] = {}
+
+
+def known_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Problem:
+    """`checked_problem`, looked up where it is known: the host's part of a call is short."""
+    if any(getattr(how, name) is not None for name in TENSORS):
+        return checked_problem(q, k, v, how, custom)
+    others = (*custom.tables, *custom.block_map[:1], custom.bias)
+    tensors = [x for x in (q, k, v, *others) if x is not None]
+    key = (
+        *((x.shape, x.dtype, x.device) for x in tensors), len(custom.tables), custom.bias is None, how,
+        custom.mods, tuple(custom.block_sizes), tuple(custom.wants),
+    )  # fmt: skip
+    found = _checked.get(key)
+    if found is None:
+        found = checked_problem(q, k, v, how, custom)
+        operands.remember(_checked, key, found)
+    return found
+
+
 def _check_bias(bias: Tensor, q: Tensor, sizes: tuple[int, ...]) -> None:
     if any(own not in (1, size) for own, size in zip(bias.shape, sizes, strict=True)):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
@@ -172,14 +193,18 @@ def _fwd_cpu(q, k, v, *arguments) -> Any:
 
 
 def _fwd_cuda(q, k, v, *arguments) -> Any:
+    return fwd_cuda(q, k, v, *_split(arguments))
+
+
+def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Any:
+    """What the operator does on CUDA, without the dispatcher: nothing is differentiated."""
     from cute_flash import custom_cuda, forward, packed_cuda
 
-    how, custom = _split(arguments)
-    problem = checked_problem(q, k, v, how, custom)
+    problem = known_problem(q, k, v, how, custom)
     if not problem.features.is_written:
         return general._fwd_cuda(q, k, v, *how)
     given = custom_cuda.given(custom, problem)
-    problem = custom_cuda.with_mods(problem, custom, given)
+    problem = custom_cuda.with_mods(problem, given)
     launch = packed_cuda.forward if problem.features.varlen else forward.fwd_cuda
     return launch(q, k, v, how, problem, given)
 
@@ -227,7 +252,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
     how, custom = _split(arguments)
-    problem = checked_problem(q, k, v, how, custom)
+    problem = known_problem(q, k, v, how, custom)
     check_written_gradients(problem.features)
     if not problem.features.is_written:
         found = general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how)
@@ -267,7 +292,9 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
         return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
     dout = torch.zeros_like(out) if dout is None else dout
     with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
-        *grads, dalibi, dsinks, dbias, dtables = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
+        # Nobody listening: the dispatcher would only call this, later.
+        backward = _bwd_cuda if q.is_cuda and not ops.is_watched() else custom_bwd
+        *grads, dalibi, dsinks, dbias, dtables = backward(dout, dlse, q, k, v, out, lse, *how, *custom)
     by_name = {"alibi": dalibi, "sinks": dsinks}
     given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
     wanted = custom.wanted

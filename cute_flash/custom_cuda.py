@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.block_map import BlockMap
 from cute_flash.mods.graph import Graph
 from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem
@@ -37,18 +36,16 @@ def given(custom: Any, problem: Problem, of_keys: bool = False) -> Given:
     tables = [_table(x) for x in custom.tables[:num]]
     numbers = _numbers(found, custom.numbers)
     bias = None if custom.bias is None else as_bias(custom.bias, problem)
-    block_map = custom.map
-    lists = None if block_map is None else _lists(block_map, problem, of_keys)
+    lists = _lists(custom.block_map, (problem.batch, problem.heads), of_keys) if custom.block_map else None
     return Given(bias, tables or None, numbers or None, lists)
 
 
-def with_mods(problem: Problem, custom: Any, given: Given) -> Problem:
-    """The problem with all that a kernel is compiled for."""
-    mods = static_of(custom)
-    if given.bias is not None:
-        dtype = str(given.bias.dtype).removeprefix("torch.")
-        mods = replace(mods, bias=dtype, reads_pairs=reads_pairs(given.bias))
-    return replace(problem, mods=mods)
+def with_mods(problem: Problem, given: Given) -> Problem:
+    """A checked problem, which has `static_of`, with all that a kernel is compiled for."""
+    if given.bias is None:
+        return problem
+    dtype = str(given.bias.dtype).removeprefix("torch.")
+    return replace(problem, mods=replace(problem.mods, bias=dtype, reads_pairs=reads_pairs(given.bias)))
 
 
 def static_of(custom: Any) -> Mods:
@@ -89,12 +86,22 @@ def _numbers(graphs: Sequence[Graph | None], numbers: Sequence[float]) -> list[i
     return [int(x) if kind == "int" else float(x) for kind, x in zip(kinds, numbers)]
 
 
-def _lists(block_map: BlockMap, problem: Problem, of_keys: bool) -> list[Tensor]:
-    full, partial = block_map.full, block_map.partial
-    if of_keys:
-        full, partial = block_map.full_queries, block_map.partial_queries
-    heads = problem.batch, problem.heads
-    found: list[Any] = []
-    for one in (full, partial):
-        found += [one.num.contiguous().expand(*heads, -1), one.index.contiguous().expand(*heads, -1, -1)]
-    return found
+# Of maps that calls had, with the maps' own tensors: as long as those are held, nothing else has their ids.
+_known: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+MAX_KNOWN = 64
+
+
+def _lists(block_map: list[Tensor], heads: tuple[int, int], of_keys: bool) -> list[Tensor]:
+    """Of `BlockMap.tensors`: the numbers and indices of full blocks, and of partial ones, by head."""
+    partial, full = (block_map[i : i + 2] for i in ((4, 6) if of_keys else (0, 2)))
+    own = [*full, *partial]
+    key = (*map(id, own), heads)
+    found = _known.get(key)
+    if found is None:
+        lists = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)) for x in own]
+        if not all(x.is_contiguous() for x in own):
+            return lists
+        if len(_known) >= MAX_KNOWN:
+            _known.pop(next(iter(_known)))
+        found = _known[key] = own, lists
+    return found[1]

@@ -36,6 +36,13 @@ from cute_flash.operands import (
 )
 from cute_flash.problem import check_window
 
+# Bound once: each look-up through torch._C costs as much as the call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_profiling = torch._C._autograd._profiler_enabled
+_tracing = torch._C._get_tracing_state
+
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
     "fwd(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_left, SymInt? window_right, "
@@ -246,3 +253,14 @@ torch.library.register_autograd("cute_flash::fwd", _autograd, setup_context=_set
 
 fwd = torch.ops.cute_flash.fwd.default
 bwd = torch.ops.cute_flash.bwd.default
+
+
+def is_watched() -> bool:
+    """Whether something would see the operator pass: a mode, a transform, a profiler, torch.jit.trace."""
+    return bool(
+        _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _profiling()
+        or _tracing() is not None
+    )

@@ -213,8 +213,8 @@ class Case:
         assert isinstance(features, Features)
         dtype = str(kind.dtype).removeprefix("torch.")
         plain = Problem(*sizes, dtype=dtype, band=self.band, features=features)
-        given = custom_cuda.given(asked, plain)
-        return custom_cuda.with_mods(plain, asked, given), given
+        plain, given = replace(plain, mods=custom_cuda.static_of(asked)), custom_cuda.given(asked, plain)
+        return custom_cuda.with_mods(plain, given), given
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -107,11 +107,11 @@ class Listening(TorchFunctionMode):
 
 
 def test_nobody_who_listens_is_stepped_over() -> None:
-    assert not api._is_watched()
+    assert not ops.is_watched()
     heard = {}
 
     def listen(name: str, x: Tensor) -> Tensor:
-        heard[name] = api._is_watched()
+        heard[name] = ops.is_watched()
         return x
 
     x = torch.ones(2)
@@ -124,7 +124,7 @@ def test_nobody_who_listens_is_stepped_over() -> None:
     assert heard == dict.fromkeys(
         ("Seen", "Listening", "profile", "FakeTensorMode", "vmap", "grad", "trace"), True
     )
-    assert not api._is_watched()
+    assert not ops.is_watched()
 
 
 def test_only_what_backward_needs_is_kept() -> None:
