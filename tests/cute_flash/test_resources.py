@@ -45,8 +45,9 @@ GATES = [
 # (row, mask, dtype, whether heads are packed) of the Hopper kernel. Every row with the masks it is taken by,
 # but for values of another width with those that cost least and most; fp16 where a row is most used and where
 # it is widest.
-# Rows that only features take have gates in `test_feature_resources`.
-HOPPER_ROWS = [row for row in SM90_FWD if "for softcap and dropout" not in row.measured]
+# Rows that only features and functions take have gates in `test_feature_resources`, `test_mods_resources`.
+WITH_MORE = ("for softcap and dropout", "for functions", "for block maps")
+HOPPER_ROWS = [row for row in SM90_FWD if not any(what in row.measured for what in WITH_MORE)]
 HOPPER_GATES = [
     (row, band, "bfloat16", False)
     for row in HOPPER_ROWS
