@@ -30,7 +30,7 @@ RUNS = {
     "backward sm80": BACKWARD_SM80,
 }
 SHORT = 1024
-SUPPORT = "results/h200/2026-11-15-support.json"
+SUPPORT = "results/h200/2026-11-16-support.json"
 Case = dict[str, Any]
 
 

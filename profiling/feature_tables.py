@@ -8,7 +8,9 @@ from typing import Any
 
 from profiling.terminal import Table
 
-FEATURES = "results/h200/2026-11-15-features.json"
+FEATURES = "results/h200/2026-11-16-features.json"
+# The run that had FlashAttention-3; plain packed kernels are the same since.
+RAGGED = "results/h200/2026-11-15-features.json"
 _NAMES = {
     "dropout": "dropout 0.1",
     "softcap": "softcap 30",
@@ -25,8 +27,13 @@ def _ratio(cell: Cell, side: str) -> str:
     return " / ".join(f"{x[cell['base']]['ms'] / x[side]['ms']:.2f}" for x in sides)
 
 
+def _cells(path: Path) -> list[Cell]:
+    found: list[Cell] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return found
+
+
 def features(data: Path) -> Table:
-    cells = json.loads((data / FEATURES).read_text(encoding="utf-8"))["cells"]
+    cells = _cells(data / FEATURES) + [x for x in _cells(data / RAGGED) if x["kind"] == "ragged"]
 
     def found(kind: str, head_dim: int, mask: str) -> Cell:
         named = [x for x in cells if x["kind"] == kind and x["name"].startswith(f"D={head_dim} ")]
