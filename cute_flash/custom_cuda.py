@@ -88,7 +88,7 @@ def _numbers(graphs: Sequence[Graph | None], numbers: Sequence[float]) -> list[i
 
 # Of maps that calls had, with the maps' own tensors: as long as those are held, nothing else has their ids.
 _known: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
-MAX_KNOWN = 64
+MAX_KNOWN = 8  # they keep memory on the device
 
 
 def _lists(block_map: list[Tensor], heads: tuple[int, int], of_keys: bool) -> list[Tensor]:
