@@ -90,7 +90,7 @@ def main() -> None:
     if "varlen" in names:
         q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, out))
         lse = lse.transpose(0, 1).flatten(1)
-    if names[0].startswith("kind="):
+    if names and names[0].startswith("kind="):
         found = _of_kind(names[0].removeprefix("kind="), bool(int(deterministic)))
     else:
         found = general._bwd_cuda(out, lse, q, k, v, out, lse, *how_of(names, bool(int(deterministic))))

@@ -29,9 +29,7 @@ GATES: list[Gate] = [
     ("sm90", "sm_90", 64, WINDOW, ("dropout",), False),
     ("sm80", "sm_80", 64, WINDOW, ALL, False),
     ("sm80", "sm_80", 128, CAUSAL, ALL, False),
-    ("sm80", "sm_86", 256, FULL, ALL, False),
     ("sm80", "sm_90", 256, WINDOW, ALL, False),
-    ("sm80", "sm_90", 256, CAUSAL, ALL, True),
     ("sm80", "sm_80", 128, FULL, ("softcap",), True),
 ]
 
