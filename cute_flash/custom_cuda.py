@@ -45,7 +45,8 @@ def with_mods(problem: Problem, given: Given) -> Problem:
     if given.bias is None:
         return problem
     dtype = str(given.bias.dtype).removeprefix("torch.")
-    return replace(problem, mods=replace(problem.mods, bias=dtype, reads_pairs=reads_pairs(given.bias)))
+    how = reads_pairs(given.bias), is_aligned(given.bias) and not problem.features.batch_invariant
+    return replace(problem, mods=replace(problem.mods, bias=dtype, reads_pairs=how[0], is_aligned=how[1]))
 
 
 def static_of(custom: Any) -> Mods:
@@ -68,6 +69,15 @@ def reads_pairs(bias: Tensor) -> bool:
     *others, last = bias.stride()
     is_even = not any(x % 2 for x in (*others, bias.shape[3]))
     return last == 1 and is_even and bias.data_ptr() % (2 * bias.element_size()) == 0
+
+
+def is_aligned(bias: Tensor) -> bool:
+    """Whether the copy engine can fetch blocks of it: 16 bits, and rows of their own that begin at multiples
+    of 16 bytes.
+    """
+    *others, row, last = bias.stride()
+    begins = (*others, row, bias.data_ptr() // 2)
+    return bias.element_size() == 2 and last == 1 and row > 0 and not any(x % 8 for x in begins)
 
 
 def _table(table: Tensor) -> Tensor:

@@ -133,6 +133,7 @@ class FwdTileSm90:
     checks_cut_sums: bool = False  # so do the last blocks, which a bound cuts
     draws: bool = False  # a warpgroup more draws for dropout, and leaves masks in shared memory
     draw_stages: int = 1  # buffers of those masks
+    bias_stages: int = 0  # buffers of a bias that the copy engine fetches; 0: it does not
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
     max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
@@ -153,6 +154,8 @@ class FwdTileSm90:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
         if self.draws and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
             raise ValueError(f"{self.draws=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
+        if self.bias_stages not in (0, 1, 2, 4):
+            raise ValueError(f"{self.bias_stages=} must be 0, 1, 2 or 4")
         _check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
 
     @property
@@ -199,12 +202,15 @@ class FwdTileSm90:
         if self.draws:
             barriers += 2 * self.num_warpgroups * self.draw_stages
             masks = self.draw_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
+        bias = self.bias_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
+        barriers += 2 * self.bias_stages
         # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
-        return columns * ELEMENT_BYTES + masks + -(-8 * barriers // 16) * 16 + 32
+        return columns * ELEMENT_BYTES + masks + bias + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
+        stages += f", {self.bias_stages} of a bias" if self.bias_stages else ""
         ways = (", sums checked" if self.checks_sums else "") + (", in turns" if self.takes_turns else "")
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
         groups = f"1 + {self.num_warpgroups}{' + 1' if self.draws else ''} warpgroups"

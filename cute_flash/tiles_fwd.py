@@ -92,6 +92,7 @@ SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, S=512/1024/8192, sweeps of 2026-11-15, version 7: "
 _SHORT_256 = _SWEEP + "523/610/706 TFLOP/s"
 _DRAWS = "not measured: for dropout"
+_FETCHES = "not measured: for a bias"
 _BY_WIDTH = "not measured: as its neighbours, as far as registers and shared memory allow"
 # Rows are tried in order, the first that serves is taken.
 SM90_FWD = (
@@ -212,13 +213,22 @@ SM90_FWD_DRAWS = (
     FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, draws=True, max_weight=MOST, measured=_DRAWS),
     FwdTileSm90(256, 128, 32, 2, 1, head_dim_v=256, draws=True, measured=_FOR_FUNCTIONS),
 )
+# With a bias that the copy engine fetches.
+SM90_FWD_BIAS = (
+    FwdTileSm90(64, 192, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
+    FwdTileSm90(64, 128, 128, 2, 2, True, bias_stages=2, max_weight=MOST, measured=_FETCHES),
+    FwdTileSm90(96, 128, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
+    FwdTileSm90(128, 128, 96, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
+)
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTileSm90:
     """The tile of a family's forward on an architecture."""
     static = problem.static
     if family == "sm90":
-        for wide in SM90_FWD_DRAWS if static.features.dropout else SM90_FWD:
+        fetches = static.mods is not None and static.mods.is_aligned
+        rows = SM90_FWD_DRAWS if static.features.dropout else SM90_FWD
+        for wide in (*SM90_FWD_BIAS, *rows) if fetches and not static.features.dropout else rows:
             if wide.serves(problem) and wide.fits(arch):
                 return wide
     else:

@@ -111,12 +111,14 @@ class Kind:
     bounds: tuple[bool, bool] = (False, False)
     has_map: bool = False
     has_pairs: bool = True  # of the bias
+    is_aligned: bool = False  # so that the copy engine can fetch it
     dtype: torch.dtype = torch.bfloat16
     more: dict[str, Any] = field(default_factory=dict, hash=False)  # softcap, sinks, max_logit
 
     @property
     def id(self) -> str:
-        bias = "" if self.bias is None else f"bias-{str(self.bias)[6:]}{'' if self.has_pairs else '-single'}"
+        memory = "-aligned" if self.is_aligned else "" if self.has_pairs else "-single"
+        bias = "" if self.bias is None else f"bias-{str(self.bias)[6:]}{memory}"
         band = "l" * self.bounds[0] + "r" * self.bounds[1]
         parts = self.score, self.mask, bias, "map" * self.has_map, band, *self.more
         return "-".join((f"d{self.head_dim}", *filter(None, parts)))
@@ -178,6 +180,9 @@ class Case:
         """Of a shape that broadcasts; memory as the kind says."""
         s, drawn = self.sizes, random.Random(self.seed + 1)
         shape = [size if drawn.random() < 0.7 else 1 for size in (s.batch, s.heads, s.seqlen_q)]
+        if self.kind.is_aligned:
+            shape[2] = s.seqlen_q
+            return self.make.normal(*shape, -(-s.seqlen_k // 8) * 8 + 8).to(self.kind.bias)[..., : s.seqlen_k]
         if self.kind.has_pairs:
             # Rows of an even number of keys, also where they are a part of longer ones.
             return self.make.normal(*shape, s.seqlen_k + 2).to(self.kind.bias)[..., :-2]
@@ -239,6 +244,12 @@ KINDS = [
     Kind(128, bias=fp16, has_pairs=False, dtype=fp16),
     Kind(256, bias=bf16),
     Kind(64, bias=fp32, has_pairs=False),
+    Kind(64, bias=bf16, is_aligned=True),
+    Kind(128, bias=bf16, is_aligned=True, bounds=(False, True)),
+    Kind(128, mask="document", bias=fp16, is_aligned=True, has_map=True, dtype=fp16),
+    Kind(64, score="alibi", bias=fp16, is_aligned=True, bounds=(True, True)),
+    Kind(96, bias=bf16, is_aligned=True),
+    Kind(64, mask="window"),
     Kind(128, score="alibi", mask="window", bias=bf16),
     Kind(64, score="gated", mask="document", bias=bf16, has_map=True, bounds=(False, True)),
     Kind(192, score="capped", mask="prefix", bias=fp16, dtype=fp16),

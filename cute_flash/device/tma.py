@@ -36,9 +36,19 @@ class TmaTiles:
         )
 
     @cute.jit
-    def load(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, barrier: cute.Pointer):
-        """Start the copy of one tile of rows into sX (rows, cols); its bytes are counted on the barrier."""
-        tXsX, tXgX = self._partition(sX, head, batch)
+    def load(
+        self,
+        sX: cute.Tensor,
+        block: Int32,
+        head: Int32,
+        batch: Int32,
+        barrier: cute.Pointer,
+        column: Int32 | int = 0,
+    ):
+        """Start the copy of one tile of rows into sX (rows, cols), the `column`-th of those side by side; its
+        bytes are counted on the barrier.
+        """
+        tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit

@@ -5,6 +5,8 @@
 
 What depends on the head is computed once for a tile, on a row or a column once for a block. Places past the
 last row and key are asked about too; nothing is read there, and nothing of it counts.
+
+`WrittenFormula` does the same beside the exponentials (`device/exponents.py`).
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_flash.device.bias import FetchedBias, LoadedBias
+from cute_flash.device.exponents import Formula
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic
 from cute_flash.device.views import as_mn
@@ -64,7 +68,7 @@ class WrittenOfHead:
 
     @cute.jit
     def load_bias(self, mask: Mask, first_col: Int32, is_whole: cutlass.Constexpr):
-        """(2, pairs, rows) of the block that begins at a column, in the bias's type; None without one.
+        """The block that begins at a column, in the bias's type; None without one.
 
         To be asked before the scores are waited for. `is_whole`: all keys of the block exist.
         """
@@ -81,7 +85,7 @@ class WrittenOfHead:
                 self._load_pair(
                     found[None, pair, r], source, (first, column_offset(2 * pair)), mask.seqlen_k, is_whole
                 )
-        return found
+        return LoadedBias(found)
 
     @cute.jit
     def _load_pair(
@@ -107,16 +111,21 @@ class WrittenOfHead:
                 into[i] = cute.make_tensor(source, cute.make_layout(1))[0]
 
     @cute.jit
-    def transform(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, bias: cute.Tensor | None):
+    def transform(
+        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, given: LoadedBias | FetchedBias | None
+    ):
         """S + bias, and then score_mod, of a block of a mask's rows that begins at a column, in place."""
-        if cutlass.const_expr(bias is not None):
+        if cutlass.const_expr(given is not None):
+            given.wait()
+            bias = given.loaded()
+            given.release()
             for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                     acc_S_mn[r, c] = acc_S_mn[r, c] + Float32(bias[c % 2, c // 2, r])
         if cutlass.const_expr(self.of_score is not None):
             evaluator, head = self.written.score(), self.of_score
-            rows = self._rows(evaluator, head, mask)
-            first, first_float = self._first(mask, first_col)
+            rows = _rows(evaluator, head, mask)
+            first, first_float = _first(mask, first_col)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                 column = evaluator.at_column(head, *_column(first, first_float, c))
                 for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
@@ -127,23 +136,103 @@ class WrittenOfHead:
         """-inf where mask_mod says so."""
         if cutlass.const_expr(self.of_mask is not None):
             evaluator, head = self.written.mask(), self.of_mask
-            rows = self._rows(evaluator, head, mask)
-            first, first_float = self._first(mask, first_col)
+            rows = _rows(evaluator, head, mask)
+            first, first_float = _first(mask, first_col)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                 column = evaluator.at_column(head, *_column(first, first_float, c))
                 for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
                     (seen,) = evaluator.at(head, rows[r], column)
                     acc_S_mn[r, c] = cutlass.select_(seen, acc_S_mn[r, c], -Float32.inf)
 
-    def _rows(self, evaluator: Evaluator, head: Part, mask: Mask) -> list[Part]:
-        coords = as_mn(mask.tScS)
-        places = (mask.first_row + coords[r, 0][0] for r in range(cute.size(coords, mode=[0])))
-        return [evaluator.at_row(head, row) for row in places]
+    def formula(
+        self,
+        mask: Mask,
+        first_col: Int32,
+        factors: tuple,
+        given: LoadedBias | FetchedBias | None,
+        hides: bool,
+    ) -> "WrittenFormula":
+        """Of a block that the band does not cut. `factors`: see there; `hides`: mask_mod is asked."""
+        score, hidden = self.of_score, self.of_mask if hides else None
+        return WrittenFormula(
+            self,
+            factors,
+            given,
+            None if score is None else _rows(self.written.score(), score, mask),
+            None if hidden is None else _rows(self.written.mask(), hidden, mask),
+            _first(mask, first_col),
+        )
 
-    def _first(self, mask: Mask, first_col: Int32) -> tuple[Int32, Float32]:
-        """The first column of this thread; also as a float, so that others need no conversion."""
-        column = first_col + as_mn(mask.tScS)[0, 0][1]
-        return column, Float32(column)
+
+@dataclass(frozen=True)
+class WrittenFormula(Formula):
+    """P of a block by what users write."""
+
+    head: WrittenOfHead
+    factors: tuple  # of products, to make them natural, where there is a bias or a score_mod; then to log2
+    bias: LoadedBias | FetchedBias | None
+    score_rows: list | None
+    mask_rows: list | None
+    first: tuple  # column of this thread, and the same as a float
+
+    def exponents(self, products: list, k: int, reference: tuple) -> list:
+        """Of products[row][column] of a k-step, less a reference; -inf where it is hidden."""
+        bias = None if self.bias is None else self.bias.step(k)
+        columns = [_column(*self.first, 4 * k + i) for i in range(4)]
+        if self.score_rows is None:
+            found = self._linear(products, bias, reference)
+        else:
+            evaluator, head, (natural, log2) = self.head.written.score(), self.head.of_score, self.factors
+            parts = [evaluator.at_column(head, *column) for column in columns]
+            found = [[None] * 4 for _ in range(2)]
+            for r in range(2):
+                for i in range(4):
+                    x = products[r][i] * natural
+                    x = x if bias is None else x + bias[r][i]
+                    (x,) = evaluator.at(head, self.score_rows[r], parts[i], x)
+                    found[r][i] = cute.math.fma(x, log2, -reference[r])
+        return found if self.mask_rows is None else self._hidden(found, columns)
+
+    def _linear(self, products: list, bias: list | None, reference: tuple) -> list:
+        natural, log2 = self.factors
+        factor = log2 if natural is None else natural * log2
+        terms = [[-reference[r]] * 4 for r in range(2)]
+        if bias is not None:
+            terms = [[cute.math.fma(x, log2, -reference[r]) for x in bias[r]] for r in range(2)]
+        return [[cute.math.fma(products[r][i], factor, terms[r][i]) for i in range(4)] for r in range(2)]
+
+    def _hidden(self, found: list, columns: list) -> list:
+        evaluator, head = self.head.written.mask(), self.head.of_mask
+        parts = [evaluator.at_column(head, *column) for column in columns]
+        for r in range(2):
+            for i in range(4):
+                (seen,) = evaluator.at(head, self.mask_rows[r], parts[i])
+                found[r][i] = cutlass.select_(seen, found[r][i], -Float32.inf)
+        return found
+
+    @cute.jit
+    def block_max(self, acc_S: cute.Tensor, found: cute.Tensor):
+        """In the units of the softmax's scores."""
+        Formula.block_max(self, acc_S, found)
+        inverse = cute.arch.rcp_approx(self.factors[1])
+        for r in cutlass.range_constexpr(2):
+            found[r] = found[r] * inverse
+
+    def release(self):
+        if self.bias is not None:
+            self.bias.release()
+
+
+def _rows(evaluator: Evaluator, head: Part, mask: Mask) -> list[Part]:
+    coords = as_mn(mask.tScS)
+    places = (mask.first_row + coords[r, 0][0] for r in range(cute.size(coords, mode=[0])))
+    return [evaluator.at_row(head, row) for row in places]
+
+
+def _first(mask: Mask, first_col: Int32) -> tuple[Int32, Float32]:
+    """The first column of this thread; also as a float, so that others need no conversion."""
+    column = first_col + as_mn(mask.tScS)[0, 0][1]
+    return column, Float32(column)
 
 
 def _column(first: Int32, first_float: Float32, c: int) -> tuple[Int32, Float32]:

@@ -115,6 +115,7 @@ def _fake_table(table) -> cute.Tensor:
 def _fake_bias(mQ: cute.Tensor, mK: cute.Tensor, static: Static) -> cute.Tensor:
     """(B, H, Sq, Sk), never packed."""
     of, together = TABLE_TYPES[static.mods.bias], 2 if static.mods.reads_pairs else 1
+    together = 8 if static.mods.is_aligned else together
     shape = mQ.shape[0], mQ.shape[1], mQ.shape[2], mK.shape[2]
     strides = [cute.sym_int64(divisibility=together) for _ in range(3)]
     last = 1 if static.mods.reads_pairs else cute.sym_int64()

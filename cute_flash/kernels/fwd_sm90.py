@@ -18,7 +18,7 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 | warpgroup | warps | role                                                                                  |
 |-----------|-------|---------------------------------------------------------------------------------------|
 | 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the rings allow, across tiles         |
-| 0         | 2     | store: TMA of the output tiles                                                        |
+| 0         | 2, 3  | store: TMA of the output tiles; load: TMA of a bias                                   |
 | 1 ...     | all   | mma: 64 rows of the tile each                                                         |
 | the last  | all   | draw: where there is dropout, masks of P for the block after (`fwd_sm90_draws`)       |
 
@@ -26,7 +26,7 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 |---------------|------------------------------|-------------------------------------------------------------|
 | sQ            | q_stages x tile_m x tile_d   | one tile; O leaves through it at the end                    |
 | sK, sV        | stages x tile_n x tile_d     | one block each                                              |
-| drawn         | draw_stages x tile_m x tile_n| one block; with dropout only                                |
+| drawn, bias   | their stages x tile_m x tile_n | one block; with dropout, with a bias only                 |
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 
-LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP = 0, 1, 2
+LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1
 # Whether a block is cut is asked of every one.
@@ -175,6 +175,7 @@ class FwdSm90:
             tiles.of(load, mK, self.shapes.k),
             tiles.of(load, mV, self.shapes.v),
             None if static.features.out_dtype else tiles.of(store, mO, self.shapes.o),
+            tiles.of(load, extras.written.bias, self.shapes.bias) if tile.bias_stages else None,
             mO,
             mLSE,
             seqlen_q,
@@ -222,6 +223,9 @@ class FwdSm90:
             if cutlass.const_expr(self.tile.q_stages > 1):
                 if warp_index == STORE_WARP:
                     copies.store(p, shared)
+            if cutlass.const_expr(self.tile.bias_stages > 0):
+                if warp_index == LOAD_BIAS_WARP:
+                    copies.load_bias(p, shared)
         else:
             if cutlass.const_expr(self.tile.draws):
                 if warp_index >= 4 * (1 + self.tile.num_warpgroups):
@@ -320,7 +324,7 @@ class FwdSm90:
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
         main.shared.k.wait_full(tile.fill)
         first = main.shared.first_block(tile.walk, tile.fill)
-        bias = scores.load_bias(tile, first * self.tile.tile_n, False)
+        bias = scores.load_bias(main, tile, tile.fill, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
         main.turns.pass_on()
@@ -395,7 +399,7 @@ class FwdSm90:
         shared.k.wait_full(fill)
         if cutlass.const_expr(tile.of_head.written is not None):
             n_block = shared.block(tile.walk, fill, i)
-            bias = scores.load_bias(tile, n_block * self.tile.tile_n, masked is False)
+            bias = scores.load_bias(main, tile, fill, n_block * self.tile.tile_n, masked is False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, fill)
         shared.v.wait_full(fill - 1)
@@ -406,9 +410,12 @@ class FwdSm90:
         warpgroup.wait_group(1)
         shared.k.release(fill)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
-        formula = scores.transform_from(self.shapes, tile, acc_S, (column, bias), reference, checks_sums)
+        how = checks_sums, masked
+        formula = scores.transform_from(self.shapes, softmax, tile, acc_S, (column, bias), how)
         is_relative = reference is not None and formula is None
-        scores.hide(tile, acc_S, n_block, column, tile.walk.is_cut(i) if masked == MAYBE else masked)
+        # A user's formula hides as well.
+        if cutlass.const_expr(formula is None or tile.of_head.written is None):
+            scores.hide(tile, acc_S, n_block, column, tile.walk.is_cut(i) if masked == MAYBE else masked)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
@@ -447,6 +454,8 @@ class FwdSm90:
                     everything = range(self.shapes.steps)
                     scores.exponentiate(softmax, views, everything, formula, (True, is_relative))
                     self.round(main, acc_P, everything, fill)
+        if cutlass.const_expr(formula is not None):
+            formula.release()
         self.drawn(main).release(main.warpgroup, fill)
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
@@ -498,7 +507,7 @@ class FwdSm90:
         last = tile.fill + tile.walk.num - 1
         shared.k.wait_full(following.fill)
         first = shared.first_block(following.walk, following.fill)
-        bias = scores.load_bias(following, first * self.tile.tile_n, False)
+        bias = scores.load_bias(main, following, following.fill, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)
         shared.v.wait_full(last)

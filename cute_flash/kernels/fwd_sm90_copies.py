@@ -1,4 +1,4 @@
-"""The warps of the Hopper forward that only move data: Q, K and V in, the output out.
+"""The warps of the Hopper forward that only move data: Q, K, V and a bias in, the output out.
 
 They decide what a block works on: the warp of Q and K draws the tiles and writes each one down beside its Q,
 where all others read it.
@@ -55,6 +55,30 @@ def load_v(p: Params, shared: Shared):
         for i in cutlass.range(walk.num, unroll=1):
             coord = (walk.block(i), head // p.heads_per_kv, span.keys)
             load_block(p.v, shared.v, shared.sV, fill + i, coord)
+        fill += walk.num
+        count += 1
+        shared.q.wait_full(count)
+        m_block = shared.m_block(count)
+
+
+@cute.jit
+def load_bias(p: Params, shared: Shared):
+    """A bias in blocks, as they are multiplied, by a warp of its own too: it is used up the latest."""
+    count, fill = Int32(0), Int32(0)
+    num, ring = shared.shapes.tile.num_warpgroups, shared.bias.ring
+    shared.q.wait_full(count)
+    m_block = shared.m_block(count)
+    while m_block != NO_TILE:
+        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
+        shared.release_q(count)
+        walk = p.walk(m_block, head, span, counts)
+        for i in cutlass.range(walk.num, unroll=1):
+            ring.wait_empty(fill + i)
+            ring.expect(fill + i, num * shared.shapes.bias.bytes)
+            n_block, barrier = walk.block(i), ring.full_of(fill + i)
+            for w in cutlass.range_constexpr(num):
+                into = shared.bias.sB[None, None, (w, ring.stage(fill + i))]
+                p.bias.load(into, m_block * num + w, head, span.batch, barrier, n_block)
         fill += walk.num
         count += 1
         shared.q.wait_full(count)

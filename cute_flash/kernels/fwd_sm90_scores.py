@@ -1,34 +1,42 @@
 """What becomes of a block of scores in the Hopper forward between Q K^T and the sums of P.
 
 A tile is one of `fwd_sm90.Tile`, a block begins at a column. The first block of a tile is transformed as it
-stands. Softcap and ALiBi take further ones relative to what their rows have seen, which costs nothing; where
-S is kept until sums were checked, P is made of products by a formula (`device/exponents.py`). Functions that
-users write have natural scores, as they stand.
+stands, and so are those that are cut where users' functions are asked for. Softcap and ALiBi take further
+ones relative to what their rows have seen, which costs nothing; where S is kept until sums were checked, P is
+made of products by a formula (`device/exponents.py`).
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.device.bias import FetchedBias, LoadedBias
 from cute_flash.device.block_list import ListWalk
-from cute_flash.device.exponents import Curve, Line
+from cute_flash.device.exponents import Formula
 from cute_flash.device.softmax import Softmax
-from cute_flash.device.views import as_mn
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.written import WrittenFormula
 from cute_flash.kernels.fwd_sm90_shared import Shapes
 from cute_flash.tiles import WARPGROUP_ROWS
 
 
 @cute.jit
-def load_bias(tile, first_column: Int32, is_whole: cutlass.Constexpr):
-    """On its way to registers while others multiply; None without one."""
+def load_bias(main, tile, fill: Int32, first_column: Int32, is_whole: cutlass.Constexpr):
+    """On its way to registers while others multiply, or where it will be in shared memory; None without."""
     if cutlass.const_expr(tile.of_head.written is None):
         return None
+    if cutlass.const_expr(main.shared.bias is not None):
+        return main.shared.bias.at(main.warpgroup, main.thread, fill)
     return tile.of_head.written.load_bias(tile.mask, first_column, is_whole)
 
 
 @cute.jit
 def transform(
-    tile, acc_S: cute.Tensor, first_column: Int32, bias: cute.Tensor | None, looks_near: cutlass.Constexpr
+    tile,
+    acc_S: cute.Tensor,
+    first_column: Int32,
+    bias: LoadedBias | FetchedBias | None,
+    looks_near: cutlass.Constexpr,
 ):
     """Softcap, ALiBi, bias and score_mod, before the mask."""
     if cutlass.const_expr(tile.of_head.score is not None):
@@ -45,27 +53,39 @@ def reference_of(tile, softmax: Softmax) -> tuple | None:
 
 @cute.jit
 def transform_from(
-    shapes: Shapes,
-    tile,
-    acc_S: cute.Tensor,
-    block: tuple,
-    reference: tuple | None,
-    checks_sums: cutlass.Constexpr,
-) -> Line | Curve | None:
-    """The same, less a reference of each row, if there is one; or the formula to do it by. `block`: its first
-    column, and its bias.
+    shapes: Shapes, softmax: Softmax, tile, acc_S: cute.Tensor, block: tuple, how: cutlass.Constexpr
+) -> Formula | None:
+    """The same, less what `reference_of` says; or the formula to do it by. `block`: its first column, and its
+    bias; `how`: whether sums are checked, and whether the band cuts it.
     """
-    first_column, bias = block
+    (first_column, bias), (checks_sums, is_cut) = block, how
     # Whether all are near 0 is asked of a warp's rows together.
     looks_near = not shapes.static.features.batch_invariant
-    if cutlass.const_expr(reference is None):
+    reference, has_formula = reference_of(tile, softmax), checks_sums and shapes.has_formula
+    if cutlass.const_expr(tile.of_head.written is not None):
+        # A full block of a map may be cut by the band as well.
+        is_whole = is_cut is False and not (isinstance(tile.walk, ListWalk) and tile.walk.blocks is not None)
+        if cutlass.const_expr(has_formula and is_whole):
+            return _written_formula(softmax, tile, first_column, bias)
         transform(tile, acc_S, first_column, bias, looks_near)
         return None
+    if cutlass.const_expr(reference is None):
+        return None
     place = (first_column, WARPGROUP_ROWS, shapes.tile.tile_n)
-    if cutlass.const_expr(checks_sums and shapes.has_formula):
+    if cutlass.const_expr(has_formula):
         return tile.of_head.score.begin(as_mn(acc_S), tile.mask, place)
     tile.of_head.score.apply_from(as_mn(acc_S), tile.mask, place, reference, looks_near)
     return None
+
+
+def _written_formula(
+    softmax: Softmax, tile, first_column: Int32, bias: LoadedBias | FetchedBias | None
+) -> WrittenFormula:
+    score, written = tile.of_head.score, tile.of_head.written
+    if bias is not None:
+        bias.wait()
+    factors = None if score is None else score.scale_log2, softmax.scale_log2
+    return written.formula(tile.mask, first_column, factors, bias, not isinstance(tile.walk, ListWalk))
 
 
 @cute.jit
@@ -100,18 +120,14 @@ def hide_full(tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
 
 @cute.jit
 def exponentiate(
-    softmax: Softmax,
-    views: tuple,
-    steps: cutlass.Constexpr,
-    formula: Line | Curve | None,
-    how: cutlass.Constexpr,
+    softmax: Softmax, views: tuple, steps: cutlass.Constexpr, formula: Formula | None, how: cutlass.Constexpr
 ):
     """P of some steps. `how`: whether a row may have seen no key, and whether S is relative to m."""
     if cutlass.const_expr(formula is None):
         softmax.exponentiate_steps(*views, steps, *how)
     else:
         row_max = softmax.reference() if how[0] else tuple(softmax.row_max[r] for r in range(2))
-        formula.exponentiate(*views, steps, row_max)
+        formula.exponentiate(views, steps, row_max)
 
 
 @cute.jit
@@ -119,11 +135,11 @@ def block_max(
     softmax: Softmax,
     acc_S: cute.Tensor,
     found: cute.Tensor,
-    formula: Line | Curve | None,
+    formula: Formula | None,
     reference: tuple | None,
 ):
     """The largest score of each row over this thread's columns."""
     if cutlass.const_expr(formula is None):
         softmax.block_max(as_mn(acc_S), found, reference)
     else:
-        formula.block_max(as_mn(acc_S), found)
+        formula.block_max(as_operand_a(acc_S), found)

@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.bias import BiasBlocks
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.drawn import WARPS, Drawn
 from cute_flash.device.ragged import RaggedTiles
@@ -18,9 +19,9 @@ from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.extras import Extras
+from cute_flash.kernels.extras import TABLE_TYPES, Extras
 from cute_flash.problem import Static
-from cute_flash.tiles import HEAVY, FwdTileSm90
+from cute_flash.tiles import HEAVY, WARPGROUP_ROWS, FwdTileSm90
 from layouts.kernels import sm90_tiles
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
@@ -102,7 +103,9 @@ class Shapes:
         once have none, and a cap's needs more registers than three warpgroups have.
         """
         features = self.static.features
-        is_one = features.alibi != features.softcap and not features.is_written
+        if features.is_written:
+            return not self.is_crowded and self.static.mods.has_formula
+        is_one = features.alibi != features.softcap
         return is_one and (features.alibi or self.tile.num_warpgroups < 3)
 
     @property
@@ -121,6 +124,11 @@ class Shapes:
     def o(self) -> SmemTile:
         return sm90_tiles(self.tile)["O"]
 
+    @property
+    def bias(self) -> SmemTile:
+        """Of one warpgroup."""
+        return SmemTile(WARPGROUP_ROWS, self.tile.tile_n, variant=self.tile.layout)
+
 
 @dataclass(frozen=True)
 class Params:
@@ -131,6 +139,7 @@ class Params:
     k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
     v: TmaTiles | RaggedTiles
     o: TmaTiles | RaggedTiles | None  # None: from registers
+    bias: TmaTiles | None  # (64, tile_n); None: read by those that need it, or not there
     mO: cute.Tensor  # (B, H, Sq, D), or packed: (1, H, T, D)
     mLSE: cute.Tensor  # (B, H, Sq)
     seqlen_q: Int32  # rows of a head, or of all heads of a group where they are packed
@@ -214,6 +223,7 @@ class Shared:
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
     drawn: Drawn | None  # what dropout keeps
+    bias: BiasBlocks | None  # where the copy engine fetches it
     q: Ring  # empty: the output that left through the stage has been read, and V's warp knows the tile
     k: Ring
     v: Ring
@@ -236,6 +246,10 @@ class Shared:
         drawn = None
         if tile.draws:
             drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
+        bias = None
+        if tile.bias_stages:
+            of = TABLE_TYPES[shapes.static.mods.bias]
+            bias = BiasBlocks.allocate(smem, of, shapes.bias, tile.num_warpgroups, tile.bias_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         room = -(-shapes.tile_numbers // 4) * 4
@@ -243,21 +257,24 @@ class Shared:
         blocks = None
         if shapes.static.features.block_map:
             blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
-        return Shared(shapes, sQ, sK, sV, drawn, *rings, o_full, tiles, blocks)
+        return Shared(shapes, sQ, sK, sV, drawn, bias, *rings, o_full, tiles, blocks)
 
     @cute.jit
     def init_barriers(self):
         """By one thread, before a fence and a barrier of all."""
         tile = self.shapes.tile
         mma_warps = 4 * tile.num_warpgroups
-        # V's warp, and the one that stores or all that multiply; those that draw.
-        self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + (WARPS if tile.draws else 0))
+        # V's warp, and the one that stores or all that multiply; those that draw; the bias's.
+        others = (WARPS if tile.draws else 0) + (1 if tile.bias_stages else 0)
+        self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps)
         self.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(tile.num_warpgroups * tile.q_stages):
             cute.arch.mbarrier_init(self.o_full + i, WARPGROUP_THREADS)
         if cutlass.const_expr(self.drawn is not None):
             self.drawn.init_barriers()
+        if cutlass.const_expr(self.bias is not None):
+            self.bias.ring.init(1, mma_warps)
 
     @cute.jit
     def tell_tile(self, count: Int32, coord: tuple):

@@ -8,6 +8,7 @@ from functools import lru_cache
 from cute_flash.mods.call import Graphs
 from cute_flash.mods.graph import Graph
 from cute_flash.mods.lower import is_inner, lowered
+from cute_flash.problem import LONG_FUNCTION
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Mods:
     graphs: Graphs = field(default_factory=Graphs)
     bias: str = ""  # its dtype, as a kernel reads it; "": none
     reads_pairs: bool = False  # two neighbouring keys of the bias are one aligned load
+    is_aligned: bool = False  # the copy engine can fetch blocks of the bias
     block: tuple[int, int] | None = None  # queries and keys of a block of the map
     # Of gradients: whether the bias has one, and the tables of score_mod that do.
     wants_bias: bool = False
@@ -30,6 +32,16 @@ class Mods:
         return sum(graph.num_inner for graph in graphs if graph is not None)
 
     @property
+    def has_formula(self) -> bool:
+        """Whether the forward computes it beside the exponentials of whole blocks: what is short, and reads
+        no table for every score, which takes long. A block map's whole blocks ask for no mask.
+        """
+        score, mask = self.graphs.score, self.graphs.mask if self.block is None else None
+        asked = [graph for graph in (score, mask) if graph is not None]
+        is_short = sum(graph.num_inner for graph in asked) <= LONG_FUNCTION
+        return bool(asked or self.bias) and is_short and not any(_reads_inner(graph) for graph in asked)
+
+    @property
     def gradient_inner(self) -> int:
         """Operations for every score of the backward; slow ones count as several."""
         score = 0 if self.graphs.score is None else _inner(self.graphs.gradient(self.wanted).graph)
@@ -37,12 +49,17 @@ class Mods:
 
     @property
     def in_forward(self) -> Mods:
-        return Mods(Graphs(self.graphs.score, self.graphs.mask), self.bias, self.reads_pairs, self.block)
+        graphs = Graphs(self.graphs.score, self.graphs.mask)
+        return Mods(graphs, self.bias, self.reads_pairs, self.is_aligned, self.block)
 
     @property
     def in_gradients(self) -> Mods:
-        """The backward has a block map in its own blocks."""
-        return replace(self, block=None, wants_bias=False)
+        """The backward has a block map in its own blocks, and reads a bias in pairs."""
+        return replace(self, is_aligned=False, block=None, wants_bias=False)
+
+
+def _reads_inner(graph: Graph) -> bool:
+    return any(node.op == "load" and is_inner(bits) for node, bits in zip(graph.nodes, graph.depends))
 
 
 # Operations on ints that are many instructions.

@@ -297,11 +297,12 @@ def test_exponents_of_products(softcap: float | None, slope: float | None, place
                 row, column = tScS[i]
                 acc[i] = -Float32.inf if row + column == 9 else acc[i]
             block_max, block_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-            formula.block_max(as_mn(acc), block_max)
+            formula.block_max(as_operand_a(acc), block_max)
             block_sum.fill(0.0)
             row_max, steps = (Float32(1.5), Float32(-0.5)), columns // 16
             for part in (range(3), range(3, steps)):
-                formula.exponentiate(as_operand_a(acc), as_operand_a(acc_P), block_sum, part, row_max)
+                views = as_operand_a(acc), as_operand_a(acc_P), block_sum
+                formula.exponentiate(views, part, row_max)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc_P[i]
             for r in cutlass.range_constexpr(2):
