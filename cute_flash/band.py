@@ -92,7 +92,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class OutwardWalk:
-    """A way that begins where scores are largest, at the keys next to the queries: ALiBi's."""
+    """A way that begins where scores are often the largest, at the keys next to the queries."""
 
     first: Index
     blocks: BlockRange
@@ -100,6 +100,22 @@ class OutwardWalk:
     @property
     def num(self) -> Index:
         return self.blocks.end - self.blocks.begin
+
+    @property
+    def whole_begin(self) -> Index:
+        """As in `Walk`, of an unbounded band: only the end of the keys cuts a block, the last on the way
+        unless it is the first.
+        """
+        return 0
+
+    @property
+    def whole_end(self) -> Index:
+        is_first = self.first >= self.blocks.full_end
+        if isinstance(is_first, bool):
+            return self.num if is_first else self.num - (self.blocks.end - self.blocks.full_end)
+        import cutlass
+
+        return cutlass.select_(is_first, self.num, self.num - (self.blocks.end - self.blocks.full_end))
 
     def block(self, i: Index) -> Index:
         """The key block that is the i-th on the way."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.mods.graph import Graph
+from cute_flash.mods.graph import COLUMN, ROW, Graph
 from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem
 
@@ -45,8 +45,16 @@ def with_mods(problem: Problem, given: Given) -> Problem:
     if given.bias is None:
         return problem
     dtype = str(given.bias.dtype).removeprefix("torch.")
-    how = reads_pairs(given.bias), is_aligned(given.bias) and not problem.features.batch_invariant
-    return replace(problem, mods=replace(problem.mods, bias=dtype, reads_pairs=how[0], is_aligned=how[1]))
+    *_, row, column = given.bias.stride()
+    mods = replace(
+        problem.mods,
+        bias=dtype,
+        reads_pairs=reads_pairs(given.bias),
+        # What is fetched how decides tiles, and memory may differ from batch to batch.
+        is_aligned=is_aligned(given.bias) and not problem.features.batch_invariant,
+        bias_bits=ROW * (row != 0) | COLUMN * (column != 0),
+    )
+    return replace(problem, mods=mods)
 
 
 def static_of(custom: Any) -> Mods:

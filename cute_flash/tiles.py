@@ -203,7 +203,7 @@ class FwdTileSm90:
             barriers += 2 * self.num_warpgroups * self.draw_stages
             masks = self.draw_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
         bias = self.bias_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
-        barriers += 2 * self.bias_stages
+        barriers += 2 * self.bias_stages * self.num_warpgroups
         # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
         return columns * ELEMENT_BYTES + masks + bias + -(-8 * barriers // 16) * 16 + 32
 

@@ -120,8 +120,8 @@ SM90_FWD = (
         max_weight=MEDIUM,
         measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
     ),
-    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_FOR_MAPS),
+    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=MOST, measured=_WITH_ROOM),
     FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_FUNCTIONS),
     FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
     FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
@@ -215,10 +215,9 @@ SM90_FWD_DRAWS = (
 )
 # With a bias that the copy engine fetches.
 SM90_FWD_BIAS = (
-    FwdTileSm90(64, 192, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
-    FwdTileSm90(64, 128, 128, 2, 2, True, bias_stages=2, max_weight=MOST, measured=_FETCHES),
+    FwdTileSm90(64, 128, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
     FwdTileSm90(96, 128, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
-    FwdTileSm90(128, 128, 96, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
+    FwdTileSm90(128, 128, 128, 2, 1, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
 )
 
 

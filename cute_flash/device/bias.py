@@ -11,8 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from cute_flash.device.barriers import Ring
+from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ldmatrix import STEP, swizzled
+from cute_flash.device.tma import TmaTiles
 from cute_flash.tiles import WARP_ROWS
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
@@ -29,7 +30,7 @@ def values_of(step: cute.Tensor) -> list:
 class LoadedBias:
     """In registers."""
 
-    found: cute.Tensor  # (2, pairs, rows)
+    found: cute.Tensor  # (2, pairs, rows), or one row for all
 
     def wait(self): ...
 
@@ -39,32 +40,59 @@ class LoadedBias:
         return self.found
 
     def step(self, k: int) -> list:
-        return [[Float32(self.found[i % 2, 2 * k + i // 2, r]) for i in range(4)] for r in range(2)]
+        rows = cute.size(self.found, mode=[2])
+        return [[Float32(self.found[i % 2, 2 * k + i // 2, r % rows]) for i in range(4)] for r in range(2)]
 
 
 @dataclass(frozen=True)
 class BiasBlocks:
-    """Of all warpgroups, some blocks that the copy engine fetched. Fills are those of K and V."""
+    """Of every warpgroup, some blocks that the copy engine fetched. Fills are those of K and V."""
 
     sB: cute.Tensor  # (64, tile_n, (warpgroup, stage))
-    ring: Ring
+    full: cute.Pointer  # one mbarrier a stage and warpgroup: none waits until others are done
+    empty: cute.Pointer
     tile: cutlass.Constexpr  # SmemTile of a warpgroup
     num_warpgroups: cutlass.Constexpr
+    stages: cutlass.Constexpr
 
     @staticmethod
     def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasBlocks":
         affine = to_cute(tile.staged(num_warpgroups * stages).layout)
         sB = smem.allocate_tensor(dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(tile))
         sB = cute.logical_divide(sB, (None, None, num_warpgroups))
-        return BiasBlocks(sB, Ring.allocate(smem, stages), tile, num_warpgroups)
+        num = num_warpgroups * stages
+        barriers = smem.allocate_array(cutlass.Int64, 2 * num, byte_alignment=8)
+        return BiasBlocks(sB, barriers, barriers + num, tile, num_warpgroups, stages)
+
+    @cute.jit
+    def init_barriers(self):
+        """By one thread, before a fence and a barrier of all."""
+        for warpgroup in cutlass.range_constexpr(self.num_warpgroups):
+            self.ring(warpgroup).init(1, WARPGROUP_THREADS // 32)
+
+    def ring(self, warpgroup: Int32 | int) -> Ring:
+        first = warpgroup * self.stages
+        return Ring(self.full + first, self.empty + first, self.stages)
+
+    @cute.jit
+    def load(self, tiles: TmaTiles, fill: Int32, place: tuple, coord: tuple):
+        """By one warp: the block of all warpgroups. `place`: of rows and of keys; `coord`: head and batch."""
+        m_block, n_block = place
+        for w in cutlass.range_constexpr(self.num_warpgroups):
+            ring = self.ring(w)
+            ring.wait_empty(fill)
+            ring.expect(fill, self.tile.bytes)
+            into = self.sB[None, None, (w, ring.stage(fill))]
+            tiles.load(into, m_block * self.num_warpgroups + w, *coord, ring.full_of(fill), n_block)
 
     def at(self, warpgroup: Int32, thread: Int32, fill: Int32) -> "FetchedBias":
         """What a thread of a warpgroup reads of a fill."""
         row, chunk = thread // 32 * WARP_ROWS + thread % WARP_ROWS, thread % 32 // WARP_ROWS
         place = (row * self.tile.row_stride + chunk * self.tile.chunk_cols) * self.tile.element_bytes
         first = Int32(self.sB.iterator.toint())
-        part = (self.ring.stage(fill) * self.num_warpgroups + warpgroup) * self.tile.bytes
-        return FetchedBias(self, swizzled(first + place, self.tile) + part, fill)
+        ring = self.ring(warpgroup)
+        part = (ring.stage(fill) * self.num_warpgroups + warpgroup) * self.tile.bytes
+        return FetchedBias(self, ring, swizzled(first + place, self.tile) + part, fill)
 
 
 @dataclass(frozen=True)
@@ -72,17 +100,18 @@ class FetchedBias:
     """In shared memory."""
 
     blocks: BiasBlocks
+    ring: Ring
     address: Int32  # of this thread's 16 bytes of the first k-step
     fill: Int32
 
     def wait(self):
-        self.blocks.ring.wait_full(self.fill)
+        self.ring.wait_full(self.fill)
 
     @cute.jit
     def release(self):
         """By a warp that has it in registers, or has used it."""
         cute.arch.sync_warp()
-        self.blocks.ring.release(self.fill)
+        self.ring.release(self.fill)
 
     def loaded(self) -> cute.Tensor:
         """(2, pairs, rows) of all k-steps, in registers."""

@@ -21,6 +21,7 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic
 from cute_flash.device.views import as_mn
 from cute_flash.mods.evaluate import Evaluator, Part
+from cute_flash.mods.graph import ROW
 from cute_flash.mods.lower import lowered
 
 
@@ -76,6 +77,7 @@ class WrittenOfHead:
             return None
         coords = as_mn(mask.tScS)
         rows, columns = (cute.size(coords, mode=[i]) for i in range(2))
+        rows = rows if self.written.mods.bias_bits & ROW else 1
         found = cute.make_rmem_tensor((2, columns // 2, rows), self.bias.element_type)
         first = first_col + coords[0, 0][1]
         for r in cutlass.range_constexpr(rows):
@@ -119,9 +121,10 @@ class WrittenOfHead:
             given.wait()
             bias = given.loaded()
             given.release()
+            num = cute.size(bias, mode=[2])
             for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
                 for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                    acc_S_mn[r, c] = acc_S_mn[r, c] + Float32(bias[c % 2, c // 2, r])
+                    acc_S_mn[r, c] = acc_S_mn[r, c] + Float32(bias[c % 2, c // 2, r % num])
         if cutlass.const_expr(self.of_score is not None):
             evaluator, head = self.written.score(), self.of_score
             rows = _rows(evaluator, head, mask)

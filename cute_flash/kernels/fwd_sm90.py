@@ -29,8 +29,6 @@ Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while t
 | drawn, bias   | their stages x tile_m x tile_n | one block; with dropout, with a bias only                 |
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -38,9 +36,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band, OutwardWalk, Walk
+from cute_flash.band import Band, OutwardWalk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
-from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import row_tile
 from cute_flash.device.drawn import Drawn, NotDrawn
 from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rounded
@@ -57,8 +54,9 @@ from cute_flash.kernels import fwd_sm90_copies as copies
 from cute_flash.kernels import fwd_sm90_draws as draws
 from cute_flash.kernels import fwd_sm90_scores as scores
 from cute_flash.kernels.arguments import fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras, OfHead
+from cute_flash.kernels.extras import NO_EXTRAS, Extras
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
+from cute_flash.kernels.fwd_sm90_work import Main, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
 
@@ -67,44 +65,6 @@ LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 FIRST_TURN = 1
 # Whether a block is cut is asked of every one.
 MAYBE = "maybe"
-
-
-@dataclass(frozen=True)
-class Main:
-    """What a warpgroup works with."""
-
-    warpgroup: Int32
-    thread: Int32
-    shared: Shared
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
-    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
-    rV: cute.Tensor
-    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
-    acc_O: cute.Tensor
-    softmax: Softmax
-    lse: cute.Tensor  # (rows of this thread,), of the tile that ends
-    inverse: cute.Tensor  # 1 / l
-    turns: Turns
-    tScS: cute.Tensor  # (row, column) of every element of S
-    largest: cute.Tensor | None  # (1,), the largest score of the tile that ends, of this thread
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What a warpgroup works on: its rows of one tile."""
-
-    count: Int32  # tiles before this one
-    fill: Int32  # blocks of K and V before this tile's
-    head: Int32
-    span: Sequence
-    mask: Mask
-    walk: Walk | OutwardWalk | ListWalk  # over its key blocks
-    of_head: OfHead
-
-    def has_blocks(self):
-        return self.walk.num > 0
 
 
 class FwdSm90:
@@ -366,25 +326,26 @@ class FwdSm90:
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
-        """Blocks from the second: cut, whole, cut. Bound on one side only, tiles end with the cut ones."""
+        """Blocks from the second: cut, whole, cut."""
         walk, static = tile.walk, self.static
         # Where every maximum is asked for, sums say nothing more.
         may_check = self.shapes.may_check_sums
         checks_sums = self.tile.checks_sums and may_check
         # A cap has two ways, of which one copy is enough.
         is_capped = static.features.softcap and (static.has_left or static.has_right)
-        if cutlass.const_expr(isinstance(walk, OutwardWalk) or is_capped):
+        if cutlass.const_expr((static.features.alibi and isinstance(walk, OutwardWalk)) or is_capped):
             for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
                 self.one_block(main, tile, fill, MAYBE, checks_sums)
         else:
             whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
             whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
-            if cutlass.const_expr(static.has_left and static.has_right and not isinstance(walk, ListWalk)):
+            begins_cut, ends_cut = self.shapes.cut_loops
+            if cutlass.const_expr(begins_cut):
                 for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
                     self.one_block(main, tile, fill, True, False)
             for fill in cutlass.range(whole_begin, whole_end, unroll=1):
                 self.one_block(main, tile, fill, False, checks_sums)
-            if cutlass.const_expr(static.is_bounded or isinstance(walk, ListWalk)):
+            if cutlass.const_expr(ends_cut):
                 for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
                     self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
 

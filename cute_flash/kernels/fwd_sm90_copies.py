@@ -65,7 +65,6 @@ def load_v(p: Params, shared: Shared):
 def load_bias(p: Params, shared: Shared):
     """A bias in blocks, as they are multiplied, by a warp of its own too: it is used up the latest."""
     count, fill = Int32(0), Int32(0)
-    num, ring = shared.shapes.tile.num_warpgroups, shared.bias.ring
     shared.q.wait_full(count)
     m_block = shared.m_block(count)
     while m_block != NO_TILE:
@@ -73,12 +72,7 @@ def load_bias(p: Params, shared: Shared):
         shared.release_q(count)
         walk = p.walk(m_block, head, span, counts)
         for i in cutlass.range(walk.num, unroll=1):
-            ring.wait_empty(fill + i)
-            ring.expect(fill + i, num * shared.shapes.bias.bytes)
-            n_block, barrier = walk.block(i), ring.full_of(fill + i)
-            for w in cutlass.range_constexpr(num):
-                into = shared.bias.sB[None, None, (w, ring.stage(fill + i))]
-                p.bias.load(into, m_block * num + w, head, span.batch, barrier, n_block)
+            shared.bias.load(p.bias, fill + i, (m_block, walk.block(i)), (head, span.batch))
         fill += walk.num
         count += 1
         shared.q.wait_full(count)

@@ -1,6 +1,6 @@
 """What becomes of a block of scores in the Hopper forward between Q K^T and the sums of P.
 
-A tile is one of `fwd_sm90.Tile`, a block begins at a column. The first block of a tile is transformed as it
+A block begins at a column. The first block of a tile is transformed as it
 stands, and so are those that are cut where users' functions are asked for. Softcap and ALiBi take further
 ones relative to what their rows have seen, which costs nothing; where S is kept until sums were checked, P is
 made of products by a formula (`device/exponents.py`).
@@ -17,11 +17,12 @@ from cute_flash.device.softmax import Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.written import WrittenFormula
 from cute_flash.kernels.fwd_sm90_shared import Shapes
+from cute_flash.kernels.fwd_sm90_work import Main, Tile
 from cute_flash.tiles import WARPGROUP_ROWS
 
 
 @cute.jit
-def load_bias(main, tile, fill: Int32, first_column: Int32, is_whole: cutlass.Constexpr):
+def load_bias(main: Main, tile: Tile, fill: Int32, first_column: Int32, is_whole: cutlass.Constexpr):
     """On its way to registers while others multiply, or where it will be in shared memory; None without."""
     if cutlass.const_expr(tile.of_head.written is None):
         return None
@@ -32,7 +33,7 @@ def load_bias(main, tile, fill: Int32, first_column: Int32, is_whole: cutlass.Co
 
 @cute.jit
 def transform(
-    tile,
+    tile: Tile,
     acc_S: cute.Tensor,
     first_column: Int32,
     bias: LoadedBias | FetchedBias | None,
@@ -45,7 +46,7 @@ def transform(
         tile.of_head.written.transform(as_mn(acc_S), tile.mask, first_column, bias)
 
 
-def reference_of(tile, softmax: Softmax) -> tuple | None:
+def reference_of(tile: Tile, softmax: Softmax) -> tuple | None:
     """What scores of a further block are taken relative to; None: they stand as they are."""
     is_alone = tile.of_head.score is not None and tile.of_head.written is None
     return softmax.reference() if is_alone else None
@@ -53,7 +54,7 @@ def reference_of(tile, softmax: Softmax) -> tuple | None:
 
 @cute.jit
 def transform_from(
-    shapes: Shapes, softmax: Softmax, tile, acc_S: cute.Tensor, block: tuple, how: cutlass.Constexpr
+    shapes: Shapes, softmax: Softmax, tile: Tile, acc_S: cute.Tensor, block: tuple, how: cutlass.Constexpr
 ) -> Formula | None:
     """The same, less what `reference_of` says; or the formula to do it by. `block`: its first column, and its
     bias; `how`: whether sums are checked, and whether the band cuts it.
@@ -79,7 +80,7 @@ def transform_from(
 
 
 def _written_formula(
-    softmax: Softmax, tile, first_column: Int32, bias: LoadedBias | FetchedBias | None
+    softmax: Softmax, tile: Tile, first_column: Int32, bias: LoadedBias | FetchedBias | None
 ) -> WrittenFormula:
     score, written = tile.of_head.score, tile.of_head.written
     if bias is not None:
@@ -89,7 +90,7 @@ def _written_formula(
 
 
 @cute.jit
-def hide(tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_cut):
+def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_cut):
     """The band, and after it where mask_mod says so. A map's full blocks are whole to it, not to the band."""
     if cutlass.const_expr(not isinstance(is_cut, bool)):
         if is_cut:
@@ -112,7 +113,7 @@ def hide(tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_cut):
 
 
 @cute.jit
-def hide_full(tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
+def hide_full(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
     if cutlass.const_expr(tile.walk.blocks is not None):
         if tile.walk.blocks.cuts(n_block):
             tile.mask.apply(as_mn(acc_S), first_column)

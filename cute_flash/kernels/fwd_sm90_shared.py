@@ -65,6 +65,25 @@ class Shapes:
         return not (features.is_written and (features.block_map or self.static.weight > HEAVY))
 
     @property
+    def begins_near(self) -> bool:
+        """With the keys next to the queries, where a bias or a score_mod often has the largest scores."""
+        features = self.static.features
+        has_own = features.alibi or features.block_map or features.batch_invariant
+        return (features.bias or features.score_mod) and not has_own
+
+    @property
+    def cut_loops(self) -> tuple[bool, bool]:
+        """Whether tiles may have cut blocks between the first and the whole ones, and after those. Bound on
+        one side only, tiles end with them, but for those that begin with the nearest keys.
+        """
+        static = self.static
+        if self.begins_near:
+            return static.has_right, static.has_left or not static.has_right
+        return static.has_left and static.has_right and not static.features.block_map, (
+            self.is_bounded or static.features.block_map
+        )
+
+    @property
     def draws_tiles(self) -> bool:
         """Tiles differ in length."""
         return self.is_bounded or self.static.features.block_map
@@ -194,16 +213,20 @@ class Params:
 
         In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
         worth keeping before. Without that bound only the end of the keys cuts a block: with that one first,
-        the loop needs no mask. With slopes scores fall with the distance: the nearest keys come first, or
-        every block on the way to them would outgrow the maximum; that depends on the rows of the tile, and is
-        not for results that may not. A block map has its own order.
+        the loop needs no mask. With slopes scores fall with the distance, and with a bias or a score_mod they
+        often do: the nearest keys come first, or every block on the way to them would outgrow the maximum;
+        that depends on the rows of the tile, and is not for results that may not. A block map has its own
+        order.
         """
         if self.extras.lists is not None:
             parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
             return ListWalk(self.extras.lists, self._place(m_block, head, sequence), counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
-        if not static.features.alibi or static.features.batch_invariant:
+        if self.shapes.begins_near and self.shapes.is_bounded:
+            return blocks.walk(False)
+        is_outward = self.shapes.begins_near or static.features.alibi
+        if not is_outward or static.features.batch_invariant:
             return blocks.walk(static.has_right)
         lengths = self.positions_of(sequence), sequence.k_len
         return blocks.walk_outward(diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
@@ -274,7 +297,7 @@ class Shared:
         if cutlass.const_expr(self.drawn is not None):
             self.drawn.init_barriers()
         if cutlass.const_expr(self.bias is not None):
-            self.bias.ring.init(1, mma_warps)
+            self.bias.init_barriers()
 
     @cute.jit
     def tell_tile(self, count: Int32, coord: tuple):

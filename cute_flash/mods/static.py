@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from cute_flash.mods.call import Graphs
-from cute_flash.mods.graph import Graph
+from cute_flash.mods.graph import ROW, Graph
 from cute_flash.mods.lower import is_inner, lowered
 from cute_flash.problem import LONG_FUNCTION
 
@@ -50,7 +50,8 @@ class Mods:
     @property
     def in_forward(self) -> Mods:
         graphs = Graphs(self.graphs.score, self.graphs.mask)
-        return Mods(graphs, self.bias, self.reads_pairs, self.is_aligned, self.block)
+        bits = self.bias_bits & ROW
+        return Mods(graphs, self.bias, self.reads_pairs, self.is_aligned, self.block, bias_bits=bits)
 
     @property
     def in_gradients(self) -> Mods:
