@@ -215,7 +215,8 @@ SM90_FWD_DRAWS = (
 )
 # With a bias that the copy engine fetches.
 SM90_FWD_BIAS = (
-    FwdTileSm90(64, 128, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
+    FwdTileSm90(64, 192, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
+    FwdTileSm90(64, 128, 128, 2, 2, True, bias_stages=2, max_weight=MOST, measured=_FETCHES),
     FwdTileSm90(96, 128, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
     FwdTileSm90(128, 128, 128, 2, 1, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
 )

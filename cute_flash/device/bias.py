@@ -1,6 +1,6 @@
-"""A block of a bias on its way to scores: read by every thread at its places, or by the copy engine.
+"""A block of a bias on its way to scores: read by threads at their places, by a warp, or by the copy engine.
 
-Both ways a thread has what an accumulator has: of a k-step of 16 keys, pairs of neighbours, in two rows 8
+In the end a thread has what an accumulator has: of a k-step of 16 keys, pairs of neighbours, in two rows 8
 apart and then in keys 8 apart. Of 64 rows in shared memory that is one ldmatrix.
 """
 
@@ -13,17 +13,24 @@ from cutlass.cute.nvgpu import warp
 
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ldmatrix import STEP, swizzled
+from cute_flash.device.ptx import rederived
 from cute_flash.device.tma import TmaTiles
 from cute_flash.tiles import WARP_ROWS
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 SMEM_ALIGN = 1024
 VALUES = 8  # of a k-step in a thread
+KEYS_OF_WARP = 64  # in one register of all lanes
 
 
-def values_of(step: cute.Tensor) -> list:
-    """[row][column] of a k-step, as floats."""
-    return [[Float32(step[i % 2 + 2 * (r + 2 * (i // 2))]) for i in range(4)] for r in range(2)]
+def floats_of(pair: cute.Tensor) -> list:
+    """Two neighbours as floats; of bf16, by one instruction each."""
+    if pair.element_type is not cutlass.BFloat16:
+        return [Float32(pair[i]) for i in range(2)]
+    word, halves = cute.recast_tensor(pair, Int32)[0], cute.make_rmem_tensor(2, Int32)
+    halves[0], halves[1] = word << 16, word & -(1 << 16)
+    floats = cute.recast_tensor(halves, Float32)
+    return [floats[0], floats[1]]
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,70 @@ class LoadedBias:
 
     def release(self): ...
 
-    def loaded(self) -> cute.Tensor:
-        return self.found
+    def add(self, acc_S_mn: cute.Tensor):
+        """To natural scores, in place."""
+        rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
+        for r in range(rows):
+            for pair in range(columns // 2):
+                values = floats_of(self._pair(pair, r))
+                for i in range(2):
+                    acc_S_mn[r, 2 * pair + i] = acc_S_mn[r, 2 * pair + i] + values[i]
 
     def step(self, k: int) -> list:
-        rows = cute.size(self.found, mode=[2])
-        return [[Float32(self.found[i % 2, 2 * k + i // 2, r % rows]) for i in range(4)] for r in range(2)]
+        """[row][column] of a k-step, as floats."""
+        pairs = [[floats_of(self._pair(2 * k + i, r)) for i in range(2)] for r in range(2)]
+        return [[*first, *second] for first, second in pairs]
+
+    def _pair(self, pair: int, r: int) -> cute.Tensor:
+        return self.found[None, pair, r % cute.size(self.found, mode=[2])]
+
+
+@dataclass(frozen=True)
+class SharedBias:
+    """One row for all queries, in registers of a warp: pairs of keys, one a lane, that lanes ask each other
+    for.
+    """
+
+    words: cute.Tensor  # of every 64 keys, this lane's pair
+    dtype: cutlass.Constexpr
+
+    @staticmethod
+    def load(row: cute.Tensor, first_col: Int32, columns: int, last: Int32 | None) -> "SharedBias":
+        """Keys of a block from a column on, up to the last pair of the row."""
+        words = cute.make_rmem_tensor(-(-columns // KEYS_OF_WARP), Int32)
+        for j in range(cute.size(words)):
+            key = first_col + 2 * cute.arch.lane_idx() + KEYS_OF_WARP * j
+            key = key if last is None else cutlass.min(key, last)
+            pair = (row.iterator + key).align(4)
+            words[j] = cute.make_tensor(cute.recast_ptr(pair, dtype=Int32), cute.make_layout(1))[0]
+        return SharedBias(words, row.element_type)
+
+    def wait(self): ...
+
+    def release(self): ...
+
+    def add(self, acc_S_mn: cute.Tensor):
+        """To natural scores, in place."""
+        rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
+        for k in range(columns // 4):
+            values = self._row(k)
+            for r in range(rows):
+                for i in range(4):
+                    acc_S_mn[r, 4 * k + i] = acc_S_mn[r, 4 * k + i] + values[i]
+
+    def step(self, k: int) -> list:
+        """[row][column] of a k-step, as floats."""
+        row = self._row(k)
+        return [row, row]
+
+    def _row(self, k: int) -> list:
+        words = cute.make_rmem_tensor(2, Int32)
+        for i in range(2):
+            pair = 8 * k + 4 * i
+            lane = (cute.arch.lane_idx() & 3) + pair % 32
+            words[i] = cute.arch.shuffle_sync(self.words[pair // 32], lane)
+        pairs = cute.logical_divide(cute.recast_tensor(words, self.dtype), cute.make_layout(2))
+        return [*floats_of(pairs[None, 0]), *floats_of(pairs[None, 1])]
 
 
 @dataclass(frozen=True)
@@ -86,8 +151,10 @@ class BiasBlocks:
             tiles.load(into, m_block * self.num_warpgroups + w, *coord, ring.full_of(fill), n_block)
 
     def at(self, warpgroup: Int32, thread: Int32, fill: Int32) -> "FetchedBias":
-        """What a thread of a warpgroup reads of a fill."""
-        row, chunk = thread // 32 * WARP_ROWS + thread % WARP_ROWS, thread % 32 // WARP_ROWS
+        """What a thread of a warpgroup reads of a fill; its address is found anew, not kept in a register."""
+        thread = rederived(thread)
+        # By bits: of a quotient of signed numbers the compiler makes more.
+        row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
         place = (row * self.tile.row_stride + chunk * self.tile.chunk_cols) * self.tile.element_bytes
         first = Int32(self.sB.iterator.toint())
         ring = self.ring(warpgroup)
@@ -113,24 +180,26 @@ class FetchedBias:
         cute.arch.sync_warp()
         self.ring.release(self.fill)
 
-    def loaded(self) -> cute.Tensor:
-        """(2, pairs, rows) of all k-steps, in registers."""
-        steps = self.blocks.tile.cols // STEP
-        found = cute.make_rmem_tensor(VALUES * steps, self.blocks.sB.element_type)
-        for k in range(steps):
-            self._load(k, cute.make_tensor(found.iterator + VALUES * k, cute.make_layout(VALUES)))
-        return cute.make_tensor(found.iterator, cute.make_layout((2, 2 * steps, 2), stride=(1, 4, 2)))
+    def add(self, acc_S_mn: cute.Tensor):
+        """To natural scores, in place."""
+        for k in range(self.blocks.tile.cols // STEP):
+            values = self.step(k)
+            for r in range(2):
+                for i in range(4):
+                    acc_S_mn[r, 4 * k + i] = acc_S_mn[r, 4 * k + i] + values[r][i]
 
     def step(self, k: int) -> list:
-        found = cute.make_rmem_tensor(VALUES, self.blocks.sB.element_type)
-        self._load(k, found)
-        return values_of(found)
-
-    def _load(self, k: int, into: cute.Tensor) -> None:
+        """[row][column] of a k-step, as floats."""
         tile, dtype = self.blocks.tile, self.blocks.sB.element_type
+        found = cute.make_rmem_tensor(VALUES, dtype)
         flipped, added = tile.column(STEP * k)
         address = self.address ^ (flipped * tile.element_bytes)
         source = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16) + added
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         one = cute.make_layout(((VALUES, 1),), stride=((1, 0),))
-        cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(into.iterator, one))
+        cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(found.iterator, one))
+        pairs = cute.logical_divide(found, cute.make_layout(2))
+        return [floats_of(pairs[None, r]) + floats_of(pairs[None, 2 + r]) for r in range(2)]
+
+
+AnyBias = LoadedBias | SharedBias | FetchedBias

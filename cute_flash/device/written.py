@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.bias import FetchedBias, LoadedBias
+from cute_flash.device.bias import KEYS_OF_WARP, AnyBias, LoadedBias, SharedBias
 from cute_flash.device.exponents import Formula
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic
@@ -68,18 +68,30 @@ class WrittenOfHead:
     of_mask: Part | None
 
     @cute.jit
-    def load_bias(self, mask: Mask, first_col: Int32, is_whole: cutlass.Constexpr):
+    def load_bias(
+        self,
+        mask: Mask,
+        first_col: Int32,
+        is_whole: cutlass.Constexpr,
+        by_warp: cutlass.Constexpr = False,
+    ):
         """The block that begins at a column, in the bias's type; None without one.
 
-        To be asked before the scores are waited for. `is_whole`: all keys of the block exist.
+        To be asked before the scores are waited for. `is_whole`: all keys of the block exist; `by_warp`: all
+        lanes ask at once.
         """
         if cutlass.const_expr(self.bias is None):
             return None
         coords = as_mn(mask.tScS)
         rows, columns = (cute.size(coords, mode=[i]) for i in range(2))
+        tile_n = 4 * columns
+        first = first_col + coords[0, 0][1]
+        if cutlass.const_expr(by_warp and self.written.mods.shares_pairs):
+            ends_within = is_whole and tile_n % KEYS_OF_WARP == 0
+            last = None if ends_within else mask.seqlen_k - 2
+            return SharedBias.load(self.bias[0, None], first_col, tile_n, last)
         rows = rows if self.written.mods.bias_bits & ROW else 1
         found = cute.make_rmem_tensor((2, columns // 2, rows), self.bias.element_type)
-        first = first_col + coords[0, 0][1]
         for r in cutlass.range_constexpr(rows):
             row = cutlass.min(mask.first_row + coords[r, 0][0], mask.seqlen_q - 1)
             source = self.bias.iterator + Int64(row) * self.bias.stride[0]
@@ -113,18 +125,12 @@ class WrittenOfHead:
                 into[i] = cute.make_tensor(source, cute.make_layout(1))[0]
 
     @cute.jit
-    def transform(
-        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, given: LoadedBias | FetchedBias | None
-    ):
+    def transform(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, given: AnyBias | None):
         """S + bias, and then score_mod, of a block of a mask's rows that begins at a column, in place."""
         if cutlass.const_expr(given is not None):
             given.wait()
-            bias = given.loaded()
+            given.add(acc_S_mn)
             given.release()
-            num = cute.size(bias, mode=[2])
-            for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-                for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                    acc_S_mn[r, c] = acc_S_mn[r, c] + Float32(bias[c % 2, c // 2, r % num])
         if cutlass.const_expr(self.of_score is not None):
             evaluator, head = self.written.score(), self.of_score
             rows = _rows(evaluator, head, mask)
@@ -152,7 +158,7 @@ class WrittenOfHead:
         mask: Mask,
         first_col: Int32,
         factors: tuple,
-        given: LoadedBias | FetchedBias | None,
+        given: AnyBias | None,
         hides: bool,
     ) -> "WrittenFormula":
         """Of a block that the band does not cut. `factors`: see there; `hides`: mask_mod is asked."""
@@ -173,7 +179,7 @@ class WrittenFormula(Formula):
 
     head: WrittenOfHead
     factors: tuple  # of products, to make them natural, where there is a bias or a score_mod; then to log2
-    bias: LoadedBias | FetchedBias | None
+    bias: AnyBias | None
     score_rows: list | None
     mask_rows: list | None
     first: tuple  # column of this thread, and the same as a float

@@ -319,7 +319,7 @@ class FwdSm80:
             cute.arch.cp_async_commit_group()
         bias = None
         if cutlass.const_expr(written is not None):
-            bias = written.load_bias(main.mask, n_block * tile.tile_n, not masked)
+            bias = written.load_bias(main.mask, n_block * tile.tile_n, not masked, by_warp=True)
 
         # S = Q K^T
         gemm(main.tiled_mma, acc_S, (main.q, main.k), stage, tile.q_steps)

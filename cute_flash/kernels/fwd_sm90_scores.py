@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.device.bias import FetchedBias, LoadedBias
+from cute_flash.device.bias import AnyBias
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.exponents import Formula
 from cute_flash.device.softmax import Softmax
@@ -28,7 +28,7 @@ def load_bias(main: Main, tile: Tile, fill: Int32, first_column: Int32, is_whole
         return None
     if cutlass.const_expr(main.shared.bias is not None):
         return main.shared.bias.at(main.warpgroup, main.thread, fill)
-    return tile.of_head.written.load_bias(tile.mask, first_column, is_whole)
+    return tile.of_head.written.load_bias(tile.mask, first_column, is_whole, by_warp=True)
 
 
 @cute.jit
@@ -36,7 +36,7 @@ def transform(
     tile: Tile,
     acc_S: cute.Tensor,
     first_column: Int32,
-    bias: LoadedBias | FetchedBias | None,
+    bias: AnyBias | None,
     looks_near: cutlass.Constexpr,
 ):
     """Softcap, ALiBi, bias and score_mod, before the mask."""
@@ -80,7 +80,7 @@ def transform_from(
 
 
 def _written_formula(
-    softmax: Softmax, tile: Tile, first_column: Int32, bias: LoadedBias | FetchedBias | None
+    softmax: Softmax, tile: Tile, first_column: Int32, bias: AnyBias | None
 ) -> WrittenFormula:
     score, written = tile.of_head.score, tile.of_head.written
     if bias is not None:

@@ -42,6 +42,24 @@ class Mods:
         return bool(asked or self.bias) and is_short and not any(_reads_inner(graph) for graph in asked)
 
     @property
+    def shares_pairs(self) -> bool:
+        """Whether all queries share a row of the bias, of pairs of keys in 32 bits."""
+        return self.reads_pairs and self.bias != "float32" and not self.bias_bits & ROW
+
+    @property
+    def is_light(self) -> bool:
+        """Whether a formula takes hardly a register: a few operations that are one instruction each, or a
+        bias that queries share.
+        """
+        graph, is_alone = self.graphs.score, self.graphs.mask is None and self.block is None
+        if not (self.has_formula and is_alone) or (graph is not None and self.bias):
+            return False
+        if graph is None:
+            return self.shares_pairs
+        ops = {node.op for node, bits in zip(graph.nodes, graph.depends) if is_inner(bits)}
+        return graph.num_inner <= LIGHT_FUNCTION and ops <= _LIGHT
+
+    @property
     def gradient_inner(self) -> int:
         """Operations for every score of the backward; slow ones count as several."""
         score = 0 if self.graphs.score is None else _inner(self.graphs.gradient(self.wanted).graph)
@@ -63,6 +81,8 @@ def _reads_inner(graph: Graph) -> bool:
     return any(node.op == "load" and is_inner(bits) for node, bits in zip(graph.nodes, graph.depends))
 
 
+LIGHT_FUNCTION = 6
+_LIGHT = {"input", "constant", "add", "sub", "mul", "neg", "abs", "min", "max", "to_float"}
 # Operations on ints that are many instructions.
 _SLOW = {"mod": 10, "floordiv": 10}
 

@@ -19,13 +19,14 @@ from cute_flash import BlockMap
 from cute_flash.band import Band
 from cute_flash.device.block_list import BlockLists, ListWalk
 from cute_flash.device.mask import Mask
-from cute_flash.device.views import as_mn
+from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.written import Written
 from cute_flash.written import PartWritten
 from tests.cute_flash.test_device_features import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 
-BATCH, HEAD = 1, 2
+BATCH, HEAD, SCALE = 1, 2, 0.25
 # The last row and key lie within the tile that begins at FIRST.
 FIRST, SIZES = (64, 96), Sizes(2, 3, 3, 64 + 50, 96 + 30)
 
@@ -39,10 +40,31 @@ def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
 
 
+@cute.jit
+def exponentiate(head: Any, mask: Any, first: Any, bias: Any, acc: Any) -> None:
+    """Products, of which SCALE makes natural scores where something is added to them, become P relative to
+    the largest score of a thread's part of a row, if it has one.
+    """
+    factors = (Float32(SCALE), Float32(LOG2_E))
+    factors = factors if head.written.changes_scores else (None, Float32(SCALE * LOG2_E))
+    acc_P = cute.make_fragment_like(acc)
+    block_max, block_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    formula = head.formula(mask, first, factors, bias, True)
+    formula.block_max(as_operand_a(acc), block_max)
+    largest = [cutlass.select_(block_max[r] > -Float32.inf, block_max[r], Float32(0.0)) for r in range(2)]
+    block_sum.fill(0.0)
+    steps = cute.size(as_operand_a(acc), mode=[2])
+    for part in (range(1), range(1, steps)):
+        row_max = tuple(x * factors[1] for x in largest)
+        formula.exponentiate((as_operand_a(acc), as_operand_a(acc_P), block_sum), part, row_max)
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = acc_P[i]
+
+
 def of_threads(
-    shape: Any, case: Case, S: torch.Tensor, first: tuple[int, int], is_whole: bool
+    shape: Any, case: Case, S: torch.Tensor, first: tuple[int, int], is_whole: bool, by_formula: bool = False
 ) -> torch.Tensor:
-    """A tile of scores after all threads transformed and hid theirs."""
+    """A tile of scores after all threads transformed and hid theirs, or P of products by a formula."""
     rows, columns, threads, mma_of = shape
     problem, given = case.problem()
     mods, sizes = problem.mods, case.sizes
@@ -60,8 +82,11 @@ def of_threads(
                 acc[i] = S[tScS[i]]
             mask = Mask(Band(), Int32(sizes.seqlen_q), Int32(sizes.seqlen_k), Int32(first[0]), tScS)
             found = head.load_bias(mask, Int32(first[1]), is_whole)
-            head.transform(as_mn(acc), mask, Int32(first[1]), found)
-            head.hide(as_mn(acc), mask, Int32(first[1]))
+            if cutlass.const_expr(by_formula):
+                exponentiate(head, mask, Int32(first[1]), found, acc)
+            else:
+                head.transform(as_mn(acc), mask, Int32(first[1]), found)
+                head.hide(as_mn(acc), mask, Int32(first[1]))
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc[i]
 
@@ -103,6 +128,27 @@ def test_scores_of_a_tile(shape: Any, kind: Kind) -> None:
         ranges = [range(start, start + size) for start, size in zip(first, shown, strict=True)]
         expected = by_torch(case, S[: shown[0], : shown[1]], *ranges)
         torch.testing.assert_close(found[: shown[0], : shown[1]].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+FORMULAS = [
+    Kind(64, score="alibi"),
+    Kind(64, mask="window"),
+    Kind(64, bias=torch.bfloat16),
+    Kind(64, score="capped", mask="document", bias=torch.float16),
+]
+
+
+@pytest.mark.parametrize("kind", FORMULAS, ids=lambda kind: kind.id)
+def test_formula_of_a_tile(kind: Kind) -> None:
+    """The same by `device/exponents`, from products."""
+    shape = SHAPES["wgmma"]
+    rows, columns, *_ = shape
+    case = Case(kind, SIZES, seed=3, device="cpu")
+    S = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    found = of_threads(shape, case, S / SCALE, (0, 0), True, by_formula=True)
+    expected = by_torch(case, S, range(rows), range(columns)).view(rows, -1, 4, 2)
+    expected = (expected - expected.amax((1, 3), keepdim=True)).exp().nan_to_num(0.0)
+    torch.testing.assert_close(found.double(), expected.flatten(1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", (1, 2))

@@ -16,6 +16,7 @@ KINDS = {kind.id: kind for kind in mod_cases.KINDS}
 GATES = [
     ("sm90", "d128-document_causal-map"),
     ("sm90", "d64-gated-by_head"),
+    ("sm90", "d64-bias-bfloat16-aligned"),
     ("sm80", "d192-capped-prefix-bias-float16"),
 ]
 
