@@ -19,6 +19,7 @@ class TileOrder:
     batch: Int32
     section: Int32  # query heads per section
     longest_first: cutlass.Constexpr
+    shares_batch: cutlass.Boolean | None = None  # what batches share is read by them side by side: a bias
 
     @cute.jit
     def decode(self, index: Int32):
@@ -33,9 +34,15 @@ class TileOrder:
         if cutlass.const_expr(self.longest_first):
             m_block = self.num_m_blocks - 1 - m_block
         batch = head // self.heads
+        head = head - batch * self.heads
+        if cutlass.const_expr(self.shares_batch is not None):
+            if self.shares_batch:
+                place = batch * self.heads + head
+                head = place // self.batch
+                batch = place - head * self.batch
         # All threads agree, which division hides: said again, for addresses to live in uniform registers.
         uniform = cute.arch.make_warp_uniform
-        return uniform(m_block), uniform(head - batch * self.heads), uniform(batch)
+        return uniform(m_block), uniform(head), uniform(batch)
 
 
 @dataclass(frozen=True)

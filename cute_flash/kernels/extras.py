@@ -49,6 +49,10 @@ class Extras:
             return None
         return Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
 
+    def shares_batch(self) -> cutlass.Boolean | None:
+        """Whether the bias is the same for all of the batch; None without one."""
+        return None if self.written is None or self.written.bias is None else self.written.bias.stride[0] == 0
+
     def of_head(self, head: Int32, batch: Int32) -> "OfHead":
         score = self.score
         if self.slopes is not None:

@@ -144,7 +144,7 @@ class FwdSm90:
             heads // mK.shape[1],
             scale_log2,
             Band(window_left if static.has_left else None, window_right if static.has_right else None),
-            TileOrder(num_m_blocks, heads, batch, section, static.has_right),
+            TileOrder(num_m_blocks, heads, batch, section, static.has_right, extras.shares_batch()),
             TileQueue(num_m_blocks * heads * batch, counter, self.shapes.draws_tiles),
             WorkList(mItems, heads, section) if is_packed else None,
             make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),

@@ -42,28 +42,33 @@ def tiled_mma(tile: FwdTile):  # type: ignore[no-untyped-def]
 # The grid
 
 
-def decoded(shape: tuple[int, int, int], section: int, longest_first: bool) -> list[tuple[int, int, int]]:
+def decoded(
+    shape: tuple[int, int, int], section: int, longest_first: bool, shares_batch: bool
+) -> list[tuple[int, int, int]]:
     """(m_block, head, batch) of every block of the grid, in launch order."""
     num_m_blocks, heads, batch = shape
 
     @cute.jit
-    def program(out, num_m_blocks, heads, batch, section):  # type: ignore[no-untyped-def]
-        order = TileOrder(num_m_blocks, heads, batch, section, longest_first)
+    def program(out, num_m_blocks, heads, batch, section, shares):  # type: ignore[no-untyped-def]
+        order = TileOrder(num_m_blocks, heads, batch, section, longest_first, shares == 1)
         for i in range(out.shape[0]):
             m_block, head, batch_index = order.decode(Int32(i))
             out[i, 0], out[i, 1], out[i, 2] = m_block, head, batch_index
 
     out = torch.full((num_m_blocks * heads * batch, 3), -1, dtype=torch.int32)
-    program(from_dlpack(out), *map(Int32, (num_m_blocks, heads, batch, section)))
+    program(from_dlpack(out), *map(Int32, (num_m_blocks, heads, batch, section, shares_batch)))
     return [tuple(row) for row in out.tolist()]
 
 
 def expected_order(
-    shape: tuple[int, int, int], section: int, longest_first: bool
+    shape: tuple[int, int, int], section: int, longest_first: bool, shares_batch: bool
 ) -> list[tuple[int, int, int]]:
-    """Section by section; in a section row tile by row tile, and the heads of the section side by side."""
+    """Section by section; in a section row tile by row tile, and the heads of the section side by side; those
+    of one head in all of the batch, if that shares what they read.
+    """
     num_m_blocks, heads, batch = shape
     pairs = [(head, b) for b in range(batch) for head in range(heads)]
+    pairs = sorted(pairs) if shares_batch else pairs
     tiles = range(num_m_blocks)[::-1] if longest_first else range(num_m_blocks)
     return [
         (m_block, head, b)
@@ -73,6 +78,7 @@ def expected_order(
     ]
 
 
+@pytest.mark.parametrize("shares_batch", [False, True])
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
     ("shape", "sections"),
@@ -83,12 +89,13 @@ def test_grid_order(
     shape: tuple[int, int, int],
     sections: tuple[int, ...],
     longest_first: bool,
+    shares_batch: bool,
 ) -> None:
     # A hint to the compiler: every thread of a warp holds the same value.
     monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
     for section in sections:
-        found = decoded(shape, section, longest_first)
-        assert found == expected_order(shape, section, longest_first)
+        found = decoded(shape, section, longest_first, shares_batch)
+        assert found == expected_order(shape, section, longest_first, shares_batch)
         assert sorted(found) == sorted(itertools.product(*map(range, shape)))
 
 
