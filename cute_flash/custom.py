@@ -9,7 +9,6 @@ Functions come as the digest of their graphs, which this process has seen, and t
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -197,12 +196,12 @@ def _fwd_cuda(q, k, v, *arguments) -> Any:
 
 
 def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Any:
-    """What the operator does on CUDA, without the dispatcher: nothing is differentiated."""
+    """What the operator does on CUDA, without the dispatcher."""
     from cute_flash import custom_cuda, forward, packed_cuda
 
     problem = known_problem(q, k, v, how, custom)
     if not problem.features.is_written:
-        return general._fwd_cuda(q, k, v, *how)
+        return general.fwd_cuda(q, k, v, how)
     given = custom_cuda.given(custom, problem)
     problem = custom_cuda.with_mods(problem, given)
     launch = packed_cuda.forward if problem.features.varlen else forward.fwd_cuda
@@ -251,56 +250,73 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
-    how, custom = _split(arguments)
+    return bwd_cuda(dout, dlse, q, k, v, out, lse, *_split(arguments))
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Custom) -> Any:
+    """What the operator does on CUDA, without the dispatcher."""
     problem = known_problem(q, k, v, how, custom)
     check_written_gradients(problem.features)
     if not problem.features.is_written:
-        found = general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how)
+        found = general.bwd_cuda(dout, dlse, q, k, v, out, lse, how)
         return *found, general._like(None, q), []
     from cute_flash import backward_custom
 
     return backward_custom.bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom, problem)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, *arguments = inputs
-    how, custom = _split(arguments)
+def keep(ctx, output, q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> None:
+    """What `gradients` needs."""
     out, lse, max_logit = output
     ctx.mark_non_differentiable(max_logit)
     # Gradients on a GPU are computed in threads of autograd's, which do not see it.
     ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
-    tensors = [getattr(how, name) for name in TENSORS]
-    ctx.save_for_backward(q, k, v, out, lse, *tensors, custom.bias, *custom.tables, *custom.block_map)
-    nothing: dict[str, Any] = dict.fromkeys(TENSORS)
-    ctx.how = how._replace(**nothing)
-    ctx.num_tables = len(custom.tables)
+    ctx.save_for_backward(q, k, v, out, lse, *how.tensors, custom.bias, *custom.tables, *custom.block_map)
+    ctx.how = how.without_tensors
     ctx.custom = custom._replace(bias=None, tables=[], block_map=[])
+    ctx.num_tables, ctx.num_lists = len(custom.tables), len(custom.block_map)
+
+
+def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
+    """Of q, k, v, slopes, sinks, the bias and the tables; None: there is none."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * (6 + ctx.num_tables)
+    dout = torch.zeros_like(out) if dout is None else dout
+    how = ctx.how.with_tensors(tensors[: len(TENSORS)])
+    bias, *lists = tensors[len(TENSORS) :]
+    tables, block_map = lists[: ctx.num_tables], lists[ctx.num_tables :]
+    custom = ctx.custom._replace(bias=bias, tables=tables, block_map=block_map)
+    with ops.in_family(ctx.family):
+        if ops.is_last_and_direct(dout, dlse, q, k, v, out, lse, *tensors):
+            with ops.below_autograd():
+                found = bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom)
+        else:
+            found = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
+    *grads, dalibi, dsinks, dbias, dtables = found
+    wanted = custom.wanted
+    return (
+        *grads,
+        None if how.alibi is None else dalibi,
+        None if how.sinks is None else dsinks,
+        dbias if bias is not None and custom.wants[0] else None,
+        *(x if i in wanted else None for i, x in enumerate(dtables)),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *arguments = inputs
+    keep(ctx, output, q, k, v, *_split(arguments))
 
 
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    num_tables = ctx.num_tables
-    how = ctx.how._replace(**dict(zip(TENSORS, tensors)))
-    bias, *lists = tensors[len(TENSORS) :]
-    tables = lists[:num_tables]
-    custom = ctx.custom._replace(bias=bias, tables=tables, block_map=lists[num_tables:])
+    dq, dk, dv, dalibi, dsinks, dbias, *dtables = gradients(ctx, dout, dlse, None)
     # Torch takes an empty list for one of tensors.
-    nothing: list[Any] = [None if x else [] for x in (custom.numbers, custom.block_sizes)]
-    unused = nothing[0], [None] * len(custom.block_map), nothing[1], None
-    if dout is None and dlse is None:
-        return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
-    dout = torch.zeros_like(out) if dout is None else dout
-    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
-        # Nobody listening: the dispatcher would only call this, later.
-        backward = _bwd_cuda if q.is_cuda and not ops.is_watched() else custom_bwd
-        *grads, dalibi, dsinks, dbias, dtables = backward(dout, dlse, q, k, v, out, lse, *how, *custom)
-    by_name = {"alibi": dalibi, "sinks": dsinks}
-    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
-    wanted = custom.wanted
-    found = [x if i in wanted else None for i, x in enumerate(dtables)]
-    of_bias = dbias if bias is not None and custom.wants[0] else None
-    return *grads, *given, of_bias, None, found, *unused
+    nothing: list[Any] = [None if x else [] for x in (ctx.custom.numbers, ctx.custom.block_sizes)]
+    unused = nothing[0], [None] * ctx.num_lists, nothing[1], None
+    of_how = general.in_order_of_how(dalibi, dsinks)
+    return dq, dk, dv, *of_how, dbias, None, dtables, *unused
 
 
 ops.LIBRARY.impl("custom_fwd", _fwd_cpu, "CPU")

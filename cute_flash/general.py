@@ -11,7 +11,6 @@ is short.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from cute_flash import operands, ops
 from cute_flash import plan as planning
-from cute_flash.how import SCHEMA, TENSORS, How
+from cute_flash.how import SCHEMA, How
 from cute_flash.problem import (
     CPU_DTYPES,
     PLAIN,
@@ -131,17 +130,21 @@ def _fwd_cpu(q, k, v, *how) -> Any:
 
 
 def _fwd_cuda(q, k, v, *how) -> Any:
-    asked = How(*how)
-    problem = checked_problem(q, k, v, asked)
+    return fwd_cuda(q, k, v, How(*how))
+
+
+def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How) -> Any:
+    """What the operator does on CUDA, without the dispatcher."""
+    problem = checked_problem(q, k, v, how)
     if problem.features == PLAIN:
-        return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
+        return *ops.fwd_cuda(q, k, v, *how[:4]), _max_logit(q, how)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
-        return packed_cuda.forward(q, k, v, asked, problem)
+        return packed_cuda.forward(q, k, v, how, problem)
     from cute_flash import forward
 
-    return forward.fwd_cuda(q, k, v, asked, problem)
+    return forward.fwd_cuda(q, k, v, how, problem)
 
 
 # ---- backward
@@ -182,45 +185,66 @@ def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | Non
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
-    asked = How(*how)
-    problem = checked_problem(q, k, v, asked)
+    return bwd_cuda(dout, dlse, q, k, v, out, lse, How(*how))
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How) -> Any:
+    """What the operator does on CUDA, without the dispatcher."""
+    problem = checked_problem(q, k, v, how)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
-        *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
-        return *grads, *_per_head(asked, q, dalibi, dsinks)
+        *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, how, problem)
+        return *grads, *_per_head(how, q, dalibi, dsinks)
     if replace(problem.features, return_max_logit=False, batch_invariant=False) == PLAIN:
-        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
+        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *how[:4]), _like(None, q), _like(None, q)
     from cute_flash import backward_general
 
-    *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, asked, problem)
-    return *grads, *_per_head(asked, q, dalibi, dsinks)
+    *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, how, problem)
+    return *grads, *_per_head(how, q, dalibi, dsinks)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, *how = inputs
-    asked = How(*how)
+def keep(ctx, output, q: Tensor, k: Tensor, v: Tensor, how: How) -> None:
+    """What `gradients` needs."""
     out, lse, max_logit = output
     ctx.mark_non_differentiable(max_logit)
     # Gradients on a GPU are computed in threads of autograd's, which do not see it.
     ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *(getattr(asked, name) for name in TENSORS))
-    nothing: dict[str, Any] = dict.fromkeys(TENSORS)
-    ctx.how = asked._replace(**nothing)
+    ctx.save_for_backward(q, k, v, out, lse, *how.tensors)
+    ctx.how = how.without_tensors
+
+
+def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
+    """Of q, k, v, slopes and sinks; None: there is none."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 5
+    dout = torch.zeros_like(out) if dout is None else dout
+    how = ctx.how.with_tensors(tensors)
+    with ops.in_family(ctx.family):
+        if ops.is_last_and_direct(dout, dlse, q, k, v, out, lse, *tensors):
+            with ops.below_autograd():
+                found = bwd_cuda(dout, dlse, q, k, v, out, lse, how)
+        else:
+            found = general_bwd(dout, dlse, q, k, v, out, lse, *how)
+    *grads, dalibi, dsinks = found
+    return *grads, None if how.alibi is None else dalibi, None if how.sinks is None else dsinks
+
+
+def in_order_of_how(dalibi: Tensor | None, dsinks: Tensor | None) -> tuple[Tensor | None, ...]:
+    by_name = {"alibi": dalibi, "sinks": dsinks}
+    return tuple(by_name.get(name) for name in How._fields)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *how = inputs
+    keep(ctx, output, q, k, v, How(*how))
 
 
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    how = ctx.how._replace(**dict(zip(TENSORS, tensors, strict=True)))
-    if dout is None and dlse is None:
-        return (None,) * (3 + len(How._fields))
-    dout = torch.zeros_like(out) if dout is None else dout
-    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
-        *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how)
-    by_name = {"alibi": dalibi, "sinks": dsinks}
-    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
-    return *grads, *given
+    *grads, dalibi, dsinks = gradients(ctx, dout, dlse, None)
+    return *grads, *in_order_of_how(dalibi, dsinks)
 
 
 ops.LIBRARY.impl("general_fwd", _fwd_cpu, "CPU")

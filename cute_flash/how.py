@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,22 @@ class How(NamedTuple):
     max_seqlen_k: int | None = None
     float_out: bool = False  # out in fp32, whatever q is
     batch_invariant: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of `TENSORS`."""
+        return self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+
+    @property
+    def without_tensors(self) -> How:
+        return self.with_tensors((None,) * len(TENSORS))
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> How:
+        # Most calls have none, and this takes a while.
+        if all(x is y for x, y in zip(tensors, self.tensors, strict=True)):
+            return self
+        given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return self._replace(**given)
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.float_out else q.dtype
