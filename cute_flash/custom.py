@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash import general, operands, ops
+from cute_flash import backward_custom, custom_cuda, forward, general, operands, ops, packed_cuda
 from cute_flash import plan as planning
 from cute_flash.block_map import BlockMap
 from cute_flash.how import SCHEMA, TENSORS, How
@@ -87,7 +87,7 @@ def four_dimensional(bias: Any) -> Tensor:
         raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
     if bias.dim() > 4:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: expected at most four dimensions")
-    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 
 def custom_of(bias: Tensor | None, call: Call, block_map: BlockMap | None) -> Custom:
@@ -125,8 +125,6 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -
         mask_mod=graphs.mask is not None,
         block_map=block_map is not None,
     )
-    from cute_flash import custom_cuda
-
     problem = replace(plain, features=features, mods=custom_cuda.static_of(custom))
     problem.check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     return problem
@@ -138,13 +136,10 @@ _checked: dict[tuple, Problem] = {}
 
 def known_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Problem:
     """`checked_problem`, looked up where it is known: the host's part of a call is short."""
-    if any(getattr(how, name) is not None for name in TENSORS):
-        return checked_problem(q, k, v, how, custom)
-    others = (*custom.tables, *custom.block_map[:1], custom.bias)
-    tensors = [x for x in (q, k, v, *others) if x is not None]
+    described = operands.described
     key = (
-        *((x.shape, x.dtype, x.device) for x in tensors), len(custom.tables), custom.bias is None, how,
-        custom.mods, tuple(custom.block_sizes), tuple(custom.wants),
+        how.described, described(q), described(k), described(v), described(custom.bias), custom.mods,
+        *map(described, (*custom.tables, *custom.block_map[:1])), *custom.block_sizes, *custom.wants,
     )  # fmt: skip
     found = _checked.get(key)
     if found is None:
@@ -197,8 +192,6 @@ def _fwd_cuda(q, k, v, *arguments) -> Any:
 
 def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Any:
     """What the operator does on CUDA, without the dispatcher."""
-    from cute_flash import custom_cuda, forward, packed_cuda
-
     problem = known_problem(q, k, v, how, custom)
     if not problem.features.is_written:
         return general.fwd_cuda(q, k, v, how)
@@ -219,7 +212,7 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 
 
 def _dtables(custom: Custom, q: Tensor) -> list[Tensor]:
-    """Not filled; empty where there is none."""
+    """Not written; empty where there is none."""
     wanted = custom.wanted
     return [general._like(x if i in wanted else None, q) for i, x in enumerate(custom.tables)]
 
@@ -246,22 +239,20 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
     dtables = _dtables(custom, q)
     for i, grad in sums.dtables.items():
         dtables[i].copy_(grad)
-    return *found, *general._per_head(how, q, dalibi, dsinks), dbias, dtables
+    return *found, *general.filled(general._per_head(how, dalibi, dsinks), q), dbias, dtables
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
-    return bwd_cuda(dout, dlse, q, k, v, out, lse, *_split(arguments))
+    *found, dtables = bwd_cuda(dout, dlse, q, k, v, out, lse, *_split(arguments))
+    return *general.filled(found, q), general.filled(dtables, q)
 
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Custom) -> Any:
-    """What the operator does on CUDA, without the dispatcher."""
+    """What the operator does on CUDA, without the dispatcher; None: there is none."""
     problem = known_problem(q, k, v, how, custom)
     check_written_gradients(problem.features)
     if not problem.features.is_written:
-        found = general.bwd_cuda(dout, dlse, q, k, v, out, lse, how)
-        return *found, general._like(None, q), []
-    from cute_flash import backward_custom
-
+        return *general.bwd_cuda(dout, dlse, q, k, v, out, lse, how), None, []
     return backward_custom.bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom, problem)
 
 

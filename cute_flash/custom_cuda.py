@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,13 @@ def with_mods(problem: Problem, given: Given) -> Problem:
     """A checked problem, which has `static_of`, with all that a kernel is compiled for."""
     if given.bias is None:
         return problem
-    dtype = str(given.bias.dtype).removeprefix("torch.")
-    return replace(problem, mods=replace(problem.mods, bias=dtype, reads_pairs=reads_pairs(given.bias)))
+    return _with_bias(problem, given.bias.dtype, reads_pairs(given.bias))
+
+
+@lru_cache(maxsize=1024)
+def _with_bias(problem: Problem, dtype: torch.dtype, reads_pairs: bool) -> Problem:
+    bias = str(dtype).removeprefix("torch.")
+    return replace(problem, mods=replace(problem.mods, bias=bias, reads_pairs=reads_pairs))
 
 
 def static_of(custom: Any) -> Mods:
@@ -60,7 +66,8 @@ def static_of(custom: Any) -> Mods:
 def as_bias(bias: Tensor, problem: Problem) -> Tensor:
     """(B, H, Sq, Sk), in a dtype that kernels read."""
     bias = bias if bias.dtype in BIAS_DTYPES else bias.float()
-    return bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    return bias if bias.shape == whole else bias.expand(whole)
 
 
 def reads_pairs(bias: Tensor) -> bool:

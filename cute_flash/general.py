@@ -12,6 +12,7 @@ is short.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,20 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
         check_softcap(how.softcap)
         check_dropout(how.dropout)
     return problem
+
+
+# Problems of calls that were checked, by all that checks ask about.
+_checked: dict[tuple, Problem] = {}
+
+
+def known_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
+    """`checked_problem`, looked up where it is known: the host's part of a call is short."""
+    key = how.described, *map(operands.described, (q, k, v))
+    found = _checked.get(key)
+    if found is None:
+        found = checked_problem(q, k, v, how)
+        operands.remember(_checked, key, found)
+    return found
 
 
 def _check_numbers(how: How) -> None:
@@ -135,7 +150,7 @@ def _fwd_cuda(q, k, v, *how) -> Any:
 
 def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How) -> Any:
     """What the operator does on CUDA, without the dispatcher."""
-    problem = checked_problem(q, k, v, how)
+    problem = known_problem(q, k, v, how)
     if problem.features == PLAIN:
         return *ops.fwd_cuda(q, k, v, *how[:4]), _max_logit(q, how)
     if problem.features.varlen:
@@ -172,36 +187,48 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
             score, (dout, dlse), q, k, v, out, lse, asked.band, asked.scale
         )
     found = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
-    return *found, *_per_head(asked, q, dalibi, dsinks)
+    return *found, *filled(_per_head(asked, dalibi, dsinks), q)
 
 
-def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | None) -> list[Tensor]:
+def _per_head(asked: How, dalibi: Tensor | None, dsinks: Tensor | None) -> tuple[Tensor | None, ...]:
     """From gradients (B, H), or of shared slopes (1, H), and (H) to those of the call's slopes and sinks."""
     if asked.alibi is not None and asked.alibi.dim() == 1:
         assert dalibi is not None
         dalibi = dalibi.sum(dim=0)
-    given = ((asked.alibi, dalibi), (asked.sinks, dsinks))
-    return [_like(x, q) if x is None or grad is None else _like(x, q).copy_(grad) for x, grad in given]
+    given = (asked.alibi, dalibi), (asked.sinks, dsinks)
+    return tuple(None if x is None or grad is None else as_that_of(x, grad) for x, grad in given)
+
+
+def as_that_of(x: Tensor, grad: Tensor) -> Tensor:
+    """A gradient that was made for x, in its dtype and in the order of its strides."""
+    if x.dtype == grad.dtype and x.is_contiguous() and grad.is_contiguous():
+        return grad
+    return torch.empty_like(x).copy_(grad)
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
-    return bwd_cuda(dout, dlse, q, k, v, out, lse, How(*how))
+    return filled(bwd_cuda(dout, dlse, q, k, v, out, lse, How(*how)), q)
 
 
-def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How) -> Any:
-    """What the operator does on CUDA, without the dispatcher."""
-    problem = checked_problem(q, k, v, how)
+def filled(found: Sequence[Tensor | None], q: Tensor) -> list[Tensor]:
+    """As an operator returns them: empty where there is none."""
+    return [_like(None, q) if x is None else x for x in found]
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How) -> tuple[Tensor | None, ...]:
+    """What the operator does on CUDA, without the dispatcher; None: there is none."""
+    problem = known_problem(q, k, v, how)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
         *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, how, problem)
-        return *grads, *_per_head(how, q, dalibi, dsinks)
-    if replace(problem.features, return_max_logit=False, batch_invariant=False) == PLAIN:
-        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *how[:4]), _like(None, q), _like(None, q)
+        return *grads, *_per_head(how, dalibi, dsinks)
+    if problem.features.has_plain_gradients:
+        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *how[:4]), None, None
     from cute_flash import backward_general
 
     *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, how, problem)
-    return *grads, *_per_head(how, q, dalibi, dsinks)
+    return *grads, *_per_head(how, dalibi, dsinks)
 
 
 def keep(ctx, output, q: Tensor, k: Tensor, v: Tensor, how: How) -> None:
@@ -228,8 +255,8 @@ def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
                 found = bwd_cuda(dout, dlse, q, k, v, out, lse, how)
         else:
             found = general_bwd(dout, dlse, q, k, v, out, lse, *how)
-    *grads, dalibi, dsinks = found
-    return *grads, None if how.alibi is None else dalibi, None if how.sinks is None else dsinks
+    dq, dk, dv, dalibi, dsinks = found
+    return dq, dk, dv, None if how.alibi is None else dalibi, None if how.sinks is None else dsinks
 
 
 def in_order_of_how(dalibi: Tensor | None, dsinks: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_flash import operands
 from cute_flash.band import Band
 from cute_flash.problem import Features
 
@@ -47,15 +48,27 @@ class How(NamedTuple):
         return self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
 
     @property
+    def has_tensors(self) -> bool:
+        return bool([x for x in self.tensors if x is not None])
+
+    @property
     def without_tensors(self) -> How:
-        return self.with_tensors((None,) * len(TENSORS))
+        nothing: dict[str, Any] = dict.fromkeys(TENSORS)
+        return self._replace(**nothing) if self.has_tensors else self
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> How:
-        # Most calls have none, and this takes a while.
-        if all(x is y for x, y in zip(tensors, self.tensors, strict=True)):
+        """Of one that has none."""
+        if not [x for x in tensors if x is not None]:
             return self
         given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
         return self._replace(**given)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """All that a check of it asks about, to look up by."""
+        if not self.has_tensors:
+            return self
+        return tuple([operands.described(x) if isinstance(x, Tensor) else x for x in self])
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.float_out else q.dtype
