@@ -106,8 +106,10 @@ def attn(
         asked = bias, score_mod, mask_mod, score_mod_bwd, block_map
     more = asked or alibi is not None or sinks is not None or out_dtype is not None
     if more or softcap or dropout or return_max_logit or batch_invariant:
-        how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
-        how = how._replace(float_out=_wants_floats(q, out_dtype))
+        floats = _wants_floats(q, out_dtype)
+        how = _how(
+            scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit, floats
+        )  # fmt: skip
         how = _invariant(how) if batch_invariant else how
         found = _general(*_to_bhsd(q, k, v, layout), how, asked)
         return _chosen(
@@ -152,8 +154,10 @@ def supports(
     try:
         left, right = _band(causal, window)
         scale = _default_scale(q) if scale is None else scale
-        how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
-        how = how._replace(float_out=_wants_floats(q, out_dtype))
+        floats = _wants_floats(q, out_dtype)
+        how = _how(
+            scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit, floats
+        )  # fmt: skip
         how = _invariant(how) if batch_invariant else how
         tensors = _to_bhsd(q, k, v, layout)
         problem = general.checked_problem(*tensors, how)
@@ -187,19 +191,22 @@ def _fwd(
     if wants_grad:
         return ops.fwd(q, k, v, scale, left, right, deterministic)
     # Nothing to differentiate: step over the operator's autograd layer.
-    with ops.below_autograd():
+    with torch._C._AutoDispatchBelowAutograd():
         return ops.fwd(q, k, v, scale, left, right)
 
 
-def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_logit) -> How:
+def _how(
+    scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_logit, float_out=False
+) -> How:
     """The rest of a call, without (seed, offset)."""
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(
                 f"{name} is a {type(x).__name__}: give a tensor with a value for each query head"
             )
-    numbers = softcap or 0.0, dropout or 0.0
-    return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
+    cap, drop = softcap or 0.0, dropout or 0.0
+    given = scale, left, right, deterministic, cap, alibi, sinks, drop, None, max_logit
+    return How(*given, float_out=float_out)
 
 
 def _wants_floats(q: Tensor, out_dtype: torch.dtype | None) -> bool:
@@ -217,9 +224,8 @@ def _invariant(how: How) -> How:
 
 def _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map) -> Any:
     from cute_flash import custom
-    from cute_flash.mods.call import Call
 
-    return custom.custom_of(bias, Call.of(score_mod, mask_mod, score_mod_bwd), block_map)
+    return custom.custom_of(bias, custom.Call.of(score_mod, mask_mod, score_mod_bwd), block_map)
 
 
 def _general(

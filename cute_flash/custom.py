@@ -281,8 +281,7 @@ def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
     custom = ctx.custom._replace(bias=bias, tables=tables, block_map=block_map)
     with ops.in_family(ctx.family):
         if ops.is_last_and_direct(dout, dlse, q, k, v, out, lse, *tensors):
-            with ops.below_autograd():
-                found = bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom)
+            found = bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom)
         else:
             found = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
     *grads, dalibi, dsinks, dbias, dtables = found

@@ -194,7 +194,7 @@ def _per_head(asked: How, dalibi: Tensor | None, dsinks: Tensor | None) -> tuple
     """From gradients (B, H), or of shared slopes (1, H), and (H) to those of the call's slopes and sinks."""
     if asked.alibi is not None and asked.alibi.dim() == 1:
         assert dalibi is not None
-        dalibi = dalibi.sum(dim=0)
+        dalibi = dalibi[0] if len(dalibi) == 1 else dalibi.sum(dim=0)
     given = (asked.alibi, dalibi), (asked.sinks, dsinks)
     return tuple(None if x is None or grad is None else as_that_of(x, grad) for x, grad in given)
 
@@ -251,8 +251,7 @@ def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
     how = ctx.how.with_tensors(tensors)
     with ops.in_family(ctx.family):
         if ops.is_last_and_direct(dout, dlse, q, k, v, out, lse, *tensors):
-            with ops.below_autograd():
-                found = bwd_cuda(dout, dlse, q, k, v, out, lse, how)
+            found = bwd_cuda(dout, dlse, q, k, v, out, lse, how)
         else:
             found = general_bwd(dout, dlse, q, k, v, out, lse, *how)
     dq, dk, dv, dalibi, dsinks = found

@@ -43,8 +43,6 @@ _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiling = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
-# What an operator's kernels run in.
-below_autograd = torch._C._AutoDispatchBelowAutograd
 # Tensors with no dispatch of their own.
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
@@ -242,10 +240,8 @@ def gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
         return None, None, None
     dout = torch.zeros_like(out) if dout is None else dout
     with in_family(ctx.family):
-        if is_last_and_direct(dout, dlse, q, k, v, out, lse):
-            with below_autograd():
-                return bwd_cuda(dout, dlse, q, k, v, out, lse, *ctx.how)
-        return bwd(dout, dlse, q, k, v, out, lse, *ctx.how)
+        backward = bwd_cuda if is_last_and_direct(dout, dlse, q, k, v, out, lse) else bwd
+        return backward(dout, dlse, q, k, v, out, lse, *ctx.how)
 
 
 def in_family(family: str | None) -> contextlib.AbstractContextManager[None]:
