@@ -33,7 +33,7 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=Fa
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
         k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), left is None, right is None,
-        dlse is None, deterministic, planning.chosen_family(),
+        dlse is None, deterministic, planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:

@@ -38,7 +38,7 @@ def bwd_cuda(
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
         q.get_device(), how.window_left is None, how.window_right is None, problem.features, problem.mods,
-        dlse is None, deterministic, planning.chosen_family(),
+        dlse is None, deterministic, planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:

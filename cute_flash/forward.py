@@ -37,7 +37,7 @@ def fwd_cuda(
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
         how.window_left is None, how.window_right is None, is_narrow(*problem.band.bounds), problem.features,
-        problem.mods, planning.chosen_family(),
+        problem.mods, planning.requested_family(),
     )  # fmt: skip
     launch = _launches.get(signature)
     if launch is None:

@@ -51,7 +51,7 @@ def forward(
     if problem.is_empty:
         return _empty(q, v, how)
     # All that decides the launch but addresses, strides and values.
-    narrow, family = is_narrow(*problem.band.bounds), planning.chosen_family()
+    narrow, family = is_narrow(*problem.band.bounds), planning.requested_family()
     signature = (problem.static, narrow, *_sizes(problem), q.get_device(), family)
     launch = _launches.get(signature)
     if launch is None:
@@ -150,7 +150,7 @@ def backward(
     deterministic = how.deterministic or is_mode_deterministic()
     signature = (
         problem.static, *_sizes(problem), q.get_device(), dlse is None, deterministic,
-        planning.chosen_family(),
+        planning.requested_family(),
     )  # fmt: skip
     launch = _bwd_launches.get(signature)
     if launch is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,8 +132,10 @@ def by_operators() -> Iterator[None]:
     """The operators' kernels for the CPU are those for CUDA, and nothing is direct."""
     direct = ops.is_direct
     with torch.library._scoped_library("cute_flash", "IMPL") as library:
-        for name, kernel in KERNELS.items():
-            library.impl(name, kernel, "CPU", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of kernels that take the place of others
+            for name, kernel in KERNELS.items():
+                library.impl(name, kernel, "CPU", allow_override=True)
         ops.is_direct = lambda *tensors: False
         try:
             yield
