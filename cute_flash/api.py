@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from cute_flash import general, ops
 from cute_flash.arch import detect
 from cute_flash.band import Band
+from cute_flash.direct import Direct
 from cute_flash.how import How, draw_rng
 from cute_flash.plan import bwd_plan, plan
 from cute_flash.problem import Support, UnsupportedError, check_window
@@ -105,8 +106,10 @@ def attn(
         asked = bias, score_mod, mask_mod, score_mod_bwd, block_map
     more = asked or alibi is not None or sinks is not None or out_dtype is not None
     if more or softcap or dropout or return_max_logit or batch_invariant:
-        how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
-        how = how._replace(float_out=_wants_floats(q, out_dtype))
+        floats = _wants_floats(q, out_dtype)
+        how = _how(
+            scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit, floats
+        )  # fmt: skip
         how = _invariant(how) if batch_invariant else how
         found = _general(*_to_bhsd(q, k, v, layout), how, asked)
         return _chosen(
@@ -151,8 +154,10 @@ def supports(
     try:
         left, right = _band(causal, window)
         scale = _default_scale(q) if scale is None else scale
-        how = _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit)
-        how = how._replace(float_out=_wants_floats(q, out_dtype))
+        floats = _wants_floats(q, out_dtype)
+        how = _how(
+            scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit, floats
+        )  # fmt: skip
         how = _invariant(how) if batch_invariant else how
         tensors = _to_bhsd(q, k, v, layout)
         problem = general.checked_problem(*tensors, how)
@@ -173,29 +178,35 @@ def supports(
 def _fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):
+    if torch.compiler.is_compiling():
         return ops.fwd(q, k, v, scale, left, right, deterministic)
-    if forward_ad._current_level >= 0:
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not wants_grad and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    if q.is_cuda and type(q) is type(k) is type(v) is Tensor and not ops.is_watched():
-        # Nothing to differentiate and nobody listening: the dispatcher would only call this, later.
+    if ops.is_direct(q, k, v):
+        # The dispatcher would only call this, later.
+        if wants_grad:
+            return Direct.apply(ops, (scale, left, right, deterministic), q, k, v)
         return ops.fwd_cuda(q, k, v, scale, left, right)
+    if wants_grad:
+        return ops.fwd(q, k, v, scale, left, right, deterministic)
     # Nothing to differentiate: step over the operator's autograd layer.
     with torch._C._AutoDispatchBelowAutograd():
         return ops.fwd(q, k, v, scale, left, right)
 
 
-def _how(scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_logit) -> How:
+def _how(
+    scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_logit, float_out=False
+) -> How:
     """The rest of a call, without (seed, offset)."""
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(
                 f"{name} is a {type(x).__name__}: give a tensor with a value for each query head"
             )
-    numbers = softcap or 0.0, dropout or 0.0
-    return How(scale, left, right, deterministic, numbers[0], alibi, sinks, numbers[1], None, max_logit)
+    cap, drop = softcap or 0.0, dropout or 0.0
+    given = scale, left, right, deterministic, cap, alibi, sinks, drop, None, max_logit
+    return How(*given, float_out=float_out)
 
 
 def _wants_floats(q: Tensor, out_dtype: torch.dtype | None) -> bool:
@@ -213,9 +224,8 @@ def _invariant(how: How) -> How:
 
 def _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map) -> Any:
     from cute_flash import custom
-    from cute_flash.mods.call import Call
 
-    return custom.custom_of(bias, Call.of(score_mod, mask_mod, score_mod_bwd), block_map)
+    return custom.custom_of(bias, custom.Call.of(score_mod, mask_mod, score_mod_bwd), block_map)
 
 
 def _general(
@@ -231,24 +241,19 @@ def _general(
         given = _custom(*asked)
         if forward_ad._current_level >= 0:
             _refuse_tangents(*given.tables, *(() if given.bias is None else (given.bias,)))
-        others = [x for x in (given.bias, *given.tables) if x is not None]
-        if _is_direct(q, k, v, how, others):
-            return custom.fwd_cuda(q, k, v, how, given)
+        if ops.is_direct(q, k, v, *how.tensors, given.bias, *given.tables):
+            return _direct(custom, (how, given), q, k, v, how.alibi, how.sinks, given.bias, *given.tables)
         return custom.custom_fwd(q, k, v, *how, *given)
-    if _is_direct(q, k, v, how, []):
-        return general._fwd_cuda(q, k, v, *how)
+    if ops.is_direct(q, k, v, *how.tensors):
+        return _direct(general, (how,), q, k, v, how.alibi, how.sinks)
     return general.general_fwd(q, k, v, *how)
 
 
-def _is_direct(q: Tensor, k: Tensor, v: Tensor, how: How, others: list[Tensor]) -> bool:
-    """Whether there is nothing to differentiate and nobody listening: the dispatcher would only call what it
-    calls, later.
-    """
-    if not q.is_cuda or torch.compiler.is_compiling() or ops.is_watched():
-        return False
-    tensors = [x for x in (q, k, v, how.alibi, how.sinks, *others) if x is not None]
-    is_enabled = torch.is_grad_enabled()
-    return all(type(x) is Tensor and not (is_enabled and x.requires_grad) for x in tensors)
+def _direct(module: Any, how: tuple, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator of a module does, which the dispatcher would only call later: see `direct.Direct`."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return Direct.apply(module, how, *tensors)
+    return module.fwd_cuda(*tensors[:3], *how)
 
 
 def _chosen(

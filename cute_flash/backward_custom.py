@@ -8,6 +8,7 @@ which there must be memory. Gradients of tables are fp32 additions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from cute_flash.custom_cuda import BIAS_DTYPES
 from cute_flash.entries import entries_of
 from cute_flash.how import How
 from cute_flash.mods.graph import COLUMN, ROW
-from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem, UnsupportedError
 
 # Of a table: kernels count its elements in 32 bits.
@@ -46,18 +46,11 @@ class BiasGradient:
         sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
         return BiasGradient(bias, sums, not deterministic)
 
-    @property
-    def dtype(self) -> str:
-        return str(self.written.dtype).removeprefix("torch.")
-
     def found(self) -> Tensor:
         """The gradient, in the bias's dtype."""
-        written, bias = self.written, self.bias
-        strides = torch.empty_like(bias, device="meta").stride()
-        if strides == written.stride() and written.dtype == bias.dtype:
-            return written
-        shared = [i for i in range(4) if written.shape[i] != bias.shape[i]]
-        return torch.empty_like(bias).copy_(written.sum(dim=shared, keepdim=True) if shared else written)
+        shared = [i for i in range(4) if self.written.shape[i] != self.bias.shape[i]]
+        found = self.written.sum(dim=shared, keepdim=True) if shared else self.written
+        return general.as_that_of(self.bias, found)
 
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Problem) -> Any:
@@ -82,11 +75,11 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
     *grads, dalibi, dsinks = backward_general.bwd_cuda(
         dout, dlse, q, k, v, out, lse, how, problem, None if problem.is_empty else more
     )
-    dbias = general._like(None, q) if of_bias is None else of_bias.found()
-    dtables = [general._like(x if i in wanted else None, q) for i, x in enumerate(custom.tables)]
+    dtables: list[Tensor | None] = [None] * len(custom.tables)
     for i, grad in zip(wanted, sums, strict=True):
-        dtables[i].copy_(grad)
-    return *grads, *general._per_head(how, q, dalibi, dsinks), dbias, dtables
+        dtables[i] = general.as_that_of(custom.tables[i], grad)
+    dbias = None if of_bias is None else of_bias.found()
+    return *grads, *general._per_head(how, dalibi, dsinks), dbias, dtables
 
 
 def described(
@@ -96,12 +89,17 @@ def described(
     bias that wants one.
     """
     given = custom_cuda.given(custom._replace(block_map=[]), problem, of_keys=True)
-    problem, bias, of_bias = custom_cuda.with_mods(problem, given), custom.bias, None
+    problem, bias = custom_cuda.with_mods(problem, given), custom.bias
     if bias is None:
         return problem, given, None
-    mods: Mods = problem.mods
-    mods = replace(mods, bias_bits=ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1))
-    if mods.wants_bias:
-        of_bias = BiasGradient.of(bias, problem, deterministic)
-        mods = replace(mods, dbias=of_bias.dtype, adds_bias=of_bias.is_added)
-    return replace(problem, mods=mods), given, of_bias
+    of_bias = BiasGradient.of(bias, problem, deterministic) if problem.mods.wants_bias else None
+    bits = ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1)
+    of_kernel = ("", False) if of_bias is None else (str(of_bias.written.dtype), of_bias.is_added)
+    return _with_gradient(problem, bits, *of_kernel), given, of_bias
+
+
+@lru_cache(maxsize=1024)
+def _with_gradient(problem: Problem, bits: int, dtype: str, is_added: bool) -> Problem:
+    """Of a bias."""
+    dbias = dtype.removeprefix("torch.")
+    return replace(problem, mods=replace(problem.mods, bias_bits=bits, dbias=dbias, adds_bias=is_added))

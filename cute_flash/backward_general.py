@@ -21,7 +21,8 @@ from cute_flash.forward import extra_arguments
 from cute_flash.how import How
 from cute_flash.problem import PLAIN, Problem
 
-# dq, dk, dv, and where they are asked for the gradients of slopes (B, H) and sinks (H).
+# dq, dk, dv, and where they are asked for the gradients of slopes, (B, H) or of shared ones (1, H), and of
+# sinks (H).
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _launches: dict[tuple, Launch] = {}
 
@@ -54,7 +55,8 @@ def bwd_cuda(
     def finish(room: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None]:
         dalibi = dsinks = None
         if how.alibi is not None:
-            dalibi = room[-1].sum(dim=-1)
+            is_shared = how.alibi.dim() == 1
+            dalibi = room[-1].sum(dim=(0, 2))[None] if is_shared else room[-1].sum(dim=-1)
         if how.sinks is not None:
             delta = room[1][:, :, : problem.seqlen_q]
             dsinks = _dsinks(how.sinks, lse, delta, dlse, _num_blind(problem))
@@ -78,9 +80,10 @@ def _dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | Non
     """-Σ exp(sink - LSE) Δ over batch and queries. Blind ones have Δ = -dLSE, whatever flows into them."""
     # Without a sink such a query has an LSE of -inf, and no weight.
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
-    total = sinks.new_zeros(sinks.shape, dtype=torch.float32)
-    if delta is not None:
-        total -= (weights * delta)[:, :, num_blind:].sum(dim=(0, 2))
+    if delta is None:
+        total = sinks.new_zeros(sinks.shape, dtype=torch.float32)
+    else:
+        total = -(weights * delta)[:, :, num_blind:].sum(dim=(0, 2))
     if dlse is not None and num_blind:
         total += (weights * dlse)[:, :, :num_blind].sum(dim=(0, 2))
     return total

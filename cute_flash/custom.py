@@ -9,14 +9,13 @@ Functions come as the digest of their graphs, which this process has seen, and t
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_flash import general, operands, ops
+from cute_flash import backward_custom, custom_cuda, forward, general, operands, ops, packed_cuda
 from cute_flash import plan as planning
 from cute_flash.block_map import BlockMap
 from cute_flash.how import SCHEMA, TENSORS, How
@@ -88,7 +87,7 @@ def four_dimensional(bias: Any) -> Tensor:
         raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
     if bias.dim() > 4:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: expected at most four dimensions")
-    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 
 def custom_of(bias: Tensor | None, call: Call, block_map: BlockMap | None) -> Custom:
@@ -126,8 +125,6 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -
         mask_mod=graphs.mask is not None,
         block_map=block_map is not None,
     )
-    from cute_flash import custom_cuda
-
     problem = replace(plain, features=features, mods=custom_cuda.static_of(custom))
     problem.check("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     return problem
@@ -139,13 +136,10 @@ _checked: dict[tuple, Problem] = {}
 
 def known_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Problem:
     """`checked_problem`, looked up where it is known: the host's part of a call is short."""
-    if any(getattr(how, name) is not None for name in TENSORS):
-        return checked_problem(q, k, v, how, custom)
-    others = (*custom.tables, *custom.block_map[:1], custom.bias)
-    tensors = [x for x in (q, k, v, *others) if x is not None]
+    described = operands.described
     key = (
-        *((x.shape, x.dtype, x.device) for x in tensors), len(custom.tables), custom.bias is None, how,
-        custom.mods, tuple(custom.block_sizes), tuple(custom.wants),
+        how.described, described(q), described(k), described(v), described(custom.bias), custom.mods,
+        *map(described, (*custom.tables, *custom.block_map[:1])), *custom.block_sizes, *custom.wants,
     )  # fmt: skip
     found = _checked.get(key)
     if found is None:
@@ -197,12 +191,10 @@ def _fwd_cuda(q, k, v, *arguments) -> Any:
 
 
 def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Any:
-    """What the operator does on CUDA, without the dispatcher: nothing is differentiated."""
-    from cute_flash import custom_cuda, forward, packed_cuda
-
+    """What the operator does on CUDA, without the dispatcher."""
     problem = known_problem(q, k, v, how, custom)
     if not problem.features.is_written:
-        return general._fwd_cuda(q, k, v, *how)
+        return general.fwd_cuda(q, k, v, how)
     given = custom_cuda.given(custom, problem)
     problem = custom_cuda.with_mods(problem, given)
     launch = packed_cuda.forward if problem.features.varlen else forward.fwd_cuda
@@ -220,7 +212,7 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 
 
 def _dtables(custom: Custom, q: Tensor) -> list[Tensor]:
-    """Not filled; empty where there is none."""
+    """Not written; empty where there is none."""
     wanted = custom.wanted
     return [general._like(x if i in wanted else None, q) for i, x in enumerate(custom.tables)]
 
@@ -247,60 +239,74 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
     dtables = _dtables(custom, q)
     for i, grad in sums.dtables.items():
         dtables[i].copy_(grad)
-    return *found, *general._per_head(how, q, dalibi, dsinks), dbias, dtables
+    return *found, *general.filled(general._per_head(how, dalibi, dsinks), q), dbias, dtables
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
-    how, custom = _split(arguments)
+    *found, dtables = bwd_cuda(dout, dlse, q, k, v, out, lse, *_split(arguments))
+    return *general.filled(found, q), general.filled(dtables, q)
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Custom) -> Any:
+    """What the operator does on CUDA, without the dispatcher; None: there is none."""
     problem = known_problem(q, k, v, how, custom)
     check_written_gradients(problem.features)
     if not problem.features.is_written:
-        found = general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how)
-        return *found, general._like(None, q), []
-    from cute_flash import backward_custom
-
+        return *general.bwd_cuda(dout, dlse, q, k, v, out, lse, how), None, []
     return backward_custom.bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom, problem)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, *arguments = inputs
-    how, custom = _split(arguments)
+def keep(ctx, output, q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> None:
+    """What `gradients` needs."""
     out, lse, max_logit = output
     ctx.mark_non_differentiable(max_logit)
     # Gradients on a GPU are computed in threads of autograd's, which do not see it.
     ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
-    tensors = [getattr(how, name) for name in TENSORS]
-    ctx.save_for_backward(q, k, v, out, lse, *tensors, custom.bias, *custom.tables, *custom.block_map)
-    nothing: dict[str, Any] = dict.fromkeys(TENSORS)
-    ctx.how = how._replace(**nothing)
-    ctx.num_tables = len(custom.tables)
+    ctx.save_for_backward(q, k, v, out, lse, *how.tensors, custom.bias, *custom.tables, *custom.block_map)
+    ctx.how = how.without_tensors
     ctx.custom = custom._replace(bias=None, tables=[], block_map=[])
+    ctx.num_tables, ctx.num_lists = len(custom.tables), len(custom.block_map)
+
+
+def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
+    """Of q, k, v, slopes, sinks, the bias and the tables; None: there is none."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * (6 + ctx.num_tables)
+    dout = torch.zeros_like(out) if dout is None else dout
+    how = ctx.how.with_tensors(tensors[: len(TENSORS)])
+    bias, *lists = tensors[len(TENSORS) :]
+    tables, block_map = lists[: ctx.num_tables], lists[ctx.num_tables :]
+    custom = ctx.custom._replace(bias=bias, tables=tables, block_map=block_map)
+    with ops.in_family(ctx.family):
+        if ops.is_last_and_direct(dout, dlse, q, k, v, out, lse, *tensors):
+            found = bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom)
+        else:
+            found = custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
+    *grads, dalibi, dsinks, dbias, dtables = found
+    wanted = custom.wanted
+    return (
+        *grads,
+        None if how.alibi is None else dalibi,
+        None if how.sinks is None else dsinks,
+        dbias if bias is not None and custom.wants[0] else None,
+        *(x if i in wanted else None for i, x in enumerate(dtables)),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *arguments = inputs
+    keep(ctx, output, q, k, v, *_split(arguments))
 
 
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    num_tables = ctx.num_tables
-    how = ctx.how._replace(**dict(zip(TENSORS, tensors)))
-    bias, *lists = tensors[len(TENSORS) :]
-    tables = lists[:num_tables]
-    custom = ctx.custom._replace(bias=bias, tables=tables, block_map=lists[num_tables:])
+    dq, dk, dv, dalibi, dsinks, dbias, *dtables = gradients(ctx, dout, dlse, None)
     # Torch takes an empty list for one of tensors.
-    nothing: list[Any] = [None if x else [] for x in (custom.numbers, custom.block_sizes)]
-    unused = nothing[0], [None] * len(custom.block_map), nothing[1], None
-    if dout is None and dlse is None:
-        return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
-    dout = torch.zeros_like(out) if dout is None else dout
-    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
-        # Nobody listening: the dispatcher would only call this, later.
-        backward = _bwd_cuda if q.is_cuda and not ops.is_watched() else custom_bwd
-        *grads, dalibi, dsinks, dbias, dtables = backward(dout, dlse, q, k, v, out, lse, *how, *custom)
-    by_name = {"alibi": dalibi, "sinks": dsinks}
-    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
-    wanted = custom.wanted
-    found = [x if i in wanted else None for i, x in enumerate(dtables)]
-    of_bias = dbias if bias is not None and custom.wants[0] else None
-    return *grads, *given, of_bias, None, found, *unused
+    nothing: list[Any] = [None if x else [] for x in (ctx.custom.numbers, ctx.custom.block_sizes)]
+    unused = nothing[0], [None] * ctx.num_lists, nothing[1], None
+    of_how = general.in_order_of_how(dalibi, dsinks)
+    return dq, dk, dv, *of_how, dbias, None, dtables, *unused
 
 
 ops.LIBRARY.impl("custom_fwd", _fwd_cpu, "CPU")

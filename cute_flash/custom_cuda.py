@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,16 +45,19 @@ def with_mods(problem: Problem, given: Given) -> Problem:
     """A checked problem, which has `static_of`, with all that a kernel is compiled for."""
     if given.bias is None:
         return problem
-    dtype = str(given.bias.dtype).removeprefix("torch.")
-    *_, row, column = given.bias.stride()
-    mods = replace(
-        problem.mods,
-        bias=dtype,
-        reads_pairs=reads_pairs(given.bias),
-        # What is fetched how decides tiles, and memory may differ from batch to batch.
-        is_aligned=is_aligned(given.bias) and not problem.features.batch_invariant,
-        bias_bits=ROW * (row != 0) | COLUMN * (column != 0),
-    )
+    bias = given.bias
+    # What is fetched how decides tiles, and memory may differ from batch to batch.
+    is_fetched = not problem.features.batch_invariant and is_aligned(bias)
+    bits = ROW * (bias.stride(2) != 0) | COLUMN * (bias.stride(3) != 0)
+    return _with_bias(problem, bias.dtype, reads_pairs(bias), is_fetched, bits)
+
+
+@lru_cache(maxsize=1024)
+def _with_bias(
+    problem: Problem, dtype: torch.dtype, reads_pairs: bool, is_aligned: bool, bits: int
+) -> Problem:
+    bias = str(dtype).removeprefix("torch.")
+    mods = replace(problem.mods, bias=bias, reads_pairs=reads_pairs, is_aligned=is_aligned, bias_bits=bits)
     return replace(problem, mods=mods)
 
 
@@ -69,7 +73,8 @@ def static_of(custom: Any) -> Mods:
 def as_bias(bias: Tensor, problem: Problem) -> Tensor:
     """(B, H, Sq, Sk), in a dtype that kernels read."""
     bias = bias if bias.dtype in BIAS_DTYPES else bias.float()
-    return bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    return bias if bias.shape == whole else bias.expand(whole)
 
 
 def reads_pairs(bias: Tensor) -> bool:

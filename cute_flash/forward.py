@@ -16,7 +16,7 @@ from cute_flash import arch, counters, operands, ops, philox, ranges
 from cute_flash import plan as planning
 from cute_flash.band import is_narrow
 from cute_flash.how import How
-from cute_flash.operands import MAX_WINDOW, MIN_SCALE, is_launchable, launchable
+from cute_flash.operands import MAX_WINDOW, MIN_SCALE, ROW_ALIGN_BYTES, is_launchable, launchable
 from cute_flash.problem import Problem
 
 # out, LSE, and the largest logit of each head, or nothing.
@@ -59,28 +59,34 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
     from cute_flash.compile import compiled
 
     function, arguments, group = compiled(plan), plan.launch_arguments, problem.group
-    index = q.device.index
+    device, index, packs_heads, draws_tiles = q.device, q.device.index, plan.packs_heads, plan.draws_tiles
+    must_copy = not all(map(is_launchable, (q, k, v)))
+    heads = problem.batch, problem.heads
+    lse_shape = (*heads, problem.seqlen_q)
+    lse_stride = (problem.heads * problem.seqlen_q, problem.seqlen_q, 1)
     lse_packed = (problem.batch, problem.heads_kv, group * problem.seqlen_q)
 
     def launch(q: Tensor, k: Tensor, v: Tensor, how: How, more: tuple[Any, ...] = ()) -> Outputs:
         if operands.current_device() != index:
             with torch.cuda.device(index):
                 return launch(q, k, v, how, more)
-        out, lse, most = ops._out_like(q, v, dtype), ops._lse_like(q), largest(q, how, -math.inf)
+        out, most = ops._out_like(q, v, dtype), largest(q, how, -math.inf)
+        lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=device)
         target = torch.empty_like(out, memory_format=torch.contiguous_format) if must_copy_out else out
         scale = max(abs(how.scale), MIN_SCALE)
         # The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum.
-        given = launchable(-q if how.scale < 0 else q), launchable(k), launchable(v)
+        q = launchable(-q) if how.scale < 0 else q
+        if must_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGN_BYTES:
+            q, k, v = launchable(q), launchable(k), launchable(v)
         outputs = target, lse
-        if plan.packs_heads:
-            given = ops._packed(given[0], group), *given[1:]
-            outputs = ops._packed(target, group), lse.view(lse_packed)
+        if packs_heads:
+            q, outputs = ops._packed(q, group), (ops._packed(target, group), lse.view(lse_packed))
         bounds = (0 if x is None else min(x, MAX_WINDOW) for x in (how.window_left, how.window_right))
         # Held until the launch: a counter of its own may be given to another stream after it.
-        counter = counters.counter(index) if plan.draws_tiles else None
+        counter = counters.counter(index) if draws_tiles else None
         address = () if counter is None else (counter[1],)
-        extras = extra_arguments(how, scale, most, (problem.batch, problem.heads))
-        function(*given, *outputs, scale, *bounds, *arguments, *address, *extras, *more, None)
+        extras = extra_arguments(how, scale, most, heads)
+        function(q, k, v, *outputs, scale, *bounds, *arguments, *address, *extras, *more, None)
         if must_copy_out:
             out.copy_(target)
         return out, lse, most
@@ -106,7 +112,8 @@ def extra_arguments(how: How, scale: float, most: Tensor, heads: tuple[int, int]
 
 def largest(q: Tensor, how: How, value: float) -> Tensor:
     """(H), or nothing."""
-    return q.new_full((q.shape[1] if how.max_logit else 0,), value, dtype=ops.lse_dtype(q.dtype))
+    dtype = ops.lse_dtype(q.dtype)
+    return q.new_full((q.shape[1],), value, dtype=dtype) if how.max_logit else q.new_empty(0, dtype=dtype)
 
 
 def _launch_empty(q: Tensor, k: Tensor, v: Tensor, how: How, _more: tuple = ()) -> Outputs:

@@ -11,8 +11,8 @@ is short.
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cute_flash import operands, ops
 from cute_flash import plan as planning
-from cute_flash.how import SCHEMA, TENSORS, How
+from cute_flash.how import SCHEMA, How
 from cute_flash.problem import (
     CPU_DTYPES,
     PLAIN,
@@ -68,6 +68,20 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
         check_softcap(how.softcap)
         check_dropout(how.dropout)
     return problem
+
+
+# Problems of calls that were checked, by all that checks ask about.
+_checked: dict[tuple, Problem] = {}
+
+
+def known_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
+    """`checked_problem`, looked up where it is known: the host's part of a call is short."""
+    key = how.described, *map(operands.described, (q, k, v))
+    found = _checked.get(key)
+    if found is None:
+        found = checked_problem(q, k, v, how)
+        operands.remember(_checked, key, found)
+    return found
 
 
 def _check_numbers(how: How) -> None:
@@ -131,17 +145,21 @@ def _fwd_cpu(q, k, v, *how) -> Any:
 
 
 def _fwd_cuda(q, k, v, *how) -> Any:
-    asked = How(*how)
-    problem = checked_problem(q, k, v, asked)
+    return fwd_cuda(q, k, v, How(*how))
+
+
+def fwd_cuda(q: Tensor, k: Tensor, v: Tensor, how: How) -> Any:
+    """What the operator does on CUDA, without the dispatcher."""
+    problem = known_problem(q, k, v, how)
     if problem.features == PLAIN:
-        return *ops.fwd_cuda(q, k, v, *asked[:4]), _max_logit(q, asked)
+        return *ops.fwd_cuda(q, k, v, *how[:4]), _max_logit(q, how)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
-        return packed_cuda.forward(q, k, v, asked, problem)
+        return packed_cuda.forward(q, k, v, how, problem)
     from cute_flash import forward
 
-    return forward.fwd_cuda(q, k, v, asked, problem)
+    return forward.fwd_cuda(q, k, v, how, problem)
 
 
 # ---- backward
@@ -169,58 +187,90 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
             score, (dout, dlse), q, k, v, out, lse, asked.band, asked.scale
         )
     found = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
-    return *found, *_per_head(asked, q, dalibi, dsinks)
+    return *found, *filled(_per_head(asked, dalibi, dsinks), q)
 
 
-def _per_head(asked: How, q: Tensor, dalibi: Tensor | None, dsinks: Tensor | None) -> list[Tensor]:
+def _per_head(asked: How, dalibi: Tensor | None, dsinks: Tensor | None) -> tuple[Tensor | None, ...]:
     """From gradients (B, H), or of shared slopes (1, H), and (H) to those of the call's slopes and sinks."""
     if asked.alibi is not None and asked.alibi.dim() == 1:
         assert dalibi is not None
-        dalibi = dalibi.sum(dim=0)
-    given = ((asked.alibi, dalibi), (asked.sinks, dsinks))
-    return [_like(x, q) if x is None or grad is None else _like(x, q).copy_(grad) for x, grad in given]
+        dalibi = dalibi[0] if len(dalibi) == 1 else dalibi.sum(dim=0)
+    given = (asked.alibi, dalibi), (asked.sinks, dsinks)
+    return tuple(None if x is None or grad is None else as_that_of(x, grad) for x, grad in given)
+
+
+def as_that_of(x: Tensor, grad: Tensor) -> Tensor:
+    """A gradient that was made for x, in its dtype and in the order of its strides."""
+    if x.dtype == grad.dtype and x.is_contiguous() and grad.is_contiguous():
+        return grad
+    return torch.empty_like(x).copy_(grad)
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *how) -> Any:
-    asked = How(*how)
-    problem = checked_problem(q, k, v, asked)
+    return filled(bwd_cuda(dout, dlse, q, k, v, out, lse, How(*how)), q)
+
+
+def filled(found: Sequence[Tensor | None], q: Tensor) -> list[Tensor]:
+    """As an operator returns them: empty where there is none."""
+    return [_like(None, q) if x is None else x for x in found]
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How) -> tuple[Tensor | None, ...]:
+    """What the operator does on CUDA, without the dispatcher; None: there is none."""
+    problem = known_problem(q, k, v, how)
     if problem.features.varlen:
         from cute_flash import packed_cuda
 
-        *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, asked, problem)
-        return *grads, *_per_head(asked, q, dalibi, dsinks)
-    if replace(problem.features, return_max_logit=False, batch_invariant=False) == PLAIN:
-        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *asked[:4]), _like(None, q), _like(None, q)
+        *grads, dalibi, dsinks = packed_cuda.backward((dout, dlse), q, k, v, out, lse, how, problem)
+        return *grads, *_per_head(how, dalibi, dsinks)
+    if problem.features.has_plain_gradients:
+        return *ops.bwd_cuda(dout, dlse, q, k, v, out, lse, *how[:4]), None, None
     from cute_flash import backward_general
 
-    *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, asked, problem)
-    return *grads, *_per_head(asked, q, dalibi, dsinks)
+    *grads, dalibi, dsinks = backward_general.bwd_cuda(dout, dlse, q, k, v, out, lse, how, problem)
+    return *grads, *_per_head(how, dalibi, dsinks)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, *how = inputs
-    asked = How(*how)
+def keep(ctx, output, q: Tensor, k: Tensor, v: Tensor, how: How) -> None:
+    """What `gradients` needs."""
     out, lse, max_logit = output
     ctx.mark_non_differentiable(max_logit)
     # Gradients on a GPU are computed in threads of autograd's, which do not see it.
     ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *(getattr(asked, name) for name in TENSORS))
-    nothing: dict[str, Any] = dict.fromkeys(TENSORS)
-    ctx.how = asked._replace(**nothing)
+    ctx.save_for_backward(q, k, v, out, lse, *how.tensors)
+    ctx.how = how.without_tensors
+
+
+def gradients(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
+    """Of q, k, v, slopes and sinks; None: there is none."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 5
+    dout = torch.zeros_like(out) if dout is None else dout
+    how = ctx.how.with_tensors(tensors)
+    with ops.in_family(ctx.family):
+        if ops.is_last_and_direct(dout, dlse, q, k, v, out, lse, *tensors):
+            found = bwd_cuda(dout, dlse, q, k, v, out, lse, how)
+        else:
+            found = general_bwd(dout, dlse, q, k, v, out, lse, *how)
+    dq, dk, dv, dalibi, dsinks = found
+    return dq, dk, dv, None if how.alibi is None else dalibi, None if how.sinks is None else dsinks
+
+
+def in_order_of_how(dalibi: Tensor | None, dsinks: Tensor | None) -> tuple[Tensor | None, ...]:
+    by_name = {"alibi": dalibi, "sinks": dsinks}
+    return tuple(by_name.get(name) for name in How._fields)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *how = inputs
+    keep(ctx, output, q, k, v, How(*how))
 
 
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    how = ctx.how._replace(**dict(zip(TENSORS, tensors, strict=True)))
-    if dout is None and dlse is None:
-        return (None,) * (3 + len(How._fields))
-    dout = torch.zeros_like(out) if dout is None else dout
-    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
-        *grads, dalibi, dsinks = general_bwd(dout, dlse, q, k, v, out, lse, *how)
-    by_name = {"alibi": dalibi, "sinks": dsinks}
-    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
-    return *grads, *given
+    *grads, dalibi, dsinks = gradients(ctx, dout, dlse, None)
+    return *grads, *in_order_of_how(dalibi, dsinks)
 
 
 ops.LIBRARY.impl("general_fwd", _fwd_cpu, "CPU")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_flash import operands
 from cute_flash.band import Band
 from cute_flash.problem import Features
 
@@ -39,6 +41,34 @@ class How(NamedTuple):
     max_seqlen_k: int | None = None
     float_out: bool = False  # out in fp32, whatever q is
     batch_invariant: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of `TENSORS`."""
+        return self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+
+    @property
+    def has_tensors(self) -> bool:
+        return bool([x for x in self.tensors if x is not None])
+
+    @property
+    def without_tensors(self) -> How:
+        nothing: dict[str, Any] = dict.fromkeys(TENSORS)
+        return self._replace(**nothing) if self.has_tensors else self
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> How:
+        """Of one that has none."""
+        if not [x for x in tensors if x is not None]:
+            return self
+        given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return self._replace(**given)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """All that a check of it asks about, to look up by."""
+        if not self.has_tensors:
+            return self
+        return tuple([operands.described(x) if isinstance(x, Tensor) else x for x in self])
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.float_out else q.dtype

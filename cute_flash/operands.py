@@ -50,6 +50,11 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | 
     return Problem(batch, heads, k.shape[1], seqlen_q, k.shape[2], head_dim, dtype, Band(*window), head_dim_v)
 
 
+def described(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """All that a check of it asks about, to look up by."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.get_device())
+
+
 def is_launchable(tensor: Tensor) -> bool:
     """Rows contiguous, strides multiples of 16 bytes, tiles within reach of 32-bit offsets."""
     batch, head, row, element = tensor.stride()

@@ -14,6 +14,7 @@ They are defined through `torch.library.Library`: `custom_op` would cost more ho
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,8 @@ _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiling = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
+# Tensors with no dispatch of their own.
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
@@ -221,26 +224,37 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=Fa
     return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.scale, ctx.left, ctx.right, ctx.deterministic = inputs
+def keep(ctx, output, q, k, v, *how) -> None:
+    """What `gradients` needs."""
+    ctx.how = how
     # Gradients on a GPU are computed in threads of autograd's, which do not see it.
     ctx.family = planning.chosen_family()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    """Of q, k and v."""
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 7
+        return None, None, None
     dout = torch.zeros_like(out) if dout is None else dout
-    how = ctx.scale, ctx.left, ctx.right, ctx.deterministic
-    if ctx.family is None:
-        grads = bwd(dout, dlse, q, k, v, out, lse, *how)
-    else:
-        with planning.use_kernels(ctx.family):
-            grads = bwd(dout, dlse, q, k, v, out, lse, *how)
-    return *grads, None, None, None, None
+    with in_family(ctx.family):
+        backward = bwd_cuda if is_last_and_direct(dout, dlse, q, k, v, out, lse) else bwd
+        return backward(dout, dlse, q, k, v, out, lse, *ctx.how)
+
+
+def in_family(family: str | None) -> contextlib.AbstractContextManager[None]:
+    """Of kernels: that of the forward."""
+    return contextlib.nullcontext() if family is None else planning.use_kernels(family)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    keep(ctx, output, *inputs)
+
+
+def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    return *gradients(ctx, dout, dlse), None, None, None, None
 
 
 LIBRARY.impl("fwd", _fwd_cpu, "CPU")
@@ -264,3 +278,24 @@ def is_watched() -> bool:
         or _profiling()
         or _tracing() is not None
     )
+
+
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether a call of these is on CUDA, with nobody listening and nothing to unwrap, or to negate, before
+    it is read: the dispatcher would only call what it calls, later. The first one is not None.
+    """
+    if torch.compiler.is_compiling() or is_watched():
+        return False
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):
+            return False
+    return tensors[0].is_cuda  # type: ignore[union-attr]
+
+
+def is_last_and_direct(dout: Tensor, dlse: Tensor | None, *tensors: Tensor | None) -> bool:
+    """Of gradients. Where they are to be differentiated again, autograd is to see an operator; zeros without
+    memory, which autograd may make, get some from the dispatcher.
+    """
+    if torch.is_grad_enabled() or not is_direct(dout, dlse, *tensors):
+        return False
+    return not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def forward(
     """
     if how.dropout and how.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
-    problem = _all_tokens(problem, q, k)
+    problem = _all_tokens(problem, q.shape[0], k.shape[0])
     if problem.is_empty:
         return _empty(q, v, how)
     # All that decides the launch but addresses, strides and values.
@@ -79,8 +80,9 @@ def _is_row(how: How, q: Tensor) -> Tensor:
     return torch.arange(q.shape[0], device=q.device) < how.cu_seqlens_q[-1]
 
 
-def _all_tokens(problem: Problem, q: Tensor, k: Tensor) -> Problem:
-    return replace(problem, seqlen_q=q.shape[0], seqlen_k=k.shape[0])
+@lru_cache(maxsize=1024)
+def _all_tokens(problem: Problem, total_q: int, total_k: int) -> Problem:
+    return replace(problem, seqlen_q=total_q, seqlen_k=total_k)
 
 
 def _sizes(problem: Problem) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ def backward(
 ) -> Gradients:
     """dq, dk, dv, and those of slopes, (B, H) or (1, H), and sinks, (H), if asked for."""
     dout, dlse = douts
-    problem = _all_tokens(problem, q, k)
+    problem = _all_tokens(problem, q.shape[0], k.shape[0])
     if problem.is_empty:
         dalibi = None if how.alibi is None else lse.new_zeros(problem.batch, problem.heads)
         dsinks = None if how.sinks is None else packed_sums.dsinks(lse, None, dlse, how, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from cute_flash.band import NARROW, Band, is_narrow
@@ -82,12 +83,17 @@ class Features:
         """Whether kernels take a bias, functions or a block map."""
         return self.bias or self.score_mod or self.mask_mod or self.block_map
 
-    @property
+    @cached_property
     def in_gradients(self) -> Features:
         """What the main kernel of the gradients has: sinks are in the LSE, the largest logit has none, and a
         gradient in fp32 is rounded before.
         """
         return replace(self, sinks=False, return_max_logit=False, out_dtype=False, batch_invariant=False)
+
+    @cached_property
+    def has_plain_gradients(self) -> bool:
+        """Whether nothing is left of them in the gradients."""
+        return replace(self, return_max_logit=False, batch_invariant=False) == PLAIN
 
 
 PLAIN = Features()
@@ -171,7 +177,7 @@ class Problem:
         """Query heads that share a K/V head."""
         return self.heads // self.heads_kv if self.heads_kv else 1
 
-    @property
+    @cached_property
     def static(self) -> Static:
         width_v = None if self.width_v == self.head_dim else self.width_v
         bounds = self.band.left is not None, self.band.right is not None

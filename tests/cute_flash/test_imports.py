@@ -26,7 +26,7 @@ ORDER = (
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",
             "operands", "backward", "ops", "how", "forward", "backward_general", "packed",
             "packed_sums", "packed_cuda", "general", "custom_cuda", "backward_custom", "custom", "partial",
-            "api", "varlen", "mask_pictures", "masks",
+            "direct", "api", "varlen", "mask_pictures", "masks",
         )
     ),
     "cute_flash",  # the public names

@@ -1,5 +1,7 @@
 """The op inside torch on a GPU: streams, graphs, memory, compile, errors."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,6 +148,31 @@ def test_modes_and_profilers_see_the_op(qkv):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         cute_flash.attn(*qkv, causal=True)
     assert any(event.key == "cute_flash::fwd" for event in profile.key_averages())
+
+
+class Listening(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "sinks", "bias", "mask"])
+def test_gradients_with_and_without_the_dispatcher(qkv, name):
+    """Have the same bits."""
+    more = {
+        "plain": {},
+        "softcap": {"softcap": 5.0},
+        "sinks": {"sinks": torch.linspace(-1, 1, CASE.heads, device="cuda")},
+        "bias": {"bias": torch.linspace(-1, 1, CASE.seqlen_k, device="cuda", dtype=torch.bfloat16)},
+        "mask": {"mask_mod": lambda b, h, q, kv: (q + kv) % 3 > 0},
+    }[name]
+    leaves = [x.requires_grad_() for x in (*qkv, *(x for x in more.values() if isinstance(x, torch.Tensor)))]
+    found = []
+    for mode in (contextlib.nullcontext(), Listening()):
+        with mode:
+            out, lse = cute_flash.attn(*qkv, causal=True, deterministic=True, return_lse=True, **more)
+            finite = torch.where(lse == -torch.inf, 0, lse)
+            found.append([out, *torch.autograd.grad(out.float().sin().sum() + finite.sum(), leaves)])
+    assert all(map(torch.equal, *found))
 
 
 def test_backward_that_no_kernel_computes_is_refused(family):
