@@ -47,7 +47,7 @@ class Mods:
         return self.reads_pairs and self.bias != "float32" and not self.bias_bits & ROW
 
     @property
-    def is_light(self) -> bool:
+    def has_light_formula(self) -> bool:
         """Whether a formula takes hardly a register: a few operations that are one instruction each, or a
         bias that queries share.
         """
