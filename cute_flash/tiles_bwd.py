@@ -58,7 +58,7 @@ class BwdTileSm90:
 
     def fetches_bias_early(self, inner: int) -> bool:
         """Whether there are registers for a block of it while S is made, beside functions of that length."""
-        return inner <= 10
+        return inner <= 10 and self.tile_m == 64
 
 
 @dataclass(frozen=True)
