@@ -251,15 +251,28 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
-    how, custom = _split(arguments)
+    *found, dtables = bwd_cuda(dout, dlse, q, k, v, out, lse, *_split(arguments))
+    # An operator has no other word for nothing.
+    return *(_or_empty(x, q) for x in found), [_or_empty(x, q) for x in dtables]
+
+
+def _or_empty(x: Tensor | None, q: Tensor) -> Tensor:
+    return q.new_empty(0) if x is None else x
+
+
+def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Custom) -> Any:
+    """What the operator does on CUDA, without the dispatcher; None where it has nothing."""
     problem = known_problem(q, k, v, how, custom)
     check_written_gradients(problem.features)
     if not problem.features.is_written:
-        found = general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how)
-        return *found, general._like(None, q), []
+        return *general._bwd_cuda(dout, dlse, q, k, v, out, lse, *how), None, []
     from cute_flash import backward_custom
 
     return backward_custom.bwd_cuda(dout, dlse, q, k, v, out, lse, how, custom, problem)
+
+
+def _by_operator(dout, dlse, q, k, v, out, lse, how: How, custom: Custom) -> Any:
+    return custom_bwd(dout, dlse, q, k, v, out, lse, *how, *custom)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -280,9 +293,10 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    num_tables = ctx.num_tables
-    how = ctx.how._replace(**dict(zip(TENSORS, tensors)))
-    bias, *lists = tensors[len(TENSORS) :]
+    num_tables, how = ctx.num_tables, ctx.how
+    of_how, (bias, *lists) = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
+    if any(x is not None for x in of_how):
+        how = how._replace(**dict(zip(TENSORS, of_how)))
     tables = lists[:num_tables]
     custom = ctx.custom._replace(bias=bias, tables=tables, block_map=lists[num_tables:])
     # Torch takes an empty list for one of tensors.
@@ -291,18 +305,21 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
     if dout is None and dlse is None:
         return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
     dout = torch.zeros_like(out) if dout is None else dout
-    with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
+    with _AS_IT_IS if ctx.family is None else planning.use_kernels(ctx.family):
         # Nobody listening: the dispatcher would only call this, later.
-        backward = _bwd_cuda if q.is_cuda and not ops.is_watched() else custom_bwd
-        *grads, dalibi, dsinks, dbias, dtables = backward(dout, dlse, q, k, v, out, lse, *how, *custom)
-    by_name = {"alibi": dalibi, "sinks": dsinks}
-    given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())
-    wanted = custom.wanted
+        backward = bwd_cuda if q.is_cuda and not ops.is_watched() else _by_operator
+        *grads, dalibi, dsinks, dbias, dtables = backward(dout, dlse, q, k, v, out, lse, how, custom)
+    given: list[Tensor | None] = [None] * NUM_HOW
+    for name, grad in (("alibi", dalibi), ("sinks", dsinks)):
+        if getattr(how, name) is not None:
+            given[How._fields.index(name)] = grad
+    wanted = custom.wanted if any(custom.wants[1:]) else ()
     found = [x if i in wanted else None for i, x in enumerate(dtables)]
     of_bias = dbias if bias is not None and custom.wants[0] else None
     return *grads, *given, of_bias, None, found, *unused
 
 
+_AS_IT_IS = contextlib.nullcontext()
 ops.LIBRARY.impl("custom_fwd", _fwd_cpu, "CPU")
 ops.LIBRARY.impl("custom_fwd", _fwd_cuda, "CUDA")
 ops.LIBRARY.impl("custom_bwd", _bwd_cpu, "CPU")
