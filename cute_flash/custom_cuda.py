@@ -14,6 +14,7 @@ from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_ROW_BYTES = (1 << 31) - 1  # from a row of the bias to the next
 
 
 class Given(NamedTuple):
@@ -61,6 +62,8 @@ def static_of(custom: Any) -> Mods:
 def as_bias(bias: Tensor, problem: Problem) -> Tensor:
     """(B, H, Sq, Sk), in a dtype that kernels read."""
     bias = bias if bias.dtype in BIAS_DTYPES else bias.float()
+    if bias.stride(2) * bias.element_size() > MAX_ROW_BYTES:
+        bias = bias.contiguous()
     return bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
 
 

@@ -36,6 +36,8 @@ from cute_flash.mods.evaluate import Evaluator
 from cute_flash.mods.graph import COLUMN, ROW, Graph
 from cute_flash.mods.lower import lowered
 
+# Columns of which a mask may have loaded something at a time, where there are many.
+AT_ONCE = 8
 # No arithmetic gives this one: results that are no number have other bits.
 HIDDEN = 0x7FC0DEAD
 
@@ -239,6 +241,9 @@ class WrittenScores:
             function = Function(self.code.mask, self.terms.mask, self.place, self.size[0])
             S_mn, nothing = self.hidden(acc_S)
             for c in cutlass.range_constexpr(self.size[1]):
+                if cutlass.const_expr(self.size[1] > 2 * AT_ONCE and c % AT_ONCE == 0):
+                    # Loads do not pass it: those of all columns at once would spill.
+                    cute.arch.sync_warp()
                 query = function.column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
                     (seen,) = function.at(r, query)
