@@ -54,10 +54,10 @@ class BiasGradient:
 
 
 def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Problem) -> Any:
-    """What `custom_bwd` returns, of a checked `custom.Custom` and its problem."""
+    """What `custom_bwd` returns, of a checked `custom.Custom` and its problem; None where it has nothing."""
     deterministic = how.deterministic or backward.is_mode_deterministic()
     problem, given, of_bias = described(custom, problem, deterministic)
-    wanted, block_map = custom.wanted, custom.map if custom.block_map else None
+    wanted, block_map = problem.mods.wanted, custom.block_map
     if any(custom.tables[i].numel() > MAX_ELEMENTS for i in wanted):
         raise UnsupportedError(
             f"the gradient of a captured tensor of more than {MAX_ELEMENTS} elements on cuda"
@@ -67,7 +67,9 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
 
     def more(tile: Any) -> tuple[Any, ...]:
         """What the kernel takes besides: see `kernels.bwd_custom`."""
-        lists = None if block_map is None else entries_of(block_map, problem, (tile.tile_m, tile.tile_n))
+        lists = None
+        if block_map:
+            lists = entries_of(block_map, custom.block_sizes, problem, (tile.tile_m, tile.tile_n))
         dbias = None if of_bias is None else of_bias.written.expand(*heads, -1, -1)
         dtables = [x if x.dim() else x.view(1) for x in sums]
         return given.bias, given.tables, given.numbers, dbias, dtables or None, lists
@@ -88,7 +90,7 @@ def described(
     """The problem with all that is compiled in, the arguments that the forward has too, and the gradient of a
     bias that wants one.
     """
-    given = custom_cuda.given(custom._replace(block_map=[]), problem, of_keys=True)
+    given = custom_cuda.given(custom, problem, in_gradients=True)
     problem, bias = custom_cuda.with_mods(problem, given), custom.bias
     if bias is None:
         return problem, given, None

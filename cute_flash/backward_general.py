@@ -24,7 +24,8 @@ from cute_flash.problem import PLAIN, Problem
 # dq, dk, dv, and where they are asked for the gradients of slopes, (B, H) or of shared ones (1, H), and of
 # sinks (H).
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_launches: dict[tuple, Launch] = {}
+# With whether the main kernel is the plain one.
+_launches: dict[tuple, tuple[Launch, bool]] = {}
 
 
 def bwd_cuda(
@@ -40,10 +41,12 @@ def bwd_cuda(
         q.get_device(), how.window_left is None, how.window_right is None, problem.features, problem.mods,
         dlse is None, deterministic, planning.requested_family(),
     )  # fmt: skip
-    launch = _launches.get(signature)
-    if launch is None:
+    known = _launches.get(signature)
+    if known is None:
         launch = backward.prepare(dout, dlse, q, k, v, out, problem, deterministic)
-        operands.remember(_launches, signature, launch)
+        known = launch, problem.features.in_gradients == PLAIN
+        operands.remember(_launches, signature, known)
+    launch, is_plain = known
 
     def terms(scale: float, room: tuple[Any, ...], tile: Any) -> tuple[Any, ...]:
         """What the main kernel takes besides."""
@@ -63,7 +66,6 @@ def bwd_cuda(
         return dalibi, dsinks
 
     window = backward.kernel_window(how.window_left, how.window_right)
-    is_plain = problem.features.in_gradients == PLAIN
     found: Any = launch(dout, dlse, q, k, v, out, lse, how.scale, window, None if is_plain else terms, finish)
     return found
 

@@ -15,6 +15,7 @@ from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_ROW_BYTES = (1 << 31) - 1  # from a row of the bias to the next
 
 
 class Given(NamedTuple):
@@ -26,18 +27,19 @@ class Given(NamedTuple):
     lists: list[Tensor] | None  # how many blocks are full, and which; the same of partial ones
 
 
-def given(custom: Any, problem: Problem, of_keys: bool = False) -> Given:
-    """Of a checked `custom.Custom`. `of_keys`: the lists of blocks of keys, which the backward walks.
+def given(custom: Any, problem: Problem, in_gradients: bool = False) -> Given:
+    """Of a checked `custom.Custom`.
 
-    The forward takes no arguments of score_mod_bwd.
+    The forward takes no arguments of score_mod_bwd; gradients have lists of their own: see `entries`.
     """
     graphs = custom.graphs
-    found = (graphs.score, graphs.mask, graphs.bwd if of_keys else None)
+    found = (graphs.score, graphs.mask, graphs.bwd if in_gradients else None)
     num = sum(0 if x is None else len(x.tables) for x in found)
     tables = [_table(x) for x in custom.tables[:num]]
     numbers = _numbers(found, custom.numbers)
     bias = None if custom.bias is None else as_bias(custom.bias, problem)
-    lists = _lists(custom.block_map, (problem.batch, problem.heads), of_keys) if custom.block_map else None
+    has_lists = bool(custom.block_map) and not in_gradients
+    lists = _lists(custom.block_map, (problem.batch, problem.heads)) if has_lists else None
     return Given(bias, tables or None, numbers or None, lists)
 
 
@@ -73,6 +75,8 @@ def static_of(custom: Any) -> Mods:
 def as_bias(bias: Tensor, problem: Problem) -> Tensor:
     """(B, H, Sq, Sk), in a dtype that kernels read."""
     bias = bias if bias.dtype in BIAS_DTYPES else bias.float()
+    if bias.stride(2) * bias.element_size() > MAX_ROW_BYTES:
+        bias = bias.contiguous()
     whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
     return bias if bias.shape == whole else bias.expand(whole)
 
@@ -114,9 +118,9 @@ _known: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
 MAX_KNOWN = 8  # they keep memory on the device
 
 
-def _lists(block_map: list[Tensor], heads: tuple[int, int], of_keys: bool) -> list[Tensor]:
+def _lists(block_map: list[Tensor], heads: tuple[int, int]) -> list[Tensor]:
     """Of `BlockMap.tensors`: the numbers and indices of full blocks, and of partial ones, by head."""
-    partial, full = (block_map[i : i + 2] for i in ((4, 6) if of_keys else (0, 2)))
+    partial, full = block_map[:2], block_map[2:4]
     own = [*full, *partial]
     key = (*map(id, own), heads)
     found = _known.get(key)

@@ -23,16 +23,19 @@ MAX_KNOWN = 64
 _known: dict[tuple, tuple[weakref.ref, list[Tensor]]] = {}
 
 
-def entries_of(block_map: BlockMap, problem: Problem, tile: tuple[int, int]) -> list[Tensor]:
+def entries_of(
+    tensors: list[Tensor], sizes: list[int], problem: Problem, tile: tuple[int, int]
+) -> list[Tensor]:
     """How many (B, Hkv, tiles of keys), and the entries (B, Hkv, tiles of keys, at most), for a tile of a
-    kernel, which divides the blocks of the map. No sync; kept as long as the map is.
+    kernel, which divides the blocks of the map that `BlockMap.of_tensors` makes of these. No sync; kept as
+    long as the map is.
     """
-    own = block_map.partial.index
-    key = id(own), own._version, block_map.sizes, tile, problem.batch, problem.heads, problem.heads_kv
+    own = tensors[1]
+    key = id(own), own._version, *sizes, tile, problem.batch, problem.heads, problem.heads_kv
     found = _known.get(key)
     if found is not None and found[0]() is own:
         return found[1]
-    made = _made(block_map, problem, tile)
+    made = _made(BlockMap.of_tensors(tensors, sizes), problem, tile)
     if len(_known) >= MAX_KNOWN:
         _known.pop(next(iter(_known)))
     _known[key] = weakref.ref(own), made

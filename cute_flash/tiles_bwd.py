@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cute_flash.arch import ArchSpec
-from cute_flash.problem import Features, Problem
+from cute_flash.problem import Features, Problem, Static
 from cute_flash.tiles import (
     ANY_WEIGHT,
     ELEMENT_BYTES,
@@ -230,6 +230,8 @@ SM90_BWD_SCORE = (
     BwdTileSm90(64, 64, 128, measured=_BY_RULE),
     SM90_BWD[1],
 )
+# With a block map, whose mask_mod is asked in few blocks, or with a score_mod: not both, and light ones.
+SM90_BWD_LIGHT = BwdTileSm90(64, 128, 128, early_lse=True, max_weight=HEAVY, measured=_BY_RULE)
 # Operations of users' functions for every score that their registers serve; longer ones are left to mma.sync,
 # on which the narrowest tile needs to be smaller for them.
 MOST_INNER = (24, 10)
@@ -246,7 +248,8 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool 
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE[2:] if is_written else SM90_BWD_SCORE
-        rows = rows[: sum(inner <= most for most in MOST_INNER)] if inner else rows
+        rows = (SM90_BWD_LIGHT, *rows) if is_written and _is_light(static) else rows
+        rows = tuple(row for row in rows if inner <= MOST_INNER[row.head_dim > 64])
     else:
         # What tells a packed sequence, and whose turn it is, would spill beside the larger ones.
         is_small = not is_plain or (deterministic and static.features.varlen)
@@ -260,6 +263,13 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool 
         if tile.head_dim >= static.widest and tile.fits(arch):
             return tile
     return None
+
+
+def _is_light(static: Static) -> bool:
+    """Whether functions leave registers for the tile of plain gradients."""
+    features = static.features
+    is_rare = features.block_map or not features.mask_mod
+    return is_rare and not features.bias and not features.varlen and static.mods.is_light
 
 
 def drops_none(tile: AnyBwdTile, features: Features) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_flash.device.mask import column_offset
 from cute_flash.device.place import Place
@@ -51,9 +51,15 @@ class BiasBlock:
 
     def fetch_column(self, c: int) -> None:
         if c < self.rBias.shape[1]:
-            gBias, query = self.terms.mBias[self.place.batch, self.place.head, None, None], self._query(c)
+            gBias = self.terms.mBias[self.place.batch, self.place.head, None, None]
+            of, width = gBias.element_type, gBias.element_type.width // 8
+            # A row and the next are less than 2 GB apart (`custom_cuda.as_bias`): one product for an address.
+            row, key = Int64(Int32(gBias.stride[0] * width)), gBias.stride[1] * width
             for r in range(self.rBias.shape[0]):
-                self.rBias[r, c] = gBias[query, self._key(r)]
+                first = gBias.iterator.toint() + Int64(self._key(r)) * key
+                address = first + Int64(self._query(c)) * row
+                pointer = cute.make_ptr(of, address, cutlass.AddressSpace.gmem, assumed_align=width)
+                self.rBias[r, c] = pointer.load()
 
     def _query(self, c: int) -> Int32:
         return cutlass.min(self.place.query + column_offset(c), self.lengths[0] - 1)

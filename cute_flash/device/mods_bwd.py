@@ -5,12 +5,13 @@
     dS' = P (Z dP - D)
     dS  = the gradient of score_mod, of S and dS'; 0 where P is 0
 
-Rows are keys, columns queries, as everywhere in the backward. In the place of the products stands S, made
-while dP is on its way, and then P, unless the gradient needs S itself, or softcap its tangent: then these
-stay, and P is computed twice. What a function makes of a query alone is computed where its column is, and
-kept for no longer; of a key alone, once for a block.
+Rows are keys, columns queries, as everywhere in the backward. In the place of the products stands P, made
+while dP is on its way, unless the gradient needs S itself, or softcap its tangent: then these stay, and P is
+computed twice. What a function makes of a query alone is computed where its column is, and kept for no
+longer; of a key alone, once for a block.
 
-A function may give a number to any score, also to one of -inf: hidden scores are told by their bits.
+A function may give a number to any score, also to one of -inf. Where P stands, it is hidden itself, by 0;
+where S stays, hidden scores are told by their bits; where there is no function, by -inf.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from cute_flash.device.entry_list import EntryLists
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic, within
 from cute_flash.device.place import Place
-from cute_flash.device.ptx import pack
+from cute_flash.device.ptx import pack, select_if
 from cute_flash.device.score_bwd import BlockScores, bits_and, derivative
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.sums import Sums
@@ -35,6 +36,8 @@ from cute_flash.mods.evaluate import Evaluator
 from cute_flash.mods.graph import COLUMN, ROW, Graph
 from cute_flash.mods.lower import lowered
 
+# Columns of which a mask may have loaded something at a time, where there are many.
+AT_ONCE = 8
 # No arithmetic gives this one: results that are no number have other bits.
 HIDDEN = 0x7FC0DEAD
 
@@ -170,9 +173,14 @@ class WrittenScores:
 
     @property
     def scales(self) -> bool:
-        """Scores are made in place; else products stay and the exponent takes the scale."""
+        """Products are scaled before more is made of them; else the exponent takes the scale."""
         changes = self.has_slope or self.bias is not None or self.code.score is not None
         return changes and not self.caps
+
+    @property
+    def hides_weights(self) -> bool:
+        """All is made of a product at once, between exponentials, and hidden after that."""
+        return self.scales and not self.keeps_score
 
     # The way of a block
 
@@ -188,7 +196,7 @@ class WrittenScores:
         S_mn = as_mn(acc_S)
         if cutlass.const_expr(self.caps):
             self.plain.score.apply_cap(acc_S)
-        if cutlass.const_expr(self.scales):
+        if cutlass.const_expr(self.scales and self.keeps_score):
             for c in cutlass.range_constexpr(self.size[1]):
                 if cutlass.const_expr(self.bias is not None and not self.is_early):
                     self.bias.fetch_column(c)
@@ -204,41 +212,52 @@ class WrittenScores:
     @property
     def marks_bits(self) -> bool:
         """Hidden scores are marked by their bits, for a function that makes a number of -inf."""
-        return self.code.score is not None
+        return self.code.score is not None and not self.hides_weights
+
+    def hidden(self, acc_S: cute.Tensor) -> tuple:
+        """What a hidden element is to be, and the elements as those are."""
+        if self.marks_bits:
+            return bits_of(acc_S), Int32(HIDDEN)
+        return as_mn(acc_S), Float32(0.0 if self.hides_weights else -Float32.inf)
 
     @cute.jit
     def cut(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32):
         """What the band hides, and keys past the end."""
-        if cutlass.const_expr(self.marks_bits):
-            mask.apply(bits_of(acc_S), first_col, Int32(HIDDEN))
-            mask.hide_tail(bits_of(acc_S), Int32(HIDDEN))
-        else:
-            mask.apply(as_mn(acc_S), first_col)
-            mask.hide_tail(as_mn(acc_S))
+        S_mn, nothing = self.hidden(acc_S)
+        mask.apply(S_mn, first_col, nothing)
+        mask.hide_tail(S_mn, nothing)
 
     @cute.jit
-    def hide(self, acc_S: cute.Tensor):
-        """What mask_mod hides."""
+    def hide(self, acc_S: cute.Tensor, is_partial=None):
+        """What mask_mod hides; `is_partial`: of a block map's blocks, whether it decides in this one."""
+        if cutlass.const_expr(is_partial is None):
+            self.apply_mask(acc_S)
+        elif is_partial:
+            self.apply_mask(acc_S)
+
+    @cute.jit
+    def apply_mask(self, acc_S: cute.Tensor):
         if cutlass.const_expr(self.code.mask is not None):
             function = Function(self.code.mask, self.terms.mask, self.place, self.size[0])
-            S_mn, nothing = as_mn(acc_S), -Float32.inf
-            if cutlass.const_expr(self.marks_bits):
-                S_mn, nothing = bits_of(acc_S), Int32(HIDDEN)
+            S_mn, nothing = self.hidden(acc_S)
             for c in cutlass.range_constexpr(self.size[1]):
+                if cutlass.const_expr(self.size[1] > 2 * AT_ONCE and c % AT_ONCE == 0):
+                    # Loads do not pass it: those of all columns at once would spill.
+                    cute.arch.sync_warp()
                 query = function.column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
                     (seen,) = function.at(r, query)
-                    S_mn[r, c] = S_mn[r, c] if seen else nothing
+                    S_mn[r, c] = select_if(seen, S_mn[r, c], nothing)
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
-        """-> P, kept or dropped, in rP; what dS will need of it stays."""
-        S_mn, packed, bits = as_mn(acc_S), cute.recast_tensor(rP, Int32), bits_of(acc_S)
-        function = self.function()
+        """-> P, kept or dropped, in rP, unless it is yet to be hidden; what dS will need of it stays."""
+        S_mn, bits = as_mn(acc_S), bits_of(acc_S)
+        function, bias = self.function(), None if self.is_early else self.bias
         for c in cutlass.range_constexpr(0, self.size[1], 2):
-            if cutlass.const_expr(self.keeps_tangent and self.bias is not None and not self.is_early):
-                self.bias.fetch_column(c)
-                self.bias.fetch_column(c + 1)
+            if cutlass.const_expr(bias is not None and (self.keeps_tangent or self.hides_weights)):
+                bias.fetch_column(c)
+                bias.fetch_column(c + 1)
             queries = [None if function is None else function.column(c + j) for j in range(2)]
             for r in cutlass.range_constexpr(self.size[0]):
                 pair = []
@@ -247,10 +266,24 @@ class WrittenScores:
                     P = self.weight(x, (r, c + j), rLSE, function, queries[j], bits)
                     if cutlass.const_expr(not self.keeps_score):
                         S_mn[r, c + j] = P * derivative(x) if cutlass.const_expr(self.caps) else P
-                    kept = self.plain.kept
-                    pair.append(P if kept is None else kept.choose(P, r, c + j))
-                # Neighbours in a row are neighbours in registers.
-                packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pack(*pair, rP.element_type)
+                    pair.append(P)
+                if cutlass.const_expr(not self.hides_weights):
+                    self.pack(rP, pair, S_mn, r, c)
+
+    @cute.jit
+    def pack_weights(self, acc_P: cute.Tensor, rP: cute.Tensor):
+        """P, kept or dropped, in rP: after `weigh` and what hides weights."""
+        P_mn = as_mn(acc_P)
+        for c in cutlass.range_constexpr(0, self.size[1], 2):
+            for r in cutlass.range_constexpr(self.size[0]):
+                self.pack(rP, [P_mn[r, c + j] for j in range(2)], P_mn, r, c)
+
+    def pack(self, rP: cute.Tensor, pair: list, S_mn: cute.Tensor, r: int, c: int) -> None:
+        kept, packed = self.plain.kept, cute.recast_tensor(rP, Int32)
+        if kept is not None:
+            pair = [kept.choose(P, r, c + j) for j, P in enumerate(pair)]
+        # Neighbours in a row are neighbours in registers.
+        packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pack(*pair, rP.element_type)
 
     def function(self) -> Function | None:
         if self.code.score is None:
@@ -259,7 +292,9 @@ class WrittenScores:
 
     def before(self, x: Float32, r: int, c: int) -> Float32:
         """S, of what stands in its place."""
-        return self.shifted(x * self.terms.softcap, r, c) if self.keeps_tangent else x
+        if self.keeps_tangent or self.hides_weights:
+            return self.shifted(x * (self.terms.softcap if self.caps else self.terms.scale), r, c)
+        return x
 
     def weight(self, x: Float32, at: tuple, rLSE, function: Function | None, query, bits) -> Float32:
         """exp(score_mod(S) - LSE)"""
@@ -272,7 +307,7 @@ class WrittenScores:
             return cute.math.exp2(S * unit - lse, fastmath=True)
         (score,) = function.at(r, query, self.before(x, r, c))
         P = cute.math.exp2(Float32(score) * LOG2_E - lse, fastmath=True)
-        return cutlass.select_(bits[r, c] == HIDDEN, Float32(0.0), P)
+        return cutlass.select_(bits[r, c] == HIDDEN, Float32(0.0), P) if self.marks_bits else P
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dslope):

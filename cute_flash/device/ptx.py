@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 _CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
 
@@ -20,6 +20,18 @@ def rederived(value: Int32 | Float32) -> Int32 | Float32:
     """
     of = Float32 if isinstance(value, Float32) else Int32
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[of], read_only_args=[value])
+
+
+def select_if(condition: Boolean, a, b):
+    """One of two values by one instruction, where it is written: of a condition made of several the compiler
+    would make a chain of choices, and keep what they begin with.
+    """
+    of = Float32 if isinstance(a, Float32) else Int32
+    return cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\tselp.b32 {$w0}, {$r1}, {$r2}, p;\n\t}",
+        write_only_types=[of],
+        read_only_args=[Int32(condition), a, b],
+    )
 
 
 def kept_halves(draws: Uint32, threshold: Uint32) -> Int32:

@@ -275,22 +275,16 @@ class BwdSm80(Loops):
         self.gemm(p.mma_s, acc_S, main.k, main.q, stage, of_keys)
         if cutlass.const_expr(scores is not None):
             scores.cap(acc_S)
-        if is_cut:
-            mask = self.mask(p, main)
-            if cutlass.const_expr(self.is_written):
-                scores.cut(acc_S, mask, m_block * tile.tile_m)
-            else:
-                mask.apply(as_mn(acc_S), m_block * tile.tile_m)
-                mask.hide_tail(as_mn(acc_S))
-        if cutlass.const_expr(self.is_written and is_partial is None):
-            scores.hide(acc_S)
-        if cutlass.const_expr(is_partial is not None):
-            if is_partial:
-                scores.hide(acc_S)
+        hides_weights = self.is_written and scores.hides_weights
+        if cutlass.const_expr(not hides_weights):
+            self.hide(p, main, scores, acc_S, m_block, is_cut, is_partial)
         lse, S_mn = self.of_columns(p, main, stage), as_mn(acc_S)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         if cutlass.const_expr(scores is not None):
             scores.weigh(acc_S, rP, lse)
+            if cutlass.const_expr(hides_weights):
+                self.hide(p, main, scores, acc_S, m_block, is_cut, is_partial)
+                scores.pack_weights(acc_S, rP)
         else:
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 S_mn[r, None].store(
@@ -353,6 +347,19 @@ class BwdSm80(Loops):
     def mask(self, p: Params, main: Main) -> Mask:
         lengths = main.span.k_len, main.span.q_len
         return Mask(p.band, *lengths, rederived(main.first_row), self.coordinates(p, main))
+
+    @cute.jit
+    def hide(self, p: Params, main: Main, scores, acc_S: cute.Tensor, m_block: Int32, is_cut, is_partial):
+        """What the band, the ends and mask_mod hide."""
+        if is_cut:
+            mask, first = self.mask(p, main), m_block * self.tile.tile_m
+            if cutlass.const_expr(self.is_written):
+                scores.cut(acc_S, mask, first)
+            else:
+                mask.apply(as_mn(acc_S), first)
+                mask.hide_tail(as_mn(acc_S))
+        if cutlass.const_expr(self.is_written):
+            scores.hide(acc_S, is_partial)
 
     def scores(self, p: Params, main: Main, where: tuple) -> BlockScores | WrittenScores | None:
         if p.terms is None:

@@ -96,6 +96,8 @@ class BwdSm90:
         self.dtype = self.shapes.dtype
         self.has_score = static.features.in_gradients.weight > 0 or static.features.is_written
         self.is_written, self.is_listed = static.features.is_written, static.features.block_map
+        # What needs the registers in which LSE would wait.
+        self.has_function = any((static.features.bias, static.features.score_mod, static.features.mask_mod))
         # In order every tile has a block of its own: who is waited for has begun.
         differs = static.is_bounded or static.features.varlen or self.is_listed
         self.draws_tiles = differs and not self.is_ordered
@@ -382,22 +384,24 @@ class BwdSm90:
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
             if cutlass.const_expr(self.is_written):
                 scores.prepare()
-        if cutlass.const_expr(self.tile.early_lse):
+        if cutlass.const_expr(self.tile.early_lse and not self.has_function):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         warpgroup.wait_group(1)
-        if cutlass.const_expr(self.is_written):
-            # Functions need the registers.
+        if cutlass.const_expr(self.has_function):
             rLSE = self.rows(main, shared.sLSE, stage)
         elif cutlass.const_expr(not self.tile.early_lse):
             rLSE = self.load_rows(main, shared.sLSE, stage)
         if cutlass.const_expr(self.has_score):
             scores.cap(acc_S)
-        if cutlass.const_expr(self.is_written):
-            self.hide(p, tile, mask, scores, acc_S, place)
-        else:
+        if cutlass.const_expr(not self.is_written):
             self.mask(p, tile, mask, acc_S, place[0])
+        elif cutlass.const_expr(not scores.hides_weights):
+            self.hide(p, tile, mask, scores, acc_S, place)
         if cutlass.const_expr(self.has_score):
             scores.weigh(acc_S, rP, rLSE)
+            if cutlass.const_expr(self.is_written and scores.hides_weights):
+                self.hide(p, tile, mask, scores, acc_S, place)
+                scores.pack_weights(acc_S, rP)
         else:
             self.exponentiate(p, acc_S, rLSE)
             convert(acc_S, rP)
@@ -530,11 +534,7 @@ class BwdSm90:
         blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             scores.cut(acc_S, mask, m_block * self.tile.tile_m)
-        if cutlass.const_expr(self.is_listed):
-            if Entry(place[1]).is_partial:
-                scores.hide(acc_S)
-        else:
-            scores.hide(acc_S)
+        scores.hide(acc_S, Entry(place[1]).is_partial if cutlass.const_expr(self.is_listed) else None)
 
     @cute.jit
     def stage_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):

@@ -66,6 +66,15 @@ class Mods:
         return score + (0 if self.graphs.mask is None else _inner(self.graphs.mask))
 
     @property
+    def is_light(self) -> bool:
+        """Whether functions of the backward are short, read nothing for every score, and the gradient is one
+        of weights alone.
+        """
+        score, graphs = self.graphs.score, [x for x in (self.graphs.score, self.graphs.mask) if x is not None]
+        needs_score = score is not None and _has_input(self.graphs.gradient(self.wanted).graph, "score")
+        return not needs_score and all(_inner(x) <= SHORT and not _loads_inner(x) for x in graphs)
+
+    @property
     def in_forward(self) -> Mods:
         graphs = Graphs(self.graphs.score, self.graphs.mask)
         bits = self.bias_bits & ROW
@@ -92,3 +101,11 @@ def _inner(graph: Graph) -> int:
     found = lowered(graph)
     nodes = ((node.op, bits) for node, bits in zip(found.nodes, found.depends))
     return sum(_SLOW.get(op, 1) for op, bits in nodes if op not in ("input", "constant") and is_inner(bits))
+
+
+def _loads_inner(graph: Graph) -> bool:
+    return any(node.op == "load" and is_inner(bits) for node, bits in zip(graph.nodes, graph.depends))
+
+
+def _has_input(graph: Graph, name: str) -> bool:
+    return any(node.op == "input" and node.value == name for node in graph.nodes)

@@ -69,6 +69,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
 
     for name in ("pack", "bits_and"):
         monkeypatch.setattr(mods_bwd, name, getattr(score_bwd, name))
+    monkeypatch.setattr(mods_bwd, "select_if", lambda seen, a, b: cutlass.select_(seen, a, b))
     monkeypatch.setattr(mods_bwd, "derivative", lambda t: positive(Float32(1.0) - t * t))
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, b))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan=False: cutlass.max(a, b))
@@ -156,10 +157,15 @@ def block(  # type: ignore[no-untyped-def]
             scores = terms.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
             scores.prepare()
             scores.cap(acc_S)
+            rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
+            if cutlass.const_expr(scores.hides_weights):
+                scores.weigh(acc_S, rP, lse)
             scores.cut(acc_S, mask, Int32(first[1]))
             scores.hide(acc_S)
-            rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
-            scores.weigh(acc_S, rP, lse)
+            if cutlass.const_expr(scores.hides_weights):
+                scores.pack_weights(acc_S, rP)
+            else:
+                scores.weigh(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
             total.fill(0.0)
             scores.differentiate(acc_S, acc_dP, lse, d, total).end()

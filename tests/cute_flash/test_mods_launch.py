@@ -43,14 +43,6 @@ def test_arguments() -> None:
     assert (mods.bias, mods.reads_pairs, mods.block) == ("bfloat16", True, (128, 128))
 
 
-def test_lists_of_keys() -> None:
-    case = case_of(mask="document", has_map=True)
-    _, asked = case.call()
-    plain = case.problem()[0]
-    lists = custom_cuda.given(asked, plain, of_keys=True).lists
-    assert lists is not None and [tuple(x.shape) for x in lists] == [(2, 4, 2), (2, 4, 2, 3)] * 2
-
-
 @pytest.mark.parametrize(
     ("bias", "expected"),
     [
