@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from cute_flash.mods.call import Graphs
-from cute_flash.mods.graph import Graph
+from cute_flash.mods.graph import ROW, Graph
 from cute_flash.mods.lower import is_inner, lowered
 
 
@@ -37,12 +37,16 @@ class Mods:
 
     @property
     def is_light(self) -> bool:
-        """Whether functions of the backward are short, read nothing for every score, and the gradient is one
-        of weights alone.
-        """
-        score, graphs = self.graphs.score, [x for x in (self.graphs.score, self.graphs.mask) if x is not None]
-        needs_score = score is not None and _has_input(self.graphs.gradient(self.wanted).graph, "score")
-        return not needs_score and all(_inner(x) <= SHORT and not _loads_inner(x) for x in graphs)
+        """Whether functions of the backward are short, read little, and pass a gradient of weights on."""
+        score, mask = self.graphs.score, self.graphs.mask
+        if score is not None:
+            gradient = self.graphs.gradient(self.wanted).graph
+            needs_score = any(node.op == "input" and node.value == "score" for node in gradient.nodes)
+            if needs_score or _reads_rows(score) or _inner(score) > SHORT:
+                return False
+        if mask is None:
+            return True
+        return not _reads_pairs(mask) and _inner(mask) <= (SHORT_READING if _reads_rows(mask) else SHORT)
 
     @property
     def in_forward(self) -> Mods:
@@ -54,7 +58,8 @@ class Mods:
         return replace(self, block=None, wants_bias=False)
 
 
-SHORT = 7  # operations for every score
+# Operations for every score; of a mask that reads something for every query.
+SHORT, SHORT_READING = 7, 3
 # Operations on ints that are many instructions.
 _SLOW = {"mod": 10, "floordiv": 10}
 
@@ -66,9 +71,10 @@ def _inner(graph: Graph) -> int:
     return sum(_SLOW.get(op, 1) for op, bits in nodes if op not in ("input", "constant") and is_inner(bits))
 
 
-def _loads_inner(graph: Graph) -> bool:
+def _reads_rows(graph: Graph) -> bool:
+    """Whether a table is read for every query, or for every score."""
+    return any(node.op == "load" and bits & ROW for node, bits in zip(graph.nodes, graph.depends))
+
+
+def _reads_pairs(graph: Graph) -> bool:
     return any(node.op == "load" and is_inner(bits) for node, bits in zip(graph.nodes, graph.depends))
-
-
-def _has_input(graph: Graph, name: str) -> bool:
-    return any(node.op == "input" and node.value == name for node in graph.nodes)
