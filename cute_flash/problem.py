@@ -127,7 +127,8 @@ class Static:
             return self.features.weight
         is_scattered = bool(self.mods.bias) and not self.mods.reads_pairs
         is_long = self.mods.num_inner > LONG_FUNCTION or is_scattered
-        return self.features.weight + 8 * is_long + (self.mods.bias == "float32") - self.mods.has_light_formula
+        more = 8 * is_long + (self.mods.bias == "float32") - self.mods.has_light_formula
+        return self.features.weight + more
 
     @property
     def widest(self) -> int:

@@ -269,7 +269,8 @@ def _is_light(static: Static) -> bool:
     """Whether functions leave registers for the tile of plain gradients."""
     features = static.features
     is_rare = features.block_map or not features.mask_mod
-    return is_rare and not features.bias and not features.varlen and static.mods.is_light
+    has_more = features.bias or features.alibi or features.varlen
+    return is_rare and not has_more and static.mods.has_light_gradient
 
 
 def drops_none(tile: AnyBwdTile, features: Features) -> bool:

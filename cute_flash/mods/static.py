@@ -39,7 +39,7 @@ class Mods:
         score, mask = self.graphs.score, self.graphs.mask if self.block is None else None
         asked = [graph for graph in (score, mask) if graph is not None]
         is_short = sum(graph.num_inner for graph in asked) <= LONG_FUNCTION
-        return bool(asked or self.bias) and is_short and not any(_reads_inner(graph) for graph in asked)
+        return bool(asked or self.bias) and is_short and not any(_reads_pairs(graph) for graph in asked)
 
     @property
     def shares_pairs(self) -> bool:
@@ -66,13 +66,17 @@ class Mods:
         return score + (0 if self.graphs.mask is None else _inner(self.graphs.mask))
 
     @property
-    def is_light(self) -> bool:
-        """Whether functions of the backward are short, read nothing for every score, and the gradient is one
-        of weights alone.
-        """
-        score, graphs = self.graphs.score, [x for x in (self.graphs.score, self.graphs.mask) if x is not None]
-        needs_score = score is not None and _has_input(self.graphs.gradient(self.wanted).graph, "score")
-        return not needs_score and all(_inner(x) <= SHORT and not _loads_inner(x) for x in graphs)
+    def has_light_gradient(self) -> bool:
+        """Whether functions of the backward are short, read little, and pass a gradient of weights on."""
+        score, mask = self.graphs.score, self.graphs.mask
+        if score is not None:
+            gradient = self.graphs.gradient(self.wanted).graph
+            needs_score = any(node.op == "input" and node.value == "score" for node in gradient.nodes)
+            if needs_score or _reads_rows(score) or _inner(score) > SHORT:
+                return False
+        if mask is None:
+            return True
+        return not _reads_pairs(mask) and _inner(mask) <= (SHORT_READING if _reads_rows(mask) else SHORT)
 
     @property
     def in_forward(self) -> Mods:
@@ -86,11 +90,9 @@ class Mods:
         return replace(self, is_aligned=False, block=None, wants_bias=False)
 
 
-def _reads_inner(graph: Graph) -> bool:
-    return any(node.op == "load" and is_inner(bits) for node, bits in zip(graph.nodes, graph.depends))
-
-
-LIGHT_FUNCTION = 6
+# Operations for every score: of a formula of the forward that takes hardly a register; of the backward, and
+# there of a mask that reads something for every query.
+LIGHT_FUNCTION, SHORT, SHORT_READING = 6, 7, 3
 _LIGHT = {"input", "constant", "add", "sub", "mul", "neg", "abs", "min", "max", "to_float"}
 # Operations on ints that are many instructions.
 _SLOW = {"mod": 10, "floordiv": 10}
@@ -103,9 +105,10 @@ def _inner(graph: Graph) -> int:
     return sum(_SLOW.get(op, 1) for op, bits in nodes if op not in ("input", "constant") and is_inner(bits))
 
 
-def _loads_inner(graph: Graph) -> bool:
+def _reads_rows(graph: Graph) -> bool:
+    """Whether a table is read for every query, or for every score."""
+    return any(node.op == "load" and bits & ROW for node, bits in zip(graph.nodes, graph.depends))
+
+
+def _reads_pairs(graph: Graph) -> bool:
     return any(node.op == "load" and is_inner(bits) for node, bits in zip(graph.nodes, graph.depends))
-
-
-def _has_input(graph: Graph, name: str) -> bool:
-    return any(node.op == "input" and node.value == name for node in graph.nodes)

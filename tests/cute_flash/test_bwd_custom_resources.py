@@ -22,7 +22,7 @@ from tests.launch_capture import has_compiler
 GATES = [
     ("sm90", "sm_90", "d128-relative-r", 1),
     ("sm90", "sm_90", "d128-bias-bfloat16-r", 0),
-    ("sm90", "sm_90", "d128-document_causal-map", 1),
+    ("sm90", "sm_90", "d64-document-map", 1),
     ("sm80", "sm_80", "d128-alibi-window-bias-bfloat16", 1),
 ]
 

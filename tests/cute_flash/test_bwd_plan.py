@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from cute_flash import UnsupportedError
 from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import bwd_plan, use_kernels
 from cute_flash.problem import Features, Problem
+from tests import mod_gradients
+from tests.mod_cases import Case, Kind, Sizes
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -87,6 +90,28 @@ def test_every_head_dim_has_gradients_with_features(arch: str, head_dim: int) ->
     # One part of each warp that multiplies.
     warps = 8 if found.family == "sm90" else found.main.tile.num_warps
     assert found.slope_sums == (-(-300 // found.tile.tile_n), warps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile_m"),
+    [
+        (Kind(64, has_map=True), 128),
+        (Kind(64, mask="document_causal", has_map=True), 128),
+        (Kind(64, score="alibi", bounds=(False, True)), 128),
+        # Asked for every score, of two kinds, read or differentiated for every score.
+        (Kind(64, mask="document"), 64),
+        (Kind(64, score="alibi", mask="document", has_map=True), 64),
+        (Kind(64, score="relative"), 64),
+        (Kind(64, score="capped"), 64),
+        (Kind(64, bias=torch.bfloat16), 64),
+        (Kind(72, score="alibi"), 64),
+    ],
+    ids=lambda x: x.id if isinstance(x, Kind) else str(x),
+)
+def test_light_functions_have_the_tile_of_plain_gradients(kind: Kind, tile_m: int) -> None:
+    case = Case(kind, Sizes(1, 2, 2, 300, 300), device="cpu")
+    found = mod_gradients.plan_of(case, ARCHS["sm_90"])
+    assert (found.main.kernel, found.tile.tile_m, found.tile.tile_n) == ("bwd_sm90_custom", tile_m, 128)
 
 
 def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

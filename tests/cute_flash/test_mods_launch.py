@@ -43,6 +43,15 @@ def test_arguments() -> None:
     assert (mods.bias, mods.reads_pairs, mods.block) == ("bfloat16", True, (128, 128))
 
 
+def test_rows_of_a_bias_are_within_reach_of_each_other() -> None:
+    problem = case_of(bias=torch.bfloat16).problem()[0]
+    sizes = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    far = torch.empty_strided(sizes, (8, 1 << 45, 1 << 30, 1), dtype=torch.bfloat16, device="meta")
+    assert custom_cuda.as_bias(far, problem).stride(2) == problem.seqlen_k
+    near = torch.empty_strided(sizes, (8, 1 << 45, 1 << 29, 1), dtype=torch.bfloat16, device="meta")
+    assert custom_cuda.as_bias(near, problem).stride() == near.stride()
+
+
 @pytest.mark.parametrize(
     ("bias", "expected"),
     [
