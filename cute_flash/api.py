@@ -231,24 +231,12 @@ def _general(
         given = _custom(*asked)
         if forward_ad._current_level >= 0:
             _refuse_tangents(*given.tables, *(() if given.bias is None else (given.bias,)))
-        others = [x for x in (given.bias, *given.tables) if x is not None]
-        if _is_direct(q, k, v, how, others):
+        if ops.is_direct(q, k, v, how.alibi, how.sinks, given.bias, *given.tables):
             return custom.fwd_cuda(q, k, v, how, given)
         return custom.custom_fwd(q, k, v, *how, *given)
-    if _is_direct(q, k, v, how, []):
+    if ops.is_direct(q, k, v, how.alibi, how.sinks):
         return general._fwd_cuda(q, k, v, *how)
     return general.general_fwd(q, k, v, *how)
-
-
-def _is_direct(q: Tensor, k: Tensor, v: Tensor, how: How, others: list[Tensor]) -> bool:
-    """Whether there is nothing to differentiate and nobody listening: the dispatcher would only call what it
-    calls, later.
-    """
-    if not q.is_cuda or torch.compiler.is_compiling() or ops.is_watched():
-        return False
-    tensors = [x for x in (q, k, v, how.alibi, how.sinks, *others) if x is not None]
-    is_enabled = torch.is_grad_enabled()
-    return all(type(x) is Tensor and not (is_enabled and x.requires_grad) for x in tensors)
 
 
 def _chosen(

@@ -292,8 +292,7 @@ def _autograd(ctx, dout: Tensor | None, dlse: Tensor | None, _max_logit: None) -
         return *(None,) * (3 + NUM_HOW), None, None, [None] * num_tables, *unused
     dout = torch.zeros_like(out) if dout is None else dout
     with contextlib.nullcontext() if ctx.family is None else planning.use_kernels(ctx.family):
-        # Nobody listening: the dispatcher would only call this, later.
-        backward = _bwd_cuda if q.is_cuda and not ops.is_watched() else custom_bwd
+        backward = _bwd_cuda if ops.is_direct(q, k, v, out, lse, dout, dlse, *tensors) else custom_bwd
         *grads, dalibi, dsinks, dbias, dtables = backward(dout, dlse, q, k, v, out, lse, *how, *custom)
     by_name = {"alibi": dalibi, "sinks": dsinks}
     given = (None if value is None else by_name.get(name) for name, value in how._asdict().items())

@@ -42,6 +42,8 @@ _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiling = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
+# Of tensors that have no dispatch of their own.
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 LIBRARY.define(
@@ -264,3 +266,17 @@ def is_watched() -> bool:
         or _profiling()
         or _tracing() is not None
     )
+
+
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether a call of these on CUDA has nothing to differentiate, nobody listening and nothing to unwrap,
+    or to negate before it is read: the dispatcher would only call what it calls, later.
+    """
+    first = tensors[0]
+    if first is None or not first.is_cuda or torch.compiler.is_compiling() or is_watched():
+        return False
+    is_enabled = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg() or (is_enabled and x.requires_grad)):
+            return False
+    return True
