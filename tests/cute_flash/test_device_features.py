@@ -21,7 +21,7 @@ from cute_flash.band import Band
 from cute_flash.device import philox as device_philox
 from cute_flash.device.drawn import Drawn
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout, Place, philox_4x32
+from cute_flash.device.philox import Dropout, TilePlace, philox_4x32
 from cute_flash.device.score import Score
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
@@ -98,7 +98,7 @@ def after_dropout(shape: Any, first: tuple[int, int], p: float = 0.3) -> torch.T
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
             rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), cutlass.BFloat16)
             rP.fill(7.0)
-            place = Place(Int32(1 * 5 + 3), first_row, first_column, tScS)
+            place = TilePlace(Int32(1 * 5 + 3), first_row, first_column, tScS)
             masks, packed = dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
             for i in cutlass.range_constexpr(cute.size(packed)):
                 packed[i] = packed[i] & masks[i]
