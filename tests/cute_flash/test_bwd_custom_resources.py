@@ -11,10 +11,11 @@ import pytest
 
 from cute_flash.arch import ARCHS
 from cute_flash.plan import BwdPlan, use_kernels
-from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.resources import nvdisasm
 from cute_flash.tiles_bwd import BwdTile
 from tests import mod_cases, mod_gradients
 from tests.backward_capture import case_of
+from tests.gates import kernel_resources
 from tests.launch_capture import has_compiler
 
 # (family, target, kind, seed): a sample of what is nearest to the limit. The seed decides which scores share

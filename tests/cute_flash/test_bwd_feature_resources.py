@@ -13,9 +13,10 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import BwdPlan, bwd_plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.resources import nvdisasm
 from cute_flash.tiles_bwd import SM80_BWD_SCORE, SM90_BWD_SCORE, BwdTile
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
+from tests.gates import kernel_resources
 from tests.launch_capture import has_compiler
 
 ALL = ("softcap", "alibi", "dropout")

@@ -13,10 +13,11 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band, ceil_div
 from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
-from cute_flash.resources import Resources, disassemble, kernel_resources, nvdisasm, resources
+from cute_flash.resources import Resources, disassemble, nvdisasm, resources
 from cute_flash.tiles import FwdTile, FwdTileSm90
 from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.tiles_fwd import SM90_FWD
+from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
 
 FULL, CAUSAL, WINDOW, LEFT = Band(), Band(None, 0), Band(128, 64), Band(128, None)
@@ -107,7 +108,7 @@ def hopper_gate_id(gate: tuple[FwdTileSm90, Band, str, bool]) -> str:
 def test_kernel_keeps_everything_in_registers(gate: tuple[str, int, Band, str]) -> None:
     the_plan = plan_of(*gate)
     target, head_dim, _, dtype = gate
-    found = resources(the_plan)
+    found = kernel_resources(the_plan.key)
     arch, tile = the_plan.arch, the_plan.tile
     assert isinstance(tile, FwdTile)
     assert found.target == target
@@ -148,7 +149,7 @@ def check_instructions(found: Resources, the_plan: Plan) -> None:
 def test_hopper_kernel_keeps_everything_in_registers(gate: tuple[FwdTileSm90, Band, str, bool]) -> None:
     the_plan = hopper_plan(*gate)
     row, _, dtype, _ = gate
-    found = resources(the_plan)
+    found = kernel_resources(the_plan.key)
     assert found.target == "sm_90a"
     assert found.symbol.startswith(f"cute_flash_fwd_sm90_d{the_plan.problem.head_dim}")
     assert f"_{dtype}_" in found.symbol

@@ -13,8 +13,8 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import bwd_plan, plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
+from tests.gates import kernel_resources
 from tests.launch_capture import has_compiler
 
 # (family, target, D, Dv, mask, features): a sample, those of models and those nearest to the limit.
