@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 from typing import Protocol
 
@@ -120,6 +120,8 @@ class Use:
 INSTRUCTIONS = ("ldmatrix", "ld.shared", "st.shared", "stmatrix", "cp.async")
 
 
+# Pictures of one kernel ask for the uses of all its variants; each takes long to count.
+@lru_cache(maxsize=16)
 def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     """Of the mma.sync kernel, in the order of its life."""
     tiles = sm80_tiles(tile)
@@ -160,6 +162,7 @@ def sm90_tiles(tile: Sm90Tile) -> dict[str, SmemTile]:
     return {name: SmemTile(rows[name], widths[name], variant=tile.layout) for name in rows}
 
 
+@lru_cache(maxsize=16)
 def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
     """Of the wgmma kernel: the epilogue, and the words that tell the warps which tile is next."""
     uses = []

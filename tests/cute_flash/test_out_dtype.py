@@ -248,8 +248,8 @@ def test_kernels_keep_everything_in_registers(gate: tuple[str, str, int, Band, t
 def test_launches_are_as_planned(tmp_path: Path) -> None:
     requests = [
         Request("sm_80", 3, 6, 2, 300, 77, 64, features=["out_dtype"]),
-        Request("sm_90", 2, 4, 2, 1000, 1000, 128, right=0, family="sm90", features=["out_dtype"]),
-        Request("sm_90", 17, 50, 10, 20, 33, 128, family="sm90", is_packed=True, features=["out_dtype"]),
+        Request("sm_90", 2, 4, 2, 1000, 1000, 64, right=0, family="sm90", features=["out_dtype"]),
+        Request("sm_90", 17, 50, 10, 20, 33, 64, family="sm90", is_packed=True, features=["out_dtype"]),
     ]
     for request, answer in zip(requests, capture(requests, tmp_path), strict=True):
         the_plan = request.plan()
