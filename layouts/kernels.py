@@ -127,10 +127,11 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     tiles = sm80_tiles(tile)
     q, kv = tiles["Q"], tiles["K"]
     threads, kept = WARP * tile.num_warps, 16 * tile.q_steps
+    kv_copy = cp_async_write(kv, threads)
     uses = [
         Use("Q", "cp.async", cp_async_write(q, threads), q),
-        Use("K", "cp.async", cp_async_write(kv, threads), kv, is_per_block=True),
-        Use("V", "cp.async", cp_async_write(kv, threads), kv, is_per_block=True),
+        Use("K", "cp.async", kv_copy, kv, is_per_block=True),
+        Use("V", "cp.async", kv_copy, kv, is_per_block=True),
     ]
     # Each warp reads its own rows of Q, some columns of them only once; and all of K and V.
     if kept:
