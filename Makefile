@@ -10,8 +10,9 @@ JOBS ?= 2
 demo: $(INSTALLED)
 	$(BIN)/cute-flash demo
 
+# One thread of torch in each: more would only wait for each other's cores.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ a band. Batch and heads that a mask does not tell apart have a dimension of 1.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.band import Band, ceil_div
+from cute_flash.memo import Memo, versions
 from cute_flash.mods.evaluate import evaluate
 from cute_flash.mods.graph import B, H
 from cute_flash.mods.trace import Bound, bound
@@ -24,7 +24,6 @@ from cute_flash.ranges import marked
 EMPTY, PARTIAL, FULL = 0, 1, 2
 # Pairs of queries and keys that are looked at together.
 MAX_PAIRS = 1 << 22
-MAX_MAPS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class BlockMap:
             device = mask.tables[0].device if mask is not None and mask.tables else "cpu"
         # With its index, which tensors have.
         device = torch.empty(0, device=device).device
-        return _maps.get(mask, shape, tile, Band.of(causal, window), device)
+        return _map_of(mask, shape, tile, Band.of(causal, window), device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -180,31 +179,20 @@ def _status(
     return status
 
 
-class _Maps:
-    """Maps that were made, and for which values of what their masks captured."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple, tuple[tuple, BlockMap]] = {}
-
-    def get(self, mask: Bound | None, shape: Any, tile: Any, band: Band, device: torch.device) -> BlockMap:
-        tables = () if mask is None else mask.tables
-        if mask is not None and any(x.device != device for x in tables):
-            raise ValueError(f"mask_mod captures a tensor on {tables[0].device}: expected {device}")
-        key: tuple | None = None
-        if not any(x.is_inference() for x in tables):  # which do not count their versions
-            values = tuple((id(x), x._version) for x in tables)
-            graph = None if mask is None else (mask.graph, mask.numbers)
-            key = graph, values, tuple(shape), tuple(tile), band, device
-            found = self.known.get(key)
-            if found is not None and all(ref() is x for ref, x in zip(found[0], tables)):
-                return found[1]
-        with marked("block map"):
-            made = BlockMap.of_status(_status(mask, shape, tile, band, device), *tile, *shape[2:])
-        if key is not None:
-            if len(self.known) >= MAX_MAPS:
-                self.known.pop(next(iter(self.known)))
-            self.known[key] = tuple(map(weakref.ref, tables)), made
-        return made
+# Maps that were made, for the values of what their masks captured.
+_known: Memo[BlockMap] = Memo(64)
 
 
-_maps = _Maps()
+def _map_of(mask: Bound | None, shape: Any, tile: Any, band: Band, device: torch.device) -> BlockMap:
+    tables = () if mask is None else mask.tables
+    if any(x.device != device for x in tables):
+        raise ValueError(f"mask_mod captures a tensor on {tables[0].device}: expected {device}")
+    written = versions(tables)
+    graph = None if mask is None else (mask.graph, mask.numbers)
+    more = graph, written, tuple(shape), tuple(tile), band, device
+    found = None if written is None else _known.get(tables, more)
+    if found is not None:
+        return found
+    with marked("block map"):
+        made = BlockMap.of_status(_status(mask, shape, tile, band, device), *tile, *shape[2:])
+    return made if written is None else _known.keep(tables, more, made)

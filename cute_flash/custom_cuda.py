@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_flash.memo import Memo
 from cute_flash.mods.graph import COLUMN, ROW, Graph
 from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem
@@ -113,22 +114,18 @@ def _numbers(graphs: Sequence[Graph | None], numbers: Sequence[float]) -> list[i
     return [int(x) if kind == "int" else float(x) for kind, x in zip(kinds, numbers)]
 
 
-# Of maps that calls had, with the maps' own tensors: as long as those are held, nothing else has their ids.
-_known: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
-MAX_KNOWN = 8  # they keep memory on the device
+_known: Memo[list[Tensor]] = Memo(64)  # of maps that calls had
 
 
 def _lists(block_map: list[Tensor], heads: tuple[int, int]) -> list[Tensor]:
     """Of `BlockMap.tensors`: the numbers and indices of full blocks, and of partial ones, by head."""
     partial, full = block_map[:2], block_map[2:4]
     own = [*full, *partial]
-    key = (*map(id, own), heads)
-    found = _known.get(key)
+    found = _known.get(own, heads)
     if found is None:
-        lists = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)) for x in own]
-        if not all(x.is_contiguous() for x in own):
-            return lists
-        if len(_known) >= MAX_KNOWN:
-            _known.pop(next(iter(_known)))
-        found = _known[key] = own, lists
-    return found[1]
+        # Detached: a view would keep the map.
+        found = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)).detach() for x in own]
+        if all(x.is_contiguous() for x in own):
+            # Whatever is written into the map is seen in them.
+            _known.keep(own, heads, found)
+    return found

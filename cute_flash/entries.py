@@ -9,18 +9,16 @@ them, one after the other, each in one number.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
 from cute_flash.band import ceil_div
 from cute_flash.block_map import EMPTY, PARTIAL, BlockMap
+from cute_flash.memo import Memo, versions
 from cute_flash.problem import Problem, UnsupportedError
 
 IS_PARTIAL, IS_LAST, ROW_SHIFT, HEAD_SHIFT = 1, 2, 2, 20
-MAX_KNOWN = 64
-_known: dict[tuple, tuple[weakref.ref, list[Tensor]]] = {}
+_known: Memo[list[Tensor]] = Memo(64)
 
 
 def entries_of(
@@ -30,16 +28,16 @@ def entries_of(
     kernel, which divides the blocks of the map that `BlockMap.of_tensors` makes of these. No sync; kept as
     long as the map is.
     """
-    own = tensors[1]
-    key = id(own), own._version, *sizes, tile, problem.batch, problem.heads, problem.heads_kv
-    found = _known.get(key)
-    if found is not None and found[0]() is own:
-        return found[1]
-    made = _made(BlockMap.of_tensors(tensors, sizes), problem, tile)
-    if len(_known) >= MAX_KNOWN:
-        _known.pop(next(iter(_known)))
-    _known[key] = weakref.ref(own), made
-    return made
+    # The lists of keys, which tell all.
+    own = tensors[:4]
+    written = versions(own)
+    if written is None:
+        return _made(BlockMap.of_tensors(tensors, sizes), problem, tile)
+    more = written, tuple(sizes), tile, problem.batch, problem.heads, problem.heads_kv
+    found = _known.get(own, more)
+    if found is None:
+        found = _known.keep(own, more, _made(BlockMap.of_tensors(tensors, sizes), problem, tile))
+    return found
 
 
 def _made(block_map: BlockMap, problem: Problem, tile: tuple[int, int]) -> list[Tensor]:

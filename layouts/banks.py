@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from layouts.algebra import AnyLayout
 from layouts.smem import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
@@ -97,7 +98,7 @@ class Access:
 
     phases: tuple[Phase, ...]
 
-    @property
+    @cached_property
     def wavefronts(self) -> int:
         return sum(phase.wavefronts for phase in self.phases)
 

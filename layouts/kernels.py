@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 from typing import Protocol
 
@@ -120,15 +120,18 @@ class Use:
 INSTRUCTIONS = ("ldmatrix", "ld.shared", "st.shared", "stmatrix", "cp.async")
 
 
+# Pictures of one kernel ask for the uses of all its variants; each takes long to count.
+@lru_cache(maxsize=16)
 def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     """Of the mma.sync kernel, in the order of its life."""
     tiles = sm80_tiles(tile)
     q, kv = tiles["Q"], tiles["K"]
     threads, kept = WARP * tile.num_warps, 16 * tile.q_steps
+    kv_copy = cp_async_write(kv, threads)
     uses = [
         Use("Q", "cp.async", cp_async_write(q, threads), q),
-        Use("K", "cp.async", cp_async_write(kv, threads), kv, is_per_block=True),
-        Use("V", "cp.async", cp_async_write(kv, threads), kv, is_per_block=True),
+        Use("K", "cp.async", kv_copy, kv, is_per_block=True),
+        Use("V", "cp.async", kv_copy, kv, is_per_block=True),
     ]
     # Each warp reads its own rows of Q, some columns of them only once; and all of K and V.
     if kept:
@@ -160,6 +163,7 @@ def sm90_tiles(tile: Sm90Tile) -> dict[str, SmemTile]:
     return {name: SmemTile(rows[name], widths[name], variant=tile.layout) for name in rows}
 
 
+@lru_cache(maxsize=16)
 def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
     """Of the wgmma kernel: the epilogue, and the words that tell the warps which tile is next."""
     uses = []

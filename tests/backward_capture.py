@@ -1,10 +1,9 @@
-"""What the host path of gradients with features would launch, seen without a GPU: as `tests.launch_capture`.
+"""What the host path of gradients would launch, seen without a GPU: as `tests.launch_capture`.
 
-    python -m tests.backward_capture FOLDER ARCH HEAD_DIM[/WIDTH_OF_VALUES] DETERMINISTIC FEATURE...
-    python -m tests.backward_capture FOLDER ARCH HEAD_DIM DETERMINISTIC kind=KIND     of `mod_cases.KINDS`
+    python -m tests.backward_capture FOLDER < requests
 
-calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments,
-and prints a JSON list of (kernel, grid, block, shared memory). The feature `varlen` packs two sequences.
+calls it on CPU tensors that say they are on a GPU, through the compiled kernels' own checks of arguments. It
+reads a JSON list of requests and prints, for each, a JSON list of launches.
 """
 
 from __future__ import annotations
@@ -13,47 +12,117 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, custom, general, operands
+from cute_flash import arch, backward, backward_general, counters, custom, general, operands, packed_cuda
 from cute_flash import compile as compiling
+from cute_flash.band import Band
 from cute_flash.how import How
-from cute_flash.plan import CompileKey
+from cute_flash.plan import BwdPlan, CompileKey, bwd_plan
+from cute_flash.problem import Features, Problem
 from tests import launch_capture, mod_cases, mod_gradients
 from tests.combinations import RNG
 from tests.launch_capture import COUNTER, OnGpu
 
 BATCH, SQ, SK, HEADS, HEADS_KV = 2, 300, 500, 4, 2
+WINDOW = 50, 0
 
 
-def how_of(names: list[str], deterministic: bool) -> How:
-    """Slopes of one batch for all, and of another type; of a packed one, of each sequence."""
-    is_packed = "varlen" in names
-    some: dict[str, Any] = {
-        "softcap": 2.0,
-        "alibi": torch.ones((BATCH, HEADS) if is_packed else HEADS, dtype=torch.bfloat16),
-        "sinks": torch.ones(HEADS),
-        "dropout": 0.9,
-    }
-    asked: dict[str, Any] = {name: some[name] for name in names if name != "varlen"}
-    if "dropout" in names:
-        asked["rng"] = torch.tensor(RNG)
-    if is_packed:
-        offsets = {"cu_seqlens_q": SQ, "cu_seqlens_k": SK}
-        asked |= {name: torch.tensor([0, 7, BATCH * size]).int() for name, size in offsets.items()}
-    return How(0.1, 50, 0, deterministic, **asked)
+@dataclass(frozen=True)
+class Request:
+    """One call, of the sizes above."""
+
+    arch: str
+    head_dim: int = 64
+    names: tuple[str, ...] = ()  # of features; `varlen` packs two sequences
+    deterministic: bool = False
+    head_dim_v: int | None = None
+    kind: str = ""  # of `mod_cases.KINDS`, instead of features
+
+    @property
+    def is_packed(self) -> bool:
+        return "varlen" in self.names
+
+    def plan(self) -> BwdPlan:
+        if self.kind:
+            return mod_gradients.plan_of(case_of(self.kind), arch.ARCHS[self.arch], self.deterministic)
+        features = Features(**dict.fromkeys(self.names, True))
+        lengths = (BATCH * SQ, BATCH * SK) if self.is_packed else (SQ, SK)
+        sizes = (BATCH, HEADS, HEADS_KV, *lengths, self.head_dim)
+        problem = Problem(*sizes, "bfloat16", Band(*WINDOW), self.head_dim_v, features)
+        return bwd_plan(problem, arch.ARCHS[self.arch], self.deterministic)
+
+    def how(self) -> How:
+        """Slopes of one batch for all, and of another type; of a packed one, of each sequence."""
+        some: dict[str, Any] = {
+            "softcap": 2.0,
+            "alibi": torch.ones((BATCH, HEADS) if self.is_packed else HEADS, dtype=torch.bfloat16),
+            "sinks": torch.ones(HEADS),
+            "dropout": 0.9,
+        }
+        asked: dict[str, Any] = {name: some[name] for name in self.names if name != "varlen"}
+        if "dropout" in asked:
+            asked["rng"] = torch.tensor(RNG)
+        if self.is_packed:
+            offsets = {"cu_seqlens_q": SQ, "cu_seqlens_k": SK}
+            asked |= {name: torch.tensor([0, 7, BATCH * size]).int() for name, size in offsets.items()}
+        return How(0.1, *WINDOW, self.deterministic, **asked)
+
+    def call(self) -> None:
+        if self.kind:
+            _call_kind(self.kind, self.deterministic)
+            return
+        widths = self.head_dim, self.head_dim_v or self.head_dim
+        q, out = (torch.zeros(BATCH, HEADS, SQ, width).bfloat16() for width in widths)
+        k, v = (torch.zeros(BATCH, HEADS_KV, SK, width).bfloat16() for width in widths)
+        lse = torch.zeros(BATCH, HEADS, SQ)
+        if self.is_packed:
+            q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, out))
+            lse = lse.transpose(0, 1).flatten(1)
+        found = general._bwd_cuda(out, lse, q, k, v, out, lse, *self.how())
+        assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
+
+
+class Launched(NamedTuple):
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    smem_bytes: int
+
+
+def capture(requests: list[Request], folder: Path) -> list[list[Launched]]:
+    """Run the requests in a process of their own."""
+    answers = launch_capture.answers_of("tests.backward_capture", [asdict(one) for one in requests], folder)
+    return [[Launched(name, tuple(grid), tuple(block), n) for name, grid, block, n in one] for one in answers]
+
+
+def case_of(kind: str, seed: int = 1) -> mod_cases.Case:
+    chosen = next(one for one in mod_cases.KINDS if one.id == kind)
+    return mod_cases.Case(chosen, mod_cases.Sizes(2, HEADS, HEADS_KV, SQ, SK), seed, "cpu")
+
+
+def _call_kind(kind: str, deterministic: bool) -> None:
+    """The gradients of all that a case has."""
+    case = case_of(kind)
+    leaves = mod_gradients.leaves_of(case)
+    how, asked = case.call()
+    q, k, v = (leaves[name].detach() for name in "qkv")
+    lse = torch.zeros(2, HEADS, SQ)
+    how = how._replace(deterministic=deterministic)
+    found = custom._bwd_cuda(q, lse, q, k, v, q, lse, *how, *asked)
+    assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
 
 
 def main() -> None:
-    folder, name, head_dim, deterministic, *names = sys.argv[1:]
-    stub = launch_capture._build_stub(Path(folder))
+    stub = launch_capture._build_stub(Path(sys.argv[1]))
     captured = ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL).captured
     preload, compiled = compiling._preload, compiling.compiled_kernel
-    launches: list[Any] = []
+    launches: list[Launched] = []
 
     def compiled_kernel(key: CompileKey) -> Callable[..., None]:
         import tvm_ffi
@@ -74,44 +143,24 @@ def main() -> None:
             function(*map(passed, args))
             numbers = (ctypes.c_int64 * 8)()
             captured(numbers)
-            launches.append((key.kernel, list(numbers[1:4]), list(numbers[4:7]), numbers[7]))
+            launches.append(Launched(key.kernel, tuple(numbers[1:4]), tuple(numbers[4:7]), numbers[7]))
 
         return launch
 
     compiling._preload = lambda library: preload(str(stub))  # type: ignore[assignment]
     compiling.compiled_kernel = compiled_kernel
-    arch.detect = lambda index: arch.ARCHS[name]  # type: ignore[assignment]
     counters.counter = lambda index: (None, COUNTER)  # type: ignore[assignment]
     operands.current_device = lambda: None
-    widths = [int(width) for width in (head_dim.split("/") * 2)[:2]]
-    q, out = (torch.zeros(BATCH, HEADS, SQ, width).bfloat16() for width in widths)
-    k, v = (torch.zeros(BATCH, HEADS_KV, SK, width).bfloat16() for width in widths)
-    lse = torch.zeros(BATCH, HEADS, SQ)
-    if "varlen" in names:
-        q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, out))
-        lse = lse.transpose(0, 1).flatten(1)
-    if names and names[0].startswith("kind="):
-        found = _of_kind(names[0].removeprefix("kind="), bool(int(deterministic)))
-    else:
-        found = general._bwd_cuda(out, lse, q, k, v, out, lse, *how_of(names, bool(int(deterministic))))
-    assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
-    json.dump(launches, sys.stdout)
-
-
-def case_of(kind: str, seed: int = 1) -> mod_cases.Case:
-    chosen = next(one for one in mod_cases.KINDS if one.id == kind)
-    return mod_cases.Case(chosen, mod_cases.Sizes(2, HEADS, HEADS_KV, SQ, SK), seed, "cpu")
-
-
-def _of_kind(kind: str, deterministic: bool) -> Any:
-    """The gradients of all that a case has."""
-    case = case_of(kind)
-    leaves = mod_gradients.leaves_of(case)
-    how, asked = case.call()
-    q, k, v = (leaves[name].detach() for name in "qkv")
-    lse = torch.zeros(2, HEADS, SQ)
-    how = how._replace(deterministic=deterministic)
-    return custom._bwd_cuda(q, lse, q, k, v, q, lse, *how, *asked)
+    answers = []
+    for request in (Request(**fields) for fields in json.load(sys.stdin)):
+        arch.detect = lambda index, name=request.arch: arch.ARCHS[name]  # type: ignore[assignment,misc]
+        # What was prepared is of another GPU.
+        for known in (backward._launches, backward_general._launches, packed_cuda._bwd_launches):
+            known.clear()
+        launches.clear()
+        request.call()
+        answers.append(list(launches))
+    json.dump(answers, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,78 @@
-"""A bias, functions and a block map in a stand-in for a backward kernel: see `tests.fake_backward`."""
+"""A bias, functions and a block map in stand-ins for kernels: see `tests.fake_gpu`, `tests.fake_backward`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_flash.block_map import BlockList, BlockMap
 from cute_flash.entries import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
 from cute_flash.mods.evaluate import evaluate
 from cute_flash.mods.graph import COLUMN, ROW, Graph
 from cute_flash.mods.lower import lowered
+from cute_flash.mods.static import Mods
 from cute_flash.plan import CompileKey
+from cute_flash.written import Written
+
+Tables, Numbers = list[Tensor] | None, list[Any] | None
+
+
+def check_given(mods: Mods, shape: torch.Size, bias: Tensor | None, tables: Tables, numbers: Numbers) -> None:
+    """What kernels of both directions take, against what they were compiled for. `shape`: (B, H, Sq, Sk)."""
+    assert (bias is not None) == bool(mods.bias)
+    if bias is not None:
+        assert bias.shape == shape and str(bias.dtype) == f"torch.{mods.bias}"
+        assert bias.stride(3) == 1 or not mods.reads_pairs
+    graphs = [x for x in (mods.graphs.score, mods.graphs.mask, mods.graphs.bwd) if x is not None]
+    expected = [table for graph in graphs for table in graph.tables]
+    assert len(expected) == len(tables or ()) and (tables or tables is None)
+    for table, x in zip(expected, tables or ()):
+        names = {"bool": "uint8", "float64": "float32"}
+        assert str(x.dtype) == f"torch.{names.get(table.dtype, table.dtype)}"
+        assert x.dim() == max(1, table.rank)
+    kinds = [kind for graph in graphs for kind in graph.numbers]
+    assert [type(x).__name__ for x in numbers or ()] == kinds and (numbers or numbers is None)
+
+
+class GivenForward(NamedTuple):
+    """What a forward kernel takes; None: not there."""
+
+    bias: Tensor | None
+    tables: Tables
+    numbers: Numbers
+    lists: list[Tensor] | None
+
+    def written(self, key: CompileKey, shape: torch.Size) -> Written:
+        """For the reference, once all was checked."""
+        mods = key.static.mods
+        check_given(mods, shape, self.bias, self.tables, self.numbers)
+        graphs = [x for x in (mods.graphs.score, mods.graphs.mask) if x is not None]
+        expected = [table for graph in graphs for table in graph.tables]
+        # As a call has them: bools, and single values.
+        tables = [x.view(torch.bool) if t.dtype == "bool" else x for t, x in zip(expected, self.tables or ())]
+        tables = [x if t.rank else x[0] for t, x in zip(expected, tables)]
+        parts = mods.graphs.parts(tables, self.numbers or ())
+        return Written(mods.graphs, parts, self.bias, self._map(key, shape))
+
+    def _map(self, key: CompileKey, shape: torch.Size) -> BlockMap | None:
+        block = key.static.mods.block
+        assert (self.lists is not None) == (block is not None) == key.static.features.block_map
+        if self.lists is None:
+            return None
+        rows, columns = (-(-n // size) for n, size in zip(shape[2:], block))
+        for x, expected in zip(self.lists, ((rows,), (rows, columns)) * 2, strict=True):
+            assert x.shape == (*shape[:2], *expected) and x.dtype == torch.int32 and x.stride(-1) == 1
+        full, partial = (BlockList(*self.lists[i : i + 2]) for i in (0, 2))
+        # Lists of blocks of queries are the backward's.
+        return BlockMap(*block, *shape[2:], partial, full, partial, full)
 
 
 @dataclass
 class Given:
-    """What such a kernel takes; None: not there."""
+    """What a backward kernel takes; None: not there."""
 
     key: CompileKey
     bias: Tensor | None
@@ -30,13 +85,11 @@ class Given:
     def check(self, shape: torch.Size) -> None:
         """Against what the kernel was compiled for: see `kernels.bwd_custom`. `shape`: (B, H, Sq, Sk)."""
         mods, features = self.key.static.mods, self.key.static.features
-        assert (self.bias is not None) == features.bias == bool(mods.bias)
+        check_given(mods, shape, self.bias, self.tables, self.numbers)
+        assert (self.bias is not None) == features.bias
         assert (self.dbias is not None) == bool(mods.dbias)
         assert (self.lists is not None) == features.block_map
         assert mods.block is None
-        if self.bias is not None:
-            assert self.bias.shape == shape and str(self.bias.dtype) == f"torch.{mods.bias}"
-            assert self.bias.stride(3) == 1 or not mods.reads_pairs
         if self.dbias is not None:
             shared = self.dbias.shape != shape or 0 in self.dbias.stride()
             assert shared <= mods.adds_bias and str(self.dbias.dtype) == f"torch.{mods.dbias}"
@@ -46,15 +99,6 @@ class Given:
         if self.bias is not None:
             tells = [s != 0 and n > 1 for n, s in zip(self.bias.shape[2:], self.bias.stride()[2:])]
             assert tells[0] <= bool(mods.bias_bits & ROW) and tells[1] <= bool(mods.bias_bits & COLUMN)
-        graphs = [x for x in (mods.graphs.score, mods.graphs.mask, mods.graphs.bwd) if x is not None]
-        expected = [table for graph in graphs for table in graph.tables]
-        assert len(expected) == len(self.tables or ()) and (self.tables or self.tables is None)
-        for table, x in zip(expected, self.tables or ()):
-            names = {"bool": "uint8", "float64": "float32"}
-            assert str(x.dtype) == f"torch.{names.get(table.dtype, table.dtype)}"
-            assert x.dim() == max(1, table.rank)
-        kinds = [kind for graph in graphs for kind in graph.numbers]
-        assert [type(x).__name__ for x in self.numbers or ()] == kinds
         assert len(mods.wanted) == len(self.dtables or ()) and (self.dtables or self.dtables is None)
         for x in self.dtables or ():
             assert x.dtype == torch.float32 and x.is_contiguous() and x.dim() >= 1 and not x.any()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from cute_flash.band import Band
 from cute_flash.philox import Dropout
 from cute_flash.plan import MAX_SEQLEN, Plan
 from cute_flash.problem import PLAIN, Features
+from tests.fake_custom import GivenForward
 
 D = 16
 # The address of a counter, which only a GPU would read.
@@ -82,6 +83,7 @@ class Launch:
     right: int
     arguments: tuple[int, ...]  # the plan's, and the address of a counter
     extras: Extras | None = None  # of what is not plain
+    given: GivenForward | None = None  # of a bias, functions and a block map
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         """(B, Hkv, group S, ...) as (B, Hkv, group, S, ...), in place."""
@@ -113,20 +115,27 @@ class FakeGpu:
         self.plans.append(plan)
 
         def kernel(*args: Any) -> None:
-            extras = None
+            extras = given = None
             if plan.problem.features != PLAIN:
-                assert args[-1] is None, "the list of a packed batch's tiles"
-                args, extras = args[:-8], Extras(*args[-8:-1])
+                *args, items = args
+                assert items is None, "the list of a packed batch's tiles"
+                if plan.problem.features.is_written:
+                    args, given = args[:-4], GivenForward(*args[-4:])
+                args, extras = args[:-7], Extras(*args[-7:])
                 extras.check(plan.problem.features)
-            launch = Launch(plan, *args[:8], args[8:], extras)
+            launch = Launch(plan, *args[:8], tuple(args[8:]), extras, given)
             check(launch)
             static = plan.problem.static
             band = Band(launch.left if static.has_left else None, launch.right if static.has_right else None)
             q, score, most = launch.heads(launch.q), None, None
             if extras is not None:
                 score, most = extras.score(q.shape[1]), extras.max_logit
-            given = (q, launch.k, launch.v, band, launch.scale, score, most, launch.out.dtype)
-            out, lse = reference.forward(*given)
+                if given is not None:
+                    shape = torch.Size((*q.shape[:3], launch.k.shape[2]))
+                    score = replace(score, written=given.written(plan.key, shape))
+            out, lse = reference.forward(
+                q, launch.k, launch.v, band, launch.scale, score, most, launch.out.dtype
+            )
             launch.write(launch.out, out)
             launch.write(launch.lse, lse)
             self.launches.append(launch)

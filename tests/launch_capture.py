@@ -157,9 +157,16 @@ def has_compiler() -> bool:
 
 def capture(requests: list[Request], folder: Path) -> list[Answer]:
     """Run the requests in a process of their own."""
+    return [
+        Answer(one["launches"], tuple(one["grid"]), tuple(one["block"]), one["smem_bytes"])
+        for one in answers_of("tests.launch_capture", [asdict(request) for request in requests], folder)
+    ]
+
+
+def answers_of(module: str, requests: list[dict[str, Any]], folder: Path) -> list[Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.launch_capture", str(folder)],
-        input=json.dumps([asdict(request) for request in requests]),
+        [sys.executable, "-m", module, str(folder)],
+        input=json.dumps(requests),
         capture_output=True,
         text=True,
         check=False,
@@ -167,10 +174,7 @@ def capture(requests: list[Request], folder: Path) -> list[Answer]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return [
-        Answer(one["launches"], tuple(one["grid"]), tuple(one["block"]), one["smem_bytes"])
-        for one in json.loads(done.stdout)
-    ]
+    return json.loads(done.stdout)
 
 
 # A tensor as DLPack describes it (dlpack.h).

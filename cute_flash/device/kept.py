@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_flash.device.philox import Dropout, Place, half_factor, key_index, query_index
+from cute_flash.device.philox import Dropout, TilePlace, half_factor, key_index, query_index
 from cute_flash.device.ptx import chosen_bytes, spread_signs
 from cute_flash.device.views import as_mn
 from cute_flash.philox import APART, SECOND
@@ -50,7 +50,7 @@ class Kept:
         return 16 // self.step_bits
 
     @staticmethod
-    def draw(dropout: Dropout, place: Place, is_alone: bool) -> "Kept":
+    def draw(dropout: Dropout, place: TilePlace, is_alone: bool) -> "Kept":
         """`is_alone`: registers are left for several calls at a time."""
         rows, columns = (cute.size(as_mn(place.tScS), mode=[i]) for i in range(2))
         halves = min(columns // HALF_COLUMNS, 2)
@@ -62,7 +62,7 @@ class Kept:
         return kept
 
     @cute.jit
-    def fill(self, dropout: Dropout, place: Place, num: cutlass.Constexpr, unrolls: cutlass.Constexpr):
+    def fill(self, dropout: Dropout, place: TilePlace, num: cutlass.Constexpr, unrolls: cutlass.Constexpr):
         parity = place.row(0) % 2
         selector = Int32(OF_EVEN_KEY) if parity == 0 else Int32(OF_ODD_KEY)
         for w in cutlass.range_constexpr(cute.size(self.words)):
@@ -73,7 +73,7 @@ class Kept:
             )
 
     @cute.jit
-    def drawn(self, dropout: Dropout, place: Place, steps: cutlass.Constexpr, parity: Int32) -> Int32:
+    def drawn(self, dropout: Dropout, place: TilePlace, steps: cutlass.Constexpr, parity: Int32) -> Int32:
         """For the even or the odd queries of some steps: low halves of even keys, high halves of odd ones."""
         first, last, unrolls = steps
         word = Int32(0)
@@ -84,7 +84,7 @@ class Kept:
         missing = self.step_bits * (self.steps - (last - first))
         return word if missing == 0 else (word >> missing) & (0xFFFF >> missing) * LOW_BITS
 
-    def bits(self, dropout: Dropout, place: Place, step: Int32, parity: Int32) -> Int32:
+    def bits(self, dropout: Dropout, place: TilePlace, step: Int32, parity: Int32) -> Int32:
         """Of a step, four or eight of both halves: bit 2 (which query) + (second key)."""
         tile, k = step // self.steps_of_row, step % self.steps_of_row
         query = query_index(place.column(0)) + Uint32(parity + APART * k)
@@ -98,7 +98,7 @@ class Kept:
             found = found | (masks[bit] & (LOW_BITS << bit))
         return found
 
-    def of_neighbour(self, mine: Int32, dropout: Dropout, place: Place, steps: tuple) -> Int32:
+    def of_neighbour(self, mine: Int32, dropout: Dropout, place: TilePlace, steps: tuple) -> Int32:
         """What it has drawn: the same for the other queries."""
         return cute.arch.shuffle_sync_bfly(mine, offset=NEIGHBOUR)
 

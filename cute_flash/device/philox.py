@@ -73,7 +73,7 @@ class Dropout:
         return [kept_halves(draw, self.threshold) for draw in draws]
 
     @cute.jit
-    def draw(self, rP: cute.Tensor, place: "Place") -> cute.Tensor:
+    def draw(self, rP: cute.Tensor, place: "TilePlace") -> cute.Tensor:
         """For P in 16 bits, seen as an operand, a mask of each register: all bits set of what is kept."""
         masks = cute.make_rmem_tensor(cute.size(rP) // 2, Int32)
         first_key = key_index(place.column(0))
@@ -89,7 +89,7 @@ class Dropout:
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePlace:
     """Where a tile of accumulators lies in the scores of a head."""
 
     sequence: Int32  # b H + h

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Uint32
 
 from cute_flash.device.kept import Kept
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.philox import Dropout, Place
+from cute_flash.device.philox import Dropout, TilePlace
 from cute_flash.device.ptx import pack, rederived
 from cute_flash.device.score import Score
 from cute_flash.device.sequence import Sequence
@@ -51,7 +51,7 @@ class Terms:
             distance = score.first_distance(mask, 0, first_col)
         if self.rng is not None:
             dropout = Dropout.read(self.rng, Uint32(self.threshold), self.keep_scale)
-            place = Place(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
+            place = TilePlace(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
             kept = Kept.draw(dropout, place, score.rate is None and score.slope_log2 is None)
         scores = BlockScores(score, distance, self.heads, kept, self.keep_scale, turned, row_step)
         return scores if self.written is None else self.written.block(scores, mask, head, batch, first_col)

@@ -11,13 +11,13 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.sequence import Sequence, read_item, unpacked
+from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.bwd_around import BwdPostprocess
 from cute_flash.kernels.bwd_sm80 import dq_grid
-from cute_flash.kernels.bwd_sm80_shared import SMEM_ALIGN
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTile
 from cute_flash.work import HEADER
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,7 @@ class BwdPostprocessSm80(BwdPostprocess):
         acc = cute.make_rmem_tensor(shape, Float32)
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = gdQ[i * self.num_threads + thread] * p.scale
-        affine = to_cute(self.out_tile.layout.layout)
-        sOut = SmemAllocator().allocate_tensor(
-            self.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(self.out_tile)
-        )
+        sOut = allocate_stages(SmemAllocator(), self.dtype, self.out_tile, 1)[None, None, 0]
         gOut = row_tile(span.of(p.mOut, head), span.q_row(first_row), self.tile_m, self.tile_d)
         rows = RowTiles(p.copy_out, thread, self.tile_m, self.tile_d, self.static.head_dim)
         Epilogue(p.tiled_mma, rows, thread, span.q_len - first_row).store(acc, sOut, gOut)

@@ -1,6 +1,7 @@
 """What the parts of the backward with mma.sync pass on: arguments, shared memory, a block's operands."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -12,10 +13,9 @@ from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import Sequence, WorkList
+from cute_flash.device.stages import allocate_stages
 from cute_flash.tiles_bwd import BwdTile
-from layouts.smem import SmemTile, byte_swizzle, to_cute
-
-SMEM_ALIGN = 1024
+from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,7 @@ class Shared:
     @staticmethod
     def allocate(tile: BwdTile, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "Shared":
         smem = SmemAllocator()
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
+        allocate = partial(allocate_stages, smem, dtype)
         return Shared(
             allocate(k, 2),
             allocate(q, 2 * tile.stages),

@@ -1,6 +1,7 @@
 """What the warps of the Hopper backward share: arguments, shared memory with its barriers, the tile."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -15,16 +16,16 @@ from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
+from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTileSm90
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from layouts.smem import SmemTile
 
 NUM_WARPGROUPS = 2
 BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
 DS_STAGES = 2
-SMEM_ALIGN = 1024
 NO_TILE = -1
 # Tiles written down at a time: the next one is, while outputs of this one are still on their way.
 TILE_SLOTS = 2
@@ -160,11 +161,7 @@ class Shared:
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
         smem, tile = SmemAllocator(), shapes.tile
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(shapes.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
+        allocate = partial(allocate_stages, smem, shapes.dtype)
         sK, sV = allocate(shapes.k, 1)[None, None, 0], allocate(shapes.k, 1)[None, None, 0]
         sQ, sdO = allocate(shapes.q, tile.stages), allocate(shapes.q, tile.stages)
         sdS = allocate(shapes.ds, DS_STAGES)

@@ -1,6 +1,7 @@
 """What the warps of the wide Hopper backward share: arguments, and shared memory with its barriers."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -11,12 +12,13 @@ from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence
+from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, SMEM_ALIGN, Tile
+from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.problem import Static
 from cute_flash.tiles_bwd import BwdTileSm90Wide
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,7 @@ class Shared:
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
         smem, tile = SmemAllocator(), shapes.tile
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(shapes.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
+        allocate = partial(allocate_stages, smem, shapes.dtype)
 
         def allocate_rows(stages: int) -> cute.Tensor:
             return smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, stages)), 128)

@@ -39,7 +39,7 @@ from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_floats, store_lse
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Place
+from cute_flash.device.philox import TilePlace
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
@@ -351,7 +351,7 @@ class FwdSm80:
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         if cutlass.const_expr(main.dropout is not None):
-            place = Place(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
+            place = TilePlace(main.sequence, main.mask.first_row, n_block * tile.tile_n, main.mask.tScS)
             masks, packed = main.dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
             for i in cutlass.range_constexpr(cute.size(packed)):
                 packed[i] = packed[i] & masks[i]

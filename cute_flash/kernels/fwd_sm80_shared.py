@@ -1,6 +1,7 @@
 """What the parts of the mma.sync forward share: its arguments, shared memory, operands and products."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -17,9 +18,9 @@ from cute_flash.device.philox import Dropout
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import WorkList
 from cute_flash.device.softmax import Softmax
+from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.extras import Extras, OfHead
-from cute_flash.tiles import SMEM_ALIGN, FwdTile
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from cute_flash.tiles import FwdTile
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,7 @@ class Main:
 
 def allocate(tile: FwdTile, dtype):
     """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
-    smem = SmemAllocator()
-
-    def stages_of(one: SmemTile, stages: int) -> cute.Tensor:
-        # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-        affine = to_cute(one.affine(stages))
-        return smem.allocate_tensor(dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
+    stages_of = partial(allocate_stages, SmemAllocator(), dtype)
     q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
 

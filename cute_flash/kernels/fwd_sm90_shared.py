@@ -3,6 +3,7 @@ that each stage of Q belongs to.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -17,15 +18,15 @@ from cute_flash.device.drawn import WARPS, Drawn
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
+from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.extras import TABLE_TYPES, Extras
 from cute_flash.problem import Static
 from cute_flash.tiles import HEAVY, WARPGROUP_ROWS, FwdTileSm90
 from layouts.kernels import sm90_tiles
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from layouts.smem import SmemTile, to_cute
 
-SMEM_ALIGN = 1024
 NO_TILE = -1
 # Tiles written down at a time, also beside one stage of Q: the next one is, before all have read this one.
 TILE_SLOTS = 2
@@ -257,12 +258,7 @@ class Shared:
     @staticmethod
     def allocate(shapes: Shapes) -> "Shared":
         smem, tile = SmemAllocator(), shapes.tile
-
-        def allocate(one: SmemTile, stages: int) -> cute.Tensor:
-            # The swizzle rides on the pointer, in bytes; the layout over it stays affine.
-            affine = to_cute(one.staged(stages).layout)
-            return smem.allocate_tensor(shapes.dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(one))
-
+        allocate = partial(allocate_stages, smem, shapes.dtype)
         sQ = allocate(shapes.q, tile.num_warpgroups * tile.q_stages)
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)

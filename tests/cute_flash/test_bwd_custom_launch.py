@@ -123,14 +123,18 @@ def whole_map(sizes: tuple[int, int]) -> BlockMap:
     return BlockMap.of_status(status, 128, 128, *sizes)
 
 
-def run(case: Case, with_dlse: bool = False, given: list[Tensor] | None = None, **more: Any) -> Any:
-    """The gradients of the CUDA path, compared with those of the CPU path."""
+def call_of(case: Case, with_dlse: bool = False, given: list[Tensor] | None = None, **more: Any) -> Any:
     given = tensors() if given is None else given
     rest = arguments(case, given, **more)
     out, lse, _ = custom._fwd_cpu(*given, *rest)
     dout = normal(*out.shape, seed=5, dtype=out.dtype)
     dlse = normal(*lse.shape, seed=6, dtype=torch.float32) if with_dlse else None
-    call = (dout, dlse, *given, out, lse, *rest)
+    return dout, dlse, *given, out, lse, *rest
+
+
+def run(*args: Any, **more: Any) -> Any:
+    """The gradients of the CUDA path, compared with those of the CPU path."""
+    call = call_of(*args, **more)
     found, expected = custom._bwd_cuda(*call), custom._bwd_cpu(*call)
     fake = custom._bwd_fake(*call)
     flat = [[*x[:-1], *x[-1]] for x in (found, expected, fake)]
@@ -151,7 +155,7 @@ def test_gradients(gpu: FakeBackward, case: Case) -> None:
     assert gpu.bwd_plans[-1].main.kernel == f"bwd_{'sm' + gpu.name[3:]}_custom"
     # Other values are no part of a signature, nor of a kernel.
     num = len(gpu.bwd_plans)
-    run(case)
+    custom._bwd_cuda(*call_of(case))
     assert len(gpu.bwd_plans) == num
 
 

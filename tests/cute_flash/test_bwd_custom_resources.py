@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cute_flash.arch import ARCHS
 from cute_flash.plan import BwdPlan, use_kernels
-from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.resources import nvdisasm
 from cute_flash.tiles_bwd import BwdTile
-from tests import mod_cases, mod_gradients
-from tests.backward_capture import case_of
+from tests import mod_gradients
+from tests.backward_capture import Request, capture, case_of
+from tests.gates import kernel_resources
 from tests.launch_capture import has_compiler
 
 # (family, target, kind, seed): a sample of what is nearest to the limit. The seed decides which scores share
@@ -27,15 +25,15 @@ GATES = [
 ]
 
 
-def plan_of(family: str, target: str, kind: str, deterministic: bool = False, seed: int = 1) -> BwdPlan:
+def plan_of(family: str, target: str, kind: str, seed: int) -> BwdPlan:
     with use_kernels(family):
-        return mod_gradients.plan_of(case_of(kind, seed), ARCHS[target], deterministic)
+        return mod_gradients.plan_of(case_of(kind, seed), ARCHS[target])
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("family", "target", "kind", "seed"), GATES)
 def test_kernel_keeps_everything_in_registers(family: str, target: str, kind: str, seed: int) -> None:
-    the_plan = plan_of(family, target, kind, seed=seed)
+    the_plan = plan_of(family, target, kind, seed)
     found = kernel_resources(the_plan.main)
     assert the_plan.main.kernel == f"bwd_{family}_custom"
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
@@ -47,28 +45,20 @@ def test_kernel_keeps_everything_in_registers(family: str, target: str, kind: st
         assert found.num_mma == 3 * (2 * s + 2 * dkv + tile.dq_part[0] // 64 * (tile.tile_n // 16))
 
 
-CAPTURED = [
-    ("sm_90", "d128-document_causal-map", False, "bwd_sm90_custom"),
-    ("sm_90", "d64-gated-document-bias-bfloat16-map-r", False, "bwd_sm80_custom"),
-]
+CAPTURED = {
+    "bwd_sm90_custom": Request("sm_90", kind="d128-document_causal-map"),
+    "bwd_sm80_custom": Request("sm_90", kind="d64-gated-document-bias-bfloat16-map-r"),
+}
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-@pytest.mark.parametrize(("arch", "kind", "is_ordered", "kernel"), CAPTURED)
-def test_kernels_take_what_the_host_path_gives(
-    tmp_path: Path, arch: str, kind: str, is_ordered: bool, kernel: str
-) -> None:
-    head_dim = next(one.head_dim for one in mod_cases.KINDS if one.id == kind)
-    arguments = (tmp_path, arch, head_dim, int(is_ordered), f"kind={kind}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.backward_capture", *map(str, arguments)],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    before, main, after = json.loads(done.stdout)
-    assert before[0].startswith("bwd_preprocess") and after[0].startswith("bwd_postprocess")
-    assert main[0] == kernel
-    the_plan = plan_of(kernel.split("_")[1], arch, kind, is_ordered)
-    blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
-    assert main[1:] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1], the_plan.tile.smem_bytes]
+def test_kernels_take_what_the_host_path_gives(tmp_path: Path) -> None:
+    found = capture(list(CAPTURED.values()), tmp_path)
+    for (kernel, request), (before, main, after) in zip(CAPTURED.items(), found, strict=True):
+        assert before.kernel.startswith("bwd_preprocess") and after.kernel.startswith("bwd_postprocess")
+        with use_kernels(kernel.split("_")[1]):
+            the_plan = request.plan()
+        blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
+        tile = the_plan.tile
+        assert main == (kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.smem_bytes), request

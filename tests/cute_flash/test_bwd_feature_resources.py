@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,11 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import BwdPlan, bwd_plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.resources import nvdisasm
 from cute_flash.tiles_bwd import SM80_BWD_SCORE, SM90_BWD_SCORE, BwdTile
+from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
+from tests.gates import kernel_resources
 from tests.launch_capture import has_compiler
 
 ALL = ("softcap", "alibi", "dropout")
@@ -73,39 +72,28 @@ def test_kernel_keeps_everything_in_registers(gate: Gate) -> None:
         assert found.sass["IMAD"] >= 18 * copies
 
 
-CAPTURED = [
-    ("sm_90", 128, False, ALL, "bwd_sm90_general"),
-    ("sm_90", 64, True, ("alibi", "dropout"), "bwd_sm90_ordered_general"),
-    ("sm_80", 256, False, ("softcap", "sinks"), "bwd_sm80_general"),
-    ("sm_90", 64, False, ("varlen", "alibi", "sinks"), "bwd_sm90_general"),
-    ("sm_80", 64, False, ("varlen", "alibi", "dropout"), "bwd_sm80_general"),
-    ("sm_80", 128, True, ("softcap",), "bwd_sm80_ordered_general"),
-    ("sm_90", 256, True, (), "bwd_sm80_ordered"),
-]
+# Each kind of kernel, with all features and with some; wide heads where they go to another family.
+CAPTURED = {
+    "bwd_sm90_general": [Request("sm_90", 64, ALL), Request("sm_90", 64, ("varlen", "alibi", "sinks"))],
+    "bwd_sm90_ordered_general": [Request("sm_90", 64, ("alibi", "dropout"), deterministic=True)],
+    "bwd_sm80_general": [
+        Request("sm_80", 128, ("softcap", "sinks")), Request("sm_80", 64, ("varlen", "alibi", "dropout"))
+    ],
+    "bwd_sm80_ordered_general": [Request("sm_80", 64, ("softcap",), deterministic=True)],
+    "bwd_sm80_ordered": [Request("sm_90", 136, deterministic=True)],
+}  # fmt: skip
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-@pytest.mark.parametrize(("arch", "head_dim", "is_ordered", "names", "kernel"), CAPTURED)
-def test_kernels_take_what_the_host_path_gives(
-    tmp_path: Path, arch: str, head_dim: int, is_ordered: bool, names: tuple[str, ...], kernel: str
-) -> None:
-    arguments = (tmp_path, arch, head_dim, int(is_ordered), *names)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.backward_capture", *map(str, arguments)],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    *prepare, before, main, after = json.loads(done.stdout)
-    is_packed = "varlen" in names
-    assert [name for name, *_ in prepare] == ["prepare_bwd"] * is_packed
-    assert before[0].startswith("bwd_preprocess") and after[0].startswith("bwd_postprocess")
-    assert main[0] == kernel
-    features = Features(**dict.fromkeys(names, True))
-    lengths = (600, 1000) if is_packed else (300, 500)
-    problem = Problem(2, 4, 2, *lengths, head_dim, "bfloat16", Band(50, 0), features=features)
-    the_plan = bwd_plan(problem, ARCHS[arch], is_ordered)
-    blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
-    assert main[1:3] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1]]
-    # What a told tile takes more than one of a batch.
-    assert main[3] - the_plan.tile.smem_bytes in ((0, 32) if is_packed else (0,))
+def test_kernels_take_what_the_host_path_gives(tmp_path: Path) -> None:
+    wanted = [(kernel, request) for kernel, requests in CAPTURED.items() for request in requests]
+    found = capture([request for _, request in wanted], tmp_path)
+    for (kernel, request), (*prepare, before, main, after) in zip(wanted, found, strict=True):
+        assert [one.kernel for one in prepare] == ["prepare_bwd"] * request.is_packed, request
+        assert before.kernel.startswith("bwd_preprocess") and after.kernel.startswith("bwd_postprocess")
+        the_plan = request.plan()
+        blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
+        assert main[:3] == (kernel, (blocks, 1, 1), (the_plan.tile.num_threads, 1, 1)), request
+        # What a told tile takes more than one of a batch.
+        assert main.smem_bytes - the_plan.tile.smem_bytes in ((0, 32) if request.is_packed else (0,)), request

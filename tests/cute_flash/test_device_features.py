@@ -1,7 +1,8 @@
-"""Softcap, ALiBi, dropout and sinks as the kernels compute them, on the CPU as in `test_device`."""
+"""Softcap, ALiBi and sinks as the kernels compute them, on the CPU as in `test_device`."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +13,13 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash import philox
 from cute_flash.band import Band
 from cute_flash.device import philox as device_philox
-from cute_flash.device.drawn import Drawn
 from cute_flash.device.mask import Mask
-from cute_flash.device.philox import Dropout, Place, philox_4x32
 from cute_flash.device.score import Score
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
@@ -29,8 +27,6 @@ from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cute_flash.problem import Static
 from cute_flash.tiles import FwdTile
-from tests.combinations import RNG
-from tests.cute_flash.test_philox import KNOWN, words
 
 FOR_HOPPER = "--gpu-arch sm_90a"
 # (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles a warp, and wgmma.
@@ -68,126 +64,21 @@ def kept_halves(draws: Any, threshold: Any) -> Any:
     return low | high
 
 
-# Dropout
-
-
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
-def test_published_vectors(counter: str, key: str, expected: str) -> None:
-    @cute.jit
-    def program(out, counter, key):  # type: ignore[no-untyped-def]
-        found = philox_4x32(tuple(counter[i] for i in range(4)), tuple(key[i] for i in range(2)))
-        for i in cutlass.range_constexpr(4):
-            out[i] = found[i]
-
-    out = torch.zeros(4, dtype=torch.uint32)
-    given = (torch.tensor(words(text), dtype=torch.uint32) for text in (counter, key))
-    program(from_dlpack(out), *map(from_dlpack, given))
-    assert out.tolist() == words(expected)
-
-
-def after_dropout(shape: Any, first: tuple[int, int], p: float = 0.3) -> torch.Tensor:
-    """A tile of sevens of head 3 of the second of sequences of 5 heads, after all threads dropped theirs."""
-    rows, columns, threads, mma_of = shape
-
-    @cute.jit
-    def program(out, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
-        mma = mma_of()
-        dropout = Dropout.read(rng, Uint32(threshold), Float32(2.0))
-        for thread in range(threads):
-            thr_mma = mma.get_slice(Int32(thread))
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
-            rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), cutlass.BFloat16)
-            rP.fill(7.0)
-            place = Place(Int32(1 * 5 + 3), first_row, first_column, tScS)
-            masks, packed = dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
-            for i in cutlass.range_constexpr(cute.size(packed)):
-                packed[i] = packed[i] & masks[i]
-            for i in cutlass.range_constexpr(cute.size(rP)):
-                row, col = tScS[i]
-                out[row, col] = rP[i].to(Float32)
-
-    out = torch.full((rows, columns), torch.nan)
-    threshold = Int32(philox.threshold(p) * 0x10001)
-    arguments = (from_dlpack(out), from_dlpack(torch.tensor(RNG)), *map(Int32, first), threshold)
-    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
-    return out
-
-
-@shapes
-def test_every_score_has_its_draw(shape: Any) -> None:
-    """Of queries by keys; those of keys by queries are part of a block of the backward."""
-    rows, columns, *_ = shape
-    for first, p in (((0, 0), 0.3), ((128, 48), 0.8)):
-        mask = philox.Dropout(p, torch.tensor(RNG), 5)
-        found = after_dropout(shape, first, p)
-        ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
-        kept = mask.kept(range(1, 2), range(3, 4), *ranges)[0, 0]
-        assert torch.equal(found, torch.where(kept, 7.0, 0.0))
-
-
-STEPS = 6  # of 16 keys
-
-
-def drawn_masks(first: tuple[int, int], p: float) -> torch.Tensor:
-    """A tile of two warpgroups' ones, through masks that four warps have drawn in the second stage."""
-    columns = 16 * STEPS
-
-    @cute.jit
-    def program(out, words, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
-        dropout, drawn = Dropout.read(rng, Uint32(threshold), Float32(2.0)), Drawn(words, None, None, 2, 2)
-        for thread in cutlass.range(128, unroll=1):
-            for w in cutlass.range_constexpr(2):
-                rectangle = (first_row + 64 * w) // 32
-                drawn.draw(dropout, Int32(8), rectangle, first_column, (1, w, thread // 32, thread % 32))
-        mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
-        for thread in cutlass.range(128, unroll=1):
-            thr_mma = mma.get_slice(thread)
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((64, columns)))
-            for w in cutlass.range_constexpr(2):
-                rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, columns)), cutlass.BFloat16)
-                rP.fill(1.0)
-                for steps in (range(2), range(2, STEPS)):
-                    drawn.apply(cute.recast_tensor(rP, Int32), steps, w, thread, Int32(3))
-                for i in cutlass.range_constexpr(cute.size(rP)):
-                    row, col = tScS[i]
-                    out[64 * w + row, col] = rP[i].to(Float32)
-
-    out = torch.full((128, columns), torch.nan)
-    # The first mode is the innermost.
-    words = torch.zeros(2, 2, STEPS, 128, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0)
-    threshold = Int32(philox.threshold(p) * 0x10001)
-    given = (from_dlpack(out), from_dlpack(words, assumed_align=16), from_dlpack(torch.tensor(RNG)))
-    arguments = (*given, *map(Int32, first), threshold)
-    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
-    return out
-
-
-@pytest.mark.parametrize(("first", "p"), [((0, 0), 0.3), ((256, 192), 0.8)])
-def test_every_score_has_its_mask(first: tuple[int, int], p: float) -> None:
-    rows, keys = range(first[0], first[0] + 128), range(first[1], first[1] + 16 * STEPS)
-    kept = philox.Dropout(p, torch.tensor(RNG), 5).kept(range(1, 2), range(3, 4), rows, keys)[0, 0]
-    assert torch.equal(drawn_masks(first, p), kept.float())
-
-
 # Scores
 
+SCALE = 0.37
 
-def scores(
-    shape: Any,
-    products: torch.Tensor,
-    softcap: float | None,
-    slope: float | None,
-    sizes: tuple[int, ...],
-    reference: float | None = None,
-) -> torch.Tensor:
-    """Of a tile of products, by all threads: scores, natural, less a reference and its row's number."""
+
+@functools.cache
+def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | None) -> Any:
+    """What `scores` calls, compiled for all values of its numbers."""
     rows, columns, threads, mma_of = shape
 
     @cute.jit
     def program(out, products, numbers, sizes):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        score = Score.of(numbers[0], None if softcap is None else numbers[1])
-        score = score.of_head(None if slope is None else numbers[2])
+        score = Score.of(numbers[0], numbers[1] if has_softcap else None)
+        score = score.of_head(numbers[2] if has_slope else None)
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
@@ -205,11 +96,33 @@ def scores(
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc[i] * LN_2
 
-    out = torch.full((rows, columns), torch.nan)
-    numbers = torch.tensor([0.37, softcap or 0.0, slope or 0.0])
-    arguments = [*map(from_dlpack, (out, products, numbers, torch.tensor(sizes, dtype=torch.int32)))]
-    cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    tile = torch.zeros(rows, columns)
+    some = map(from_dlpack, (tile, tile, torch.zeros(3), torch.zeros(4, dtype=torch.int32)))
+    return cute.compile(program, *some, options=FOR_HOPPER)
+
+
+def scores(
+    shape: Any, products: torch.Tensor, softcap: float | None, slope: float | None,
+    sizes: tuple[int, ...], reference: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Of a tile of products, by all threads: scores, natural, less a reference and its row's number."""
+    out = torch.full(shape[:2], torch.nan)
+    numbers = torch.tensor([SCALE, softcap or 0.0, slope or 0.0])
+    program = scoring(shape, softcap is not None, slope is not None, reference)
+    program(*map(from_dlpack, (out, products, numbers, torch.tensor(sizes, dtype=torch.int32))))
     return out
+
+
+def exact_scores(
+    products: torch.Tensor, softcap: float | None, slope: float | None, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    found, (sq, sk, first_row, first_column) = SCALE * products.double(), sizes
+    if softcap is not None:
+        found = softcap * (found / softcap).tanh()
+    if slope is not None:
+        i = torch.arange(first_row, first_row + len(products))[:, None] + sk - sq
+        found = found - slope * (i - torch.arange(first_column, first_column + products.shape[1])).abs()
+    return found
 
 
 @shapes
@@ -221,12 +134,7 @@ def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
     products[0, :4] = torch.tensor([0.0, torch.inf, -torch.inf, 1e30])
     sq, sk, first_row, first_column = 300, 333, 64, 48
     found = scores(shape, products, softcap, slope, (sq, sk, first_row, first_column))
-    expected = 0.37 * products.double()
-    if softcap is not None:
-        expected = softcap * (expected / softcap).tanh()
-    if slope is not None:
-        i = torch.arange(first_row, first_row + rows)[:, None] + sk - sq
-        expected = expected - slope * (i - torch.arange(first_column, first_column + columns)).abs()
+    expected = exact_scores(products, softcap, slope, (sq, sk, first_row, first_column))
     # Of a score and a bias of opposite signs little may be left.
     atol = 3e-7 * (softcap or 0.0) + (1e-5 if slope is not None else 0.0)
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=atol)
@@ -250,12 +158,7 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
         "far after": position + rows + 40,
     }[place]
     found = scores(shape, products, softcap, slope, (sq, sk, first_row, first_column), -3.5)
-    expected = 0.37 * products.double()
-    if softcap is not None:
-        expected = softcap * (expected / softcap).tanh()
-    if slope is not None:
-        i = torch.arange(first_row, first_row + rows)[:, None] + sk - sq
-        expected = expected - slope * (i - torch.arange(first_column, first_column + columns)).abs()
+    expected = exact_scores(products, softcap, slope, (sq, sk, first_row, first_column))
     expected = expected - (torch.arange(rows)[:, None] - 3.5)
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=4e-5)
 
@@ -274,7 +177,7 @@ def test_exponents_of_products(softcap: float | None, slope: float | None, place
     """
     rows, _, threads, _ = SHAPES["wgmma"]
     columns = 96
-    sq, sk, first_row, scale = 300, 333, 128, 0.37
+    sq, sk, first_row = 300, 333, 128
     position = first_row + sk - sq
     first_column = {"touching": 1 - columns, "across": 2 - columns, "after": rows - 1}[place] + position
     products = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 2
@@ -312,17 +215,12 @@ def test_exponents_of_products(softcap: float | None, slope: float | None, place
 
     out = torch.full((rows, columns), torch.nan)
     largest, sums = torch.full((rows, 4), torch.nan), torch.full((rows, 4), torch.nan)
-    numbers, sizes = torch.tensor([scale, softcap or 0.0, slope or 0.0]), (sq, sk, first_row, first_column)
+    numbers, sizes = torch.tensor([SCALE, softcap or 0.0, slope or 0.0]), (sq, sk, first_row, first_column)
     tensors = (out, largest, sums, products, numbers, torch.tensor(sizes, dtype=torch.int32))
     arguments = [*map(from_dlpack, tensors)]
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
 
-    expected = scale * products.double()
-    if softcap is not None:
-        expected = softcap * (expected / softcap).tanh()
-    if slope is not None:
-        i = torch.arange(first_row, first_row + rows)[:, None] + sk - sq
-        expected = expected - slope * (i - torch.arange(first_column, first_column + columns)).abs()
+    expected = exact_scores(products, softcap, slope, sizes)
     expected[torch.arange(rows)[:, None] + torch.arange(columns) == 9] = -torch.inf
     of_threads = expected.view(rows, -1, 4, 2).transpose(1, 2).flatten(2)
     torch.testing.assert_close(largest.double(), of_threads.amax(2), rtol=1e-5, atol=1e-4)

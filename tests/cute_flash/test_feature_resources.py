@@ -10,7 +10,7 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import Plan, plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import nvdisasm, resources
+from cute_flash.resources import nvdisasm
 from cute_flash.tiles import FwdTile, FwdTileSm90
 from tests.cute_flash.test_resources import (
     CAUSAL,
@@ -21,6 +21,7 @@ from tests.cute_flash.test_resources import (
     check_instructions,
     check_registers,
 )
+from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
 
 EACH = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
@@ -59,7 +60,7 @@ def plan_of(gate: Gate) -> Plan:
 @pytest.mark.parametrize("gate", GATES, ids=gate_id)
 def test_kernel_keeps_everything_in_registers(gate: Gate) -> None:
     the_plan, (family, _, head_dim, _, names) = plan_of(gate), gate
-    found = resources(the_plan)
+    found = kernel_resources(the_plan.key)
     assert found.symbol.startswith(f"cute_flash_fwd_{family}_d{head_dim}_bfloat16_")
     assert all(f"_{name}" in found.symbol for name in names) and "cutlass" not in found.symbol
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)

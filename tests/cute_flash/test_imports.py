@@ -20,7 +20,7 @@ ORDER = (
     *(
         f"cute_flash.{name}"
         for name in (
-            "version", "ranges", "counters", "disk", "ticker", "band", "work", "problem", "mods",
+            "version", "ranges", "memo", "counters", "disk", "ticker", "band", "work", "problem", "mods",
             "block_map", "entries", "written", "arch", "tiles",
             "tiles_bwd", "tiles_fwd", "philox", "score", "loops", "dense",
             "reference", "roofline", "device", "kernels", "plan", "explain", "compile", "resources",

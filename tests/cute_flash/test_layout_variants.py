@@ -9,10 +9,11 @@ import pytest
 from cute_flash.arch import ARCHS
 from cute_flash.plan import CompileKey, plan, use_kernels
 from cute_flash.problem import Problem, UnsupportedError
-from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.resources import nvdisasm
 from cute_flash.tiles import FwdTile, FwdTileSm90
 from cute_flash.tiles_fwd import SM80_FWD, SM90_FWD
 from layouts import HOPPER_VARIANTS, VARIANTS, sm80_uses, sm90_uses
+from tests.gates import kernel_resources
 
 
 def key_of(family: str, head_dim: int, layout: str) -> CompileKey:

@@ -10,7 +10,7 @@ import torch
 
 from cute_flash import BlockMap, masks
 from cute_flash.band import Band, ceil_div
-from cute_flash.block_map import EMPTY, FULL, PARTIAL, _maps, seen_by
+from cute_flash.block_map import EMPTY, FULL, PARTIAL, _known, seen_by
 from cute_flash.mods import trace
 from cute_flash.mods.trace import bound
 
@@ -147,13 +147,13 @@ def test_maps_are_kept_while_they_hold() -> None:
     assert BlockMap.of(masks.sliding_window(9), shape, tile=(4, 4)) is not window
     for i in range(100):
         BlockMap.of(masks.causal(i), shape, tile=(4, 4))
-    assert len(_maps.known) <= 64
+    assert len(_known) <= 64
 
 
 def test_many_queries_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status
     monkeypatch.setattr("cute_flash.block_map.MAX_PAIRS", 1)
-    _maps.known.clear()
+    _known.clear()
     assert torch.equal(BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
 
 

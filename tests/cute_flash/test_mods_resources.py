@@ -7,10 +7,10 @@ import pytest
 from cute_flash.arch import ARCHS
 from cute_flash.plan import plan as planned
 from cute_flash.plan import use_kernels
-from cute_flash.resources import resources
 from cute_flash.tiles import FwdTileSm90
 from tests import mod_cases
 from tests.cute_flash.test_resources import check_registers
+from tests.gates import kernel_resources
 
 KINDS = {kind.id: kind for kind in mod_cases.KINDS}
 GATES = [
@@ -29,7 +29,7 @@ def test_kernel_keeps_everything_in_registers(family: str, name: str) -> None:
     with use_kernels(family):
         the_plan = planned(problem, ARCHS["sm_90"])
     assert the_plan.key.kernel == f"fwd_{family}_custom"
-    found = resources(the_plan)
+    found = kernel_resources(the_plan.key)
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert found.serialised_wgmma == ()
     assert found.smem_bytes <= the_plan.arch.smem_per_block

@@ -18,8 +18,8 @@ from cute_flash.device.ordered import Order
 from cute_flash.kernels.bwd_sm90_shared import Tile
 from cute_flash.plan import bwd_plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources
 from cute_flash.tiles_bwd import SM80_BWD, SM80_BWD_SCORE, SM90_BWD, SM90_BWD_SCORE
+from tests.gates import kernel_resources
 
 Asked = Callable[..., list[int]]
 

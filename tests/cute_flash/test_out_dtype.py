@@ -18,7 +18,7 @@ from cute_flash.band import Band
 from cute_flash.how import How
 from cute_flash.plan import plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources, nvdisasm
+from cute_flash.resources import nvdisasm
 from tests.combinations import RNG
 from tests.combinations import normal as exact_normal
 from tests.cute_flash.test_bwd_launch import faked
@@ -31,6 +31,7 @@ from tests.fake_backward import FakeBackward
 from tests.fake_gpu import D, FakeGpu, inputs, normal
 from tests.fake_packed import FakePacked
 from tests.fake_packed import faked as faked_packed
+from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
 
 FLOATS = How(0.3, None, 0, float_out=True)
@@ -247,8 +248,8 @@ def test_kernels_keep_everything_in_registers(gate: tuple[str, str, int, Band, t
 def test_launches_are_as_planned(tmp_path: Path) -> None:
     requests = [
         Request("sm_80", 3, 6, 2, 300, 77, 64, features=["out_dtype"]),
-        Request("sm_90", 2, 4, 2, 1000, 1000, 128, right=0, family="sm90", features=["out_dtype"]),
-        Request("sm_90", 17, 50, 10, 20, 33, 128, family="sm90", is_packed=True, features=["out_dtype"]),
+        Request("sm_90", 2, 4, 2, 1000, 1000, 64, right=0, family="sm90", features=["out_dtype"]),
+        Request("sm_90", 17, 50, 10, 20, 33, 64, family="sm90", is_packed=True, features=["out_dtype"]),
     ]
     for request, answer in zip(requests, capture(requests, tmp_path), strict=True):
         the_plan = request.plan()

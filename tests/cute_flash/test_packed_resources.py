@@ -8,7 +8,7 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources
+from tests.gates import kernel_resources
 
 FULL, CAUSAL, WINDOW = Band(), Band(None, 0), Band(128, 64)
 # What a told tile takes more than one of a batch.

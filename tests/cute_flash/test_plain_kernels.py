@@ -15,7 +15,8 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
-from cute_flash.resources import kernel_resources, nvdisasm, resources
+from cute_flash.resources import nvdisasm
+from tests.gates import kernel_resources
 
 TOOLCHAIN = "4.8.1"
 CAUSAL = Band(None, 0)
@@ -34,7 +35,7 @@ def test_plain_kernels_are_what_they_were(kernel: tuple[str, str, int, Band]) ->
     family, target, head_dim, band = kernel
     problem = Problem(2, 8, 8, 4096, 4096, head_dim, "bfloat16", band)
     with use_kernels(family):
-        forward = resources(plan(problem, ARCHS[target]))
+        forward = kernel_resources(plan(problem, ARCHS[target]).key)
         backward = kernel_resources(bwd_plan(problem, ARCHS[target]).main)
     found = tuple(sum(x.sass.values()) for x in (forward, backward))
     assert found == KNOWN[kernel]

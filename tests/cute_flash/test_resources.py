@@ -13,10 +13,11 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band, ceil_div
 from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
 from cute_flash.problem import Problem
-from cute_flash.resources import Resources, disassemble, kernel_resources, nvdisasm, resources
+from cute_flash.resources import Resources, disassemble, nvdisasm, resources
 from cute_flash.tiles import FwdTile, FwdTileSm90
 from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90, BwdTileSm90Wide
 from cute_flash.tiles_fwd import SM90_FWD
+from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
 
 FULL, CAUSAL, WINDOW, LEFT = Band(), Band(None, 0), Band(128, 64), Band(128, None)
@@ -107,7 +108,7 @@ def hopper_gate_id(gate: tuple[FwdTileSm90, Band, str, bool]) -> str:
 def test_kernel_keeps_everything_in_registers(gate: tuple[str, int, Band, str]) -> None:
     the_plan = plan_of(*gate)
     target, head_dim, _, dtype = gate
-    found = resources(the_plan)
+    found = kernel_resources(the_plan.key)
     arch, tile = the_plan.arch, the_plan.tile
     assert isinstance(tile, FwdTile)
     assert found.target == target
@@ -148,7 +149,7 @@ def check_instructions(found: Resources, the_plan: Plan) -> None:
 def test_hopper_kernel_keeps_everything_in_registers(gate: tuple[FwdTileSm90, Band, str, bool]) -> None:
     the_plan = hopper_plan(*gate)
     row, _, dtype, _ = gate
-    found = resources(the_plan)
+    found = kernel_resources(the_plan.key)
     assert found.target == "sm_90a"
     assert found.symbol.startswith(f"cute_flash_fwd_sm90_d{the_plan.problem.head_dim}")
     assert f"_{dtype}_" in found.symbol
@@ -286,24 +287,6 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-def test_launches_are_as_planned(tmp_path: Path) -> None:
-    for number, (request, answer) in enumerate(
-        zip(REQUESTS, capture(REQUESTS, tmp_path), strict=True), start=1
-    ):
-        the_plan = request.plan()
-        tile = the_plan.tile
-        tiles = len(range(0, request.seqlen_q, tile.tile_m)) * request.heads * request.batch
-        # 5 heads of 20 rows in one tile.
-        tiles = 10 * 17 if request.is_packed else tiles
-        assert answer.launches == number
-        assert answer.grid == (min(tiles, 132) if request.family == "sm90" else tiles, 1, 1)
-        assert answer.block == (tile.num_threads, 1, 1)
-        # The DSL does not diagnose an overflow of shared memory: what it asks for must be what the tile says.
-        assert answer.smem_bytes == tile.smem_bytes <= the_plan.arch.smem_per_block
-
-
 # Numbers of stages and warpgroups that the table does not have; with an odd number of barriers, what follows
 # them is aligned.
 TILES = [
@@ -314,17 +297,24 @@ TILES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def allocated(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    requests = [Request("sm_90", 1, 2, 1, 300, 300, t["head_dim"], family="sm90", tile=t) for t in TILES]
-    return [answer.smem_bytes for answer in capture(requests, tmp_path_factory.mktemp("stub"))]
-
-
 @pytest.mark.compiles
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-@pytest.mark.parametrize("index", range(len(TILES)))
-def test_hopper_tiles_know_what_the_kernel_allocates(allocated: list[int], index: int) -> None:
-    assert FwdTileSm90(**TILES[index]).smem_bytes == allocated[index]
+def test_launches_are_as_planned(tmp_path: Path) -> None:
+    others = [Request("sm_90", 1, 2, 1, 300, 300, t["head_dim"], family="sm90", tile=t) for t in TILES]
+    answers = capture(REQUESTS + others, tmp_path)
+    for number, (request, answer) in enumerate(zip(REQUESTS, answers), start=1):
+        the_plan = request.plan()
+        tile = the_plan.tile
+        tiles = len(range(0, request.seqlen_q, tile.tile_m)) * request.heads * request.batch
+        # 5 heads of 20 rows in one tile.
+        tiles = 10 * 17 if request.is_packed else tiles
+        assert answer.launches == number
+        assert answer.grid == (min(tiles, 132) if request.family == "sm90" else tiles, 1, 1)
+        assert answer.block == (tile.num_threads, 1, 1)
+        # The DSL does not diagnose an overflow of shared memory: what it asks for must be what the tile says.
+        assert answer.smem_bytes == tile.smem_bytes <= the_plan.arch.smem_per_block
+    for fields, answer in zip(TILES, answers[len(REQUESTS) :], strict=True):
+        assert FwdTileSm90(**fields).smem_bytes == answer.smem_bytes
 
 
 @pytest.mark.compiles

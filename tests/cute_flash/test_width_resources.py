@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,9 @@ from cute_flash.arch import ARCHS
 from cute_flash.band import Band
 from cute_flash.plan import bwd_plan, plan, use_kernels
 from cute_flash.problem import Features, Problem
-from cute_flash.resources import kernel_resources
+from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
+from tests.gates import kernel_resources
 from tests.launch_capture import has_compiler
 
 # (family, target, D, Dv, mask, features): a sample, those of models and those nearest to the limit.
@@ -68,22 +66,18 @@ def test_backward(gate: Gate) -> None:
         check(bwd_plan(problem_of(gate), ARCHS[gate[1]]).main, gate)
 
 
+CAPTURED = [
+    Request("sm_80", 64, head_dim_v=128), Request("sm_90", 128, head_dim_v=64),
+    Request("sm_90", 192, head_dim_v=128),
+]  # fmt: skip
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
-@pytest.mark.parametrize(("arch", "widths"), [("sm_80", "64/128"), ("sm_90", "128/64"), ("sm_90", "192/128")])
-def test_kernels_take_what_the_host_path_gives(tmp_path: Path, arch: str, widths: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.backward_capture", str(tmp_path), arch, widths, "0"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    before, main, after = json.loads(done.stdout)
-    head_dim, head_dim_v = map(int, widths.split("/"))
-    the_plan = bwd_plan(
-        Problem(2, 4, 2, 300, 500, head_dim, "bfloat16", Band(50, 0), head_dim_v), ARCHS[arch]
-    )
-    assert [before[0], main[0], after[0]] == [
-        the_plan.before(True).kernel, the_plan.main.kernel, the_plan.after.kernel
-    ]  # fmt: skip
-    blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
-    assert main[1:] == [[blocks, 1, 1], [the_plan.tile.num_threads, 1, 1], the_plan.tile.smem_bytes]
+def test_kernels_take_what_the_host_path_gives(tmp_path: Path) -> None:
+    for request, launches in zip(CAPTURED, capture(CAPTURED, tmp_path), strict=True):
+        the_plan = request.plan()
+        tile, keys = the_plan.tile, (the_plan.before(True), the_plan.main, the_plan.after)
+        assert [one.kernel for one in launches] == [key.kernel for key in keys], request
+        blocks = the_plan.num_blocks if the_plan.family == "sm90" else the_plan.num_tiles
+        assert launches[1][1:] == ((blocks, 1, 1), (tile.num_threads, 1, 1), tile.smem_bytes), request

@@ -7,6 +7,7 @@ import cute_flash
 from cute_flash import plan as planning
 from cute_flash.band import Band
 from tests import cases
+from tests.gpu.captured import Captured
 from tests.gradients import assert_gradients, gradients, weighted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
@@ -115,21 +116,13 @@ def test_captured_training_step():
     def step():
         return torch.autograd.grad(cute_flash.attn(*leaves, causal=True).float().square().sum(), leaves)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    captured = Captured.of(step)
     with torch.no_grad():
         for leaf in leaves:
             leaf.copy_(torch.randn_like(leaf))
     for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    for replayed, expected in zip(captured, step(), strict=True):
+        captured.replay()
+    for replayed, expected in zip(captured.results, step(), strict=True):
         torch.testing.assert_close(replayed, expected, rtol=0.02, atol=0.01 * expected.abs().max().item())
 
 

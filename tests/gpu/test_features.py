@@ -13,6 +13,7 @@ from tests import cases
 from tests.cases import CAUSAL, FULL
 from tests.combinations import RNG
 from tests.gpu import feature_cases
+from tests.gpu.captured import Captured
 from tests.gpu.feature_cases import Asked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
@@ -79,17 +80,9 @@ def test_a_captured_call_drops_anew_at_every_replay():
     q, k, v = cases.make_inputs(cases.Case(1, 2, 2, 200, 300, 128, CAUSAL), torch.bfloat16, "cuda")
     options = {"causal": True, "dropout": 0.5, "return_max_logit": True}
     expected = cute_flash.attn(q, k, v, causal=True, return_max_logit=True)[1]
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        cute_flash.attn(q, k, v, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, most = cute_flash.attn(q, k, v, **options)
-    replayed = []
+    captured, replayed = Captured.of(lambda: cute_flash.attn(q, k, v, **options)), []
     for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
+        out, most = captured.replay()
         replayed.append(out.clone())
         torch.testing.assert_close(most, expected)
     assert all(x.isfinite().all() for x in replayed)

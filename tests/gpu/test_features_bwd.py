@@ -14,6 +14,7 @@ from tests.combinations import RNG, gradients
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import feature_combinations as made
 from tests.gpu import support
+from tests.gpu.captured import Captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory", "known_rng")]
 
@@ -153,18 +154,9 @@ def test_captured_training_step(monkeypatch):
         out = cute_flash.attn(q, k, v, dropout=0.5, alibi=slopes, softcap=5.0).float()
         return out.detach().sum(), *torch.autograd.grad(out.sum(), (q, k, v, slopes))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        total, *grads = step()
-    sums = []
+    captured, sums = Captured.of(step), []
     for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
+        total, *grads = captured.replay()
         sums.append(total.item())
         assert all(x.isfinite().all() for x in grads)
         torch.testing.assert_close(

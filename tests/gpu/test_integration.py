@@ -10,6 +10,7 @@ import cute_flash
 from cute_flash import counters
 from cute_flash.band import Band
 from tests import cases
+from tests.gpu.captured import Captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
@@ -24,10 +25,8 @@ def qkv():
 
 def test_cuda_graph(qkv):
     q, k, v = qkv
-    cute_flash.attn(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
+    captured = Captured.of(lambda: cute_flash.attn(q, k, v, causal=True, return_lse=True))
+    out, lse = captured.results
     for seed in range(3):
         for static, fresh in zip(
             (q, k, v), cases.make_inputs(CASE, torch.bfloat16, "cuda", seed=seed + 1), strict=True
@@ -35,7 +34,7 @@ def test_cuda_graph(qkv):
             static.copy_(fresh)
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        graph.replay()
+        captured.replay()
         cases.assert_is_attention(out, lse, q, k, v, CAUSAL)
 
 
@@ -62,9 +61,7 @@ def test_side_stream(qkv):
 def test_streams_side_by_side(qkv):
     """Launches that run at once: none draws the tiles of another."""
     expected = cute_flash.attn(*qkv, causal=True)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        replayed = cute_flash.attn(*qkv, causal=True)
+    captured = Captured.of(lambda: cute_flash.attn(*qkv, causal=True))
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     outputs = []
@@ -72,9 +69,9 @@ def test_streams_side_by_side(qkv):
         for stream in streams:
             with torch.cuda.stream(stream):
                 outputs.append(cute_flash.attn(*qkv, causal=True))
-        captured.replay()
+        captured.graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(out, expected) for out in (*outputs, replayed))
+    assert all(torch.equal(out, expected) for out in (*outputs, captured.results))
 
 
 def test_counters_are_left_at_zero(qkv, family):

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cute_flash
 from cute_flash.arch import detect
 from tests import mod_cases, mod_gradients
+from tests.gpu.captured import Captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
@@ -93,16 +94,7 @@ def test_captured_training_step(family):
         out = cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=mask, block_map=block_map)
         return torch.autograd.grad(out.float().square().sum(), (q, k, v, table))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            expected = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    expected, captured = step(), Captured.of(step)
     for _ in range(2):
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(captured.replay(), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())

@@ -8,6 +8,7 @@ from cute_flash.band import Band
 from cute_flash.compile import cache_info
 from tests import cases
 from tests.gpu import varlen_cases
+from tests.gpu.captured import Captured
 from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, OTHER_WIDTHS, Packed
 from tests.packed_model import Lengths
 
@@ -121,19 +122,11 @@ def test_a_graph_with_lengths_written_in_place():
     def attend():
         return cute_flash.attn_varlen(*inputs, cu_q, cu_k, causal=True, return_lse=True)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend()
+    captured = Captured.of(attend)
     for lengths in (first, *others):
         cu_q.copy_(lengths.cu_q)
         cu_k.copy_(lengths.cu_k)
-        graph.replay()
-        torch.cuda.synchronize()
-        check(Packed(lengths, 4, 2, 128, CAUSAL), out, lse, inputs)
+        check(Packed(lengths, 4, 2, 128, CAUSAL), *captured.replay(), inputs)
 
 
 @pytest.mark.parametrize("scale", (-0.3, 0.0, 2.5))

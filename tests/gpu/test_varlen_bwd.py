@@ -13,6 +13,7 @@ from tests import cases, combinations
 from tests.combinations import RNG, PackedCombination
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import varlen_cases
+from tests.gpu.captured import Captured
 from tests.gpu.feature_combinations import PACKED_CASES, has_gradients
 from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, ORDERED_DIMS, OTHER_WIDTHS, Packed, unused_keys
 from tests.gradients import gradients, largest, weighted
@@ -170,20 +171,11 @@ def test_a_graph_of_a_training_step_with_lengths_written_in_place():
         out = cute_flash.attn_varlen(*leaves, cu_q, cu_k, causal=True)
         return torch.autograd.grad(out.float().square().sum(), leaves)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    captured = Captured.of(step)
     for lengths in batches:
         cu_q.copy_(lengths.cu_q)
         cu_k.copy_(lengths.cu_k)
-        graph.replay()
-        torch.cuda.synchronize()
-        replayed = [x.clone() for x in captured]
+        replayed = [x.clone() for x in captured.replay()]
         for a, b in zip(replayed, step(), strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * b.abs().max().item() + 1e-6)
 
@@ -310,18 +302,9 @@ def test_a_captured_training_step_with_features():
         out = cute_flash.attn_varlen(*(leaves[x] for x in "qkv"), *cu, **options).float()
         return out.detach().sum(), *torch.autograd.grad(out.sum(), list(leaves.values()))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        total, *grads = step()
-    sums = []
+    captured, sums = Captured.of(step), []
     for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
+        total, *grads = captured.replay()
         sums.append(total.item())
         assert all(x.isfinite().all() for x in grads)
         found = (grads[2].double() * leaves["v"].double()).sum().item()

@@ -1,0 +1,134 @@
+"""Dropout as the kernels draw it, on the CPU as in `test_device_features`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash import philox
+from cute_flash.device.drawn import Drawn
+from cute_flash.device.philox import Dropout, TilePlace, philox_4x32
+from cute_flash.device.views import as_operand_a
+from cute_flash.device.wgmma import make_mma
+from tests.combinations import RNG
+from tests.cute_flash.test_device_features import FOR_HOPPER, shapes
+from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
+from tests.cute_flash.test_philox import KNOWN, words
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_published_vectors(counter: str, key: str, expected: str) -> None:
+    @cute.jit
+    def program(out, counter, key):  # type: ignore[no-untyped-def]
+        found = philox_4x32(tuple(counter[i] for i in range(4)), tuple(key[i] for i in range(2)))
+        for i in cutlass.range_constexpr(4):
+            out[i] = found[i]
+
+    out = torch.zeros(4, dtype=torch.uint32)
+    given = (torch.tensor(words(text), dtype=torch.uint32) for text in (counter, key))
+    program(from_dlpack(out), *map(from_dlpack, given))
+    assert out.tolist() == words(expected)
+
+
+Draw = tuple[tuple[int, int], float]  # the first row and column, and the probability
+
+
+def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
+    """Tiles of sevens of head 3 of the second of sequences of 5 heads, after all threads dropped theirs."""
+    rows, columns, threads, mma_of = shape
+
+    @cute.jit
+    def program(out, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
+        mma = mma_of()
+        dropout = Dropout.read(rng, Uint32(threshold), Float32(2.0))
+        for thread in range(threads):
+            thr_mma = mma.get_slice(Int32(thread))
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
+            rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), cutlass.BFloat16)
+            rP.fill(7.0)
+            place = TilePlace(Int32(1 * 5 + 3), first_row, first_column, tScS)
+            masks, packed = dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
+            for i in cutlass.range_constexpr(cute.size(packed)):
+                packed[i] = packed[i] & masks[i]
+            for i in cutlass.range_constexpr(cute.size(rP)):
+                row, col = tScS[i]
+                out[row, col] = rP[i].to(Float32)
+
+    compiled = None
+    for first, p in draws:
+        out = torch.full((rows, columns), torch.nan)
+        threshold = Int32(philox.threshold(p) * 0x10001)
+        arguments = (from_dlpack(out), from_dlpack(torch.tensor(RNG)), *map(Int32, first), threshold)
+        compiled = compiled or cute.compile(program, *arguments, options=FOR_HOPPER)
+        compiled(*arguments)
+        yield out
+
+
+@shapes
+def test_every_score_has_its_draw(shape: Any) -> None:
+    """Of queries by keys; those of keys by queries are part of a block of the backward."""
+    rows, columns, *_ = shape
+    draws = [((0, 0), 0.3), ((128, 48), 0.8)]
+    for (first, p), found in zip(draws, after_dropout(shape, draws), strict=True):
+        mask = philox.Dropout(p, torch.tensor(RNG), 5)
+        ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
+        kept = mask.kept(range(1, 2), range(3, 4), *ranges)[0, 0]
+        assert torch.equal(found, torch.where(kept, 7.0, 0.0))
+
+
+STEPS = 6  # of 16 keys
+
+
+def drawn_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
+    """Tiles of two warpgroups' ones, through masks that four warps have drawn in the second stage."""
+    columns = 16 * STEPS
+
+    @cute.jit
+    def program(out, words, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
+        dropout, drawn = Dropout.read(rng, Uint32(threshold), Float32(2.0)), Drawn(words, None, None, 2, 2)
+        for thread in cutlass.range(128, unroll=1):
+            for w in cutlass.range_constexpr(2):
+                rectangle = (first_row + 64 * w) // 32
+                drawn.draw(dropout, Int32(8), rectangle, first_column, (1, w, thread // 32, thread % 32))
+        mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
+        for thread in cutlass.range(128, unroll=1):
+            thr_mma = mma.get_slice(thread)
+            tScS = thr_mma.partition_C(cute.make_identity_tensor((64, columns)))
+            for w in cutlass.range_constexpr(2):
+                rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, columns)), cutlass.BFloat16)
+                rP.fill(1.0)
+                for steps in (range(2), range(2, STEPS)):
+                    drawn.apply(cute.recast_tensor(rP, Int32), steps, w, thread, Int32(3))
+                for i in cutlass.range_constexpr(cute.size(rP)):
+                    row, col = tScS[i]
+                    out[64 * w + row, col] = rP[i].to(Float32)
+
+    compiled = None
+    for first, p in draws:
+        out = torch.full((128, columns), torch.nan)
+        # The first mode is the innermost.
+        words = torch.zeros(2, 2, STEPS, 128, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0)
+        threshold = Int32(philox.threshold(p) * 0x10001)
+        given = (from_dlpack(out), from_dlpack(words, assumed_align=16), from_dlpack(torch.tensor(RNG)))
+        arguments = (*given, *map(Int32, first), threshold)
+        compiled = compiled or cute.compile(program, *arguments, options=FOR_HOPPER)
+        compiled(*arguments)
+        yield out
+
+
+def test_every_score_has_its_mask() -> None:
+    draws = [((0, 0), 0.3), ((256, 192), 0.8)]
+    for (first, p), found in zip(draws, drawn_masks(draws), strict=True):
+        rows, keys = range(first[0], first[0] + 128), range(first[1], first[1] + 16 * STEPS)
+        kept = philox.Dropout(p, torch.tensor(RNG), 5).kept(range(1, 2), range(3, 4), rows, keys)[0, 0]
+        assert torch.equal(found, kept.float())

@@ -1,0 +1,35 @@
+"""Calls in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    results: Any  # of the call: every replay writes them anew
+
+    @staticmethod
+    def of(call: Callable[[], Any]) -> Captured:
+        """After a few on another stream: what is compiled, planned or made once is no part of the graph."""
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(WARM_UPS):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        return Captured(graph, results)
+
+    def replay(self) -> Any:
+        """The results, which are there."""
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return self.results
