@@ -14,11 +14,11 @@ from cutlass.cute.nvgpu import warp
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ldmatrix import STEP, swizzled
 from cute_flash.device.ptx import rederived
+from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.tiles import WARP_ROWS
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from layouts.smem import SmemTile
 
-SMEM_ALIGN = 1024
 VALUES = 8  # of a k-step in a thread
 KEYS_OF_WARP = 64  # in one register of all lanes
 
@@ -122,8 +122,7 @@ class BiasBlocks:
 
     @staticmethod
     def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasBlocks":
-        affine = to_cute(tile.staged(num_warpgroups * stages).layout)
-        sB = smem.allocate_tensor(dtype, affine, SMEM_ALIGN, swizzle=byte_swizzle(tile))
+        sB = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
         sB = cute.logical_divide(sB, (None, None, num_warpgroups))
         num = num_warpgroups * stages
         barriers = smem.allocate_array(cutlass.Int64, 2 * num, byte_alignment=8)
