@@ -52,7 +52,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | 
 
 def described(tensor: Tensor | None) -> tuple[Any, ...] | None:
     """All that a check of it asks about, to look up by."""
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.get_device())
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def is_launchable(tensor: Tensor) -> bool:

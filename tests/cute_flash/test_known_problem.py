@@ -154,10 +154,14 @@ def test_what_is_right_is_checked_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyP
     assert len(custom._checked) == 1 and len(gpu.plans) == 1
 
 
-def test_what_has_tensors_besides_is_always_checked(gpu: FakeGpu) -> None:
-    slopes = torch.ones(H)
-    run(with_how(alibi=slopes)(right()))
-    assert not custom._checked
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(H + 1), torch.ones(H, device="meta")], ids=["longer", "elsewhere"]
+)
+def test_slopes_are_part_of_what_is_known(gpu: FakeGpu, wrong: torch.Tensor) -> None:
+    run(with_how(alibi=torch.ones(H))(right()))
+    assert custom._checked
+    with pytest.raises(ValueError, match="alibi"):
+        run(with_how(alibi=wrong)(right()))
 
 
 def test_packed_sequences_are_always_checked() -> None:

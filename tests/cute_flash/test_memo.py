@@ -73,13 +73,13 @@ def made_map() -> BlockMap:
     return BlockMap.of_status(status, 128, 128, 300, 400)
 
 
-def lists_of(made: BlockMap, of_keys: bool = False) -> Any:
+def lists_of(made: BlockMap) -> Any:
     asked = custom_of(None, Call.of(None, None, None), made)
-    return custom_cuda.given(asked, PROBLEM, of_keys).lists
+    return custom_cuda.given(asked, PROBLEM).lists
 
 
 def entries_of(made: BlockMap) -> Any:
-    return entries.entries_of(made, PROBLEM, (64, 128))
+    return entries.entries_of(list(made.tensors), list(made.sizes), PROBLEM, (64, 128))
 
 
 @pytest.mark.parametrize(("make", "known"), [(lists_of, custom_cuda._known), (entries_of, entries._known)])

@@ -23,7 +23,7 @@ def test_the_cpu_path_keeps_the_rule(kind: mod_cases.Kind) -> None:
 def test_few_kernels_serve_many_cases(family: str) -> None:
     found = list(mod_gradients.chosen(ARCHS["sm_90"], family, "cpu"))
     served = [plan for _, plan in found if plan is not None]
-    assert len({plan.main for plan in served}) <= 36 and len(served) >= 140
+    assert len({plan.main for plan in served}) <= 45 and len(served) >= 140
     # Wide heads, and long functions.
     refused = {case.kind for case, plan in found if plan is None}
     assert all(kind.head_dim > 128 or kind.score in ("gated", "hiding") for kind in refused)
