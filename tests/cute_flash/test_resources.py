@@ -16,7 +16,7 @@ from cute_flash.problem import Problem
 from cute_flash.resources import Resources, disassemble, nvdisasm, resources
 from cute_flash.tiles import FwdTile, FwdTileSm90
 from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90, BwdTileSm90Wide
-from cute_flash.tiles_fwd import SM90_FWD
+from cute_flash.tiles_fwd import SM90_FWD, fwd_tile
 from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
 
@@ -44,11 +44,20 @@ GATES = [
 ]
 
 
+def serves_plain_calls(row: FwdTileSm90) -> bool:
+    """Others are for features and functions: `test_feature_resources`, `test_mods_resources`."""
+    # Narrower keys: values may be of another width, which that of the row is not.
+    calls = itertools.product((512, 1536, 8192), (row.head_dim, row.head_dim - 8), (FULL, CAUSAL))
+    problems = (
+        Problem(2, 4, 4, keys, keys, head_dim, band=band, head_dim_v=row.head_dim_v)
+        for keys, head_dim, band in calls
+    )
+    return any(fwd_tile("sm90", ARCHS["sm_90"], problem) is row for problem in problems)
+
+
 # (row, mask, dtype, whether heads are packed) of the Hopper kernel. Every row with the masks that cost least
 # and most, and causal ones where it is most used; fp16 there and where it is widest.
-# Rows that only features and functions take have gates in `test_feature_resources`, `test_mods_resources`.
-WITH_MORE = ("for softcap and dropout", "for functions", "for block maps")
-HOPPER_ROWS = [row for row in SM90_FWD if not any(what in row.measured for what in WITH_MORE)]
+HOPPER_ROWS = [row for row in SM90_FWD if serves_plain_calls(row)]
 HOPPER_GATES = [
     (row, band, "bfloat16", False)
     for row in HOPPER_ROWS
