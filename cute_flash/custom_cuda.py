@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.memo import Memo
-from cute_flash.mods.graph import COLUMN, ROW, Graph
+from cute_flash.mods.graph import ROW, Graph
 from cute_flash.mods.static import Mods
 from cute_flash.problem import Problem
 
@@ -51,7 +51,7 @@ def with_mods(problem: Problem, given: Given) -> Problem:
     bias = given.bias
     # What is fetched how decides tiles, and memory may differ from batch to batch.
     is_fetched = not problem.features.batch_invariant and is_aligned(bias)
-    bits = ROW * (bias.stride(2) != 0) | COLUMN * (bias.stride(3) != 0)
+    bits = ROW * (bias.stride(2) != 0)
     return _with_bias(problem, bias.dtype, reads_pairs(bias), is_fetched, bits)
 
 

@@ -33,18 +33,35 @@ def floats_of(pair: cute.Tensor) -> list:
     return [floats[0], floats[1]]
 
 
-@dataclass(frozen=True)
-class LoadedBias:
-    """In registers."""
-
-    found: cute.Tensor  # (2, pairs, rows), or one row for all
+class Bias:
+    """Of a block; of what must be waited for, and given back, a kind says so."""
 
     def wait(self): ...
 
     def release(self): ...
 
+    def step(self, k: int) -> list:
+        """[row][column] of a k-step, as floats."""
+        raise NotImplementedError
+
     def add(self, acc_S_mn: cute.Tensor):
         """To natural scores, in place."""
+        rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
+        for k in range(columns // 4):
+            values = self.step(k)
+            for r in range(rows):
+                for i in range(4):
+                    acc_S_mn[r, 4 * k + i] = acc_S_mn[r, 4 * k + i] + values[r % 2][i]
+
+
+@dataclass(frozen=True)
+class LoadedBias(Bias):
+    """In registers."""
+
+    found: cute.Tensor  # (2, pairs, rows), or one row for all
+
+    def add(self, acc_S_mn: cute.Tensor):
+        """Of as many rows as an mma.sync kernel's thread has."""
         rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
         for r in range(rows):
             for pair in range(columns // 2):
@@ -53,7 +70,6 @@ class LoadedBias:
                     acc_S_mn[r, 2 * pair + i] = acc_S_mn[r, 2 * pair + i] + values[i]
 
     def step(self, k: int) -> list:
-        """[row][column] of a k-step, as floats."""
         pairs = [[floats_of(self._pair(2 * k + i, r)) for i in range(2)] for r in range(2)]
         return [[*first, *second] for first, second in pairs]
 
@@ -62,7 +78,7 @@ class LoadedBias:
 
 
 @dataclass(frozen=True)
-class SharedBias:
+class SharedBias(Bias):
     """One row for all queries, in registers of a warp: pairs of keys, one a lane, that lanes ask each other
     for.
     """
@@ -81,32 +97,15 @@ class SharedBias:
             words[j] = cute.make_tensor(cute.recast_ptr(pair, dtype=Int32), cute.make_layout(1))[0]
         return SharedBias(words, row.element_type)
 
-    def wait(self): ...
-
-    def release(self): ...
-
-    def add(self, acc_S_mn: cute.Tensor):
-        """To natural scores, in place."""
-        rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
-        for k in range(columns // 4):
-            values = self._row(k)
-            for r in range(rows):
-                for i in range(4):
-                    acc_S_mn[r, 4 * k + i] = acc_S_mn[r, 4 * k + i] + values[i]
-
     def step(self, k: int) -> list:
-        """[row][column] of a k-step, as floats."""
-        row = self._row(k)
-        return [row, row]
-
-    def _row(self, k: int) -> list:
         words = cute.make_rmem_tensor(2, Int32)
         for i in range(2):
             pair = 8 * k + 4 * i
             lane = (cute.arch.lane_idx() & 3) + pair % 32
             words[i] = cute.arch.shuffle_sync(self.words[pair // 32], lane)
         pairs = cute.logical_divide(cute.recast_tensor(words, self.dtype), cute.make_layout(2))
-        return [*floats_of(pairs[None, 0]), *floats_of(pairs[None, 1])]
+        row = [*floats_of(pairs[None, 0]), *floats_of(pairs[None, 1])]
+        return [row, row]
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class BiasBlocks:
 
 
 @dataclass(frozen=True)
-class FetchedBias:
+class FetchedBias(Bias):
     """In shared memory."""
 
     blocks: BiasBlocks
@@ -179,16 +178,7 @@ class FetchedBias:
         cute.arch.sync_warp()
         self.ring.release(self.fill)
 
-    def add(self, acc_S_mn: cute.Tensor):
-        """To natural scores, in place."""
-        for k in range(self.blocks.tile.cols // STEP):
-            values = self.step(k)
-            for r in range(2):
-                for i in range(4):
-                    acc_S_mn[r, 4 * k + i] = acc_S_mn[r, 4 * k + i] + values[r][i]
-
     def step(self, k: int) -> list:
-        """[row][column] of a k-step, as floats."""
         tile, dtype = self.blocks.tile, self.blocks.sB.element_type
         found = cute.make_rmem_tensor(VALUES, dtype)
         flipped, added = tile.column(STEP * k)
@@ -199,6 +189,3 @@ class FetchedBias:
         cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(found.iterator, one))
         pairs = cute.logical_divide(found, cute.make_layout(2))
         return [floats_of(pairs[None, r]) + floats_of(pairs[None, 2 + r]) for r in range(2)]
-
-
-AnyBias = LoadedBias | SharedBias | FetchedBias

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.bias import KEYS_OF_WARP, AnyBias, LoadedBias, SharedBias
+from cute_flash.device.bias import KEYS_OF_WARP, Bias, LoadedBias, SharedBias
 from cute_flash.device.exponents import Formula
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic
@@ -125,7 +125,7 @@ class WrittenOfHead:
                 into[i] = cute.make_tensor(source, cute.make_layout(1))[0]
 
     @cute.jit
-    def transform(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, given: AnyBias | None):
+    def transform(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, given: Bias | None):
         """S + bias, and then score_mod, of a block of a mask's rows that begins at a column, in place."""
         if cutlass.const_expr(given is not None):
             given.wait()
@@ -158,7 +158,7 @@ class WrittenOfHead:
         mask: Mask,
         first_col: Int32,
         factors: tuple,
-        given: AnyBias | None,
+        given: Bias | None,
         hides: bool,
     ) -> "WrittenFormula":
         """Of a block that the band does not cut. `factors`: see there; `hides`: mask_mod is asked."""
@@ -179,7 +179,7 @@ class WrittenFormula(Formula):
 
     head: WrittenOfHead
     factors: tuple  # of products, to make them natural, where there is a bias or a score_mod; then to log2
-    bias: AnyBias | None
+    bias: Bias | None
     score_rows: list | None
     mask_rows: list | None
     first: tuple  # column of this thread, and the same as a float

@@ -13,6 +13,7 @@ from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
+from cute_flash.kernels.fwd_sm90_work import Told, follow
 
 
 @cute.jit
@@ -45,38 +46,23 @@ def load_qk(p: Params, shared: Shared):
 @cute.jit
 def load_v(p: Params, shared: Shared):
     """V, by a warp of its own: K of the next tile must not wait until there is room for V of this one."""
-    count, fill = Int32(0), Int32(0)
-    shared.q.wait_full(count)
-    m_block = shared.m_block(count)
-    while m_block != NO_TILE:
-        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
-        shared.release_q(count)
-        walk = p.walk(m_block, head, span, counts)
-        for i in cutlass.range(walk.num, unroll=1):
-            coord = (walk.block(i), head // p.heads_per_kv, span.keys)
-            load_block(p.v, shared.v, shared.sV, fill + i, coord)
-        fill += walk.num
-        count += 1
-        shared.q.wait_full(count)
-        m_block = shared.m_block(count)
+
+    def load(fill: Int32, tile: Told, i: Int32):
+        coord = (tile.walk.block(i), tile.head // p.heads_per_kv, tile.span.keys)
+        load_block(p.v, shared.v, shared.sV, fill, coord)
+
+    follow(p, shared, load)
 
 
 @cute.jit
 def load_bias(p: Params, shared: Shared):
     """A bias in blocks, as they are multiplied, by a warp of its own too: it is used up the latest."""
-    count, fill = Int32(0), Int32(0)
-    shared.q.wait_full(count)
-    m_block = shared.m_block(count)
-    while m_block != NO_TILE:
-        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
-        shared.release_q(count)
-        walk = p.walk(m_block, head, span, counts)
-        for i in cutlass.range(walk.num, unroll=1):
-            shared.bias.load(p.bias, fill + i, (m_block, walk.block(i)), (head, span.batch))
-        fill += walk.num
-        count += 1
-        shared.q.wait_full(count)
-        m_block = shared.m_block(count)
+
+    def load(fill: Int32, tile: Told, i: Int32):
+        place = tile.m_block, tile.walk.block(i)
+        shared.bias.load(p.bias, fill, place, (tile.head, tile.span.batch))
+
+    follow(p, shared, load)
 
 
 @cute.jit

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.drawn import RECTANGLES
-from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
+from cute_flash.kernels.fwd_sm90_shared import Params, Shared
+from cute_flash.kernels.fwd_sm90_work import Told, follow
 
 
 @cute.jit
@@ -15,22 +16,14 @@ def draw(p: Params, shared: Shared, warp: Int32, lane: Int32):
     tile, drawn = p.shapes.tile, shared.drawn
     cute.arch.setmaxregister_decrease(tile.registers_to_draw)
     dropout = p.extras.dropout()
-    count, fill = Int32(0), Int32(0)  # of tiles; of blocks of keys
-    shared.q.wait_full(count)
-    m_block = shared.m_block(count)
-    while m_block != NO_TILE:
-        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
-        shared.release_q(count)
-        sequence = span.batch * p.order.heads + head
-        walk = p.walk(m_block, head, span, counts)
-        for i in cutlass.range(walk.num, unroll=1):
-            for w in cutlass.range_constexpr(tile.num_warpgroups):
-                rectangle = (m_block * tile.num_warpgroups + w) * RECTANGLES
-                drawn.ring(w).wait_empty(fill + i)
-                where = drawn.stage(fill + i), w, warp, lane
-                drawn.draw(dropout, sequence, rectangle, walk.block(i) * tile.tile_n, where)
-                drawn.tell(w, fill + i)
-        fill += walk.num
-        count += 1
-        shared.q.wait_full(count)
-        m_block = shared.m_block(count)
+
+    def draw_block(fill: Int32, told: Told, i: Int32):
+        sequence = told.span.batch * p.order.heads + told.head
+        for w in cutlass.range_constexpr(tile.num_warpgroups):
+            rectangle = (told.m_block * tile.num_warpgroups + w) * RECTANGLES
+            drawn.ring(w).wait_empty(fill)
+            where = drawn.stage(fill), w, warp, lane
+            drawn.draw(dropout, sequence, rectangle, told.walk.block(i) * tile.tile_n, where)
+            drawn.tell(w, fill)
+
+    follow(p, shared, draw_block)

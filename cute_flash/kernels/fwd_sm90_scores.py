@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.device.bias import AnyBias
+from cute_flash.device.bias import Bias
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.exponents import Formula
 from cute_flash.device.softmax import Softmax
@@ -36,7 +36,7 @@ def transform(
     tile: Tile,
     acc_S: cute.Tensor,
     first_column: Int32,
-    bias: AnyBias | None,
+    bias: Bias | None,
     looks_near: cutlass.Constexpr,
 ):
     """Softcap, ALiBi, bias and score_mod, before the mask."""
@@ -79,9 +79,7 @@ def transform_from(
     return None
 
 
-def _written_formula(
-    softmax: Softmax, tile: Tile, first_column: Int32, bias: AnyBias | None
-) -> WrittenFormula:
+def _written_formula(softmax: Softmax, tile: Tile, first_column: Int32, bias: Bias | None) -> WrittenFormula:
     score, written = tile.of_head.score, tile.of_head.written
     if bias is not None:
         bias.wait()

@@ -1,7 +1,9 @@
-"""What a warpgroup of the Hopper forward that multiplies works with, and on."""
+"""What the warps of the Hopper forward work on, and those that multiply with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -12,7 +14,7 @@ from cute_flash.device.mask import Mask
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.softmax import Softmax
 from cute_flash.kernels.extras import OfHead
-from cute_flash.kernels.fwd_sm90_shared import Shared
+from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,31 @@ class Tile:
 
     def has_blocks(self):
         return self.walk.num > 0
+
+
+@dataclass(frozen=True)
+class Told:
+    """A tile as the warp of Q and K tells it to others that go through its blocks."""
+
+    m_block: Int32
+    head: Int32
+    span: Sequence
+    walk: Walk | OutwardWalk | ListWalk
+
+
+@cute.jit
+def follow(p: Params, shared: Shared, work: Callable):
+    """`work(fill, tile, i)` for the i-th block of every tile, in the order in which they are multiplied."""
+    count, fill = Int32(0), Int32(0)  # of tiles; of blocks
+    shared.q.wait_full(count)
+    m_block = shared.m_block(count)
+    while m_block != NO_TILE:
+        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
+        shared.release_q(count)
+        tile = Told(m_block, head, span, p.walk(m_block, head, span, counts))
+        for i in cutlass.range(tile.walk.num, unroll=1):
+            work(fill + i, tile, i)
+        fill += tile.walk.num
+        count += 1
+        shared.q.wait_full(count)
+        m_block = shared.m_block(count)

@@ -21,7 +21,7 @@ class Mods:
     # Of gradients: whether the bias has one, and the tables of score_mod that do.
     wants_bias: bool = False
     wanted: tuple[int, ...] = ()
-    bias_bits: int = 0  # of the graph's ROW and COLUMN, what entries of the bias tell apart
+    bias_bits: int = 0  # of the graph's ROW and COLUMN, what entries of the bias tell apart; forward: of ROW
     dbias: str = ""  # dtype of the bias's gradient as a kernel writes it; "": none
     adds_bias: bool = False  # entries of it are sums of many scores, and not of one
 
@@ -81,8 +81,8 @@ class Mods:
     @property
     def in_forward(self) -> Mods:
         graphs = Graphs(self.graphs.score, self.graphs.mask)
-        bits = self.bias_bits & ROW
-        return Mods(graphs, self.bias, self.reads_pairs, self.is_aligned, self.block, bias_bits=bits)
+        of_bias = self.bias, self.reads_pairs, self.is_aligned
+        return Mods(graphs, *of_bias, self.block, bias_bits=self.bias_bits)
 
     @property
     def in_gradients(self) -> Mods:
