@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_flash import general, ops
-from cute_flash.arch import detect
-from cute_flash.band import Band
 from cute_flash.direct import Direct
-from cute_flash.how import How, draw_rng
-from cute_flash.plan import bwd_plan, plan
-from cute_flash.problem import Support, UnsupportedError, check_window
+from cute_flash.planning.plan import bwd_plan, plan
+from cute_flash.spec.arch import detect
+from cute_flash.spec.args import How, draw_rng
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Support, UnsupportedError, check_window
 
 if TYPE_CHECKING:
-    from cute_flash.block_map import BlockMap
+    from cute_flash.score_mod.block_mask import BlockMap
 
 LAYOUTS = ("bhsd", "bshd")
 

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, operands, ranges
-from cute_flash import plan as planning
+from cute_flash import operands
+from cute_flash.jit import nvtx as ranges
 from cute_flash.operands import MAX_WINDOW, MIN_SCALE, ROW_ALIGN_BYTES, is_launchable, launchable
-from cute_flash.plan import BwdPlan
-from cute_flash.problem import Problem
+from cute_flash.planning import plan as planning
+from cute_flash.planning.plan import BwdPlan
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
+from cute_flash.spec.problem import Problem
 
 Grads = tuple[Tensor, Tensor, Tensor]
 # What one call signature needs: (dout, dlse, q, k, v, out, lse, scale, window) -> (dq, dk, dv). And, of a
@@ -114,7 +117,7 @@ def _target(grad: Tensor) -> Tensor:
 
 def _kernels(plan: BwdPlan, has_dlse: bool, device: torch.device) -> Callable[..., None]:
     """The launches of a plan, one after the other."""
-    from cute_flash.compile import compiled_kernel
+    from cute_flash.jit.compile import compiled_kernel
 
     before, main = compiled_kernel(plan.before(has_dlse)), compiled_kernel(plan.main)
     section, num_blocks = plan.section, plan.num_blocks

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cute_flash import backward, backward_general, custom_cuda, general
 from cute_flash.custom_cuda import BIAS_DTYPES
-from cute_flash.entries import entries_of
-from cute_flash.how import How
-from cute_flash.mods.graph import COLUMN, ROW
-from cute_flash.problem import Problem, UnsupportedError
+from cute_flash.score_mod.block_sparse import entries_of
+from cute_flash.score_mod.graph import COLUMN, ROW
+from cute_flash.spec.args import How
+from cute_flash.spec.problem import Problem, UnsupportedError
 
 # Of a table: kernels count its elements in 32 bits.
 MAX_ELEMENTS = (1 << 31) - 1

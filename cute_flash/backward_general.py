@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cute_flash import backward, operands
-from cute_flash import plan as planning
 from cute_flash.backward import Launch
 from cute_flash.forward import extra_arguments
-from cute_flash.how import How
-from cute_flash.problem import PLAIN, Problem
+from cute_flash.planning import plan as planning
+from cute_flash.spec.args import How
+from cute_flash.spec.problem import PLAIN, Problem
 
 # dq, dk, dv, and where they are asked for the gradients of slopes, (B, H) or of shared ones (1, H), and of
 # sinks (H).

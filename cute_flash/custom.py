@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from cute_flash import backward_custom, custom_cuda, forward, general, operands, ops, packed_cuda
-from cute_flash import plan as planning
-from cute_flash.block_map import BlockMap
-from cute_flash.how import SCHEMA, TENSORS, How
-from cute_flash.mods.call import Call, Graphs, graphs_of
-from cute_flash.problem import CPU_DTYPES, Problem, UnsupportedError, check_written_gradients
-from cute_flash.score import Score
-from cute_flash.written import Sums, Written
+from cute_flash.planning import plan as planning
+from cute_flash.reference.score import Score
+from cute_flash.reference.user_mods import Sums, Written
+from cute_flash.score_mod.block_mask import BlockMap
+from cute_flash.score_mod.call import Call, Graphs, graphs_of
+from cute_flash.spec.args import SCHEMA, TENSORS, How
+from cute_flash.spec.problem import CPU_DTYPES, Problem, UnsupportedError, check_written_gradients
 
 
 class Custom(NamedTuple):
@@ -175,7 +175,8 @@ def _fwd_fake(q, k, v, *arguments) -> Any:
 def _fwd_cpu(q, k, v, *arguments) -> Any:
     how, custom = _split(arguments)
     problem = checked_problem(q, k, v, how, custom)
-    from cute_flash import packed, reference
+    from cute_flash.reference import tiled as reference
+    from cute_flash.reference import varlen as packed
 
     most = general._max_logit(q, how, -torch.inf)
     wanted = most if how.max_logit else None
@@ -218,7 +219,8 @@ def _dtables(custom: Custom, q: Tensor) -> list[Tensor]:
 
 
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, *arguments) -> Any:
-    from cute_flash import packed, reference
+    from cute_flash.reference import tiled as reference
+    from cute_flash.reference import varlen as packed
 
     how, custom = _split(arguments)
     problem = checked_problem(q, k, v, how, custom)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.memo import Memo
-from cute_flash.mods.graph import ROW, Graph
-from cute_flash.mods.static import Mods
-from cute_flash.problem import Problem
+from cute_flash.score_mod.graph import ROW, Graph
+from cute_flash.score_mod.static import Mods
+from cute_flash.score_mod.tensor_cache import Memo
+from cute_flash.spec.problem import Problem
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_ROW_BYTES = (1 << 31) - 1  # from a row of the bias to the next

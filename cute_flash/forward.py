@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, operands, ops, philox, ranges
-from cute_flash import plan as planning
-from cute_flash.band import is_narrow
-from cute_flash.how import How
+from cute_flash import operands, ops
+from cute_flash.jit import nvtx as ranges
 from cute_flash.operands import MAX_WINDOW, MIN_SCALE, ROW_ALIGN_BYTES, is_launchable, launchable
-from cute_flash.problem import Problem
+from cute_flash.planning import plan as planning
+from cute_flash.reference import dropout as philox
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
+from cute_flash.spec.args import How
+from cute_flash.spec.band import is_narrow
+from cute_flash.spec.problem import Problem
 
 # out, LSE, and the largest logit of each head, or nothing.
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -56,7 +60,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Launch:
     is_packable = all(ops._is_packable(x) or not is_launchable(x) for x in (q, like_out))
     with ranges.marked("plan"):
         plan = planning.plan(problem, arch.detect(q.device.index), is_packable)
-    from cute_flash.compile import compiled
+    from cute_flash.jit.compile import compiled
 
     function, arguments, group = compiled(plan), plan.launch_arguments, problem.group
     device, index, packs_heads, draws_tiles = q.device, q.device.index, plan.packs_heads, plan.draws_tiles

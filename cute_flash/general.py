@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from cute_flash import operands, ops
-from cute_flash import plan as planning
-from cute_flash.how import SCHEMA, How
-from cute_flash.problem import (
+from cute_flash.planning import plan as planning
+from cute_flash.spec.args import SCHEMA, How
+from cute_flash.spec.problem import (
     CPU_DTYPES,
     PLAIN,
     Problem,
@@ -52,7 +52,7 @@ def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How) -> Problem:
     if how.cu_seqlens_q is None:
         problem = operands.problem_of(q, k, v, window)
     else:
-        from cute_flash import packed
+        from cute_flash.reference import varlen as packed
 
         problem = packed.problem_of(q, k, v, how)
     problem = replace(problem, features=how.features)
@@ -123,7 +123,7 @@ def _fwd_fake(q, k, v, *how) -> Any:
     checked_problem(q, k, v, asked)
     if asked.cu_seqlens_q is None:
         return ops._out_like(q, v, asked.out_dtype(q)), ops._lse_like(q), _max_logit(q, asked)
-    from cute_flash import packed
+    from cute_flash.reference import varlen as packed
 
     return *packed.outputs(q, v, asked), _max_logit(q, asked)
 
@@ -133,7 +133,8 @@ def _fwd_cpu(q, k, v, *how) -> Any:
     problem = checked_problem(q, k, v, asked)
     if asked.dropout and asked.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
-    from cute_flash import packed, reference
+    from cute_flash.reference import tiled as reference
+    from cute_flash.reference import varlen as packed
 
     most = _max_logit(q, asked, -torch.inf)
     if asked.cu_seqlens_q is not None:
@@ -176,7 +177,8 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, *how) -> Any:
 
 
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, *how) -> Any:
-    from cute_flash import packed, reference
+    from cute_flash.reference import tiled as reference
+    from cute_flash.reference import varlen as packed
 
     asked = How(*how)
     if asked.cu_seqlens_q is not None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import plan as planning
-from cute_flash.band import Band
-from cute_flash.problem import Problem
+from cute_flash.planning import plan as planning
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
 
 # cp.async and 16-byte stores: rows must start at multiples of 8 elements, and a tile must span less than 2^31
 # elements.

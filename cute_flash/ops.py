@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, operands, ranges
-from cute_flash import plan as planning
+from cute_flash import operands
 from cute_flash.backward import bwd_cuda
-from cute_flash.band import Band, is_narrow
+from cute_flash.jit import nvtx as ranges
 from cute_flash.operands import (
     MAX_ROW_STRIDE,
     MAX_WINDOW,
@@ -35,7 +34,11 @@ from cute_flash.operands import (
     launchable,
     problem_of,
 )
-from cute_flash.problem import check_window
+from cute_flash.planning import plan as planning
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band, is_narrow
+from cute_flash.spec.problem import check_window
 
 # Bound once: each look-up through torch._C costs as much as the call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -98,7 +101,7 @@ def _fwd_cpu(q, k, v, scale, left, right, deterministic=False) -> Any:
     problem = problem_of(q, k, v, (left, right))
     problem.check("cpu")
     check_scale(scale)
-    from cute_flash import reference
+    from cute_flash.reference import tiled as reference
 
     out, lse = reference.forward(q, k, v, problem.band, scale)
     return _out_like(q, v).copy_(out), lse
@@ -146,7 +149,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | No
     is_packable = all(_is_packable(x) or not is_launchable(x) for x in (q, like_out))
     with ranges.marked("plan"):
         plan = planning.plan(problem, arch.detect(q.device.index), is_packable)
-    from cute_flash.compile import compiled
+    from cute_flash.jit.compile import compiled
 
     function, arguments = compiled(plan), plan.launch_arguments
     device, index = q.device, q.device.index
@@ -218,7 +221,7 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=F
 
 
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, scale, left, right, deterministic=False) -> Any:
-    from cute_flash import reference
+    from cute_flash.reference import tiled as reference
 
     grads = reference.backward(dout, q, k, v, out, lse, Band(left, right), scale, dlse)
     return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))

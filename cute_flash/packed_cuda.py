@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, operands, packed, packed_sums, ranges
-from cute_flash import plan as planning
+from cute_flash import operands, packed_sums
 from cute_flash.backward import in_dtype_of, is_mode_deterministic
 from cute_flash.backward_general import Gradients
-from cute_flash.band import is_narrow
 from cute_flash.forward import Outputs, extra_arguments, largest
-from cute_flash.how import How
+from cute_flash.jit import nvtx as ranges
 from cute_flash.operands import (
     MAX_ROW_STRIDE,
     MAX_WINDOW,
@@ -29,9 +27,15 @@ from cute_flash.operands import (
     ROW_ALIGN_BYTES,
     ROW_ALIGN_ELEMENTS,
 )
-from cute_flash.plan import BwdPlan, Plan
-from cute_flash.problem import Problem
-from cute_flash.work import ASCENDS, BY_LENGTH, DESCENDS, HEADER, ITEM
+from cute_flash.planning import plan as planning
+from cute_flash.planning.plan import BwdPlan, Plan
+from cute_flash.planning.varlen import ASCENDS, BY_LENGTH, DESCENDS, HEADER, ITEM
+from cute_flash.reference import varlen as packed
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
+from cute_flash.spec.args import How
+from cute_flash.spec.band import is_narrow
+from cute_flash.spec.problem import Problem
 
 # (q, k, v, how, scale) -> (out, lse, largest logits)
 Launch = Callable[[Tensor, Tensor, Tensor, How, float, tuple], Outputs]
@@ -93,7 +97,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Launch:
     """Plan and compile for one call signature."""
     with ranges.marked("plan"):
         plan = planning.plan(problem, arch.detect(device.index))
-    from cute_flash.compile import compiled, compiled_kernel
+    from cute_flash.jit.compile import compiled, compiled_kernel
 
     prepare, function, arguments = compiled_kernel(plan.prepare), compiled(plan), plan.launch_arguments
     index, draws_tiles = device.index, plan.draws_tiles
@@ -170,7 +174,7 @@ def _prepare_backward(
     """Plan and compile for one call signature."""
     with ranges.marked("plan"):
         plan = planning.bwd_plan(problem, arch.detect(device.index), deterministic)
-    from cute_flash.compile import compiled_kernel
+    from cute_flash.jit.compile import compiled_kernel
 
     prepare, before, main, after = (
         compiled_kernel(key) for key in (plan.prepare, plan.before(has_dlse), plan.main, plan.after)

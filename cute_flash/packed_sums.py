@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_flash.how import How
 from cute_flash.operands import MAX_WINDOW
-from cute_flash.work import padded_block
+from cute_flash.planning.varlen import padded_block
+from cute_flash.spec.args import How
 
 
 def dalibi(parts: Tensor, how: How, total_k: int, tile_n: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import api
-from cute_flash.problem import UnsupportedError
+from cute_flash.spec.problem import UnsupportedError
 
 
 def attn_varlen(

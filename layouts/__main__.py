@@ -84,9 +84,9 @@ def _has_colour(choice: str) -> bool:
 
 def _kernel_tile(args: argparse.Namespace) -> Any:
     """The row of the kernel's table of tiles. Imported late: a tile without a kernel needs no torch."""
-    from cute_flash import arch
-    from cute_flash.plan import plan, use_kernels
-    from cute_flash.problem import Problem
+    from cute_flash.planning.plan import plan, use_kernels
+    from cute_flash.spec import arch
+    from cute_flash.spec.problem import Problem
 
     with use_kernels(args.kernel.removeprefix("fwd-")):
         return plan(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch)).tile

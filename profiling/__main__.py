@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from cute_flash import arch
-from cute_flash.arch import ArchSpec
-from cute_flash.compile import precompile_all
+from cute_flash.jit.compile import precompile_all
+from cute_flash.spec import arch
+from cute_flash.spec.arch import ArchSpec
 from profiling import (
     compare,
     doc_tables,

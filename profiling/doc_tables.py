@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cute_flash import arch
+from cute_flash.spec import arch
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_flash import roofline
-from cute_flash.arch import ArchSpec
-from cute_flash.band import ceil_div
-from cute_flash.plan import Plan
-from cute_flash.problem import Problem
-from cute_flash.tiles import FwdTile
+from cute_flash.planning.plan import Plan
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import ceil_div
+from cute_flash.spec.problem import Problem
+from cute_flash.tools import roofline
 from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cute_flash import arch
+from cute_flash.spec import arch
 from profiling.expect import expected
 from profiling.ncu import NcuError, NotPermittedError, Tool
 from profiling.ncu_case import LAYOUTS, Case, case_of

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cute_flash import reference
-from cute_flash.band import Band, ceil_div
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band, ceil_div
 from profiling.accuracy import Oracle
 
 BLOCK_ROWS, MAX_BLOCKS = 256, 4

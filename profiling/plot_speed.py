@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cute_flash import arch
-from cute_flash.roofline import flops
+from cute_flash.spec import arch
+from cute_flash.tools.roofline import flops
 from profiling.axes import Panel, Scale, legend, linear
 from profiling.record import Cell, Run
 from profiling.suites import MASKS

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_flash import roofline
-from cute_flash.band import Band
-from cute_flash.problem import Problem
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
+from cute_flash.tools import roofline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = ("full", "causal")

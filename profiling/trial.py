@@ -16,14 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_flash import counters, reference
-from cute_flash.arch import ArchSpec
-from cute_flash.band import Band, ceil_div
-from cute_flash.compile import compiled, precompile
+from cute_flash.jit.compile import compiled, precompile
+from cute_flash.jit.resources import resources
 from cute_flash.ops import problem_of
-from cute_flash.plan import Plan
-from cute_flash.problem import Problem
-from cute_flash.resources import resources
+from cute_flash.planning.plan import Plan
+from cute_flash.reference import tiled as reference
+from cute_flash.runtime import counters
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.problem import Problem
 from profiling.bench import Settings, Tools, run_cell
 from profiling.providers import BackwardCall, Call, Provider, select
 from profiling.record import Cell

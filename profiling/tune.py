@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from cute_flash import roofline
-from cute_flash.arch import ArchSpec
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.tools import roofline
 from profiling import bench, trial
 from profiling.directions import DIRECTIONS
 from profiling.ranking import Entry, Tuning

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash import arch, backward, backward_general, counters, custom, general, operands, packed_cuda
-from cute_flash import compile as compiling
-from cute_flash.band import Band
-from cute_flash.how import How
-from cute_flash.plan import BwdPlan, CompileKey, bwd_plan
-from cute_flash.problem import Features, Problem
+from cute_flash import backward, backward_general, custom, general, operands, packed_cuda
+from cute_flash.jit import compile as compiling
+from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
+from cute_flash.spec.args import How
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests import launch_capture, mod_cases, mod_gradients
 from tests.combinations import RNG
 from tests.launch_capture import COUNTER, OnGpu

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cute_flash import reference
-from cute_flash.band import Band
-from cute_flash.problem import Problem
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
 
 FULL, CAUSAL = Band(), Band(None, 0)
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash import reference
-from cute_flash.band import Band
-from cute_flash.philox import Dropout
-from cute_flash.problem import Features, Problem
+from cute_flash.reference import tiled as reference
+from cute_flash.reference.dropout import Dropout
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests.packed_model import Lengths
 
 # Every draw of dropout in tests: (seed, offset).

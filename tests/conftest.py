@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty kernel cache for one test, and no kernel in memory from the tests before."""
-    from cute_flash import compile as compiling
+    from cute_flash.jit import compile as compiling
 
     folder = tmp_path / "kernels"
     monkeypatch.setenv("CUTE_FLASH_CACHE_DIR", str(folder))

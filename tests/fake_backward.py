@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash import arch, backward, ops
-from cute_flash.band import Band
-from cute_flash.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
-from cute_flash.tiles_bwd import BwdTile
+from cute_flash import backward, ops
+from cute_flash.planning.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band
 from tests.fake_custom import Given
 from tests.fake_gpu import COUNTER, FakeGpu, dropped
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.block_map import BlockList, BlockMap
-from cute_flash.entries import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
-from cute_flash.mods.evaluate import evaluate
-from cute_flash.mods.graph import COLUMN, ROW, Graph
-from cute_flash.mods.lower import lowered
-from cute_flash.mods.static import Mods
-from cute_flash.plan import CompileKey
-from cute_flash.written import Written
+from cute_flash.planning.plan import CompileKey
+from cute_flash.reference.user_mods import Written
+from cute_flash.score_mod.block_mask import BlockList, BlockMap
+from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
+from cute_flash.score_mod.evaluate import evaluate
+from cute_flash.score_mod.graph import COLUMN, ROW, Graph
+from cute_flash.score_mod.lower import lowered
+from cute_flash.score_mod.static import Mods
 
 Tables, Numbers = list[Tensor] | None, list[Any] | None
 

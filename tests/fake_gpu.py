@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash import ops, philox, reference
-from cute_flash.band import Band
-from cute_flash.philox import Dropout
-from cute_flash.plan import MAX_SEQLEN, Plan
-from cute_flash.problem import PLAIN, Features
+from cute_flash import ops
+from cute_flash.planning.plan import MAX_SEQLEN, Plan
+from cute_flash.reference import dropout as philox
+from cute_flash.reference import tiled as reference
+from cute_flash.reference.dropout import Dropout
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import PLAIN, Features
 from tests.fake_custom import GivenForward
 
 D = 16

@@ -13,11 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import arch, counters, loops, operands, packed_cuda, reference, work
-from cute_flash import compile as compiling
-from cute_flash.band import Band
-from cute_flash.plan import CompileKey, Plan
-from cute_flash.problem import Features
+from cute_flash import operands, packed_cuda
+from cute_flash.jit import compile as compiling
+from cute_flash.planning import varlen as work
+from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.reference import loops
+from cute_flash.reference import tiled as reference
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features
 from tests import packed_model
 from tests.fake_backward import Terms, slope_warps
 from tests.fake_gpu import COUNTER, Extras

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_flash import reference
+from cute_flash.reference import tiled as reference
 from tests import cases
 from tests.combinations import Combination, Outputs, PackedCombination, results
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from cute_flash import resources as reading
-from cute_flash.compile import digest
-from cute_flash.disk import DiskCache
-from cute_flash.plan import CompileKey
-from cute_flash.resources import Resources
+from cute_flash.jit import resources as reading
+from cute_flash.jit.compile import digest
+from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.resources import Resources
+from cute_flash.planning.plan import CompileKey
 
 # Beside the kernels of the session; kept for longer, it is of the code that read it.
 SUFFIX = f".{hashlib.sha256(Path(reading.__file__).read_bytes()).hexdigest()[:8]}.resources"

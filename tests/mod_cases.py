@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from cute_flash import BlockMap, custom, custom_cuda, masks
-from cute_flash.band import Band
 from cute_flash.custom import Custom
-from cute_flash.how import How
-from cute_flash.mods.call import Call
-from cute_flash.problem import Features, Problem
-from cute_flash.score import Score
+from cute_flash.reference.score import Score
+from cute_flash.score_mod.call import Call
+from cute_flash.spec.args import How
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 
 BLOCK = (128, 128)
 NUM_SCORES = 32  # of a table of distances

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import attn, backward_custom, custom, reference
-from cute_flash.arch import ArchSpec
-from cute_flash.how import How
-from cute_flash.plan import BwdPlan, CompileKey, bwd_plan, use_kernels
-from cute_flash.problem import UnsupportedError
+from cute_flash import attn, backward_custom, custom
+from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan, use_kernels
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.args import How
+from cute_flash.spec.problem import UnsupportedError
 from tests import cases, mod_cases
 from tests.gradients import largest
 from tests.mod_cases import Case

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.band import Band, ceil_div
-from cute_flash.work import (
+from cute_flash.planning.varlen import (
     BY_LENGTH,
     DESCENDS,
     HEADER,
@@ -24,6 +23,7 @@ from cute_flash.work import (
     most_blocks,
     num_blocks,
 )
+from cute_flash.spec.band import Band, ceil_div
 
 
 class Run(NamedTuple):

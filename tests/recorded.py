@@ -15,22 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import (
-    api,
-    arch,
-    backward,
-    backward_general,
-    counters,
-    custom,
-    forward,
-    general,
-    operands,
-    ops,
-    packed_cuda,
-)
-from cute_flash import compile as compiling
+from cute_flash import api, backward, backward_general, custom, forward, general, operands, ops, packed_cuda
 from cute_flash.direct import Direct
-from cute_flash.plan import CompileKey, Plan
+from cute_flash.jit import compile as compiling
+from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
 from tests.fake_gpu import COUNTER
 
 # On CUDA, by operator.

@@ -16,7 +16,7 @@ from cute_flash.device.ldmatrix import STEP, swizzled
 from cute_flash.device.ptx import rederived
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
-from cute_flash.tiles import WARP_ROWS
+from cute_flash.planning.tiles.common import WARP_ROWS
 from layouts.smem import SmemTile
 
 VALUES = 8  # of a k-step in a thread

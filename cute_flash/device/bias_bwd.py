@@ -14,7 +14,7 @@ from cute_flash.device.mask import column_offset
 from cute_flash.device.place import Place
 from cute_flash.device.ptx import add_if, store_if
 from cute_flash.device.sums import Sums
-from cute_flash.mods.graph import COLUMN, ROW
+from cute_flash.score_mod.graph import COLUMN, ROW
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.band import BlockRange
+from cute_flash.spec.band import BlockRange
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 In an accumulator of wgmma, seen as an operand (`views.as_operand_a`), a thread has four registers of P in 16
 bits for each k-step, which lie in rows 8 apart and then in keys 8 apart. Their masks are 16 bytes, one load.
-Warps 2 g and 2 g + 1 of a warpgroup have the halves of a rectangle of 32 rows (`cute_flash.philox`): a lane
+Warps 2 g and 2 g + 1 of a warpgroup have the halves of a rectangle of 32 rows (`spec.dropout`): a lane
 that draws for it makes the masks of the same lane in both of them by one call.
 """
 
@@ -14,8 +14,8 @@ from cutlass import Int32, Uint32
 
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.philox import Dropout
-from cute_flash.philox import APART, KEYS, ROWS, SECOND
-from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.spec.dropout import APART, KEYS, ROWS, SECOND
 
 WARPS = WARPGROUP_THREADS // 32
 REGISTERS = 4  # of P in a k-step

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from cute_flash.entries import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
+from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
 
 ROW_MASK = (1 << (HEAD_SHIFT - ROW_SHIFT)) - 1
 

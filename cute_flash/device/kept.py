@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Uint32
 from cute_flash.device.philox import Dropout, TilePlace, half_factor, key_index, query_index
 from cute_flash.device.ptx import chosen_bytes, spread_signs
 from cute_flash.device.views import as_mn
-from cute_flash.philox import APART, SECOND
+from cute_flash.spec.dropout import APART, SECOND
 
 HALF_COLUMNS = 4  # in half of a rectangle
 SIDE_BY_SIDE = 4  # steps, at most

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_flash.device.softmax import LN_2, LOG2_E
-from cute_flash.mods.graph import Node
+from cute_flash.score_mod.graph import Node
 
 TYPES = {"bool": Boolean, "int": Int32, "float": Float32}
 

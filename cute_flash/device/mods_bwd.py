@@ -30,11 +30,11 @@ from cute_flash.device.score_bwd import BlockScores, bits_and, derivative
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.sums import Sums
 from cute_flash.device.views import as_mn
-from cute_flash.mods.call import Graphs
-from cute_flash.mods.derive import LoadGradient
-from cute_flash.mods.evaluate import Evaluator
-from cute_flash.mods.graph import COLUMN, ROW, Graph
-from cute_flash.mods.lower import lowered
+from cute_flash.score_mod.call import Graphs
+from cute_flash.score_mod.derive import LoadGradient
+from cute_flash.score_mod.evaluate import Evaluator
+from cute_flash.score_mod.graph import COLUMN, ROW, Graph
+from cute_flash.score_mod.lower import lowered
 
 # Columns of which a mask may have loaded something at a time, where there are many.
 AT_ONCE = 8

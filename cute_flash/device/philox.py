@@ -1,4 +1,4 @@
-"""Dropout in an accumulator: the Philox of `cute_flash.philox`, 16 scores a call.
+"""Dropout in an accumulator: the Philox of `cute_flash.reference.dropout`, 16 scores a call.
 
 Seen as an operand (`views.as_operand_a`), an accumulator is ((pair, half, half), MMA_M, MMA_K): for each row
 tile and each 16 columns a pair of neighbours in a row of a 16 x 16 square, and the four of those that rows
@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 
 from cute_flash.device.ptx import kept_halves
 from cute_flash.device.views import as_mn
-from cute_flash.philox import APART, HALF, KEYS, MULTIPLIERS, ROUNDS, ROWS, SECOND, WEYL, WORD
+from cute_flash.spec.dropout import APART, HALF, KEYS, MULTIPLIERS, ROUNDS, ROWS, SECOND, WEYL, WORD
 
 
 def philox_4x32(counter: tuple, key: tuple) -> tuple:

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.work import HEADER, ITEM, padded_block
+from cute_flash.planning.varlen import HEADER, ITEM, padded_block
 
 
 @dataclass(frozen=True)

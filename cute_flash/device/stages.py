@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from cute_flash.tiles import SMEM_ALIGN
+from cute_flash.planning.tiles.common import SMEM_ALIGN
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_flash.device.ptx import add_if
-from cute_flash.mods.graph import COLUMN, ROW
+from cute_flash.score_mod.graph import COLUMN, ROW
 
 # What a place depends on: a query (ROW), a key (COLUMN); and the lanes that differ in the rest.
 LANES = {ROW: (4, 8, 16), COLUMN: (1, 2), 0: (1, 2, 4, 8, 16)}

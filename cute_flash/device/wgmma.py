@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_flash.device.ptx import pack
-from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 
 def make_mma(dtype, columns: int, a_in_registers: bool, a_major, b_major) -> cute.TiledMma:

@@ -20,9 +20,9 @@ from cute_flash.device.exponents import Formula
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic
 from cute_flash.device.views import as_mn
-from cute_flash.mods.evaluate import Evaluator, Part
-from cute_flash.mods.graph import ROW
-from cute_flash.mods.lower import lowered
+from cute_flash.score_mod.evaluate import Evaluator, Part
+from cute_flash.score_mod.graph import ROW
+from cute_flash.score_mod.lower import lowered
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-from cute_flash.problem import Static
-from cute_flash.work import ITEM
+from cute_flash.planning.varlen import ITEM
+from cute_flash.spec.problem import Static
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 

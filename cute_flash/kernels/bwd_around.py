@@ -14,9 +14,11 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.arguments import DTYPES, fake_items, fake_rows, fake_statistics, out_dtype
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import AnyBwdTile, BwdTile, BwdTileSm90, BwdTileSm90Wide
-from cute_flash.work import HEADER
+from cute_flash.planning.tiles import AnyBwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
+from cute_flash.planning.varlen import HEADER
+from cute_flash.spec.problem import Static
 
 VECTOR = 8  # elements in 16 bytes, or in 32 where they are fp32
 THREADS = 128

@@ -16,8 +16,9 @@ from cute_flash.kernels.bwd_general import with_terms
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm90 import BwdSm90
 from cute_flash.kernels.extras import TABLE_TYPES, fake_written
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTile, BwdTileSm90
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.spec.problem import Static
 
 
 def with_written(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:

@@ -12,7 +12,7 @@ from cute_flash.device.copies import row_tile
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import convert
-from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 THREADS = 128  # of a warpgroup
 

@@ -14,7 +14,7 @@ from cute_flash.kernels.arguments import fake_items
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm90 import BwdSm90
 from cute_flash.kernels.extras import fake_extras
-from cute_flash.problem import Static
+from cute_flash.spec.problem import Static
 
 
 def with_terms(arguments: tuple, kernel: BwdSm80 | BwdSm90) -> tuple:

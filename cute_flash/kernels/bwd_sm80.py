@@ -30,7 +30,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import FAR, Band
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
@@ -47,9 +46,10 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm80_loops import Loops
 from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTile
-from cute_flash.work import HEADER
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.varlen import HEADER
+from cute_flash.spec.band import FAR, Band
+from cute_flash.spec.problem import Static
 from layouts.smem import SmemTile
 
 FLOATS = 4  # in 16 bytes

@@ -4,10 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.band import BlockRange
 from cute_flash.device.entry_list import Entry
 from cute_flash.kernels.bwd_sm80_shared import Main, Params
-from cute_flash.tiles_bwd import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.spec.band import BlockRange
 
 
 class Loops:

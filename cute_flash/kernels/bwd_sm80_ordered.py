@@ -8,7 +8,7 @@ from cute_flash.kernels.bwd_custom import BwdSm80Custom
 from cute_flash.kernels.bwd_general import BwdSm80General
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm80_shared import Main, Params
-from cute_flash.tiles_bwd import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 
 
 class InTurn:

@@ -14,9 +14,9 @@ from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.bwd_around import BwdPostprocess
 from cute_flash.kernels.bwd_sm80 import dq_grid
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTile
-from cute_flash.work import HEADER
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.varlen import HEADER
+from cute_flash.spec.problem import Static
 from layouts.smem import SmemTile
 
 

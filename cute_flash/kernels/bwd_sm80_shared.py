@@ -7,14 +7,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band
 from cute_flash.device.ldmatrix import Landing, Operand
 from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
-from cute_flash.tiles_bwd import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.spec.band import Band
 from layouts.smem import SmemTile
 
 

@@ -35,7 +35,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.entry_list import Entry
@@ -55,9 +54,10 @@ from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels import bwd_sm90_copies as copies
 from cute_flash.kernels.arguments import fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
-from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS
-from cute_flash.tiles_bwd import BwdTileSm90
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Static
 
 # Named barrier 0 is the one of all threads.
 FIRST_TURN = 1

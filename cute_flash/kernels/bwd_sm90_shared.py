@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange, Walk, ceil_div
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.entry_list import Entry, EntryLists
 from cute_flash.device.ordered import Order
@@ -19,8 +18,9 @@ from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTileSm90
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.spec.band import Band, BlockRange, Walk, ceil_div
+from cute_flash.spec.problem import Static
 from layouts.smem import SmemTile
 
 NUM_WARPGROUPS = 2

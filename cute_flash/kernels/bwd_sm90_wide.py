@@ -45,7 +45,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import FAR, Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
@@ -60,9 +59,10 @@ from cute_flash.kernels.bwd_dq import add_four, bulk_add
 from cute_flash.kernels.bwd_sm90_copies import load_block, load_keys
 from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.kernels.bwd_sm90_wide_shared import Params, Shapes, Shared
-from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS
-from cute_flash.tiles_bwd import BwdTileSm90Wide
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.spec.band import FAR, Band
+from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the one of all threads.
 FIRST_FREE, WRITTEN, FIRST_OUTPUT, P_WRITTEN = 1, 3, 4, 6

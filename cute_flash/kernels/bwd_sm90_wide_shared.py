@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence
@@ -16,8 +15,9 @@ from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import BwdTileSm90Wide
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Static
 from layouts.smem import SmemTile
 
 

@@ -15,7 +15,7 @@ from cute_flash.device.score import Score
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.written import Written, WrittenOfHead
 from cute_flash.kernels.arguments import DTYPES
-from cute_flash.problem import Features, Static
+from cute_flash.spec.problem import Features, Static
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_floats, store_lse
@@ -48,9 +47,10 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras
 from cute_flash.kernels.fwd_sm80_shared import Main, Params, allocate, gemm, gemm_rs, operands
-from cute_flash.problem import Static
-from cute_flash.tiles import FwdTile
-from cute_flash.work import HEADER
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.varlen import HEADER
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Static
 
 
 class FwdSm80:

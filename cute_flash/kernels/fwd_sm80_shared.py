@@ -9,7 +9,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles
 from cute_flash.device.ldmatrix import Operand, operand
@@ -20,7 +19,8 @@ from cute_flash.device.sequence import WorkList
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.extras import Extras, OfHead
-from cute_flash.tiles import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.spec.band import Band, BlockRange
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_flash.band import Band, OutwardWalk
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.drawn import Drawn, NotDrawn
@@ -57,8 +56,10 @@ from cute_flash.kernels.arguments import fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
 from cute_flash.kernels.fwd_sm90_work import Main, Tile
-from cute_flash.problem import Static
-from cute_flash.tiles import WARPGROUP_ROWS, FwdTileSm90
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.band import Band, OutwardWalk
+from cute_flash.spec.problem import Static
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 # Named barrier 0 is the one of all threads.

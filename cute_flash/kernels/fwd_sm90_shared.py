@@ -10,7 +10,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.bias import BiasBlocks
 from cute_flash.device.block_list import ListWalk
@@ -22,8 +21,10 @@ from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.extras import TABLE_TYPES, Extras
-from cute_flash.problem import Static
-from cute_flash.tiles import HEAVY, WARPGROUP_ROWS, FwdTileSm90
+from cute_flash.planning.tiles.common import HEAVY, WARPGROUP_ROWS
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
+from cute_flash.spec.problem import Static
 from layouts.kernels import sm90_tiles
 from layouts.smem import SmemTile, to_cute
 

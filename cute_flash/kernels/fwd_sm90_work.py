@@ -7,7 +7,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.band import OutwardWalk, Walk
 from cute_flash.device.barriers import Turns
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.mask import Mask
@@ -15,6 +14,7 @@ from cute_flash.device.sequence import Sequence
 from cute_flash.device.softmax import Softmax
 from cute_flash.kernels.extras import OfHead
 from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
+from cute_flash.spec.band import OutwardWalk, Walk
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from cutlass import Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_flash.band import Band, ceil_div
-from cute_flash.problem import Static
-from cute_flash.work import (
+from cute_flash.planning.varlen import (
     ASCENDS,
     BUCKETS,
     BY_LENGTH,
@@ -29,6 +27,8 @@ from cute_flash.work import (
     most_blocks,
     num_blocks,
 )
+from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.problem import Static
 
 THREADS = BUCKETS
 WARPS = THREADS // 32

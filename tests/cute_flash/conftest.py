@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_flash import arch, counters, forward, operands, ops
-from cute_flash import compile as compiling
+from cute_flash import forward, operands, ops
+from cute_flash.jit import compile as compiling
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
 from tests.fake_gpu import COUNTER, FakeGpu
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cute_flash
-from cute_flash import UnsupportedError, attn, reference, supports
+from cute_flash import UnsupportedError, attn, supports
+from cute_flash.reference import tiled as reference
 
 CLOSE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_flash import arch
-from cute_flash.arch import ARCHS, KIB
-from cute_flash.problem import UnsupportedError
+from cute_flash.spec import arch
+from cute_flash.spec.arch import ARCHS, KIB
+from cute_flash.spec.problem import UnsupportedError
 
 KNOWN = "sm_80, sm_86, sm_89, sm_90"
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cute_flash.band import Band, BlockRange
+from cute_flash.spec.band import Band, BlockRange
 
 SIDES = (None, 0, 1, 2, 3, 7)
 

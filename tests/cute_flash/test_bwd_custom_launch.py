@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from cute_flash import UnsupportedError, attn, backward_general, custom, use_kernels
-from cute_flash.block_map import BlockMap
 from cute_flash.custom import custom_of
-from cute_flash.how import How
-from cute_flash.mods.call import Call
+from cute_flash.score_mod.block_mask import BlockMap
+from cute_flash.score_mod.call import Call
+from cute_flash.spec.args import How
 from tests.combinations import RNG
 from tests.cute_flash.test_bwd_launch import faked
 from tests.fake_backward import FakeBackward
@@ -206,7 +206,7 @@ def test_lists_are_made_once(gpu: FakeBackward) -> None:
 def test_gradients_are_computed_by_the_family_of_their_forward(
     gpu: FakeBackward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cute_flash.plan import requested_family
+    from cute_flash.planning.plan import requested_family
 
     seen = []
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.plan import BwdPlan, use_kernels
-from cute_flash.resources import nvdisasm
-from cute_flash.tiles_bwd import BwdTile
+from cute_flash.jit.resources import nvdisasm
+from cute_flash.planning.plan import BwdPlan, use_kernels
+from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.spec.arch import ARCHS
 from tests import mod_gradients
 from tests.backward_capture import Request, capture, case_of
 from tests.gates import kernel_resources

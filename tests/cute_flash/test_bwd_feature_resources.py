@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.plan import BwdPlan, bwd_plan, use_kernels
-from cute_flash.problem import Features, Problem
-from cute_flash.resources import nvdisasm
-from cute_flash.tiles_bwd import SM80_BWD_SCORE, SM90_BWD_SCORE, BwdTile
+from cute_flash.jit.resources import nvdisasm
+from cute_flash.planning.plan import BwdPlan, bwd_plan, use_kernels
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTile
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_SCORE
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
 from tests.gates import kernel_resources

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import UnsupportedError, backward_general, general, use_kernels
-from cute_flash.how import How
+from cute_flash.spec.args import How
 from tests.combinations import RNG
 from tests.cute_flash.test_bwd_launch import faked
 from tests.fake_backward import FakeBackward
@@ -133,7 +133,7 @@ def test_gradients_are_computed_by_the_family_of_their_forward(
     gpu: FakeBackward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cute_flash import attn
-    from cute_flash.plan import requested_family
+    from cute_flash.planning.plan import requested_family
 
     seen = []
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError, arch, backward, counters, operands, use_kernels
-from cute_flash import compile as compiling
-from cute_flash import plan as planning
-from cute_flash.plan import MAX_SEQLEN
+from cute_flash import UnsupportedError, backward, operands, use_kernels
+from cute_flash.jit import compile as compiling
+from cute_flash.planning import plan as planning
+from cute_flash.planning.plan import MAX_SEQLEN
+from cute_flash.runtime import counters
+from cute_flash.spec import arch
 from tests.cute_flash.test_launch import LAUNCHABLE, REPAIRED
 from tests.fake_backward import FakeBackward, run
 from tests.fake_gpu import COUNTER, D, inputs, normal

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import arch, demo, explain, resources, roofline
-from cute_flash import compile as compiling
-from cute_flash.band import Band
-from cute_flash.cli import main
-from cute_flash.disk import DiskCache
-from cute_flash.plan import CompileKey, Plan, plan
-from cute_flash.problem import Problem
+from cute_flash.jit import compile as compiling
+from cute_flash.jit import resources
+from cute_flash.jit.disk import DiskCache
+from cute_flash.planning.plan import CompileKey, Plan, plan
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
+from cute_flash.tools import demo, explain, roofline
+from cute_flash.tools.cli import main
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
@@ -310,7 +312,7 @@ def test_precompile_without_gpu_wants_an_architecture(
     assert "--arch" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::cute_flash.disk.CacheWarning")
+@pytest.mark.filterwarnings("ignore::cute_flash.jit.disk.CacheWarning")
 def test_precompile_into_a_folder_that_is_not_kept_fails(
     fresh_cache: Path, capsys: pytest.CaptureFixture
 ) -> None:

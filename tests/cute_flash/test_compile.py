@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_flash import compile as compiling
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.compile import CacheInfo, cache_info, compiled, digest, forget, precompile
-from cute_flash.disk import CacheWarning, DiskCache
-from cute_flash.plan import CompileKey, Plan, plan, use_kernels
-from cute_flash.problem import Problem
+from cute_flash.jit import compile as compiling
+from cute_flash.jit.compile import CacheInfo, cache_info, compiled, digest, forget, precompile
+from cute_flash.jit.disk import CacheWarning, DiskCache
+from cute_flash.planning.plan import CompileKey, Plan, plan, use_kernels
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
 
 OBJECT = b"an object file"
 
@@ -176,10 +176,10 @@ def test_threads_compile_once(builds: list[CompileKey], monkeypatch: pytest.Monk
 RACER = """
 import sys, time
 from pathlib import Path
-from cute_flash import compile as compiling
-from cute_flash.arch import ARCHS
-from cute_flash.plan import plan
-from cute_flash.problem import Problem
+from cute_flash.jit import compile as compiling
+from cute_flash.spec.arch import ARCHS
+from cute_flash.planning.plan import plan
+from cute_flash.spec.problem import Problem
 
 meeting, number, racers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -217,10 +217,10 @@ def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
 SECOND_PROCESS = """
 import json, sys, torch, time
 start = time.perf_counter()
-from cute_flash import compile as compiling
-from cute_flash.arch import ARCHS
-from cute_flash.plan import plan, use_kernels
-from cute_flash.problem import Problem
+from cute_flash.jit import compile as compiling
+from cute_flash.spec.arch import ARCHS
+from cute_flash.planning.plan import plan, use_kernels
+from cute_flash.spec.problem import Problem
 target, family = sys.argv[1:]
 with use_kernels(family):
     function = compiling.compiled(plan(Problem(3, 4, 2, 777, 888, 64), ARCHS[target]))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cute_flash import counters
-from cute_flash.counters import PER_THREAD_STREAM, counter
+from cute_flash.runtime import counters
+from cute_flash.runtime.counters import PER_THREAD_STREAM, counter
 
 
 @dataclass

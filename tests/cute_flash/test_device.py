@@ -18,15 +18,15 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.band import Band
 from cute_flash.device.copies import RowTiles, plain_row_copy
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.fwd_sm80 import FwdSm80
-from cute_flash.problem import Static
-from cute_flash.tiles import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Static
 
 # Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
 

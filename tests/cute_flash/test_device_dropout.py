@@ -15,11 +15,11 @@ from cutlass import Float32, Int32, Uint32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash import philox
 from cute_flash.device.drawn import Drawn
 from cute_flash.device.philox import Dropout, TilePlace, philox_4x32
 from cute_flash.device.views import as_operand_a
 from cute_flash.device.wgmma import make_mma
+from cute_flash.reference import dropout as philox
 from tests.combinations import RNG
 from tests.cute_flash.test_device_features import FOR_HOPPER, shapes
 from tests.cute_flash.test_device_features import on_one_thread as on_one_thread

@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.band import Band
 from cute_flash.device import philox as device_philox
 from cute_flash.device.mask import Mask
 from cute_flash.device.score import Score
@@ -25,8 +24,9 @@ from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.fwd_sm80 import FwdSm80
-from cute_flash.problem import Static
-from cute_flash.tiles import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Static
 
 FOR_HOPPER = "--gpu-arch sm_90a"
 # (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles a warp, and wgmma.

@@ -13,8 +13,6 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash import philox
-from cute_flash.band import Band
 from cute_flash.device import mods_bwd, sums
 from cute_flash.device.bias_bwd import BiasBlock, BiasTerms
 from cute_flash.device.mask import Mask, column_offset
@@ -23,8 +21,10 @@ from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
-from cute_flash.mods.call import Call
-from cute_flash.mods.graph import COLUMN, ROW
+from cute_flash.reference import dropout as philox
+from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.graph import COLUMN, ROW
+from cute_flash.spec.band import Band
 from tests.combinations import RNG
 from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
 from tests.cute_flash.test_device_score_bwd import FOR_HOPPER, SHAPES
@@ -237,7 +237,7 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
         S = S + expanded(whole)[BATCH, HEAD][at_i, at_j]
     tables = [x.double().requires_grad_(x.is_floating_point()) for x in call.tables[:num_tables]]
     seen = torch.ones((), dtype=torch.bool)
-    from cute_flash.mods.evaluate import evaluate
+    from cute_flash.score_mod.evaluate import evaluate
 
     places = torch.tensor(BATCH), torch.tensor(HEAD), i, j
     parts = call.graphs.parts(call.tables, call.numbers)

@@ -15,8 +15,6 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash import philox
-from cute_flash.band import Band
 from cute_flash.device import kept, score_bwd
 from cute_flash.device.mask import Mask
 from cute_flash.device.score import Score
@@ -25,8 +23,10 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.bwd_sm80 import BwdSm80
-from cute_flash.problem import Static
-from cute_flash.tiles_bwd import SM80_BWD_SCORE, BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTile
+from cute_flash.reference import dropout as philox
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Static
 from tests.combinations import RNG
 from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
 

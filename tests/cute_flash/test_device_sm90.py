@@ -25,7 +25,7 @@ from cute_flash.device.scheduler import TileQueue
 from cute_flash.device.softmax import LOG2_E, MAX_BLOCK_SUM, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
-from cute_flash.tiles import WARPGROUP_ROWS
+from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 # Widths of one instruction, m64nN, that are a power of two and that are not.
 widths = pytest.mark.parametrize("width", [16, 80, 128])

@@ -16,13 +16,13 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash import BlockMap
-from cute_flash.band import Band
 from cute_flash.device.block_list import BlockLists, ListWalk
 from cute_flash.device.mask import Mask
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.written import Written
-from cute_flash.written import PartWritten
+from cute_flash.reference.user_mods import PartWritten
+from cute_flash.spec.band import Band
 from tests.cute_flash.test_device_features import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 

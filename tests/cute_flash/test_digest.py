@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from cute_flash import compile as compiling
-from cute_flash.arch import ARCHS
-from cute_flash.compile import digest
-from cute_flash.mods.call import Call
-from cute_flash.mods.static import Mods
-from cute_flash.plan import CompileKey, plan, use_kernels
-from cute_flash.problem import Features, Problem
+from cute_flash.jit import compile as compiling
+from cute_flash.jit.compile import digest
+from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.static import Mods
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.problem import Features, Problem
 
 ROOT = Path(compiling.__file__).parents[1]
 
@@ -78,7 +78,7 @@ def test_digest_changes_with_the_text_of_the_sources(
 ) -> None:
     for package in ("cute_flash", "layouts"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "compile.py"))
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "jit" / "compile.py"))
 
     def digest_now() -> str:
         clear_facts()
@@ -91,17 +91,17 @@ def test_digest_changes_with_the_text_of_the_sources(
         *kernels,
         "device/mask.py",
         "device/tma.py",
-        "band.py",
-        "tiles.py",
-        "problem.py",
-        "compile.py",
+        "spec/band.py",
+        "planning/tiles/fwd_sm90.py",
+        "spec/problem.py",
+        "jit/compile.py",
     ]
     for name in (*(f"cute_flash/{name}" for name in deciding), "layouts/smem.py", "layouts/swizzle.py"):
         with open(tmp_path / name, "a") as file:
             file.write("# one more line\n")
         seen.append(digest_now())
         assert len(set(seen)) == len(seen), name
-    for name in ("api.py", "ops.py", "cli.py", "reference.py"):
+    for name in ("api.py", "ops.py", "tools/cli.py", "reference/tiled.py"):
         with open(tmp_path / "cute_flash" / name, "a") as file:
             file.write("# one more line\n")
         assert digest_now() == seen[-1], name

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_flash import BlockMap, attn, backward_general, custom, forward, general, masks, ops
-from cute_flash import compile as compiling
+from cute_flash.jit import compile as compiling
 from tests.cute_flash.test_bwd_launch import faked
 from tests.fake_backward import FakeBackward
 from tests.fake_gpu import normal

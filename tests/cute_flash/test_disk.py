@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash import disk
-from cute_flash.disk import CacheWarning, DiskCache
+from cute_flash.jit import disk
+from cute_flash.jit.disk import CacheWarning, DiskCache
 
 CONTENT = bytes(range(256)) * 16
 
@@ -252,7 +252,7 @@ def test_a_substitute_ends_with_its_process(tmp_path: Path) -> None:
     blocked = tmp_path / "kernels"
     blocked.write_text("")
     program = (
-        "from cute_flash.disk import DiskCache\n"
+        "from cute_flash.jit.disk import DiskCache\n"
         "cache = DiskCache.default()\n"
         "cache.store('entry', b'content', '.so')\n"
         "print(cache.folder)"

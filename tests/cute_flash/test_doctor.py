@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_flash import arch, doctor
-from cute_flash import compile as compiling
-from cute_flash.cli import main
-from cute_flash.problem import UnsupportedError
+from cute_flash.jit import compile as compiling
+from cute_flash.spec import arch
+from cute_flash.spec.problem import UnsupportedError
+from cute_flash.tools import doctor
+from cute_flash.tools.cli import main
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 

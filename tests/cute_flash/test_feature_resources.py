@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.plan import Plan, plan, use_kernels
-from cute_flash.problem import Features, Problem
-from cute_flash.resources import nvdisasm
-from cute_flash.tiles import FwdTile, FwdTileSm90
+from cute_flash.jit.resources import nvdisasm
+from cute_flash.planning.plan import Plan, plan, use_kernels
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests.cute_flash.test_resources import (
     CAUSAL,
     FULL,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cute_flash import api, attn, general, reference
+from cute_flash import api, attn, general
+from cute_flash.reference import tiled as reference
 from tests.cases import assert_close, assert_error_within
 from tests.combinations import RNG, Combination, gradients, normal, qkv
 from tests.cute_flash.test_reference import Memory

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cute_flash import UnsupportedError, forward, general
-from cute_flash.how import How
-from cute_flash.problem import MAX_DROPOUT, MAX_SOFTCAP, check_dropout, check_softcap
+from cute_flash.spec.args import How
+from cute_flash.spec.problem import MAX_DROPOUT, MAX_SOFTCAP, check_dropout, check_softcap
 from tests.combinations import RNG
 from tests.fake_gpu import D, FakeGpu, inputs, normal
 

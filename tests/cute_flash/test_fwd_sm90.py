@@ -15,8 +15,8 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.kernels.fwd_sm90 import FwdSm90
-from cute_flash.problem import Static
-from cute_flash.tiles import FwdTileSm90
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.problem import Static
 
 # The DSL takes dataclasses apart: these have of the kernel's what `look_ahead` asks for.
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash import resources as reading
-from cute_flash.arch import ARCHS
-from cute_flash.plan import bwd_plan
-from cute_flash.problem import Problem
+from cute_flash.jit import resources as reading
+from cute_flash.planning.plan import bwd_plan
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.problem import Problem
 from tests import gates
 
 

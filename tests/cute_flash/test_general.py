@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_flash import UnsupportedError, api, arch, attn, general, reference, supports
-from cute_flash.how import How
-from cute_flash.plan import bwd_plan, plan
-from cute_flash.problem import PLAIN, Features, Problem
+from cute_flash import UnsupportedError, api, attn, general, supports
+from cute_flash.planning.plan import bwd_plan, plan
+from cute_flash.reference import tiled as reference
+from cute_flash.spec import arch
+from cute_flash.spec.args import How
+from cute_flash.spec.problem import PLAIN, Features, Problem
 from tests.combinations import RNG, Combination, gradients, normal, qkv
 
 FULL = Combination(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import attn
-from cute_flash.band import Band
+from cute_flash.spec.band import Band
 from tests import cases
 from tests.gradients import Attend, assert_gradients, weighted
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cute_flash import BlockMap, UnsupportedError, custom, masks
 from cute_flash.custom import Custom, custom_of
-from cute_flash.how import How
-from cute_flash.mods.call import Call
+from cute_flash.score_mod.call import Call
+from cute_flash.spec.args import How
 from tests.fake_gpu import FakeGpu, normal
 
 B, H, HKV, SQ, SK, D = 2, 4, 2, 20, 40, 16

@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 
-from cute_flash import UnsupportedError, arch, operands, ops, ranges, use_kernels
-from cute_flash import compile as compiling
-from cute_flash.plan import MAX_SEQLEN, Plan
+from cute_flash import UnsupportedError, operands, ops, use_kernels
+from cute_flash.jit import compile as compiling
+from cute_flash.jit import nvtx as ranges
+from cute_flash.planning.plan import MAX_SEQLEN, Plan
+from cute_flash.spec import arch
 from tests.fake_gpu import D, FakeGpu, inputs, normal, run
 
 # Reading in place, and copies of what cannot be

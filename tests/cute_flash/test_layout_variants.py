@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.plan import CompileKey, plan, use_kernels
-from cute_flash.problem import Problem, UnsupportedError
-from cute_flash.resources import nvdisasm
-from cute_flash.tiles import FwdTile, FwdTileSm90
-from cute_flash.tiles_fwd import SM80_FWD, SM90_FWD
+from cute_flash.jit.resources import nvdisasm
+from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTile
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.problem import Problem, UnsupportedError
 from layouts import HOPPER_VARIANTS, VARIANTS, sm80_uses, sm90_uses
 from tests.gates import kernel_resources
 

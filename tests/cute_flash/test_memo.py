@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from cute_flash import BlockMap, block_map, custom_cuda, entries, masks
+from cute_flash import BlockMap, custom_cuda, masks
 from cute_flash.custom import custom_of
-from cute_flash.memo import Memo, versions
-from cute_flash.mods.call import Call
-from cute_flash.problem import Features, Problem
+from cute_flash.score_mod import block_mask as block_map
+from cute_flash.score_mod import block_sparse as entries
+from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.tensor_cache import Memo, versions
+from cute_flash.spec.problem import Features, Problem
 
 PROBLEM = Problem(2, 4, 2, 300, 400, 64, features=Features(block_map=True))
 

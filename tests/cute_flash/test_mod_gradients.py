@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from cute_flash.arch import ARCHS
+from cute_flash.spec.arch import ARCHS
 from tests import mod_cases, mod_gradients
 from tests.mod_cases import Case, Sizes
 

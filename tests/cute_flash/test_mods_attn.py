@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMap, attn, attn_varlen, masks, reference, supports
-from cute_flash.band import Band
+from cute_flash import BlockMap, attn, attn_varlen, masks, supports
 from cute_flash.custom import custom_of
-from cute_flash.mods.call import Call
-from cute_flash.score import Score
+from cute_flash.reference import tiled as reference
+from cute_flash.reference.score import Score
+from cute_flash.score_mod.call import Call
+from cute_flash.spec.band import Band
 from tests.combinations import normal
 
 H, HKV, D = 4, 2, 8

@@ -20,11 +20,11 @@ from cutlass.cute.runtime import (
 )
 
 from cute_flash.device.mods import CuteArithmetic
-from cute_flash.mods.derive import gradient
-from cute_flash.mods.evaluate import Evaluator, Stages, evaluate
-from cute_flash.mods.graph import Graph
-from cute_flash.mods.lower import lowered
-from cute_flash.mods.trace import Bound, bound
+from cute_flash.score_mod.derive import gradient
+from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
+from cute_flash.score_mod.graph import Graph
+from cute_flash.score_mod.lower import lowered
+from cute_flash.score_mod.trace import Bound, bound
 
 SIZE, HEAD, BATCH, GRAD = 7, 2, 1, 1.7
 TABLE = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

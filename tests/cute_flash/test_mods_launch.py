@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from cute_flash import BlockMap, UnsupportedError, custom_cuda, masks, use_kernels
-from cute_flash.arch import ARCHS
-from cute_flash.mods.call import Call, Graphs
-from cute_flash.plan import plan
+from cute_flash.planning.plan import plan
+from cute_flash.score_mod.call import Call, Graphs
+from cute_flash.spec.arch import ARCHS
 from tests import mod_cases
 from tests.launch_capture import Request, capture, has_compiler
 from tests.mod_cases import Case, Kind, Sizes

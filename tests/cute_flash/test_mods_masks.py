@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cute_flash import BlockMap, masks
-from cute_flash.band import Band, ceil_div
-from cute_flash.block_map import EMPTY, FULL, PARTIAL, _known, seen_by
-from cute_flash.mods import trace
-from cute_flash.mods.trace import bound
+from cute_flash.score_mod import trace
+from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, _known, seen_by
+from cute_flash.score_mod.trace import bound
+from cute_flash.spec.band import Band, ceil_div
 
 IDS = torch.tensor([0, 0, 0, 5, 5, 1, 1, 1, 1, 2, 2, 2])
 PARENTS = [-1, 0, 0, 1, 1, 2, -1]
@@ -152,7 +152,7 @@ def test_maps_are_kept_while_they_hold() -> None:
 
 def test_many_queries_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status
-    monkeypatch.setattr("cute_flash.block_map.MAX_PAIRS", 1)
+    monkeypatch.setattr("cute_flash.score_mod.block_mask.MAX_PAIRS", 1)
     _known.clear()
     assert torch.equal(BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
 

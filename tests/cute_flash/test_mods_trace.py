@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cute_flash import TraceError, UnsupportedError
-from cute_flash.mods import trace
-from cute_flash.mods.call import Call, graphs_of
-from cute_flash.mods.graph import COLUMN, ROW, SCORE, B, Builder, H
-from cute_flash.mods.trace import bound
+from cute_flash.score_mod import trace
+from cute_flash.score_mod.call import Call, graphs_of
+from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, B, Builder, H
+from cute_flash.score_mod.trace import bound
 
 TABLE = torch.randn(4, 9)
 SIZE = 5

@@ -12,13 +12,14 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.arch import ARCHS
-from cute_flash.band import FAR, Band, BlockRange, ceil_div
 from cute_flash.device.ordered import Order
 from cute_flash.kernels.bwd_sm90_shared import Tile
-from cute_flash.plan import bwd_plan, use_kernels
-from cute_flash.problem import Features, Problem
-from cute_flash.tiles_bwd import SM80_BWD, SM80_BWD_SCORE, SM90_BWD, SM90_BWD_SCORE
+from cute_flash.planning.plan import bwd_plan, use_kernels
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import FAR, Band, BlockRange, ceil_div
+from cute_flash.spec.problem import Features, Problem
 from tests.gates import kernel_resources
 
 Asked = Callable[..., list[int]]

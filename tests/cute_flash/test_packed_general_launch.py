@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_flash import UnsupportedError, general, packed_sums, use_kernels
-from cute_flash.how import How
-from cute_flash.work import num_padded_blocks, padded_block
+from cute_flash.planning.varlen import num_padded_blocks, padded_block
+from cute_flash.spec.args import How
 from tests.combinations import RNG
 from tests.cute_flash.test_packed_launch import BANDS, how_of, tensors
 from tests.fake_gpu import normal

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import UnsupportedError, general, packed, use_kernels
-from cute_flash.how import How
-from cute_flash.plan import MAX_SEQLEN
+from cute_flash import UnsupportedError, general, use_kernels
+from cute_flash.planning.plan import MAX_SEQLEN
+from cute_flash.reference import varlen as packed
+from cute_flash.spec.args import How
 from tests.fake_gpu import normal
 from tests.fake_packed import FakePacked, faked
 from tests.packed_model import Lengths

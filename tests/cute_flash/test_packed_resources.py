@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.plan import CompileKey, bwd_plan, plan, use_kernels
-from cute_flash.problem import Features, Problem
+from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests.gates import kernel_resources
 
 FULL, CAUSAL, WINDOW = Band(), Band(None, 0), Band(128, 64)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import attention_probs, attn, merge, partial
+from cute_flash import attention_probs, attn, merge
+from cute_flash.reference import merge as partial
 from tests.combinations import normal
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash.how import draw_rng
-from cute_flash.philox import DRAW_BITS, MAX_DRAW, SECOND, Dropout, philox_4x32, threshold
+from cute_flash.reference.dropout import Dropout, philox_4x32
+from cute_flash.spec.args import draw_rng
+from cute_flash.spec.dropout import DRAW_BITS, MAX_DRAW, SECOND, threshold
 
 # Random123, tests/kat_vectors: philox4x32 7, (counter, key, result).
 KNOWN = [

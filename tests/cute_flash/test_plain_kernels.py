@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.plan import bwd_plan, plan, use_kernels
-from cute_flash.problem import Problem
-from cute_flash.resources import nvdisasm
+from cute_flash.jit.resources import nvdisasm
+from cute_flash.planning.plan import bwd_plan, plan, use_kernels
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
 from tests.gates import kernel_resources
 
 TOOLCHAIN = "4.8.1"

@@ -8,11 +8,20 @@ import threading
 
 import pytest
 
-from cute_flash.arch import ARCHS, ArchSpec
-from cute_flash.band import Band
-from cute_flash.plan import FAMILIES, L2_SHARE, MAX_SEQLEN, CompileKey, plan, requested_family, use_kernels
-from cute_flash.problem import Problem, UnsupportedError
-from cute_flash.tiles import FwdTile, FwdTileSm90
+from cute_flash.planning.plan import (
+    FAMILIES,
+    L2_SHARE,
+    MAX_SEQLEN,
+    CompileKey,
+    plan,
+    requested_family,
+    use_kernels,
+)
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.arch import ARCHS, ArchSpec
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem, UnsupportedError
 
 A100, H100 = ARCHS["sm_80"], ARCHS["sm_90"]
 MIB = 1 << 20

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from cute_flash.band import Band
-from cute_flash.problem import (
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import (
     CPU_DTYPES,
     GPU_DTYPES,
     Problem,

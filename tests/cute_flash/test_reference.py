@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cute_flash import reference
-from cute_flash.band import Band
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band
 from tests.cases import (
     CAUSAL,
     FULL,

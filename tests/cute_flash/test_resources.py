@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash import resources as reading
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band, ceil_div
-from cute_flash.plan import Plan, bwd_plan, plan, use_kernels
-from cute_flash.problem import Problem
-from cute_flash.resources import Resources, disassemble, nvdisasm, resources
-from cute_flash.tiles import FwdTile, FwdTileSm90
-from cute_flash.tiles_bwd import SM80_BWD, SM90_BWD, BwdTile, BwdTileSm90, BwdTileSm90Wide
-from cute_flash.tiles_fwd import SM90_FWD, fwd_tile
+from cute_flash.jit import resources as reading
+from cute_flash.jit.resources import Resources, disassemble, nvdisasm, resources
+from cute_flash.planning.plan import Plan, bwd_plan, plan, use_kernels
+from cute_flash.planning.tiles import fwd_tile
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTile
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, BwdTileSm90, BwdTileSm90Wide
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.problem import Problem
 from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
 

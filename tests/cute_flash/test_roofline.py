@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_flash import reference, roofline
-from cute_flash.arch import ARCHS, SM_80, SM_90
-from cute_flash.band import Band
-from cute_flash.problem import Problem
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.arch import ARCHS, SM_80, SM_90
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
+from cute_flash.tools import roofline
 from tests.cases import Case, make_inputs
 
 # B, H, Hkv, Sq, Sk, D

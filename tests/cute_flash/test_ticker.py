@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cute_flash.ticker import CLEAR_LINE, ticking
+from cute_flash.jit.progress import CLEAR_LINE, ticking
 
 
 class Terminal:
@@ -27,7 +27,7 @@ class Terminal:
 
 
 def test_ticker_counts_on_a_terminal_and_tells_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cute_flash.ticker.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("cute_flash.jit.progress.TICK_SECONDS", 0.01)
     stream = Terminal()
     deadline = time.monotonic() + 10
     with pytest.raises(KeyError), ticking("step", stream):  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_flash import api, attn, attn_nested, attn_varlen, general, merge, reference
+from cute_flash import api, attn, attn_nested, attn_varlen, general, merge
+from cute_flash.reference import tiled as reference
 from tests.combinations import RNG, Combination, PackedCombination, normal, results
 from tests.feature_gradients import assert_feature_gradients
 from tests.packed_model import Lengths

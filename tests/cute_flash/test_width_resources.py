@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.plan import bwd_plan, plan, use_kernels
-from cute_flash.problem import Features, Problem
+from cute_flash.planning.plan import bwd_plan, plan, use_kernels
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
 from tests.gates import kernel_resources

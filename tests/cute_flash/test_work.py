@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_flash.band import Band, ceil_div
-from cute_flash.work import (
+from cute_flash.planning.varlen import (
     ASCENDS,
     BUCKETS,
     BY_LENGTH,
@@ -23,6 +22,7 @@ from cute_flash.work import (
     num_padded_blocks,
     padded_block,
 )
+from cute_flash.spec.band import Band, ceil_div
 from tests import packed_model
 from tests.packed_model import Item, Lengths
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cute_flash import cli, disk
+from cute_flash.jit import disk
+from cute_flash.tools import cli
 from cute_flash.version import __version__
 from profiling import __main__ as profiling_cli
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import reference
-from cute_flash.band import Band
-from cute_flash.dense import _mask, _modified
-from cute_flash.philox import Dropout
-from cute_flash.problem import Features, Problem
+from cute_flash.reference import tiled as reference
+from cute_flash.reference.dense import _mask, _modified
+from cute_flash.reference.dropout import Dropout
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Features, Problem
 from tests.cases import CAUSAL, FULL, Case, make_inputs
 from tests.combinations import RNG
 

@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import unpacked
 from cute_flash.kernels.arguments import DTYPES, fake_rows
-from cute_flash.problem import Features, Static
+from cute_flash.spec.problem import Features, Static
 from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 

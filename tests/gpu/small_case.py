@@ -10,7 +10,7 @@ import itertools
 import torch
 
 import cute_flash
-from cute_flash.band import Band
+from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu import families
 from tests.gradients import assert_gradients, weighted

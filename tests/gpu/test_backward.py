@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import plan as planning
-from cute_flash.band import Band
+from cute_flash.planning import plan as planning
+from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu.captured import Captured
 from tests.gradients import assert_gradients, gradients, weighted

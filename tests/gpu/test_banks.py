@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from cute_flash.arch import detect
-from cute_flash.band import Band
-from cute_flash.compile import precompile
-from cute_flash.plan import plan, use_kernels
+from cute_flash.jit.compile import precompile
+from cute_flash.planning.plan import plan, use_kernels
+from cute_flash.spec.arch import detect
+from cute_flash.spec.band import Band
 from profiling.expect import expected
 from profiling.ncu import NotPermittedError, Tool
 from profiling.ncu_case import LAYOUTS, Case

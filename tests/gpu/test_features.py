@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import api, reference
-from cute_flash.band import Band
-from cute_flash.philox import Dropout
+from cute_flash import api
+from cute_flash.reference import tiled as reference
+from cute_flash.reference.dropout import Dropout
+from cute_flash.spec.band import Band
 from tests import cases
 from tests.cases import CAUSAL, FULL
 from tests.combinations import RNG

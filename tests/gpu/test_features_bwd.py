@@ -8,7 +8,7 @@ import torch
 
 import cute_flash
 from cute_flash import api
-from cute_flash.compile import cache_info
+from cute_flash.jit.compile import cache_info
 from tests import cases
 from tests.combinations import RNG, gradients
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
@@ -121,7 +121,7 @@ def test_memory_as_bshd(family):
 
 def test_the_default_family_computes_all_gradients(monkeypatch):
     """Wide heads with features are left to the next one."""
-    from cute_flash import plan as planning
+    from cute_flash.planning import plan as planning
 
     monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
     case = next(case for case in made.CASES if case.head_dim == 256 and len(case.features) == 4)
@@ -178,7 +178,7 @@ def test_dropout_and_weights_agree_between_the_directions():
 
 
 def test_count_of_kernels_stays_small():
-    from cute_flash.arch import detect
+    from cute_flash.spec.arch import detect
     from tests.gpu import families
 
     wanted = set(made.keys(detect(0), families.runnable(), 300))

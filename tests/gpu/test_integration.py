@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_flash
-from cute_flash import counters
-from cute_flash.band import Band
+from cute_flash.runtime import counters
+from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu.captured import Captured
 

@@ -9,8 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMap, UnsupportedError, api, masks, reference
-from cute_flash.band import Band
+from cute_flash import BlockMap, UnsupportedError, api, masks
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band
 from tests import cases, mod_cases
 from tests.mod_cases import Case, Kind, Sizes
 
@@ -105,7 +106,7 @@ def test_numbers_and_tables_compile_nothing() -> None:
         return cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=masks.sliding_window(width))
 
     first = run(20)
-    from cute_flash.compile import cache_info
+    from cute_flash.jit.compile import cache_info
 
     before = cache_info()
     second = run(30)

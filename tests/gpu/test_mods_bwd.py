@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash.arch import detect
+from cute_flash.spec.arch import detect
 from tests import mod_cases, mod_gradients
 from tests.gpu.captured import Captured
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.band import Band
-from cute_flash.compile import cache_info
+from cute_flash.jit.compile import cache_info
+from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu import varlen_cases
 from tests.gpu.captured import Captured

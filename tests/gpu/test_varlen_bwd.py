@@ -7,8 +7,8 @@ import torch
 
 import cute_flash
 from cute_flash import api
-from cute_flash.band import Band
-from cute_flash.compile import cache_info
+from cute_flash.jit.compile import cache_info
+from cute_flash.spec.band import Band
 from tests import cases, combinations
 from tests.combinations import RNG, PackedCombination
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights

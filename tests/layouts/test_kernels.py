@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.tiles import FwdTile
-from cute_flash.tiles_fwd import SM80_FWD, SM90_FWD
+from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTile
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
+from cute_flash.spec.arch import ARCHS
 from layouts import HOPPER_VARIANTS, VARIANTS, Count, Use, Work, predict, sm80_uses, sm90_uses
 
 ONE = Work(row_tiles=1, key_blocks=1)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import reference
-from cute_flash.band import Band
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band
 from profiling.accuracy import Accuracy, Errors
 from profiling.bench import Settings, Tools
 from profiling.record import Ceiling, Cell, Result, Run

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash import reference
-from cute_flash.band import Band
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band
 from profiling.accuracy import Oracle, draw, draw_dout
 from profiling.oracles import GRADIENTS, backward_oracles
 from profiling.suites import Shape

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from cute_flash import reference
-from cute_flash.band import Band
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.band import Band
 from profiling import providers
 from profiling.providers import (
     DEFAULT_NAMES,

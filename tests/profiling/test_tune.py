@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_flash import reference
-from cute_flash.arch import ARCHS
-from cute_flash.band import Band
-from cute_flash.plan import CompileKey, Plan
+from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.reference import tiled as reference
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
 from profiling import __main__ as cli
 from profiling import machine, ranking, trial, tune
 from profiling.record import write_json

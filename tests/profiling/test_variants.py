@@ -6,12 +6,13 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from cute_flash.arch import ARCHS
-from cute_flash.plan import FAMILIES as KERNEL_FAMILIES
-from cute_flash.plan import plan as plan_of
-from cute_flash.plan import use_kernels
-from cute_flash.problem import UnsupportedError
-from cute_flash.tiles import FwdTile, FwdTileSm90
+from cute_flash.planning.plan import FAMILIES as KERNEL_FAMILIES
+from cute_flash.planning.plan import plan as plan_of
+from cute_flash.planning.plan import use_kernels
+from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.problem import UnsupportedError
 from profiling.variants import (
     FAMILIES,
     MAX_ACCUMULATORS,

@@ -1,0 +1,1 @@
+"""Compiled kernels: compiler, disk cache, resource usage."""

@@ -1,0 +1,285 @@
+"""Compiled kernels: memory -> disk -> `cute.compile`.
+
+An entry on disk is a shared object (`<digest>.so`; an object file `.o` on a machine without a linker) with a
+checksum beside it. The digest covers the compile key, the sources that generate code, the versions of the DSL
+and of TVM-FFI, the CUDA flavour and the host. A missing, truncated, altered or foreign entry is a miss.
+Loading an `.so` does not import cutlass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cute_flash.jit.disk import CacheWarning, DiskCache
+from cute_flash.jit.nvtx import marked
+from cute_flash.planning.plan import CompileKey, Plan
+
+KERNELS = {
+    "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
+    "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
+    "fwd_sm80_general": ("cute_flash.kernels.fwd_general", "FwdSm80General"),
+    "fwd_sm90_general": ("cute_flash.kernels.fwd_general", "FwdSm90General"),
+    "fwd_sm80_custom": ("cute_flash.kernels.fwd_custom", "FwdSm80Custom"),
+    "fwd_sm90_custom": ("cute_flash.kernels.fwd_custom", "FwdSm90Custom"),
+    "prepare_fwd": ("cute_flash.kernels.prepare", "PrepareFwd"),
+    "prepare_fwd_early": ("cute_flash.kernels.prepare", "PrepareFwdEarly"),
+    "prepare_bwd": ("cute_flash.kernels.prepare", "PrepareBwd"),
+    "bwd_sm90": ("cute_flash.kernels.bwd_sm90", "BwdSm90"),
+    "bwd_sm90_wide": ("cute_flash.kernels.bwd_sm90_wide", "BwdSm90Wide"),
+    "bwd_sm90_ordered": ("cute_flash.kernels.bwd_sm90", "BwdSm90Ordered"),
+    "bwd_preprocess": ("cute_flash.kernels.bwd_around", "BwdPreprocess"),
+    "bwd_preprocess_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessWithDLSE"),
+    "bwd_preprocess_ordered": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrdered"),
+    "bwd_preprocess_ordered_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrderedWithDLSE"),
+    "bwd_postprocess": ("cute_flash.kernels.bwd_around", "BwdPostprocess"),
+    "bwd_sm80": ("cute_flash.kernels.bwd_sm80", "BwdSm80"),
+    "bwd_sm80_ordered": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80Ordered"),
+    "bwd_sm80_ordered_general": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80OrderedGeneral"),
+    "bwd_sm80_general": ("cute_flash.kernels.bwd_general", "BwdSm80General"),
+    "bwd_sm90_general": ("cute_flash.kernels.bwd_general", "BwdSm90General"),
+    "bwd_sm90_ordered_general": ("cute_flash.kernels.bwd_general", "BwdSm90OrderedGeneral"),
+    "bwd_sm80_custom": ("cute_flash.kernels.bwd_custom", "BwdSm80Custom"),
+    "bwd_sm80_ordered_custom": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80OrderedCustom"),
+    "bwd_sm90_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90Custom"),
+    "bwd_sm90_ordered_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90OrderedCustom"),
+    "bwd_postprocess_sm80": ("cute_flash.kernels.bwd_sm80_post", "BwdPostprocessSm80"),
+}
+# Files whose text decides the generated code (this one by the compiler's options).
+SOURCES = (
+    "kernels/**/*.py", "device/**/*.py", "score_mod/**/*.py", "spec/**/*.py", "planning/**/*.py",
+    "jit/compile.py", "../layouts/**/*.py",
+)  # fmt: skip
+SYMBOL = "launch"
+LINKERS = ("ld", "cc", "gcc", "clang")
+
+_lock = threading.Lock()  # the DSL is a process-wide singleton
+_functions: dict[CompileKey, Callable[..., None]] = {}
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    compiles: int = 0
+    disk_hits: int = 0
+    memory_hits: int = 0
+
+
+_info = CacheInfo()
+
+
+def cache_info() -> CacheInfo:
+    """How often this process compiled, loaded from disk, and found a kernel in memory."""
+    return _info
+
+
+def _count(**more: int) -> None:
+    global _info
+    _info = replace(_info, **{name: getattr(_info, name) + n for name, n in more.items()})
+
+
+def exclusive() -> AbstractContextManager:
+    """Hold the DSL: one compilation at a time in a process."""
+    return _lock
+
+
+def compiled(plan: Plan) -> Callable[..., None]:
+    """A plan's launch, on torch's current stream:
+    `f(q, k, v, out, lse, scale, left, right, *plan.launch_arguments)`.
+    """
+    return compiled_kernel(plan.key)
+
+
+def compiled_kernel(key: CompileKey) -> Callable[..., None]:
+    """The launch of one kernel; its arguments are those of its `__call__`."""
+    with _lock:
+        if key in _functions:
+            _count(memory_hits=1)
+            return _functions[key]
+        cache = DiskCache.default()
+        with marked(f"load {key.kernel}"), cache.locked(digest(key)):
+            found = _load_entry(cache, key)
+            if found is None:
+                with marked(f"compile {key.kernel}"):
+                    found = _build_entry(cache, key)
+                _count(compiles=1)
+            else:
+                _count(disk_hits=1)
+        _functions[key] = found
+        return found
+
+
+def precompile(key: CompileKey) -> bool:
+    """Put a kernel on disk, without a GPU; False if it was there already."""
+    cache = DiskCache.default()
+    with _lock, cache.locked(digest(key)):
+        if any(cache.find(digest(key), suffix) for suffix in (".so", ".o")):
+            return False
+        cache.store(digest(key), *_compile_object(key))
+        _count(compiles=1)
+        return True
+
+
+def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
+    """`precompile` for each key, in order, by `jobs` processes; in each, one kernel at a time."""
+    if jobs <= 1:
+        yield from map(precompile, keys)
+        return
+    # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(precompile, keys)
+
+
+def forget() -> None:
+    """Drop the kernels in memory (tests; those on disk stay)."""
+    with _lock:
+        _functions.clear()
+
+
+def digest(key: CompileKey) -> str:
+    described = asdict(key)
+    for one in fields(key.tile):
+        # When and why a row of the table is chosen is no part of the kernel.
+        if not one.compare:
+            del described["tile"][one.name]
+    facts = {"key": described, "sources": source_digest(), "toolchain": toolchain(key.target)}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    root = Path(__file__).parents[1]
+    whole = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(root.glob(pattern)):
+            whole.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()
+
+
+@cache
+def toolchain(target: str) -> dict[str, str]:
+    """What else the machine code depends on, found without importing the DSL."""
+    return {
+        "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
+        "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
+        "flavour": runtime_library().parent.parent.name,
+        "host": f"{platform.system()}-{platform.machine()}",
+        "target": target,
+    }
+
+
+@lru_cache(maxsize=1)
+def runtime_library() -> Path:
+    """The DSL's runtime: the newest installed flavour (cu12, cu13) that the driver can serve."""
+    spec = find_spec("cutlass")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("nvidia-cutlass-dsl is not installed: pip install cute-flash")
+    found = sorted(Path(spec.origin).parents[2].glob("cu*/lib/libcute_dsl_runtime.so"))
+    major = driver_cuda_version() // 1000
+    usable = [path for path in found if not major or int(path.parents[1].name.removeprefix("cu")) <= major]
+    if not usable:
+        raise ModuleNotFoundError(
+            f"no flavour of nvidia-cutlass-dsl for a CUDA {major} driver; see `cute-flash doctor`"
+        )
+    return usable[-1]
+
+
+def driver_cuda_version() -> int:
+    """CUDA version of the driver, such as 13000; 0 without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def kernel_of(key: CompileKey) -> Any:
+    """The kernel object of a key; this is where cutlass is imported."""
+    module, name = KERNELS[key.kernel]
+    return getattr(importlib.import_module(module), name)(key.static, key.tile)
+
+
+def cute_compile(key: CompileKey, options: str = "") -> Any:
+    """Trace and compile; the caller holds the lock."""
+    import cutlass.cute as cute
+
+    kernel = kernel_of(key)
+    return cute.compile(
+        kernel,
+        *kernel.fake_arguments(),
+        options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip(),
+    )
+
+
+def _load_entry(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:
+    for suffix in (".so", ".o"):
+        path = cache.find(digest(key), suffix)
+        if path is None:
+            continue
+        try:
+            return _load(path)
+        except (OSError, RuntimeError, AttributeError) as error:
+            warnings.warn(
+                f"kernel cache: {path} cannot be loaded ({error}); built anew", CacheWarning, stacklevel=4
+            )
+    return None
+
+
+def _build_entry(cache: DiskCache, key: CompileKey) -> Callable[..., None]:
+    content, suffix = _compile_object(key)
+    return _load(cache.store(digest(key), content, suffix))
+
+
+def _compile_object(key: CompileKey) -> tuple[bytes, str]:
+    """The kernel as a shared object, or as an object file if there is no linker here."""
+    function = cute_compile(key)
+    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
+        object_file = Path(folder, "kernel.o")
+        function.export_to_c(str(object_file), function_name=SYMBOL, export_only_tvm_ffi_symbols=True)
+        tool = linker()
+        if tool is None:
+            return object_file.read_bytes(), ".o"
+        shared = Path(folder, "kernel.so")
+        subprocess.run([tool, "-shared", "-o", shared, object_file], check=True, capture_output=True)
+        return shared.read_bytes(), ".so"
+
+
+def linker() -> str | None:
+    """What makes a shared object of an object file here: a linker or a compiler that calls one."""
+    return next(filter(None, map(shutil.which, LINKERS)), None)
+
+
+def _load(path: Path) -> Callable[..., None]:
+    if path.suffix == ".o":
+        import cutlass.runtime
+
+        return getattr(cutlass.runtime.load_module(str(path), enable_tvm_ffi=True), SYMBOL)
+    import tvm_ffi
+
+    _preload(str(runtime_library()))
+    return getattr(tvm_ffi.load_module(str(path)), SYMBOL)
+
+
+@cache
+def _preload(library: str) -> ctypes.CDLL:
+    """The entry's undefined symbols are resolved against the global namespace."""
+    return ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)

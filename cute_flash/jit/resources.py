@@ -1,0 +1,140 @@
+"""What a kernel costs, read from its machine code without a GPU: registers, spills, shared memory,
+instruction counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from cute_flash.jit import compile as compiling
+from cute_flash.planning.plan import CompileKey, Plan
+
+_SPILLS = re.compile(
+    r"(\d+)\s+bytes\s+stack\s+frame,\s+(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s+loads"
+)
+_REGISTERS = re.compile(r"Used\s+(\d+)\s+registers")
+_SERIALISED = re.compile(r"\((C75\d\d)\)")
+_SETMAXNREG = re.compile(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+# The tensor cores, what feeds and drains them, the softmax, and who waits for whom.
+_SHOWN = (
+    "HMMA", "HGMMA", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG", "MUFU", "FFMA", "FMUL", "SHFL",
+    "BAR", "SYNCS",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resources:
+    symbol: str
+    target: str
+    registers: int  # a thread has at launch
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    smem_bytes: int
+    serialised_wgmma: tuple[str, ...]  # ptxas notes that wgmma was serialised, or setmaxnreg ignored
+    sass: Counter[str] = field(default_factory=Counter)  # instructions by name; empty without a disassembler
+    cubin: bytes = field(default=b"", repr=False)
+    ptx: str = field(default="", repr=False)
+
+    @property
+    def cubin_bytes(self) -> int:
+        return len(self.cubin)
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_store_bytes + self.spill_load_bytes
+
+    @property
+    def num_mma(self) -> int:
+        return self.sass["HMMA"] + self.sass["HGMMA"]
+
+    @property
+    def mma(self) -> str:
+        """How many instructions of the tensor cores, and which."""
+        counts = [f"{self.sass[name]} {name}" for name in ("HMMA", "HGMMA") if self.sass[name]]
+        return " and ".join(counts) or ("no MMA" if self.sass else "MMAs not counted (no nvdisasm)")
+
+    @property
+    def setmaxnreg(self) -> tuple[int, ...]:
+        """Registers a thread has after warpgroups gave some to others, ascending; empty where none do."""
+        return tuple(sorted({int(count) for count in _SETMAXNREG.findall(self.ptx)}))
+
+    @property
+    def registers_text(self) -> str:
+        moved = f" at launch, then {' or '.join(map(str, self.setmaxnreg))}" if self.setmaxnreg else ""
+        return f"{self.registers}{moved}"
+
+    def lines(self) -> list[str]:
+        mix = ", ".join(f"{name} {self.sass[name]}" for name in _SHOWN if self.sass[name])
+        return [
+            f"symbol    {self.symbol} ({self.target}), {self.cubin_bytes / 1024:.0f} KB of code",
+            f"registers {self.registers_text} a thread, {self.spill_bytes} bytes spilled",
+            f"shared    {self.smem_bytes / 1024:.0f} KB",
+            f"SASS      {mix or 'no disassembler found: pip install nvidia-cuda-nvdisasm'}",
+        ]
+
+
+def resources(plan: Plan) -> Resources:
+    """Compile a plan's kernel for its target and read what it uses. Takes seconds; nothing is cached."""
+    return kernel_resources(plan.key)
+
+
+def kernel_resources(key: CompileKey) -> Resources:
+    remarks = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
+        with contextlib.redirect_stderr(remarks):
+            function = compiling.cute_compile(
+                key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}"
+            )
+        cubin, ptx = function.__cubin__, function.__ptx__
+    log = _COLOUR.sub("", remarks.getvalue())
+    spills, registers = _SPILLS.search(log), _REGISTERS.search(log)
+    symbol = re.search(r"\.entry (\S+?)\(", ptx)
+    if spills is None or registers is None or symbol is None:
+        raise RuntimeError(f"ptxas printed no resource usage for {key}:\n{log}")
+    return Resources(
+        symbol=symbol[1],
+        target=key.target,
+        registers=int(registers[1]),
+        stack_bytes=int(spills[1]),
+        spill_store_bytes=int(spills[2]),
+        spill_load_bytes=int(spills[3]),
+        smem_bytes=key.tile.smem_bytes,
+        serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
+        sass=Counter(_INSTRUCTION.findall(disassemble(cubin))),
+        cubin=cubin,
+        ptx=ptx,
+    )
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin; empty without `nvdisasm` (from the wheel nvidia-cuda-nvdisasm, or on the path)."""
+    tool = nvdisasm()
+    if tool is None:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+@lru_cache(maxsize=1)
+def nvdisasm() -> str | None:
+    try:
+        files = importlib.metadata.distribution("nvidia-cuda-nvdisasm").files or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = (str(Path(str(file.locate()))) for file in files if file.name == "nvdisasm")
+    return next(found, None) or shutil.which("nvdisasm")

@@ -1,0 +1,77 @@
+"""The tiles of a packed batch, written down by a kernel: how many there may be, and in which order they come.
+
+How long the sequences are is known on the GPU only. So a kernel (`kernels/prepare.py`) lists their tiles, and
+all others take theirs from the list. A list is an int32 tensor (HEADER + items, ITEM): row 0 begins with the
+number of items, each other row is one tile:
+
+    block, sequence, q_begin, q_len, k_begin, k_len
+
+Sequences with the longest tiles come first, and each one's tiles lie side by side, for them to find its keys
+in L2; where a mask makes some of them shorter than half of the longest, those take their place among tiles of
+their own length, for short ones to fill the end. Rows that belong to no sequence, those after the last offset
+and keys that are not used, are sequences too, without a partner: their tiles write zeros, and come last.
+
+Functions run on Python ints and on traced DSL integers alike.
+"""
+
+from __future__ import annotations
+
+from cute_flash.spec.band import Band, Index, _max, _min, ceil_div
+
+ITEM = 8
+# How a sequence's tiles lie: from the first on, from the last on, or so, but short ones apart.
+ASCENDS, DESCENDS, BY_LENGTH = 0, 1, 2
+HEADER = 1
+# Classes of length, each of which is one thread's of the kernel.
+BUCKETS = 640
+_EXACT_BITS, _MAX_BITS = 6, 24
+
+
+def bucket(cost: Index) -> Index:
+    """The class of a tile with so many blocks: exact below 64, from there on 32 classes an octave."""
+    shift = 0
+    for bits in range(_EXACT_BITS, _MAX_BITS):
+        shift = _min(cost >> bits, 1) + shift
+    return _min(32 * shift + (cost >> shift), BUCKETS - 1)
+
+
+def most_blocks(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
+    """Blocks of columns of the longest tile of a sequence, near enough to sort by."""
+    last, sizes = _max(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
+    return _max(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
+
+
+def num_blocks(
+    band: Band, block: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
+) -> Index:
+    """Blocks of columns of one tile."""
+    found = band.blocks(block, tile_rows, tile_columns, rows, columns)
+    return found.end - found.begin
+
+
+def descends_by_length(
+    band: Band, num: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
+) -> Index:
+    """Whether the last of `num` tiles is longer than the first, as DESCENDS or ASCENDS."""
+    sizes = (rows, columns, tile_rows, tile_columns)
+    more = num_blocks(band, num - 1, *sizes) - num_blocks(band, num * 0, *sizes)
+    return _min(_max(more, ASCENDS), DESCENDS)
+
+
+def max_items(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:
+    """Tiles that sequences of `total` rows together may have: each one's last may be a part of one.
+
+    `has_unused`: each may have rows at its end that are not used.
+    """
+    sequences = (2 if has_unused else 1) * batch + 1
+    return total // tile_rows + min(sequences, total)
+
+
+def num_padded_blocks(total: int, tile_rows: int, batch: int) -> int:
+    """Blocks of a workspace in which every sequence, and what comes after the last, begins with a new one."""
+    return total // tile_rows + batch + 1
+
+
+def padded_block(begin: Index, sequence: Index, tile_rows: int) -> Index:
+    """The first one of a sequence: those before it, each padded to whole blocks, end before."""
+    return begin // tile_rows + sequence

@@ -1,0 +1,1 @@
+"""The CPU path and the oracles."""

@@ -1,0 +1,80 @@
+"""The dropout mask of `spec.dropout` in torch's integer arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_flash.spec.dropout import (
+    APART,
+    KEYS,
+    MAX_DRAW,
+    MULTIPLIERS,
+    ROUNDS,
+    ROWS,
+    SECOND,
+    WEYL,
+    WORD,
+    threshold,
+)
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Four words of 32 bits for every counter; words are int64, counters broadcast against each other."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # A product of two words fills 64 bits; int64 keeps all of them, the sign being the uppermost.
+        low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (high >> 32 & WORD) ^ c1 ^ k0,
+            high & WORD,
+            (low >> 32 & WORD) ^ c3 ^ k1,
+            low & WORD,
+        )
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """Of one call: the probability, (seed, offset), the number of query heads, the first sequence's index."""
+
+    p: float
+    rng: Tensor
+    heads: int
+    first: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Of what is kept, so that the mean stays."""
+        return 1.0 / (1.0 - self.p)
+
+    def kept(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
+        """(batch, heads, rows, keys), true where a score is kept."""
+        seed, offset = (int(x) for x in self.rng)
+        device = self.rng.device
+
+        def places(wanted: range, size: int, calls: int) -> Tensor:
+            """Of the calls for whole rectangles."""
+            first, last = wanted.start // size, -(-wanted.stop // size)
+            return torch.arange(first * calls, last * calls, device=device)
+
+        b = torch.arange(batch.start, batch.stop, device=device)[:, None] + self.first
+        h = torch.arange(heads.start, heads.stop, device=device)
+        i, j = places(rows, ROWS, APART), places(keys, KEYS, APART // 2)
+        sequence = (b * self.heads + h)[:, :, None, None]
+        counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & WORD))
+        words = torch.stack(philox_4x32(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
+        words = torch.stack([words, words * SECOND], dim=-2)
+        draws = torch.stack([words & MAX_DRAW, words >> 16 & MAX_DRAW], dim=-1)
+        # (b, h, rows' rectangle, row, keys' rectangle, pair of keys, which 16 rows, which 8 rows, which 8
+        # keys, key of a pair) to rows and keys in order.
+        draws = draws.unflatten(5, (2, 2)).unflatten(3, (-1, APART // 2)).unflatten(2, (-1, APART))
+        whole = draws.permute(0, 1, 2, 6, 7, 3, 4, 8, 5, 9).flatten(6, 9).flatten(2, 5)
+        top, left = rows.start % ROWS, keys.start % KEYS
+        return whole[:, :, top : top + len(rows), left : left + len(keys)] >= threshold(self.p)

@@ -1,0 +1,221 @@
+"""The two loop orders of FlashAttention as the papers write them, counting the bytes they move.
+
+Q is cut into Tr tiles of Br rows, K and V into Tc blocks of Bc keys: what shared memory holds at a time.
+
+    tiled_q_outer    FlashAttention-2, Algorithm 1: for each Q tile all K/V blocks; O, m, l stay on the chip
+    tiled_kv_outer   FlashAttention, Algorithm 1: for each K/V block all Q tiles; O, m, l travel every time
+
+Both give the same numbers; `Traffic` says what they cost. Tensors are (B, H, S, D), Hkv dividing H; batch and
+heads run side by side in every step, as the blocks of a grid do, and every count is summed over them. A step
+is the online softmax:
+
+    S = scale Q Kᵀ    m' = max(m, rowmax S)    P = exp(S - m')
+    α = exp(m - m')   l' = α l + rowsum P      O' = α O + P V
+
+A row that sees no key keeps m = -inf, l = 0, O = 0 and leaves O = 0, LSE = m + log l = -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_flash.spec.band import Band, BlockRange, ceil_div
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a loop order moved between device memory and the chip, and how often it rescaled."""
+
+    read_bytes: int
+    written_bytes: int
+    # Rows whose maximum grew in a later block, so that their accumulator was multiplied by exp(m - m').
+    rescales: int
+    # Steps in which at least one row of the tile did: a kernel that tests once per step cannot skip these.
+    block_rescales: int
+    blocks_visited: int
+    # Those that needed a mask: cut by the band or by the end of the keys.
+    blocks_masked: int
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What S, P, O, m, l and the LSE are kept in: fp32, and fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def group_size(q: Tensor, k: Tensor) -> int:
+    """Query heads that share one key head."""
+    return q.shape[1] // k.shape[1] if k.shape[1] else 1
+
+
+def visible(band: Band, rows: range, keys: range, sq: int, sk: int, device: torch.device) -> Tensor:
+    """The band's mask of one block: (len(rows), len(keys)), true where the row sees the key."""
+    diagonal = torch.arange(rows.start, rows.stop, device=device)[:, None] + (sk - sq)
+    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=device)
+    if band.left is not None:
+        seen &= j >= diagonal - band.left
+    if band.right is not None:
+        seen &= j <= diagonal + band.right
+    return seen
+
+
+def softmax_step(S: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One step of the online softmax: P (in the memory of S), α, m', l'."""
+    m_new = torch.maximum(m, S.amax(dim=-1, keepdim=True))
+    # A row that has seen no key would compute -inf - (-inf); with 0 in its place P and α come out as 0.
+    shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
+    P = S.sub_(shift).exp_()
+    alpha = torch.exp(m - shift)
+    return P, alpha, m_new, alpha * l + P.sum(dim=-1, keepdim=True)
+
+
+def divisor(l: Tensor) -> Tensor:
+    """l for O / l: an empty row has O = 0 and l = 0 and must give 0."""
+    return l.masked_fill(l == 0.0, 1.0)
+
+
+class _Loop:
+    """What the two orders share: inputs in the accumulator's precision, one block of scores, the counters."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None, Br: int, Bc: int
+    ) -> None:
+        self.band, self.scale, self.Br, self.Bc = band, default_scale(q, scale), Br, Bc
+        self.dtype = accumulator_dtype(q.dtype)
+        self.sq, self.sk = q.shape[2], k.shape[2]
+        self.Q = q.to(self.dtype)
+        # Every query head reads the keys and values of its group itself, and pays for them.
+        self.K, self.V = (x.to(self.dtype).repeat_interleave(group_size(q, k), dim=1) for x in (k, v))
+        self.element_bytes = q.element_size()
+        self.read_bytes = self.written_bytes = self.rescales = self.block_rescales = 0
+        self.blocks_visited = self.blocks_masked = 0
+
+    def rows(self, i: int) -> range:
+        return range(i * self.Br, min((i + 1) * self.Br, self.sq))
+
+    def keys(self, j: int) -> range:
+        return range(j * self.Bc, min((j + 1) * self.Bc, self.sk))
+
+    def blocks(self, i: int) -> BlockRange:
+        return self.band.blocks(i, self.Br, self.Bc, self.sq, self.sk)
+
+    def load(self, x: Tensor, at: range) -> Tensor:
+        """Rows or keys `at` of Q, K, V or O, which lie in device memory in the input's precision."""
+        tile = x[:, :, at.start : at.stop]
+        self.read_bytes += tile.numel() * self.element_bytes
+        return tile
+
+    def store(self, x: Tensor, at: range, tile: Tensor) -> None:
+        x[:, :, at.start : at.stop] = tile
+        self.written_bytes += tile.numel() * self.element_bytes
+
+    def load_statistic(self, x: Tensor, at: range) -> Tensor:
+        """Rows `at` of m, l or the LSE, which lie in device memory in the accumulator's precision."""
+        tile = x[:, :, at.start : at.stop]
+        self.read_bytes += tile.numel() * tile.element_size()
+        return tile
+
+    def store_statistic(self, x: Tensor, at: range, tile: Tensor) -> None:
+        x[:, :, at.start : at.stop] = tile
+        self.written_bytes += tile.numel() * tile.element_size()
+
+    def scores(self, Qi: Tensor, Kj: Tensor, i: int, j: int, blocks: BlockRange) -> Tensor:
+        """S = scale Q Kᵀ of tile i and block j, masked where the block is not wholly inside the band."""
+        heads = Qi.shape[0] * Qi.shape[1]
+        self.blocks_visited += heads
+        S = (Qi @ Kj.mT) * self.scale
+        if not blocks.full_begin <= j < blocks.full_end:
+            self.blocks_masked += heads
+            seen = visible(self.band, self.rows(i), self.keys(j), self.sq, self.sk, S.device)
+            S = S.masked_fill(~seen, -torch.inf)
+        return S
+
+    def count_rescales(self, m: Tensor, m_new: Tensor) -> None:
+        grew = (m_new > m) & (m > -torch.inf)
+        self.rescales += int(grew.sum())
+        self.block_rescales += int(grew.any(dim=2).sum())
+
+    def per_row(self, rows: int, width: int, value: float) -> Tensor:
+        return self.Q.new_full((*self.Q.shape[:2], rows, width), value)
+
+    def traffic(self) -> Traffic:
+        return Traffic(
+            self.read_bytes,
+            self.written_bytes,
+            self.rescales,
+            self.block_rescales,
+            self.blocks_visited,
+            self.blocks_masked,
+        )
+
+
+def tiled_q_outer(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None = None, Br: int = 64, Bc: int = 64
+) -> tuple[Tensor, Tensor, Traffic]:
+    """FlashAttention-2: outer loop over Q tiles, inner loop over K/V blocks. Returns (out, lse, traffic).
+
+    Q is read once, K and V once per Q tile, O and the LSE are written once: with no mask
+    (Sq + 2 Tr Sk) d elements in, Sq d elements and Sq statistics out, per head.
+    """
+    loop = _Loop(q, k, v, band, scale, Br, Bc)
+    sq, d = q.shape[2], v.shape[-1]
+    O, LSE = loop.per_row(sq, d, 0.0), loop.per_row(sq, 1, -torch.inf)
+    Tr = ceil_div(sq, Br)
+    for i in range(Tr):
+        rows, blocks = loop.rows(i), loop.blocks(i)
+        Oi = loop.per_row(len(rows), d, 0.0)
+        m, l = loop.per_row(len(rows), 1, -torch.inf), loop.per_row(len(rows), 1, 0.0)
+        # A tile that sees no key writes its zeros without reading anything.
+        Qi = loop.load(loop.Q, rows) if blocks.begin < blocks.end else loop.Q[:, :, :0]
+        for j in range(blocks.begin, blocks.end):
+            Kj, Vj = loop.load(loop.K, loop.keys(j)), loop.load(loop.V, loop.keys(j))
+            S = loop.scores(Qi, Kj, i, j, blocks)
+            P, alpha, m_new, l = softmax_step(S, m, l)
+            loop.count_rescales(m, m_new)
+            Oi = alpha * Oi + P @ Vj
+            m = m_new
+        loop.store(O, rows, Oi / divisor(l))
+        loop.store_statistic(LSE, rows, m + l.log())
+    return O.to(q.dtype), LSE.squeeze(-1), loop.traffic()
+
+
+def tiled_kv_outer(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None = None, Br: int = 64, Bc: int = 64
+) -> tuple[Tensor, Tensor, Traffic]:
+    """FlashAttention: outer loop over K/V blocks, inner loop over Q tiles. Returns (out, lse, traffic).
+
+    K and V are read once; Q, O, m and l are read, and O, m and l written, once per K/V block: with no mask
+    (2 Sk + 2 Tc Sq) d elements and 2 Tc Sq statistics in, Tc Sq d elements and 2 Tc Sq statistics out,
+    per head.
+    As in the paper O is normalised at each step, so no final pass over it is needed. O counts at the input's
+    element size, though it is held wider here; the fill of O, m and l before the loop is not counted.
+    """
+    loop = _Loop(q, k, v, band, scale, Br, Bc)
+    sq, sk, d = q.shape[2], k.shape[2], v.shape[-1]
+    O = loop.per_row(sq, d, 0.0)
+    m, l = loop.per_row(sq, 1, -torch.inf), loop.per_row(sq, 1, 0.0)
+    Tr, Tc = ceil_div(sq, Br), ceil_div(sk, Bc)
+    block_ranges = [loop.blocks(i) for i in range(Tr)]
+    for j in range(Tc):
+        visitors = [i for i in range(Tr) if block_ranges[i].begin <= j < block_ranges[i].end]
+        if not visitors:
+            continue
+        Kj, Vj = loop.load(loop.K, loop.keys(j)), loop.load(loop.V, loop.keys(j))
+        for i in visitors:
+            rows = loop.rows(i)
+            Qi, Oi = loop.load(loop.Q, rows), loop.load(O, rows)
+            mi, li = loop.load_statistic(m, rows), loop.load_statistic(l, rows)
+            S = loop.scores(Qi, Kj, i, j, block_ranges[i])
+            P, alpha, m_new, l_new = softmax_step(S, mi, li)
+            loop.count_rescales(mi, m_new)
+            loop.store(O, rows, (alpha * li * Oi + P @ Vj) / divisor(l_new))
+            loop.store_statistic(m, rows, m_new)
+            loop.store_statistic(l, rows, l_new)
+    return O.to(q.dtype), (m + l.log()).squeeze(-1), loop.traffic()

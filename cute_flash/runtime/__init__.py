@@ -1,0 +1,1 @@
+"""Launches of a plan on torch tensors."""

@@ -1,0 +1,1 @@
+"""User score_mod and mask_mod functions: tracing, derivatives, evaluation, lowering; block masks."""

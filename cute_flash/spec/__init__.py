@@ -1,0 +1,1 @@
+"""A call described: its arguments, problem, features, mask, dtypes and GPU."""

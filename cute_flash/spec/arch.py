@@ -1,0 +1,120 @@
+"""What a GPU architecture offers: limits that bound a tile, and rates that bound its speed.
+
+Rates are datasheet values of the largest common part of each architecture; `detect()` replaces what the
+driver knows (number of SMs, L2) and, for parts that differ only in memory, the bandwidth.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cute_flash.spec.problem import UnsupportedError
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    name: str  # as the compiler spells it: "sm_80"
+    gpu: str  # the part the rates below belong to
+    smem_per_block: int  # bytes one block may ask for
+    smem_per_sm: int
+    registers_per_sm: int
+    max_threads_per_sm: int
+    num_sms: int
+    l2_bytes: int
+    tensor_tflops: float  # dense fp16/bf16 with fp32 accumulation
+    hbm_tbps: float
+    clock_ghz: float
+    exp2_per_clock: int  # MUFU results per SM and clock
+    has_tma: bool = False
+    has_wgmma: bool = False
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        digits = self.name.removeprefix("sm_")
+        return int(digits[:-1]), int(digits[-1])
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte at which the tensor cores and the memory take the same time."""
+        return self.tensor_tflops / self.hbm_tbps
+
+
+SM_80 = ArchSpec("sm_80", "A100", 163 * KIB, 164 * KIB, 65536, 2048, 108, 40 << 20, 312.0, 2.0, 1.41, 16)
+SM_86 = ArchSpec("sm_86", "A10", 99 * KIB, 100 * KIB, 65536, 1536, 72, 6 << 20, 125.0, 0.6, 1.70, 16)
+SM_89 = ArchSpec("sm_89", "L40S", 99 * KIB, 100 * KIB, 65536, 1536, 142, 96 << 20, 362.0, 0.864, 2.52, 16)
+SM_90 = ArchSpec(
+    "sm_90",
+    "H100",
+    227 * KIB,
+    228 * KIB,
+    65536,
+    2048,
+    132,
+    50 << 20,
+    989.0,
+    3.35,
+    1.83,
+    16,
+    has_tma=True,
+    has_wgmma=True,
+)
+ARCHS = {spec.name: spec for spec in (SM_80, SM_86, SM_89, SM_90)}
+
+H200 = replace(SM_90, gpu="H200", hbm_tbps=4.8)
+GPUS = {spec.gpu: spec for spec in (*ARCHS.values(), H200)}
+
+# Parts of one architecture that differ in what the driver does not report; the first name contained wins.
+_HBM_TBPS = {
+    "GH200": 4.0,
+    "H200": H200.hbm_tbps,
+    "H100 PCIe": 2.0,
+    "A100-PCIE-40GB": 1.555,
+    "A100-SXM4-40GB": 1.555,
+}
+
+
+def by_name(name: str) -> ArchSpec:
+    """The spec for "sm_80", "sm80", "80", "sm_90a", or for a GPU: "A100", "h200"."""
+    digits = name.lower().removeprefix("sm").removeprefix("_").rstrip("a")
+    spec = ARCHS.get(f"sm_{digits}") or GPUS.get(name.upper())
+    if spec is None:
+        raise UnsupportedError(f"architecture {name!r}: known are {', '.join(ARCHS)} and {', '.join(GPUS)}")
+    return spec
+
+
+def override() -> ArchSpec | None:
+    """The architecture asked for by `CUTE_FLASH_ARCH`: compile for it without having it."""
+    name = os.environ.get("CUTE_FLASH_ARCH")
+    return by_name(name) if name else None
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@cache
+def detect(device_index: int) -> ArchSpec:
+    """The architecture of one CUDA device."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device_index)
+    name = f"sm_{properties.major}{properties.minor}"
+    if name not in ARCHS:
+        raise UnsupportedError(
+            f"GPU {device_index} ({properties.name}) is {name}: kernels exist for {', '.join(ARCHS)}; "
+            "move the tensors to the CPU for the reference path"
+        )
+    bandwidth = next((v for k, v in _HBM_TBPS.items() if k in properties.name), ARCHS[name].hbm_tbps)
+    return replace(
+        ARCHS[name],
+        gpu=properties.name,
+        num_sms=properties.multi_processor_count,
+        l2_bytes=getattr(properties, "L2_cache_size", ARCHS[name].l2_bytes),
+        hbm_tbps=bandwidth,
+    )

@@ -1,0 +1,203 @@
+"""`cute-flash demo`: attention on this machine, checked and costed.
+
+With a GPU: the kernel, its error beside torch's own attention, and its time beside the roofline. Without one:
+the CPU path of the same call, and the GPU kernels compiled for Ampere and Hopper, with what their code uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cute_flash.api import attn
+from cute_flash.jit.progress import ticking
+from cute_flash.planning.plan import Plan, plan
+from cute_flash.reference import tiled as reference
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem, UnsupportedError
+from cute_flash.tools import roofline
+from cute_flash.tools.explain import Explanation
+
+PROBLEM = Problem(2, 8, 2, 1024, 1024, 128, "bfloat16", Band(None, 0))
+# The same kernel: a length is not compiled in.
+LONG_PROBLEM = replace(PROBLEM, batch=4, heads=16, heads_kv=4, seqlen_q=4096, seqlen_k=4096)
+COMPILED_ARCHS, COMPILED_HEAD_DIMS = ("sm_80", "sm_90"), (64, 128)
+MAX_TIMES_YARDSTICK = 2.0
+WARM_UP, LAUNCHES = 5, 20
+# About 10 ms in which the host gets ahead, so that launches follow each other without a gap.
+SLEEP_CYCLES = 20_000_000
+
+
+def demo() -> int:
+    """Run it; 1 if the result is wrong."""
+    gpu, reason = _gpu()
+    comparison = _on_cpu(reason) if gpu is None else _on_gpu(gpu)
+    path, result = "CPU" if gpu is None else "GPU", "right" if comparison.is_right else "WRONG"
+    print(f"\n{path} path: the result is {result}")
+    return 0 if comparison.is_right else 1
+
+
+def _gpu() -> tuple[arch.ArchSpec | None, str]:
+    """The first GPU, or why there is none to use."""
+    if not torch.cuda.is_available():
+        return None, "torch sees no CUDA GPU"
+    try:
+        return arch.detect(0), ""
+    except UnsupportedError as error:
+        return None, str(error)
+
+
+def _on_gpu(gpu: arch.ArchSpec) -> Comparison:
+    from cute_flash.jit.compile import cache_info, compiled
+
+    print(f"GPU path: the kernel runs on {gpu.gpu} ({gpu.name}).\n")
+    explanation = Explanation.of(PROBLEM, gpu)
+    print("\n".join(explanation.lines()), flush=True)
+    with ticking(f"loading {explanation.plan.key.kernel}, compiling it if it is not in the cache"):
+        compiled(explanation.plan)
+    inputs = _inputs(PROBLEM, "cuda")
+    comparison = Comparison.of(*inputs)
+    print("\n".join(["", *comparison.lines(), ""]))
+    for problem in (PROBLEM, LONG_PROBLEM):
+        print(_timing(problem, gpu))
+    print(f"kernels compiled by this run: {cache_info().compiles} (a new length needs no new kernel)")
+    return comparison
+
+
+def _on_cpu(reason: str) -> Comparison:
+    print(f"CPU path: {reason}; attn() runs its PyTorch reference here.\n")
+    inputs = _inputs(PROBLEM, "cpu")
+    seconds = []
+    for function in (attn, _sdpa):
+        start = time.perf_counter()
+        function(*inputs, causal=True)
+        seconds.append(time.perf_counter() - start)
+    comparison = Comparison.of(*inputs)
+    print("\n".join(comparison.lines()))
+    ours, torchs = (f"{1e3 * x:.0f} ms" for x in seconds)
+    print(f"time        attn {ours}, torch SDPA in fp32 {torchs}, on the CPU")
+    print("\nThe GPU kernels that would run, compiled now without a GPU:", flush=True)
+    for name in COMPILED_ARCHS:
+        spec = arch.by_name(name)
+        print("\n" + "\n".join(Explanation.of(PROBLEM, spec).lines()), flush=True)
+        for head_dim in COMPILED_HEAD_DIMS:
+            print(_resource_line(plan(replace(PROBLEM, head_dim=head_dim), spec)), flush=True)
+    return comparison
+
+
+def _resource_line(chosen: Plan) -> str:
+    from cute_flash.jit.resources import resources
+
+    head_dim = chosen.problem.head_dim
+    with ticking(f"compiling {chosen.key.kernel} D={head_dim} for {chosen.key.target}"):
+        found = resources(chosen)
+    return (
+        f"compiled    D={head_dim} for {found.target}: {found.registers_text} registers a thread, "
+        f"{found.spill_bytes} bytes spilled, {found.mma}, {found.smem_bytes / 1024:.0f} KB shared; "
+        f"tile {chosen.tile}"
+    )
+
+
+def _inputs(problem: Problem, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def tensor(heads: int, length: int) -> Tensor:
+        size = (problem.batch, heads, length, problem.head_dim)
+        return torch.randn(size, generator=generator, device=device).to(getattr(torch, problem.dtype))
+
+    q = tensor(problem.heads, problem.seqlen_q)
+    return q, tensor(problem.heads_kv, problem.seqlen_k), tensor(problem.heads_kv, problem.seqlen_k)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Torch's attention; in fp32 on the CPU, where 16 bits can take a minute and attn widens them too."""
+    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+    Q, K, V = (x.to(dtype) for x in (q, k, v))
+    return scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=True).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class Distance:
+    largest: float
+    mean: float
+
+    @staticmethod
+    def between(a: Tensor, b: Tensor) -> Distance:
+        apart = (a.double() - b.double()).abs()
+        return Distance(apart.max().item(), apart.mean().item())
+
+    def __str__(self) -> str:
+        return f"{self.largest:.1e} (mean {self.mean:.1e})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Distances of attn and of torch from exact attention in fp64, and from each other."""
+
+    attn: Distance
+    sdpa: Distance
+    apart: Distance
+    yardstick: Distance  # of the same maths, unfused and in the input's precision
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Comparison:
+        """All causal."""
+        ours, torchs = attn(q, k, v, causal=True), _sdpa(q, k, v, causal=True)
+        assert isinstance(ours, Tensor)
+        exact, _ = reference.dense(q, k, v, Band(None, 0))
+        rough, _ = reference.dense_low_precision(q, k, v, Band(None, 0))
+        return Comparison(
+            Distance.between(ours, exact),
+            Distance.between(torchs, exact),
+            Distance.between(ours, torchs),
+            Distance.between(rough, exact),
+        )
+
+    @property
+    def is_right(self) -> bool:
+        # The mean too: the largest errors of a causal output sit in its first rows, whatever the others hold.
+        return (
+            self.attn.largest <= MAX_TIMES_YARDSTICK * self.yardstick.largest
+            and self.attn.mean <= MAX_TIMES_YARDSTICK * self.yardstick.mean
+        )
+
+    def lines(self) -> list[str]:
+        verdict = "right: within" if self.is_right else "WRONG: not within"
+        limit = f"{MAX_TIMES_YARDSTICK:.0f} x {self.yardstick}"
+        return [
+            f"max error   attn {self.attn}, torch SDPA {self.sdpa}, against exact attention in fp64",
+            f"difference  {self.apart} between attn and torch SDPA",
+            f"check       {verdict} {limit}, the error of unfused attention in this precision",
+        ]
+
+
+def _timing(problem: Problem, gpu: arch.ArchSpec) -> str:
+    q, k, v = _inputs(problem, "cuda")
+    bound = roofline.roofline(problem, gpu)
+    ours, torchs = (_seconds(partial(function, q, k, v, causal=True)) for function in (attn, _sdpa))
+    return (
+        f"time        B={problem.batch} H={problem.heads} S={problem.seqlen_q} D={problem.head_dim} causal: "
+        f"attn {ours * 1e6:.1f} us, {bound.flops / ours / 1e12:.0f} TFLOP/s, "
+        f"{bound.seconds / ours:.0%} of the roofline; torch SDPA {torchs * 1e6:.1f} us"
+    )
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """Time of one call among many that follow each other on the GPU."""
+    for _ in range(WARM_UP):
+        function()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start.record()
+    for _ in range(LAUNCHES):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / LAUNCHES

@@ -1,0 +1,126 @@
+"""Pictures of a mask and of its block map: what each query sees, and what a kernel skips or masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+import torch
+from torch import Tensor
+
+from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMap, seen_by
+from cute_flash.score_mod.trace import bound
+from cute_flash.spec.band import Band
+
+# (ANSI 256-colour code, the same colour for SVG) of a block, and of a visible pair in it.
+_COLOURS = {EMPTY: (255, "#eeeeee"), PARTIAL: (229, "#ffffaf"), FULL: (157, "#afffaf")}
+_SEEN = {PARTIAL: "#d7af5f", FULL: "#5faf5f"}
+_NAMES = {FULL: "full", PARTIAL: "partial", EMPTY: "empty"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Picture:
+    seen: Tensor  # (Sq, Sk)
+    status: Tensor  # (blocks of queries, blocks of keys)
+    tile: tuple[int, int]
+    title: str
+
+    @property
+    def caption(self) -> str:
+        counts = [f"{int((self.status == value).sum())} {name}" for value, name in _NAMES.items()]
+        share = float(self.seen.double().mean()) if self.seen.numel() else 0.0
+        sizes = f"{self.seen.shape[0]} queries x {self.seen.shape[1]} keys"
+        return f"{sizes}, blocks of {self.tile[0]} x {self.tile[1]}: {', '.join(counts)}; {share:.0%} visible"
+
+
+def draw(
+    mask_mod: Callable | None,
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    tile: tuple[int, int] = (8, 8),
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    place: tuple[int, int] = (0, 0),
+    title: str = "",
+    as_svg: bool = False,
+    has_colour: bool = False,
+) -> str:
+    """A mask and its block map, rows being queries, as text or as SVG.
+
+    In text, `#` is a visible pair in a full block, `+` one in a partial block, `.` a hidden pair in a partial
+    block and a blank one in an empty block. `place`: the (b, h) that is shown; causal, window: as for `attn`.
+    """
+    picture = _picture(mask_mod, seqlen_q, seqlen_k, tile, Band.of(causal, window), place, title)
+    return _svg(picture) if as_svg else _text(picture, has_colour)
+
+
+def _picture(mask_mod, seqlen_q, seqlen_k, tile, band, place, title) -> _Picture:
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    mask = None if mask_mod is None else bound(mask_mod, "mask_mod")
+    device = mask.tables[0].device if mask is not None and mask.tables else torch.device("cpu")
+    rows, keys = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
+    seen = seen_by(mask, band, rows, keys, (seqlen_q, seqlen_k), place)
+    shape = (place[0] + 1, place[1] + 1, seqlen_q, seqlen_k)
+    status = BlockMap.of(mask_mod, shape, tile=tile, window=(band.left, band.right), device=device).status
+    b, h = (min(i, n - 1) for i, n in zip(place, status.shape))
+    name = title or getattr(mask_mod, "__qualname__", "mask").partition(".<locals>")[0]
+    return _Picture(seen.cpu(), status[b, h].cpu(), tile, name)
+
+
+def _text(picture: _Picture, has_colour: bool) -> str:
+    (tile_m, tile_n), signs = picture.tile, {FULL: ("#", "#"), PARTIAL: (".", "+"), EMPTY: (" ", " ")}
+    lines = [f"{picture.title}: {picture.caption}"]
+    for i, row in enumerate(picture.seen.tolist()):
+        line = f"{i:4d} " if i % tile_m == 0 else " " * 5
+        for n, status in enumerate(picture.status[i // tile_m].tolist()):
+            part = "".join(signs[status][x] for x in row[n * tile_n : (n + 1) * tile_n])
+            line += f"\x1b[48;5;{_COLOURS[status][0]};30m{part}\x1b[0m" if has_colour else part
+        lines.append(line.rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _svg(picture: _Picture) -> str:
+    (tile_m, tile_n), (sq, sk) = picture.tile, picture.seen.shape
+    cell = max(2, min(12, 384 // max(sq, sk, 1)))
+    left, top, title = 48, 72, picture.title
+    width = max(left + cell * sk + 16, 32 + 7 * max(len(title), len(picture.caption)))
+    height = top + cell * sq + 16
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        f'width="{width}" height="{height}" font-family="monospace" font-size="11" role="img">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="16" y="20">{escape(title)}</text>',
+        f'<text x="16" y="38">{escape(picture.caption)}</text>',
+    ]
+    for n in range(0, sk, tile_n):
+        lines.append(f'<text x="{left + cell * n}" y="{top - 6}" font-size="9" fill="#606060">{n}</text>')
+    for m, blocks in enumerate(picture.status.tolist()):
+        y = top + cell * m * tile_m
+        lines.append(f'<text x="16" y="{y + 10}" font-size="9" fill="#606060">{m * tile_m}</text>')
+        for n, status in enumerate(blocks):
+            rows, keys = min(tile_m, sq - m * tile_m), min(tile_n, sk - n * tile_n)
+            box = f'x="{left + cell * n * tile_n}" y="{y}" width="{cell * keys}" height="{cell * rows}"'
+            fill = _SEEN[FULL] if status == FULL else _COLOURS[status][1]
+            lines.append(f'<rect {box} fill="{fill}" stroke="#ffffff"/>')
+    lines += _runs(picture, cell, left, top)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _runs(picture: _Picture, cell: int, left: int, top: int) -> list[str]:
+    """The visible pairs of partial blocks, those that follow each other in a row as one box."""
+    tile_m, tile_n = picture.tile
+    found = []
+    for i, row in enumerate(picture.seen.tolist()):
+        blocks, start = picture.status[i // tile_m].tolist(), None
+        for j in range(len(row) + 1):
+            is_in = j < len(row) and row[j] and blocks[j // tile_n] == PARTIAL
+            if is_in and start is None:
+                start = j
+            elif not is_in and start is not None:
+                box = f'x="{left + cell * start}" y="{top + cell * i}" width="{cell * (j - start)}"'
+                found.append(f'<rect {box} height="{cell}" fill="{_SEEN[PARTIAL]}"/>')
+                start = None
+    return found

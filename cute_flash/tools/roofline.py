@@ -1,0 +1,198 @@
+"""What a problem costs, and which unit of a GPU it keeps busy: FLOPs, bytes, exponentials, and the roofline.
+
+Pure arithmetic on a `Problem` and an `ArchSpec`, exact under any band: nothing is estimated by halving. Three
+units can be the limit: the tensor cores (two products of 2 D FLOPs per visible pair), the memory (every
+tensor once, or K and V once per row tile), and the exponential units (one exp2 per visible pair), which small
+head dims exhaust first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import ceil_div
+from cute_flash.spec.problem import Problem
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# m, l and the LSE are fp32.
+STATISTIC_BYTES = 4
+
+
+def visible_pairs(problem: Problem) -> int:
+    """(query, key) pairs inside the band, of one head."""
+    sq, sk, left, right = problem.seqlen_q, problem.seqlen_k, problem.band.left, problem.band.right
+    # Σ hi(i) - Σ lo(i): lo never exceeds hi, for a row that sees nothing has lo = hi = 0.
+    upper = sq * sk if right is None else _clamped_sum(sk - sq + right + 1, sq, sk)
+    lower = 0 if left is None else _clamped_sum(sk - sq - left, sq, sk)
+    return upper - lower
+
+
+def _clamped_sum(first: int, count: int, cap: int) -> int:
+    """Σ over i < count of min(cap, max(0, first + i))."""
+    start, stop = min(max(0, -first), count), min(max(0, cap - first), count)
+    ramp = (stop - start) * (2 * first + start + stop - 1) // 2
+    return ramp + cap * (count - stop)
+
+
+def _widths(problem: Problem) -> int:
+    """Of Q and K, and of V and O, together."""
+    return problem.head_dim + problem.width_v
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of Q Kᵀ and P V over the visible pairs only: what no kernel can skip."""
+    return 2 * problem.batch * problem.heads * _widths(problem) * visible_pairs(problem)
+
+
+def flops_nominal(problem: Problem) -> int:
+    """The papers' convention, in which TFLOP/s are published: every pair, half of them when causal."""
+    p = problem
+    every_pair = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * _widths(p)
+    return every_pair // 2 if p.band.right == 0 else every_pair
+
+
+def exp_count(problem: Problem) -> int:
+    """Exponentials of P: one per visible pair (rescaling adds at most one per row and key block)."""
+    return problem.batch * problem.heads * visible_pairs(problem)
+
+
+def hbm_bytes(problem: Problem) -> int:
+    """The least any kernel moves: Q, K, V read once, O and the LSE written once."""
+    p = problem
+    rows = p.heads * p.seqlen_q + p.heads_kv * p.seqlen_k
+    return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
+
+
+def hbm_bytes_backward(problem: Problem) -> int:
+    """Likewise for the gradients: Q, K, V, O, dO and the LSE read once, dQ, dK and dV written once."""
+    # dO and dQ beside O and Q, dK and dV beside K and V: every tensor of the forward has its equal in size.
+    return 2 * hbm_bytes(problem) - _lse_bytes(problem)
+
+
+def standard_bytes(problem: Problem) -> int:
+    """Unfused attention: besides Q, K, V and O, all of S written and read, and all of P written and read."""
+    p = problem
+    matrix = p.batch * p.heads * p.seqlen_q * p.seqlen_k * ELEMENT_BYTES[p.dtype]
+    return hbm_bytes(p) - _lse_bytes(p) + 4 * matrix
+
+
+def fa_bytes(problem: Problem, tile_m: int) -> int:
+    """FlashAttention, Q outermost, no cache: each head reads its visible K and V once per tile of rows."""
+    p = problem
+    keys_read = sum(last - first for first, last in _key_hulls(p, tile_m))
+    rows = p.heads * (p.seqlen_q + keys_read)
+    return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
+
+
+def _lse_bytes(problem: Problem) -> int:
+    return problem.batch * problem.heads * problem.seqlen_q * STATISTIC_BYTES
+
+
+def _key_hulls(problem: Problem, tile_m: int) -> Iterator[tuple[int, int]]:
+    """For each tile of rows the keys `[first, last)` that its rows see together."""
+    sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
+    for row in range(0, sq, tile_m):
+        yield band.lo(row, sq, sk), band.hi(min(row + tile_m, sq) - 1, sq, sk)
+
+
+def max_rescales(problem: Problem, tile_m: int, tile_n: int) -> int:
+    """How often the accumulator of one row can be rescaled: once per key block it visits after the first."""
+    sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
+    ranges = (band.blocks(m_block, tile_m, tile_n, sq, sk) for m_block in range(ceil_div(sq, tile_m)))
+    return max((max(blocks.end - blocks.begin - 1, 0) for blocks in ranges), default=0)
+
+
+def sram_bytes(Br: int, Bc: int, d: int, element_bytes: int) -> int:
+    """What must be on the chip at once: the tiles of Q, K, V, S and O, and m and l of each row.
+
+    The textbook bound `(Br d + 2 Bc d + Br Bc + Br d) bytes + 2 Br statistics <= SRAM`. The kernels need less
+    shared memory: S, O, m and l live in registers.
+    """
+    return (2 * Br * d + 2 * Bc * d + Br * Bc) * element_bytes + 2 * Br * STATISTIC_BYTES
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Where a problem stands on a GPU: times are lower bounds, each unit alone and never waiting."""
+
+    problem: Problem
+    arch: ArchSpec
+    flops: int
+    bytes: int
+    exps: int
+    standard_bytes: int
+    # None without a tile: a rescale happens per key block.
+    max_rescales: int | None = None
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte of memory traffic."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def ridge(self) -> float:
+        return self.arch.ridge
+
+    @property
+    def tensor_seconds(self) -> float:
+        return self.flops / (self.arch.tensor_tflops * 1e12)
+
+    @property
+    def memory_seconds(self) -> float:
+        return self.bytes / (self.arch.hbm_tbps * 1e12)
+
+    @property
+    def exp2_seconds(self) -> float:
+        return self.exps / (self.arch.exp2_per_clock * self.arch.num_sms * self.arch.clock_ghz * 1e9)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time: the slowest unit, with the others wholly hidden behind it."""
+        return max(self.tensor_seconds, self.memory_seconds, self.exp2_seconds)
+
+    @property
+    def bound(self) -> str:
+        """The unit that takes longest: "tensor", "memory" or "exp2"."""
+        times = {"tensor": self.tensor_seconds, "memory": self.memory_seconds, "exp2": self.exp2_seconds}
+        return max(times, key=times.__getitem__)
+
+    @property
+    def attainable_tflops(self) -> float:
+        return self.flops / self.seconds / 1e12 if self.seconds else 0.0
+
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        unfused_mb, saved = self.standard_bytes / 1e6, self.standard_bytes / self.bytes if self.bytes else 0.0
+        lines = [
+            f"work        {self.flops / 1e9:.3f} GFLOP, {self.exps / 1e6:.3f} M exponentials",
+            f"traffic     {self.bytes / 1e6:.3f} MB, unfused {unfused_mb:.3f} MB ({saved:.1f}x)",
+            f"intensity   {self.intensity:.1f} FLOP/B, ridge of {self.arch.gpu} {self.ridge:.0f} FLOP/B",
+            f"tensor      {self.tensor_seconds * 1e6:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
+            f"memory      {self.memory_seconds * 1e6:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
+            f"exp2        {self.exp2_seconds * 1e6:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
+            f"bound       {self.bound}: {self.seconds * 1e6:.2f} us, {self.attainable_tflops:.0f} TFLOP/s",
+        ]
+        if self.max_rescales is not None:
+            lines.append(f"rescales    at most {self.max_rescales} per row")
+        return lines
+
+
+def roofline(
+    problem: Problem, arch: ArchSpec, tile_m: int | None = None, tile_n: int | None = None
+) -> Roofline:
+    """The roofline with the least possible traffic or, given `tile_m`, with K and V read once per row tile.
+
+    The truth lies between: the L2 cache serves most of those reads when the tiles of a head run together.
+    """
+    rescales = None if tile_m is None or tile_n is None else max_rescales(problem, tile_m, tile_n)
+    return Roofline(
+        problem=problem,
+        arch=arch,
+        flops=flops(problem),
+        bytes=hbm_bytes(problem) if tile_m is None else fa_bytes(problem, tile_m),
+        exps=exp_count(problem),
+        standard_bytes=standard_bytes(problem),
+        max_rescales=rescales,
+    )
