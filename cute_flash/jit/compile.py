@@ -66,8 +66,8 @@ KERNELS = {
 }
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/**/*.py", "device/**/*.py", "score_mod/**/*.py", "spec/**/*.py", "planning/**/*.py",
-    "jit/compile.py", "../layouts/**/*.py",
+    "kernels/**/*.py", "device/**/*.py", "smem/**/*.py", "score_mod/**/*.py", "spec/**/*.py",
+    "planning/**/*.py", "jit/compile.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")

@@ -48,9 +48,9 @@ from cute_flash.kernels.bwd_sm80_loops import Loops
 from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.varlen import HEADER
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import FAR, Band
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile
 
 FLOATS = 4  # in 16 bytes
 

@@ -16,8 +16,8 @@ from cute_flash.kernels.bwd_around import BwdPostprocess
 from cute_flash.kernels.bwd_sm80 import dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.varlen import HEADER
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)
