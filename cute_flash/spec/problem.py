@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+from cute_flash.errors import UnsupportedError
+from cute_flash.score_mod.limits import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band, is_narrow
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
@@ -20,20 +22,10 @@ FORWARD_FEATURES = (
     "varlen", "softcap", "alibi", "sinks", "dropout", "return_max_logit", "seqused_k", "out_dtype",
     "batch_invariant", *WRITTEN_FEATURES,
 )  # fmt: skip
-# Positions that functions are asked about are below it: fp32 has all integers up to twice as many.
-MAX_INDEX = 1 << 23
-# Blocks of a map are multiples of it, so that the tiles of kernels that take one divide them.
-MAP_BLOCK = 128
-# Operations for every score from which on a function needs registers of its own.
-LONG_FUNCTION = 8
 # The kernels' tangent errs by 2^-23 of it.
 MAX_SOFTCAP = 1 << 14
 # Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
 MAX_DROPOUT = 0x7C00 / 0x8000
-
-
-class UnsupportedError(ValueError):
-    """A well-formed request that no kernel serves; the message says which value, and what would work."""
 
 
 @dataclass(frozen=True)
