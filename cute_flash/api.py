@@ -14,8 +14,8 @@ from cute_flash import ops
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import plan_backward, plan_forward, requested_family
 from cute_flash.runtime.rng import draw_seed
-from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.arch import detect
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
 from cute_flash.spec.problem import Support, check_window
 
@@ -244,9 +244,7 @@ def attn_nested(
     ragged = _ragged_dim(q, "q")
     for name, x in (("k", k), ("v", v)):
         if _ragged_dim(x, name) != ragged:
-            raise ValueError(
-                f"{name} and q have their lengths in different dimensions: transpose one of them"
-            )
+            raise ValueError(f"{name} and q have their lengths in different dimensions: transpose one of them")
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("k and v have sequences of different lengths")
     Q, K, V = (x.transpose(1, 2) if ragged == 2 else x for x in (q, k, v))
@@ -268,9 +266,7 @@ def _ragged_dim(x: Any, name: str) -> int:
         raise UnsupportedError(f"{name} has holes between its sequences: call contiguous() on it")
     ragged = [dim for dim, size in enumerate(x.shape) if not isinstance(size, int)]
     if ragged not in ([1], [2]):
-        raise ValueError(
-            f"{name} has its lengths in dimension {ragged}: expected (B, H, j, D) or (B, j, H, D)"
-        )
+        raise ValueError(f"{name} has its lengths in dimension {ragged}: expected (B, H, j, D) or (B, j, H, D)")
     return ragged[0]
 
 
@@ -279,9 +275,7 @@ def _ragged_dim(x: Any, name: str) -> int:
 
 
 @lru_cache(maxsize=256)
-def _plain_args(
-    scale: float, left: int | None, right: int | None, deterministic: bool, kernels: str
-) -> AttentionArgs:
+def _plain_args(scale: float, left: int | None, right: int | None, deterministic: bool, kernels: str) -> AttentionArgs:
     """Of a call without features: built once."""
     return AttentionArgs(
         scale=scale, window_left=left, window_right=right, deterministic=deterministic, kernels=kernels
@@ -311,9 +305,7 @@ def _args(
 ) -> AttentionArgs:
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
-            raise ValueError(
-                f"{name} is a {type(x).__name__}: give a tensor with a value for each query head"
-            )
+            raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
     args = AttentionArgs(
         scale=scale,
         window_left=left,
@@ -357,9 +349,7 @@ def _with_mods(
         score_mod=mods.graphs.text,
         captures=mods.captures,
         scalars=mods.scalars,
-        needs_grad=tuple(
-            [is_enabled and x is not None and x.requires_grad for x in (bias, *mods.captures)]
-        ),
+        needs_grad=tuple([is_enabled and x is not None and x.requires_grad for x in (bias, *mods.captures)]),
         block_mask=() if block_mask is None else block_mask.tensors,
         block_mask_sizes=() if block_mask is None else block_mask.sizes,
     )
@@ -416,9 +406,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _refuse_tangents(*inputs: Tensor | None) -> None:
     """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise UnsupportedError(
-            "forward-mode differentiation of attn: use reverse mode, such as out.backward()"
-        )
+        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:

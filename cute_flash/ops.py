@@ -39,9 +39,7 @@ _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-LIBRARY.define(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=_TAGS
-)
+LIBRARY.define(f"attention_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=_TAGS)
 LIBRARY.define(
     f"attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor[])",
@@ -81,11 +79,7 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
 def is_observed() -> bool:
     """Whether something would see the operator: a mode, a transform, a profiler, torch.jit.trace."""
     return bool(
-        _dispatch_modes()
-        or _function_modes()
-        or _transform() is not None
-        or _profiling()
-        or _tracing() is not None
+        _dispatch_modes() or _function_modes() or _transform() is not None or _profiling() or _tracing() is not None
     )
 
 
@@ -150,7 +144,12 @@ def _with_saved(args: AttentionArgs, saved: list[Any], num_others: int) -> Atten
     rest = saved[num_others:]
     named: dict[str, Any] = dict(zip(SAVED, rest))
     return args._replace(
-        alibi=alibi, sinks=sinks, bias=bias, captures=tuple(captures), block_mask=tuple(rest[len(SAVED) :]), **named
+        alibi=alibi,
+        sinks=sinks,
+        bias=bias,
+        captures=tuple(captures),
+        block_mask=tuple(rest[len(SAVED) :]),
+        **named,
     )
 
 
@@ -272,9 +271,7 @@ def _old_fwd(q, k, v, scale, window_left, window_right, deterministic=False) -> 
     return attention_fwd(q, k, v, *to_schema(args))[:2]
 
 
-def _old_bwd(
-    dout, dlse, q, k, v, out, lse, scale, window_left, window_right, deterministic=False
-) -> Any:
+def _old_bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right, deterministic=False) -> Any:
     args = AttentionArgs(scale, window_left, window_right, deterministic=deterministic)
     return attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))[:3]
 

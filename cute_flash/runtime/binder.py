@@ -35,22 +35,13 @@ from typing import Any
 import torch
 
 from cute_flash.jit import nvtx
-from cute_flash.jit.compile import compiled_kernel
 from cute_flash.planning.plan import Buffer, CompileKey, Plan
 from cute_flash.planning.registry import KERNELS
-from cute_flash.runtime import counters, finalizers, operands
+from cute_flash.runtime import finalizers, operands
+from cute_flash.runtime.gpu import current_gpu
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.features import FEATURE, Operand
 from cute_flash.spec.shapes import out_like
-
-# There is a CUDA tensor, so torch has set up CUDA: what `torch.cuda.current_device` would make sure of.
-current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def on_device(index: int, launch: Callable[..., Any], *arguments: Any) -> Any:
-    with torch.cuda.device(index):
-        return launch(*arguments)
-
 
 # What generated functions call; looked up here when they are made.
 _HELPERS: dict[str, Any] = {
@@ -64,7 +55,6 @@ _HELPERS: dict[str, Any] = {
     "inf": math.inf,
     "MIN_SCALE": operands.MIN_SCALE,
     "MAX_WINDOW": operands.MAX_WINDOW,
-    "on_device": on_device,
     **{
         name: getattr(operands, name)
         for name in (
@@ -85,11 +75,12 @@ class Function:
     """The source of one function, line by line, and the values that its free names stand for."""
 
     def __init__(self, name: str, parameters: str, plan: Plan, device: torch.device) -> None:
-        self.name, self.plan = name, plan
+        self.name, self.plan, self.gpu = name, plan, current_gpu()
         self.lines = [f"def {name}({parameters}):"]
         # Names that differ from call signature to call signature, and their values.
         self.values: dict[str, Any] = {
-            "current_device": current_device,
+            "current_device": self.gpu.current_device,
+            "on_device": self.gpu.on_device,
             "device": device,
             "device_index": device.index,
             "problem": plan.problem,
@@ -126,12 +117,10 @@ class Function:
 
     def launch(self, key: CompileKey, **renamed: str) -> None:
         """A launch of a kernel with its operands; `renamed`: locals that stand for an operand."""
-        self.values[key.kernel] = compiled_kernel(key)
+        self.values[key.kernel] = self.gpu.kernel(key)
         direction = "fwd" if key.kernel.startswith("fwd") else "bwd"
         of_features = {
-            operand.name: operand
-            for name in key.static.features
-            for operand in getattr(FEATURE[name], direction)
+            operand.name: operand for name in key.static.features for operand in getattr(FEATURE[name], direction)
         }
         arguments = [self._operand(x, key, of_features, renamed) for x in KERNELS[key.kernel].operands]
         self.add(f"{key.kernel}({', '.join(arguments)})")
@@ -157,7 +146,7 @@ class Function:
     def tile_counter(self) -> None:
         """Before the first launch: nothing may come between launches that overlap."""
         if self.plan.is_dynamic:
-            self.values["fetch_counter"] = counters.counter
+            self.values["fetch_counter"] = self.gpu.tile_counter
             self.add("counter, tile_counter = fetch_counter(device_index)")
             self.locals |= {"counter", "tile_counter"}
         elif self.plan.family == "sm90":
@@ -226,9 +215,7 @@ def compact_strides(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def bind_forward(
-    plan: Plan, device: torch.device, copies_inputs: bool, copies_output: bool
-) -> Callable[..., Any]:
+def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_output: bool) -> Callable[..., Any]:
     """`copies_inputs`, `copies_output`: strides that kernels cannot read, or store to."""
     problem = plan.problem
     f = Function("forward", "q, k, v, args", plan, device)

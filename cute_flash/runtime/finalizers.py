@@ -69,9 +69,7 @@ def num_blind_queries(problem: Problem) -> int:
     return 0 if right is None else min(sq, max(0, sq - sk - right))
 
 
-def _dense_dsinks(
-    sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int
-) -> Tensor:
+def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int) -> Tensor:
     # A blind query without a sink has an LSE of -inf, and no weight.
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     if delta is None:
@@ -83,9 +81,7 @@ def _dense_dsinks(
     return total
 
 
-def _varlen_dsinks(
-    lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args: AttentionArgs, tile_m: int
-) -> Tensor:
+def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args: AttentionArgs, tile_m: int) -> Tensor:
     """(H). `lse` and `dlse` are (H, Tq), `delta` is (1, H, rows) with every sequence padded to whole blocks."""
     assert args.sinks is not None and args.cu_seqlens_q is not None
     offsets, total = args.cu_seqlens_q, lse.shape[1]
@@ -125,9 +121,7 @@ def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
     return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
 
 
-def captures_gradient(
-    args: AttentionArgs, indices: tuple[int, ...], dcaptures: list[Tensor]
-) -> list[Tensor | None]:
+def captures_gradient(args: AttentionArgs, indices: tuple[int, ...], dcaptures: list[Tensor]) -> list[Tensor | None]:
     grads: list[Any] = [None] * len(args.captures)
     for i, grad in zip(indices, dcaptures, strict=True):
         grads[i] = like(args.captures[i], grad.view(args.captures[i].shape))

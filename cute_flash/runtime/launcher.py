@@ -20,9 +20,9 @@ from cute_flash.jit import nvtx
 from cute_flash.planning.plan import Buffer, plan_backward, plan_forward
 from cute_flash.runtime import binder
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
+from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
 from cute_flash.score_mod.graph import COLUMN, ROW
-from cute_flash.spec import arch
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe
 from cute_flash.spec.features import BIAS, BIAS_DTYPES
@@ -33,8 +33,7 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 # dq, dk, dv, and the gradients of `AttentionArgs.differentiable`.
 Gradients = tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]
 
-# Bound functions by signature. A program that never repeats a shape must not grow without bound.
-_bound: dict[tuple, Callable[..., Any]] = {}
+# A program that never repeats a shape must not grow without bound.
 MAX_SIGNATURES = 4096
 # Of a captured tensor with a gradient: kernels count its elements in 32 bits.
 MAX_CAPTURE_ELEMENTS = (1 << 31) - 1
@@ -46,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), args.key(),
     )  # fmt: skip
-    launch = _bound.get(signature)
+    launch = bound.get(signature)
     if launch is None:
         launch = _remember(signature, _bind_forward(q, k, v, args))
     return launch(q, k, v, args)
@@ -68,29 +67,22 @@ def backward(
         k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key(),
         is_mode_deterministic(),
     )  # fmt: skip
-    launch = _bound.get(signature)
+    launch = bound.get(signature)
     if launch is None:
         launch = _remember(signature, _bind_backward(dout, dlse, q, k, v, out, args))
     return launch(dout, dlse, q, k, v, out, lse, args)
 
 
-def forget() -> None:
-    """Drop all bound functions (tests)."""
-    _bound.clear()
-
-
 def _remember(signature: tuple, launch: Callable[..., Any]) -> Callable[..., Any]:
-    if len(_bound) >= MAX_SIGNATURES:
-        _bound.clear()
-    _bound[signature] = launch
+    if len(bound) >= MAX_SIGNATURES:
+        bound.clear()
+    bound[signature] = launch
     return launch
 
 
 def is_mode_deterministic() -> bool:
     """Whether torch was told to be deterministic, and not just to warn."""
-    return torch.are_deterministic_algorithms_enabled() and (
-        not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    return torch.are_deterministic_algorithms_enabled() and (not torch.is_deterministic_algorithms_warn_only_enabled())
 
 
 # ---- forward
@@ -106,7 +98,7 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
     with nvtx.marked("plan"):
-        plan = plan_forward(problem, arch.detect(q.device.index), args.kernels, can_pack)
+        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernels, can_pack)
     return binder.bind_forward(
         plan,
         q.device,
@@ -169,7 +161,7 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     whole = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     if tuple(bias.shape) == whole:
         # Blocks that are not visited write nothing.
-        visits_all = not problem.static.is_bounded and not problem.block_sparse
+        visits_all = not problem.static.isbounded and not problem.block_sparse
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
         buffer = Buffer("dbias", whole, dtype.removeprefix("torch."), init)
@@ -199,7 +191,7 @@ def _bind_backward(
             f"the gradient of a captured tensor of more than {MAX_CAPTURE_ELEMENTS} elements on cuda"
         )
     with nvtx.marked("plan"):
-        gpu = arch.detect(q.device.index)
+        gpu = current_gpu().arch(q.device.index)
         plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernels)
     buffers = [] if dbias is None else [dbias]
     for i in captures:
