@@ -58,40 +58,24 @@ def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
 
     With `is_dry` nothing is compiled or launched: the list shows which kernels the calls need.
 
-    This function is the only part of the benchmark that knows how cute_flash keeps compiled kernels. It
-    replaces `compile.compiled_kernel`, from which every launch path gets its kernels (`compile.compiled`
-    calls it too), and empties the caches of call signatures, so that each call asks for its kernels again. At
-    the end of the block the function and the caches are as before: no timed call runs through the recorder.
+    Bound functions of earlier calls are set aside meanwhile: no timed call runs through the recorder.
     """
-    from cute_flash import backward, backward_general, forward, ops, packed_cuda
-    from cute_flash import compile as compiling
+    from cute_flash.runtime.gpu import Gpu, use_gpu
 
-    caches: list[dict[Any, Any]] = [
-        ops._launches, forward._launches, backward._launches, backward_general._launches,
-        packed_cuda._launches, packed_cuda._bwd_launches,
-    ]  # fmt: skip
-    kept, compiled_kernel = [dict(cache) for cache in caches], compiling.compiled_kernel
     launches: list[Launch] = []
 
-    def recording(key: Any) -> Callable[..., None]:
-        function = (lambda *args: None) if is_dry else compiled_kernel(key)
+    class Recorder(Gpu):
+        def kernel(self, key: Any) -> Callable[..., None]:
+            function = (lambda *args: None) if is_dry else super().kernel(key)
 
-        def launch(*args: Any) -> None:
-            launches.append(Launch(key, function, args))
-            function(*args)
+            def launch(*args: Any) -> None:
+                launches.append(Launch(key, function, args))
+                function(*args)
 
-        return launch
+            return launch
 
-    for cache in caches:
-        cache.clear()
-    compiling.compiled_kernel = recording
-    try:
+    with use_gpu(Recorder()):
         yield launches
-    finally:
-        compiling.compiled_kernel = compiled_kernel
-        for cache, entries in zip(caches, kept, strict=True):
-            cache.clear()
-            cache.update(entries)
 
 
 def floor_of(ours: Contender, made_by_torch: Callable[[], Tensor] | None = None) -> Contender | None:
