@@ -3,7 +3,7 @@
     custom_fwd(q, k, v, *How, *Custom) -> (out, lse, max_logit)
     custom_bwd(dout, dlse, q, k, v, out, lse, *How, *Custom) -> (dq, dk, dv, dalibi, dsinks, dbias, dtables)
 
-Functions come as the digest of their graphs, which this process has seen, and the values that they captured:
+Mods come as the text of their graphs, which any process can parse, and the values that they captured:
 `tables` and `numbers`, of score_mod, of mask_mod and of score_mod_bwd, one after the other.
 """
 
@@ -29,7 +29,7 @@ class Custom(NamedTuple):
     """The arguments of both operators after those of `How`."""
 
     bias: Tensor | None = None  # (B or 1, H or 1, Sq or 1, Sk or 1)
-    mods: str = ""  # digest of the graphs
+    mods: str = ""  # `Graphs.text`
     tables: list[Tensor] = []  # noqa: RUF012
     numbers: list[float] = []  # noqa: RUF012
     block_map: list[Tensor] = []  # noqa: RUF012
@@ -97,7 +97,7 @@ def custom_of(bias: Tensor | None, call: Call, block_map: BlockMap | None) -> Cu
     is_enabled = torch.is_grad_enabled()
     wants = [is_enabled and x is not None and x.requires_grad for x in (bias, *call.tables)]
     maps, sizes = ([], []) if block_map is None else (list(block_map.tensors), list(block_map.sizes))
-    return Custom(bias, call.graphs.digest, list(call.tables), list(call.numbers), maps, sizes, wants)
+    return Custom(bias, call.graphs.text, list(call.tables), list(call.numbers), maps, sizes, wants)
 
 
 def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Problem:
