@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from cute_flash.api import attn, supports
+from cute_flash.errors import TraceError, UnsupportedError
 from cute_flash.planning.plan import use_kernels
-from cute_flash.spec.problem import Support, UnsupportedError
+from cute_flash.spec.problem import Support
 from cute_flash.version import __version__
 
 if TYPE_CHECKING:
     from cute_flash import masks
     from cute_flash.reference.merge import attention_probs, merge
     from cute_flash.score_mod.block_mask import BlockMap
-    from cute_flash.score_mod.graph import TraceError
     from cute_flash.varlen import attn_nested, attn_varlen
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
 # Imported when first asked for, so that `import cute_flash` stays light.
 _ON_DEMAND = {
     "BlockMap": "score_mod.block_mask",
-    "TraceError": "score_mod.graph",
     "attention_probs": "reference.merge",
     "merge": "reference.merge",
     "attn_nested": "varlen",

@@ -69,7 +69,10 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
         """What the kernel takes besides: see `kernels.bwd_custom`."""
         lists = None
         if block_map:
-            lists = entries_of(block_map, custom.block_sizes, problem, (tile.tile_m, tile.tile_n))
+            lists = entries_of(
+                block_map, custom.block_sizes, batch=problem.batch, heads=problem.heads,
+                heads_kv=problem.heads_kv, tile=(tile.tile_m, tile.tile_n),
+            )  # fmt: skip
         dbias = None if of_bias is None else of_bias.written.expand(*heads, -1, -1)
         dtables = [x if x.dim() else x.view(1) for x in sums]
         return given.bias, given.tables, given.numbers, dbias, dtables or None, lists

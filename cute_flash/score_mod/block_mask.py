@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.jit.nvtx import marked
 from cute_flash.score_mod.evaluate import evaluate
 from cute_flash.score_mod.graph import B, H
 from cute_flash.score_mod.tensor_cache import Memo, versions
 from cute_flash.score_mod.trace import Bound, bound
-from cute_flash.spec.band import Band, ceil_div
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 # Pairs of queries and keys that are looked at together.
 MAX_PAIRS = 1 << 22
+
+Bounds = tuple[int | None, int | None]  # keys before and after a query's own that it sees; None: all
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class BlockMap:
     @staticmethod
     def of_status(status: Tensor, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> BlockMap:
         """From EMPTY, PARTIAL or FULL of every block: (B or 1, H or 1, blocks of queries, of keys)."""
-        blocks = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
+        blocks = _ceil_div(seqlen_q, tile_m), _ceil_div(seqlen_k, tile_n)
         if status.dim() != 4 or tuple(status.shape[2:]) != blocks:
             raise ValueError(f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, *{blocks})")
         if seqlen_k % tile_n and bool((status[..., -1] == FULL).any()):
@@ -68,7 +68,7 @@ class BlockMap:
         *,
         tile: tuple[int, int] = (128, 128),
         causal: bool = False,
-        window: tuple[int | None, int | None] = (None, None),
+        window: Bounds = (None, None),
         device: torch.device | str | None = None,
     ) -> BlockMap:
         """The map of a mask for (B, H, Sq, Sk), kept as long as what the mask captures stays as it is."""
@@ -77,7 +77,8 @@ class BlockMap:
             device = mask.tables[0].device if mask is not None and mask.tables else "cpu"
         # With its index, which tensors have.
         device = torch.empty(0, device=device).device
-        return _map_of(mask, shape, tile, Band.of(causal, window), device)
+        left, right = window
+        return _map_of(mask, shape, tile, (left, 0 if causal else right), device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -125,22 +126,32 @@ class BlockMap:
             )
 
 
-def visible(band: Band, rows: Tensor, keys: Tensor, sq: int, sk: int) -> Tensor:
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def visible(bounds: Bounds, rows: Tensor, keys: Tensor, sq: int, sk: int) -> Tensor:
     """(rows, keys), of a band."""
+    left, right = bounds
     distance = keys - (rows[:, None] + (sk - sq))
     seen = torch.ones_like(distance, dtype=torch.bool)
-    if band.left is not None:
-        seen &= distance >= -band.left
-    if band.right is not None:
-        seen &= distance <= band.right
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
     return seen
 
 
 def seen_by(
-    mask: Bound | None, band: Band, rows: Tensor, keys: Tensor, sizes: tuple[int, int], place: tuple[int, int]
+    mask: Bound | None,
+    bounds: Bounds,
+    rows: Tensor,
+    keys: Tensor,
+    sizes: tuple[int, int],
+    place: tuple[int, int],
 ) -> Tensor:
     """(rows, keys): which pairs of a head are visible."""
-    seen = visible(band, rows, keys, *sizes)
+    seen = visible(bounds, rows, keys, *sizes)
     if mask is not None:
         b, h = (torch.tensor(x, device=rows.device) for x in place)
         arguments = mask.tables, mask.numbers
@@ -150,13 +161,13 @@ def seen_by(
 
 
 def _status(
-    mask: Bound | None, shape: tuple[int, int, int, int], tile: tuple[int, int], band: Band, device: Any
+    mask: Bound | None, shape: tuple[int, int, int, int], tile: tuple[int, int], bounds: Bounds, device: Any
 ) -> Tensor:
     batch, heads, sq, sk = shape
     bits = 0 if mask is None else mask.graph.output_depends
     batch, heads = batch if bits & B else 1, heads if bits & H else 1
     tile_m, tile_n = tile
-    blocks = ceil_div(sq, tile_m), ceil_div(sk, tile_n)
+    blocks = _ceil_div(sq, tile_m), _ceil_div(sk, tile_n)
     status = torch.zeros(batch, heads, *blocks, dtype=torch.uint8, device=device)
     # Past the last key: pairs that nobody sees, so that the last block is partial or empty.
     width = blocks[1] * tile_n
@@ -166,8 +177,8 @@ def _status(
         for h in range(heads):
             for first in range(0, sq, step):
                 rows = torch.arange(first, min(first + step, sq), device=device)
-                seen = seen_by(mask, band, rows, keys, (sq, sk), (b, h))
-                num = ceil_div(len(rows), tile_m)
+                seen = seen_by(mask, bounds, rows, keys, (sq, sk), (b, h))
+                num = _ceil_div(len(rows), tile_m)
                 whole = seen.new_zeros(num * tile_m, width)
                 whole[: len(rows), :sk] = seen
                 some = whole.view(num, tile_m, -1, tile_n).any(dim=3).any(dim=1)
@@ -183,16 +194,15 @@ def _status(
 _known: Memo[BlockMap] = Memo(64)
 
 
-def _map_of(mask: Bound | None, shape: Any, tile: Any, band: Band, device: torch.device) -> BlockMap:
+def _map_of(mask: Bound | None, shape: Any, tile: Any, bounds: Bounds, device: torch.device) -> BlockMap:
     tables = () if mask is None else mask.tables
     if any(x.device != device for x in tables):
         raise ValueError(f"mask_mod captures a tensor on {tables[0].device}: expected {device}")
     written = versions(tables)
     graph = None if mask is None else (mask.graph, mask.numbers)
-    more = graph, written, tuple(shape), tuple(tile), band, device
+    more = graph, written, tuple(shape), tuple(tile), bounds, device
     found = None if written is None else _known.get(tables, more)
     if found is not None:
         return found
-    with marked("block map"):
-        made = BlockMap.of_status(_status(mask, shape, tile, band, device), *tile, *shape[2:])
+    made = BlockMap.of_status(_status(mask, shape, tile, bounds, device), *tile, *shape[2:])
     return made if written is None else _known.keep(tables, more, made)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_flash.score_mod.graph import Builder, Graph, Node, TraceError, copied
+from cute_flash.errors import TraceError
+from cute_flash.score_mod.graph import Builder, Graph, Node, copied
 
 LN_2 = math.log(2)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
 
-from cute_flash.spec.problem import UnsupportedError
+from cute_flash.errors import TraceError
 
 # What a value depends on, as bits.
 B, H, ROW, COLUMN, SCORE = 1, 2, 4, 8, 16
@@ -40,10 +40,6 @@ TABLE_KINDS = {
     "bool": "bool",
 }
 MAX_TABLE_RANK = 4
-
-
-class TraceError(UnsupportedError):
-    """A user's function does something that has no place in a kernel; the message says what, and where."""
 
 
 def _floor(x: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, Builder, Graph
-from cute_flash.spec.problem import MAX_INDEX
+from cute_flash.score_mod.limits import MAX_INDEX
 
 EXACT = 1 << 24
 _SUMS, _ALIKE = ("add", "sub"), ("neg", "abs", "min", "max")

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from cute_flash.score_mod.call import Graphs
 from cute_flash.score_mod.graph import ROW, Graph
+from cute_flash.score_mod.limits import LONG_FUNCTION
 from cute_flash.score_mod.lower import is_inner, lowered
-from cute_flash.spec.problem import LONG_FUNCTION
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cute_flash.errors import TraceError
 from cute_flash.score_mod.captures import MAX_INT, Captures, Read, code_of
-from cute_flash.score_mod.graph import Builder, Graph, TraceError, with_used_arguments
+from cute_flash.score_mod.graph import Builder, Graph, with_used_arguments
 from cute_flash.score_mod.meaning import inputs
 from cute_flash.score_mod.value import Specialise, TableValue, Value, node_of
 

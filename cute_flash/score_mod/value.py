@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import Builder, TraceError
+from cute_flash.errors import TraceError
+from cute_flash.score_mod.graph import Builder
 
 DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 WHERE_INSTEAD = "a value is known only in a kernel: use torch.where(condition, a, b), & and | and ~"

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.static import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
+from cute_flash.score_mod.limits import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band, is_narrow
 from cute_flash.spec.features import MODS, backward_features, feature_cost
 

@@ -81,7 +81,8 @@ def lists_of(made: BlockMap) -> Any:
 
 
 def entries_of(made: BlockMap) -> Any:
-    return entries.entries_of(list(made.tensors), list(made.sizes), PROBLEM, (64, 128))
+    heads = {"batch": PROBLEM.batch, "heads": PROBLEM.heads, "heads_kv": PROBLEM.heads_kv}
+    return entries.entries_of(list(made.tensors), list(made.sizes), **heads, tile=(64, 128))
 
 
 @pytest.mark.parametrize(("make", "known"), [(lists_of, custom_cuda._known), (entries_of, entries._known)])

@@ -38,10 +38,10 @@ MASKS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def seen(mask: Any, sq: int, sk: int, place: tuple[int, int] = (0, 0), band: Band | None = None) -> Any:
+def seen(mask: Any, sq: int, sk: int, place: tuple[int, int] = (0, 0), bounds: Any = (None, None)) -> Any:
     rows, keys = torch.arange(sq), torch.arange(sk)
     found = None if mask is None else bound(mask, "mask_mod")
-    return seen_by(found, band or Band(), rows, keys, (sq, sk), place)
+    return seen_by(found, bounds, rows, keys, (sq, sk), place)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -102,7 +102,7 @@ def test_block_maps(name: str, sq: int, sk: int, tile: tuple[int, int], window: 
     status = block_map.status
     assert tuple(status.shape) == (1 + (name == "prefixes"), 1, ceil_div(sq, tile[0]), ceil_div(sk, tile[1]))
     for b in range(len(status)):
-        pairs = seen(mask, sq, sk, (b, 0), Band(*window))
+        pairs = seen(mask, sq, sk, (b, 0), window)
         for m, n in product(range(status.shape[2]), range(status.shape[3])):
             block = pairs[m * tile[0] : (m + 1) * tile[0], n * tile[1] : (n + 1) * tile[1]]
             expected = EMPTY if not block.any() else PARTIAL
