@@ -12,7 +12,7 @@ from cute_flash.device.barriers import Ring
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shared
 from cute_flash.kernels.fwd_sm90_work import Told, follow
 
 

@@ -49,12 +49,12 @@ from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels import fwd_sm90_copies as copies
+from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels import fwd_sm90_draws as draws
-from cute_flash.kernels import fwd_sm90_scores as scores
-from cute_flash.kernels.arguments import fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras
-from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
+from cute_flash.kernels.sm90 import fwd_scores as scores
+from cute_flash.kernels.common.fakes import fake_tensors
+from cute_flash.kernels.common.params import NO_EXTRAS, Extras
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.kernels.fwd_sm90_work import Main, Tile
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90

@@ -19,8 +19,8 @@ from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.extras import TABLE_TYPES, Extras
+from cute_flash.kernels.common.fakes import DTYPES
+from cute_flash.kernels.common.params import TABLE_TYPES, Extras
 from cute_flash.planning.tiles.common import HEAVY, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block

@@ -18,7 +18,7 @@ from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import WorkList
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.stages import allocate_stages
-from cute_flash.kernels.extras import Extras, OfHead
+from cute_flash.kernels.common.params import Extras, OfHead
 from cute_flash.planning.tiles.fwd_sm80 import FwdTile
 from cute_flash.spec.band import Band, BlockRange
 

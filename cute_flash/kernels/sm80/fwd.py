@@ -44,9 +44,9 @@ from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras
-from cute_flash.kernels.fwd_sm80_shared import Main, Params, allocate, gemm, gemm_rs, operands
+from cute_flash.kernels.common.fakes import DTYPES, fake_tensors
+from cute_flash.kernels.common.params import NO_EXTRAS, Extras
+from cute_flash.kernels.sm80.fwd_storage import Main, Params, allocate, gemm, gemm_rs, operands
 from cute_flash.planning.tiles.fwd_sm80 import FwdTile
 from cute_flash.planning.varlen import HEADER
 from cute_flash.spec.band import Band

@@ -54,11 +54,11 @@ from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.arguments import fake_gradients
-from cute_flash.kernels.bwd_dq import add_four, bulk_add
-from cute_flash.kernels.bwd_sm90_copies import load_block, load_keys
-from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
-from cute_flash.kernels.bwd_sm90_wide_shared import Params, Shapes, Shared
+from cute_flash.kernels.common.fakes import fake_gradients
+from cute_flash.kernels.sm90.dq import add_four, bulk_add
+from cute_flash.kernels.sm90.bwd_producer import load_block, load_keys
+from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
+from cute_flash.kernels.sm90.bwd_wide_storage import Params, Shapes, Shared
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, Band

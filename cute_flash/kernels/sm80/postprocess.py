@@ -12,8 +12,8 @@ from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.stages import allocate_stages
-from cute_flash.kernels.bwd_around import BwdPostprocess
-from cute_flash.kernels.bwd_sm80 import dq_grid
+from cute_flash.kernels.common.preprocess import BwdPostprocess
+from cute_flash.kernels.sm80.bwd import dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.varlen import HEADER
 from cute_flash.spec.problem import Static

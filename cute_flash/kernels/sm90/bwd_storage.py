@@ -17,7 +17,7 @@ from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.common.fakes import DTYPES
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.band import Band, BlockRange, Walk, ceil_div
 from cute_flash.spec.problem import Static

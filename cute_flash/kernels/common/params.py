@@ -14,7 +14,7 @@ from cute_flash.device.philox import Dropout
 from cute_flash.device.score import Score
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.written import Written, WrittenOfHead
-from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.common.fakes import DTYPES
 from cute_flash.spec.problem import Features, Static
 
 

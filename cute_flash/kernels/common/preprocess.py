@@ -12,8 +12,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.wgmma import make_mma
-from cute_flash.kernels.arguments import DTYPES, fake_items, fake_rows, fake_statistics, out_dtype
-from cute_flash.kernels.bwd_dq import add_sums, store_dq
+from cute_flash.kernels.common.fakes import DTYPES, fake_items, fake_rows, fake_statistics, out_dtype
+from cute_flash.kernels.sm90.dq import add_sums, store_dq
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide

@@ -43,9 +43,9 @@ from cute_flash.device.score_bwd import BlockScores, Terms
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_counters, fake_gradients
+from cute_flash.kernels.common.fakes import DTYPES, fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm80_loops import Loops
-from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
+from cute_flash.kernels.sm80.bwd_storage import Main, Params, Shared
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.varlen import HEADER
 from cute_flash.spec.band import FAR, Band

@@ -16,7 +16,7 @@ from cute_flash.device.exponents import Formula
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.written import WrittenFormula
-from cute_flash.kernels.fwd_sm90_shared import Shapes
+from cute_flash.kernels.sm90.fwd_storage import Shapes
 from cute_flash.kernels.fwd_sm90_work import Main, Tile
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
