@@ -48,9 +48,9 @@ from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm80.bwd_storage import Main, Params, Shared
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.varlen import TILE_LIST_HEADER
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import FAR, Band, BlockRange
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile
 
 FLOATS = 4  # in 16 bytes
 

@@ -14,8 +14,8 @@ from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band
-from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)

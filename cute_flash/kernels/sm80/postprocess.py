@@ -16,8 +16,8 @@ from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm80.bwd import dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
 from cute_flash.planning.varlen import TILE_LIST_HEADER
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band, BlockRange, Walk, ceil_div
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile
 
 NUM_WARPGROUPS = 2
 BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS

@@ -16,9 +16,9 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from cute_flash.device.drawn import WARPS, Drawn
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
+from cute_flash.device.smem import to_cute
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.planning.tiles.common import HEAVY, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
 from cute_flash.spec.problem import Static
-from layouts.kernels import sm90_tiles
-from layouts.smem import SmemTile, to_cute
 
 NO_TILE = -1
 # Tiles written down at a time, also beside one stage of Q: the next one is, before all have read this one.
@@ -137,19 +137,19 @@ class Shapes:
 
     @property
     def q(self) -> SmemTile:
-        return sm90_tiles(self.tile)["Q"]
+        return self.tile.operand_smem("Q")
 
     @property
     def k(self) -> SmemTile:
-        return sm90_tiles(self.tile)["K"]
+        return self.tile.operand_smem("K")
 
     @property
     def v(self) -> SmemTile:
-        return sm90_tiles(self.tile)["V"]
+        return self.tile.operand_smem("V")
 
     @property
     def o(self) -> SmemTile:
-        return sm90_tiles(self.tile)["O"]
+        return self.tile.operand_smem("O")
 
     @property
     def bias(self) -> SmemTile:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
-from typing import Any
 
-from layouts.algebra import AnyLayout, ComposedLayout, Layout, tile_to_shape
-from layouts.swizzle import Swizzle
-from layouts.variants import HOPPER_VARIANTS, VARIANTS
+from cute_flash.smem.layout import AnyLayout, ComposedLayout, Layout, tile_to_shape
+from cute_flash.smem.swizzle import Swizzle
+
+# Layouts that a kernel can be built with; the first one is the default. The mma.sync kernels read rows with
+# ldmatrix, which takes any 16 aligned bytes; TMA and wgmma take only these forms.
+VARIANTS = ("swizzled", "padded", "plain")
+HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
 
 # The widest shared-memory access of one thread, and the unit that a swizzle moves.
 CHUNK_BYTES = 16
@@ -143,27 +145,3 @@ class SmemTile:
     @property
     def bytes(self) -> int:
         return self.cosize * self.element_bytes
-
-    def cute(self) -> Any:
-        """`layout` as a CuTe layout. Call it inside a `@cute.jit` or `@cute.kernel` function."""
-        return to_cute(self.layout)
-
-
-def to_cute(layout: AnyLayout) -> Any:
-    """The CuTe layout with this shape, stride and swizzle, for a `@cute.jit` or `@cute.kernel` function."""
-    # Imported late, by name: the rest of this package, and its type check, must not need the DSL.
-    cute: Any = import_module("cutlass.cute")
-    if isinstance(layout, ComposedLayout):
-        swizzle = layout.swizzle
-        outer = cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift)
-        return cute.make_composed_layout(outer, layout.offset, to_cute(layout.layout))
-    return cute.make_layout(layout.shape, stride=layout.stride)
-
-
-def byte_swizzle(tile: SmemTile) -> Any:
-    """The tile's swizzle as a CuTe swizzle of byte addresses, which a pointer applies; or None."""
-    swizzle = tile.swizzle
-    if swizzle is None:
-        return None
-    cute: Any = import_module("cutlass.cute")
-    return cute.make_swizzle(swizzle.bits, swizzle.base + tile.element_bytes.bit_length() - 1, swizzle.shift)
