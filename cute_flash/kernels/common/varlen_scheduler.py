@@ -13,24 +13,23 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_flash.planning.varlen import (
-    ASCENDS,
-    BUCKETS,
+    ASCENDING,
+    NUM_LENGTH_CLASSES,
     BY_LENGTH,
-    HEADER,
-    ITEM,
-    bucket,
+    TILE_LIST_HEADER,
+    TILE_LIST_WIDTH,
+    length_class,
     descends_by_length,
-    most_blocks,
+    longest_tile,
     num_blocks,
 )
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.problem import Static
 
-THREADS = BUCKETS
+THREADS = NUM_LENGTH_CLASSES
 WARPS = THREADS // 32
 
 
@@ -65,14 +64,14 @@ class Batch:
 class Tiles:
     """One list: the tiles of queries, or those of keys."""
 
-    mItems: cute.Tensor  # (HEADER + items, ITEM)
+    mItems: cute.Tensor  # (TILE_LIST_HEADER + items, TILE_LIST_WIDTH)
     batch: Batch
     of_keys: cutlass.Constexpr
     counts_rest: cutlass.Constexpr  # what comes after the last sequence is one with a number of its own
     tile_rows: Int32
     tile_columns: Int32
     band: Band  # of rows over columns
-    order: Int32  # ASCENDS, DESCENDS or BY_LENGTH
+    order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
 
     @property
     def num_runs(self) -> Int32:
@@ -112,7 +111,7 @@ class Tiles:
     def size(self, run: tuple):
         """Tiles of a run, and the blocks of its longest."""
         rows, columns = self.lengths(run)
-        longest = most_blocks(self.band, rows, columns, self.tile_rows, self.tile_columns)
+        longest = longest_tile(self.band, rows, columns, self.tile_rows, self.tile_columns)
         return ceil_div(rows, self.tile_rows), longest
 
     def lengths(self, run: tuple) -> tuple:
@@ -122,7 +121,7 @@ class Tiles:
 
     @cute.jit
     def build(self, classes: cute.Tensor, sums: cute.Tensor):
-        """By a thread block. `classes` (BUCKETS), `sums` (WARPS): shared memory."""
+        """By a thread block. `classes` (NUM_LENGTH_CLASSES), `sums` (WARPS): shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         classes[thread] = 0
         cute.arch.sync_threads()
@@ -136,7 +135,7 @@ class Tiles:
     def sum(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
         """classes: from numbers of tiles to the place of the first; those of longer ones come before."""
         lane, warp = thread % 32, thread // 32
-        mine = classes[BUCKETS - 1 - thread]
+        mine = classes[NUM_LENGTH_CLASSES - 1 - thread]
         until = mine
         for step in cutlass.range_constexpr(5):
             before = cute.arch.shuffle_sync_up(until, 1 << step)
@@ -146,9 +145,9 @@ class Tiles:
         cute.arch.sync_threads()
         for other in cutlass.range_constexpr(WARPS):
             until = until + sums[other] if other < warp else until
-        classes[BUCKETS - 1 - thread] = until - mine
+        classes[NUM_LENGTH_CLASSES - 1 - thread] = until - mine
         if thread == THREADS - 1:
-            self.mItems[0, 0] = cutlass.min(until, self.mItems.shape[0] - HEADER)
+            self.mItems[0, 0] = cutlass.min(until, self.mItems.shape[0] - TILE_LIST_HEADER)
 
     @cute.jit
     def visit(self, classes: cute.Tensor, thread: Int32, writes: cutlass.Constexpr):
@@ -159,7 +158,7 @@ class Tiles:
             tiles, longest = self.size(run)
             tiles = tiles if first + lane < self.num_runs else 0
             if tiles == 1:
-                place = _claim(classes, bucket(longest), Int32(1))
+                place = _claim(classes, length_class(longest), Int32(1))
                 if cutlass.const_expr(writes):
                     self.write((Int32(0), *run), place)
             mine = (*run, tiles, longest)
@@ -178,30 +177,30 @@ class Tiles:
         descends = descends_by_length(self.band, num, *sizes) if self.order == BY_LENGTH else self.order
         for start in cutlass.range(0, num, 32, unroll=1):
             i = start + lane
-            block = i if descends == ASCENDS else num - 1 - i
+            block = i if descends == ASCENDING else num - 1 - i
             own = num_blocks(self.band, block, *sizes) if self.order == BY_LENGTH else longest
             is_apart = i < num and 2 * own < longest
             together = cute.arch.vote_ballot_sync(i < num and not is_apart)
             place = Int32(0)
             if lane == 0:
-                place = _claim(classes, bucket(longest), cute.arch.popc(together))
+                place = _claim(classes, length_class(longest), cute.arch.popc(together))
             before = cute.arch.popc(together & ((Int32(1) << lane) - 1))
             place = cute.arch.shuffle_sync(place, 0) + before
             if is_apart:
-                place = _claim(classes, bucket(own), Int32(1))
+                place = _claim(classes, length_class(own), Int32(1))
             if cutlass.const_expr(writes):
                 if i < num:
                     self.write((block, *run), place)
 
     @cute.jit
     def write(self, numbers: tuple, item: Int32):
-        row = cute.make_rmem_tensor(ITEM, Int32)
+        row = cute.make_rmem_tensor(TILE_LIST_WIDTH, Int32)
         row.fill(0)
         for i in cutlass.range_constexpr(len(numbers)):
             row[i] = numbers[i]
-        if item < self.mItems.shape[0] - HEADER:
-            target = (self.mItems.iterator + (item + HEADER) * ITEM).align(16)
-            cute.autovec_copy(row, cute.make_tensor(target, cute.make_layout(ITEM)))
+        if item < self.mItems.shape[0] - TILE_LIST_HEADER:
+            target = (self.mItems.iterator + (item + TILE_LIST_HEADER) * TILE_LIST_WIDTH).align(16)
+            cute.autovec_copy(row, cute.make_tensor(target, cute.make_layout(TILE_LIST_WIDTH)))
 
 
 @cute.jit
@@ -210,58 +209,17 @@ def _claim(classes: cute.Tensor, place: Int32, number: Int32) -> Int32:
     return cute.arch.atomic_add(classes.iterator + place, number, sem="relaxed", scope="cta")
 
 
-class PrepareFwd:
-    """The tiles of queries."""
+class VarlenScheduler:
+    """Lists the tiles of a varlen batch: one CTA a list."""
 
-    is_followed_early = False
+    direction: str
 
     def __init__(self, static: Static, tile):
-        self.has_used = static.features.seqused_k
+        self.static = static
 
     @property
     def name(self) -> str:
-        return "cute_flash_prepare_fwd" + ("_used" if self.has_used else "")
-
-    num_lists = 1
-
-    def fake_arguments(self) -> tuple:
-        batch = cute.sym_int()
-
-        def integers(*shape, align=4):
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(Int32, shape, stride_order=order, assumed_align=align)
-
-        # B + 1 offsets; an expression of B would not be checked.
-        offsets = cute.sym_int()
-        return (
-            integers(offsets),
-            integers(offsets),
-            integers(batch) if self.has_used else None,
-            *(integers(cute.sym_int(), ITEM, align=16) for _ in range(self.num_lists)),
-            *(Int32(1) for _ in range(7)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
-
-    @cute.jit
-    def __call__(
-        self,
-        mCuQ: cute.Tensor,
-        mCuK: cute.Tensor,
-        mUsedK: cute.Tensor | None,
-        mItems: cute.Tensor,
-        total_q: Int32,
-        total_k: Int32,
-        tile_m: Int32,
-        tile_n: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        order: Int32,
-        stream: CUstream,
-    ):
-        batch = Batch(mCuQ, mCuK, mUsedK, total_q, total_k)
-        band = Band(window_left, window_right)
-        tiles = Tiles(mItems, batch, False, False, tile_m, tile_n, band, order)
-        self.launch((tiles,), stream)
+        return f"cute_flash_varlen_scheduler_{self.direction}" + ("_seqused_k" if self.static.seqused_k else "")
 
     def launch(self, lists: tuple, stream: CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -269,50 +227,67 @@ class PrepareFwd:
 
     @cute.kernel
     def kernel(self, lists: tuple):
-        if cutlass.const_expr(self.is_followed_early):
+        if cutlass.const_expr(self.static.overlaps_next):
             cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
-        classes = smem.allocate_tensor(Int32, cute.make_layout(BUCKETS), 16)
+        classes = smem.allocate_tensor(Int32, cute.make_layout(NUM_LENGTH_CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
         for i in cutlass.range_constexpr(len(lists)):
             if cute.arch.block_idx()[0] == i:
                 lists[i].build(classes, sums)
 
 
-class PrepareFwdEarly(PrepareFwd):
-    """The same where the next kernel is launched beside it, and waits for its end by itself."""
+class VarlenSchedulerFwd(VarlenScheduler):
+    """The tiles of queries."""
 
-    is_followed_early = True
-
-
-class PrepareBwd(PrepareFwd):
-    """The tiles of keys, and those of queries for the kernels around."""
-
-    num_lists = 2
-
-    @property
-    def name(self) -> str:
-        return "cute_flash_prepare_bwd" + ("_used" if self.has_used else "")
+    direction = "fwd"
 
     @cute.jit
     def __call__(
         self,
-        mCuQ: cute.Tensor,
-        mCuK: cute.Tensor,
-        mUsedK: cute.Tensor | None,
-        mKeys: cute.Tensor,
-        mQueries: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor | None,
+        q_tile_list: cute.Tensor,
         total_q: Int32,
         total_k: Int32,
         tile_m: Int32,
         tile_n: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        order: Int32,
+        scheduler_left: Int32,
+        scheduler_right: Int32,
+        tile_order: Int32,
         stream: CUstream,
     ):
-        batch = Batch(mCuQ, mCuK, mUsedK, total_q, total_k)
-        mirrored, band = Band(window_right, window_left), Band(window_left, window_right)
-        keys = Tiles(mKeys, batch, True, False, tile_n, tile_m, mirrored, order)
-        queries = Tiles(mQueries, batch, False, True, tile_m, tile_n, band, order)
+        batch = Batch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
+        band = Band(scheduler_left, scheduler_right)
+        tiles = Tiles(q_tile_list, batch, False, False, tile_m, tile_n, band, tile_order)
+        self.launch((tiles,), stream)
+
+
+class VarlenSchedulerBwd(VarlenScheduler):
+    """The tiles of keys, and those of queries for preprocess and postprocess."""
+
+    direction = "bwd"
+
+    @cute.jit
+    def __call__(
+        self,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor | None,
+        kv_tile_list: cute.Tensor,
+        q_tile_list: cute.Tensor,
+        total_q: Int32,
+        total_k: Int32,
+        tile_m: Int32,
+        tile_n: Int32,
+        scheduler_left: Int32,
+        scheduler_right: Int32,
+        tile_order: Int32,
+        stream: CUstream,
+    ):
+        batch = Batch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
+        left, right = scheduler_left, scheduler_right
+        keys = Tiles(kv_tile_list, batch, True, False, tile_n, tile_m, Band(right, left), tile_order)
+        queries = Tiles(q_tile_list, batch, False, True, tile_m, tile_n, Band(left, right), tile_order)
         self.launch((keys, queries), stream)

@@ -28,9 +28,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
-from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
+from cute_flash.device.entry_list import Entry
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.grid import WarpGrid
 from cute_flash.device.ldmatrix import Operand
@@ -39,17 +39,17 @@ from cute_flash.device.mods_bwd import WrittenScores
 from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
-from cute_flash.device.score_bwd import BlockScores, Terms
+from cute_flash.device.score_bwd import BlockScores
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_counters, fake_gradients
-from cute_flash.kernels.bwd_sm80_loops import Loops
-from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.sm80.bwd_storage import Main, Params, Shared
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
-from cute_flash.planning.varlen import HEADER
+from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import FAR, Band
+from cute_flash.spec.band import FAR, Band, BlockRange
 from cute_flash.spec.problem import Static
 
 FLOATS = 4  # in 16 bytes
@@ -60,13 +60,12 @@ def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
     return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
 
-class BwdSm80(Loops):
-    is_ordered = False  # see `bwd_sm80_ordered`
-
+class BwdSm80:
     def __init__(self, static: Static, tile: BwdTile):
-        self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
+        self.static, self.tile, self.dtype = static, tile, CUTE_DTYPES[static.dtype]
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
-        self.is_written, self.is_listed = static.features.is_written, static.features.block_map
+        self.is_written, self.is_listed = static.has_mods, static.block_sparse
+        self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
         self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
@@ -80,77 +79,90 @@ class BwdSm80(Loops):
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        ordered = "_ordered" if self.is_ordered else ""
-        features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_bwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
-
-    def fake_arguments(self) -> tuple:
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
-        *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        order = fake_counters(given[6]) if self.is_ordered else None
-        return (*given, order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        tags = "".join(f"_{name}" for name in s.tags)
+        return f"cute_flash_bwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}"
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mD: cute.Tensor,
-        mdQ: cute.Tensor,
-        mCounters: cute.Tensor | None,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout_cast: cute.Tensor,
+        lse_log2: cute.Tensor,
+        delta: cute.Tensor,
+        dq_accum: cute.Tensor,
+        dq_semaphore: cute.Tensor | None,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
-        section: Int32,
+        heads_per_l2_group: Int32,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
+        dalibi_partial: cute.Tensor | None,
+        dropout_threshold: Int32 | None,
+        dropout_scale: Float32 | None,
+        rng: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        dbias: cute.Tensor | None,
+        captures: list | None,
+        scalars: list | None,
+        dcaptures: list | None,
+        block_indices: list | None,
+        kv_tile_list: cute.Tensor | None,
         stream: CUstream,
     ):
-        tensors, bounds = (mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV), (window_left, window_right)
-        self.launch(tensors, scale, bounds, section, None, None, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        tensors: tuple,
-        scale: Float32,
-        bounds: tuple,
-        section: Int32,
-        terms: Terms | None,
-        mItems: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """`mItems`: the list of tiles, of a packed batch."""
-        mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
-        window_left, window_right = bounds
         tile, static = self.tile, self.static
-        is_packed = static.features.varlen
-        if cutlass.const_expr(is_packed):
-            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
-        batch, heads_kv, seqlen_k, _ = mK.shape
-        num_n_blocks = mItems.shape[0] - HEADER if is_packed else cute.ceil_div(seqlen_k, tile.tile_n)
-        row_elements = self.k_tile.copy_cols
+        score_params = bwd_score_params(
+            static, tile, q.shape[1], scale, softcap=softcap, alibi_slopes=alibi_slopes,
+            dalibi_partial=dalibi_partial, dropout_threshold=dropout_threshold, dropout_scale=dropout_scale,
+            rng=rng, bias=bias, dbias=dbias, captures=captures, scalars=scalars, dcaptures=dcaptures,
+            block_indices=block_indices,
+        )  # fmt: skip
+        if cutlass.const_expr(static.varlen):
+            q, k, v, dout_cast, dk, dv = (unpacked(x) for x in (q, k, v, dout_cast, dk, dv))
+        batch, heads_kv, seqlen_k, _ = k.shape
+        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        descends = static.has_left or static.deterministic
+        order, work = None, None
+        if cutlass.const_expr(static.varlen):
+            num_n_blocks = kv_tile_list.shape[0] - TILE_LIST_HEADER
+            work = WorkList(kv_tile_list, heads_kv, heads_per_l2_group)
+        else:
+            order = TileOrder(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends)
         band = Band(window_left if static.has_left else None, window_right if static.has_right else None)
         turns = None
-        if cutlass.const_expr(self.is_ordered):
+        if cutlass.const_expr(static.deterministic):
             # A right bound that hides nothing: without one, ptxas is short of a register.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
-            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n, by_engine=False)
-        # The longest first; in order, the last: who is waited for must have begun.
-        descends = static.has_left or self.is_ordered
+            turns = Order(dq_semaphore, band, q.shape[2], seqlen_k, tile.tile_m, tile.tile_n, by_engine=False)
+        row_elements = self.k_tile.copy_cols
         params = Params(
-            mQ, mK, mV, mdO, mLSE, mD, mdQ, mdK, mdV, scale, scale * LOG2_E,
-            Band(band.right, band.left), turns,
-            None if is_packed else TileOrder(num_n_blocks, heads_kv, batch, section, descends),
-            WorkList(mItems, heads_kv, section) if is_packed else None,
-            async_row_copy(tile.num_threads, row_elements, self.dtype),
-            plain_row_copy(tile.num_threads, row_elements, self.dtype),
-            self.s_grid.mma(), self.kv_grid.mma(), self.q_grid.mma(),
-            terms,
-        )  # fmt: skip
+            mQ=q,
+            mK=k,
+            mV=v,
+            mdO=dout_cast,
+            mLSE=lse_log2,
+            mD=delta,
+            mdQ=dq_accum,
+            mdK=dk,
+            mdV=dv,
+            scale=scale,
+            scale_log2=scale * LOG2_E,
+            band=Band(band.right, band.left),
+            turns=turns,
+            order=order,
+            work=work,
+            copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
+            copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
+            mma_s=self.s_grid.mma(),
+            mma_kv=self.kv_grid.mma(),
+            mma_q=self.q_grid.mma(),
+            terms=score_params,
+        )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         grid = (num_n_blocks * heads_kv * batch, 1, 1)
         self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
@@ -158,7 +170,7 @@ class BwdSm80(Loops):
     @cute.kernel
     def kernel(self, p: Params):
         index, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.static.features.varlen):
+        if cutlass.const_expr(self.static.varlen):
             if index < p.work.num_tiles():
                 n_block, head_kv, numbers = p.work.read(index)
                 self.one_tile(p, n_block, head_kv, Sequence.told(numbers))
@@ -195,7 +207,7 @@ class BwdSm80(Loops):
                 self.over_band(p, main, blocks, head_kv, batch)
 
         main.acc_dK.store(main.acc_dK.load() * p.scale)
-        if cutlass.const_expr(self.static.features.dropout):
+        if cutlass.const_expr(self.has_dropout):
             main.acc_dV.store(main.acc_dV.load() * p.terms.keep_scale)
         rows_left = seqlen_k - first_row
         for i, (mX, acc) in enumerate(((p.mdK, main.acc_dK), (p.mdV, main.acc_dV))):
@@ -218,8 +230,64 @@ class BwdSm80(Loops):
             self.q_grid.a(p.mma_q, thread, shared.sdSP, self.s_tile, turned=True),
             self.q_grid.b(p.mma_q, thread, shared.sKV, self.k_tile, turned=True),
             landing.shifted(1), landing, *(cute.make_rmem_tensor(acc_shape, Float32) for _ in range(2)),
-            cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
+            cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )  # fmt: skip
+
+    @cute.jit
+    def over_band(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):
+        """Over the blocks of queries that see the keys, of all heads that share them."""
+        heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
+        # Blocks that are left, this one included: their number tells the stages apart.
+        left = (blocks.end - blocks.begin) * heads_per_kv
+        m_block, head = Int32(blocks.begin), head_kv * heads_per_kv
+        self.load_block(p, main, (m_block, head, batch), self.stage_of(left))
+        cute.arch.cp_async_commit_group()
+        # Keys past the end must not reach dQ: all blocks of the last tile are masked.
+        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
+        full_end = Int32(0) if is_tail else Int32(blocks.full_end)
+        while left > 0:
+            is_cut = m_block < blocks.full_begin or m_block >= full_end
+            is_last_of_head = m_block + 1 == blocks.end
+            next_block = blocks.begin if is_last_of_head else m_block + 1
+            next_head = head + 1 if is_last_of_head else head
+            following = (next_block, next_head, batch)
+            self.one_block(p, main, (m_block, head, batch), left, is_cut, following)
+            self.end_head(p, main, head, is_last_of_head)
+            m_block, head, left = next_block, next_head, left - 1
+
+    @cute.jit
+    def end_head(self, p: Params, main: Main, head: Int32, is_last_of_head):
+        if cutlass.const_expr(main.dslope is not None):
+            if is_last_of_head:
+                n_block = main.first_row // self.tile.tile_n
+                block = main.span.k_block(n_block, self.tile.tile_n)
+                part = block * self.tile.num_warps + main.thread // 32
+                p.terms.store_dslope(main.dslope, head, main.span, part)
+
+    @cute.jit
+    def over_list(self, p: Params, main: Main, blocks: BlockRange, place: tuple):
+        """Over the blocks that a block map names; `place`: of the list of this tile."""
+        lists, (batch, head_kv, _n_block) = p.terms.written.lists, place
+        first_head = head_kv * (p.mQ.shape[1] // p.mK.shape[1])
+        num = lists.num(*place)
+        left, bits = num, lists.read(*place, Int32(0))
+        first = Entry(bits)
+        self.load_block(p, main, (first.m_block, first_head + first.head, batch), self.stage_of(left))
+        cute.arch.cp_async_commit_group()
+        is_tail = main.first_row + self.tile.tile_n > main.span.k_len
+        full_end = Int32(0) if is_tail else Int32(blocks.full_end)
+        while left > 0:
+            entry = Entry(bits)
+            next_bits = lists.read(*place, cutlass.min(num - left + 1, num - 1))
+            following = Entry(next_bits)
+            m_block, head = entry.m_block, first_head + entry.head
+            is_cut = m_block < blocks.full_begin or m_block >= full_end
+            self.one_block(
+                p, main, (m_block, head, batch), left, is_cut,
+                (following.m_block, first_head + following.head, batch), entry.is_partial,
+            )  # fmt: skip
+            self.end_head(p, main, head, entry.is_last)
+            left, bits = left - 1, next_bits
 
     @cute.jit
     def load_block(self, p: Params, main: Main, where: tuple, stage: Int32):
@@ -330,14 +398,36 @@ class BwdSm80(Loops):
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
         self.gemm(p.mma_q, acc_dQ, main.ds_t, main.k_t, 0)
-        if cutlass.const_expr(self.is_ordered):
+        if cutlass.const_expr(self.static.deterministic):
             self.wait_turn(p, main, m_block, head)
         gdQ = main.span.of(p.mdQ, head)[main.span.q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
             target = gdQ.iterator + (i * tile.num_threads + main.thread)  # 128 bytes of a warp side by side
             cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
-        if cutlass.const_expr(self.is_ordered):
+        if cutlass.const_expr(self.static.deterministic):
             self.pass_turn(p, main, m_block, head)
+
+    @cute.jit
+    def wait_turn(self, p: Params, main: Main, m_block: Int32, head: Int32):
+        """Until the tiles of keys before have added theirs."""
+        if rederived(main.thread) == 0:
+            p.turns.wait(*self.turn(p, main, m_block, head))
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def pass_turn(self, p: Params, main: Main, m_block: Int32, head: Int32):
+        """All threads have added: what one of them tells after a barrier includes it."""
+        cute.arch.sync_threads()
+        if rederived(main.thread) == 0:
+            p.turns.pass_on(*self.turn(p, main, m_block, head))
+
+    def turn(self, p: Params, main: Main, m_block: Int32, head: Int32) -> tuple:
+        """Where the counter is, and how many come before. No register is left to keep them meanwhile."""
+        span, m_block = main.span, rederived(m_block)
+        head = rederived(head)
+        where = (head, 0 if span.is_packed else span.batch, span.q_block(m_block, self.tile.tile_m))
+        n_block = rederived(main.first_row) // self.tile.tile_n
+        return where, p.turns.turn(n_block, m_block, span if span.is_packed else None)
 
     def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:
         acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)

@@ -32,7 +32,6 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
-from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
@@ -42,13 +41,13 @@ from cute_flash.device.philox import TilePlace
 from cute_flash.device.ptx import rederived
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
-from cute_flash.device.softmax import LOG2_E, Softmax
+from cute_flash.device.softmax import Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.arguments import DTYPES, fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras
-from cute_flash.kernels.fwd_sm80_shared import Main, Params, allocate, gemm, gemm_rs, operands
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.kernels.common.params import ScoreParams
+from cute_flash.kernels.sm80.fwd_storage import Main, Params, allocate, gemm, gemm_rs, operands
 from cute_flash.planning.tiles.fwd_sm80 import FwdTile
-from cute_flash.planning.varlen import HEADER
+from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
@@ -57,7 +56,7 @@ class FwdSm80:
     def __init__(self, static: Static, tile: FwdTile):
         self.static = static
         self.tile = tile
-        self.dtype = DTYPES[static.dtype]
+        self.dtype = CUTE_DTYPES[static.dtype]
 
     @property
     def name(self) -> str:
@@ -67,64 +66,68 @@ class FwdSm80:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
-
-    def fake_arguments(self) -> tuple:
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1))
-        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        tags = "".join(f"_{name}" for name in s.tags)
+        return f"cute_flash_fwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}{study}"
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
-        section: Int32,
+        heads_per_l2_group: Int32,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
+        sinks: cute.Tensor | None,
+        dropout_threshold: Int32 | None,
+        dropout_scale: Float32 | None,
+        rng: cute.Tensor | None,
+        max_logit: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        captures: list | None,
+        scalars: list | None,
+        block_indices: list | None,
+        q_tile_list: cute.Tensor | None,
         stream: CUstream,
     ):
-        bounds = window_left, window_right
-        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, section, NO_EXTRAS, None, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        tensors: tuple,
-        scale_log2: Float32,
-        bounds: tuple,
-        section: Int32,
-        extras: Extras,
-        mItems: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """`mItems`: the list of tiles, of a packed batch."""
-        mQ, mK, mV, mO, mLSE = tensors
-        window_left, window_right = bounds
-        tile = self.tile
-        row_elements = tile.smem(tile.tile_m).copy_cols
-        is_packed = self.static.features.varlen
-        if cutlass.const_expr(is_packed):
-            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
-        batch, heads, seqlen_q, _ = mQ.shape
-        num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
-        if cutlass.const_expr(is_packed):
-            num_m_blocks = mItems.shape[0] - HEADER
-        band = Band(
-            window_left if self.static.has_left else None, window_right if self.static.has_right else None
-        )
-        params = Params(
-            mQ, mK, mV, mO, mLSE, scale_log2, band,
-            None if is_packed else TileOrder(num_m_blocks, heads, batch, section, self.static.has_right),
-            WorkList(mItems, heads, section) if is_packed else None,
-            async_row_copy(tile.num_threads, row_elements, self.dtype),
-            plain_row_copy(tile.num_threads, row_elements, self.dtype),
-            self._tiled_mma(), extras,
+        tile, static = self.tile, self.static
+        score_params = ScoreParams.of(
+            static, scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            dropout_threshold=dropout_threshold, dropout_scale=dropout_scale, rng=rng, max_logit=max_logit,
+            bias=bias, captures=captures, scalars=scalars, block_indices=block_indices,
         )  # fmt: skip
+        row_elements = tile.smem(tile.tile_m).copy_cols
+        if cutlass.const_expr(static.varlen):
+            q, k, v, out, lse = (unpacked(x) for x in (q, k, v, out, lse))
+        batch, heads, seqlen_q, _ = q.shape
+        num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        if cutlass.const_expr(static.varlen):
+            num_m_blocks = q_tile_list.shape[0] - TILE_LIST_HEADER
+        order, work = None, None
+        if cutlass.const_expr(static.varlen):
+            work = WorkList(q_tile_list, heads, heads_per_l2_group)
+        else:
+            order = TileOrder(num_m_blocks, heads, batch, heads_per_l2_group, static.has_right)
+        params = Params(
+            mQ=q,
+            mK=k,
+            mV=v,
+            mO=out,
+            mLSE=lse,
+            scale_log2=score_params.softmax_scale(scale),
+            band=Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            order=order,
+            work=work,
+            copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
+            copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
+            tiled_mma=self._tiled_mma(),
+            score_params=score_params,
+        )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         grid = (num_m_blocks * heads * batch, 1, 1)
         self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
@@ -138,7 +141,7 @@ class FwdSm80:
     @cute.kernel
     def kernel(self, p: Params):
         index, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.static.features.varlen):
+        if cutlass.const_expr(self.static.varlen):
             # As many blocks as there may be tiles.
             if index < p.work.num_tiles():
                 self.one_tile(p, *self.tile_of(p, index))
@@ -148,7 +151,7 @@ class FwdSm80:
     @cute.jit
     def tile_of(self, p: Params, index: Int32):
         """Block of queries, head and sequence."""
-        if cutlass.const_expr(self.static.features.varlen):
+        if cutlass.const_expr(self.static.varlen):
             m_block, head, numbers = p.work.read(index)
             return m_block, head, Sequence.told(numbers)
         m_block, head, batch = p.order.decode(index)
@@ -172,7 +175,7 @@ class FwdSm80:
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
         acc_O.fill(0.0)
         tScS = self.coordinates(p.tiled_mma, thread)
-        wants_largest, is_exact = p.extras.max_logit is not None, self.static.features.batch_invariant
+        wants_largest, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
         load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
         load_k = replace(load_q, tile_rows=tile.tile_n)
@@ -183,7 +186,7 @@ class FwdSm80:
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
-            p.extras.of_head(head, span.batch), p.extras.dropout(), span.batch * p.mQ.shape[1] + head,
+            p.score_params.of_head(head, span.batch), p.score_params.dropout(), span.batch * p.mQ.shape[1] + head,
             self.walk(p, m_block, head, span),
         )  # fmt: skip
 
@@ -192,7 +195,7 @@ class FwdSm80:
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.main_loop(main)
 
-        if cutlass.const_expr(self.static.features.weight > 0):
+        if cutlass.const_expr(self.static.base_cost > 0):
             # Beside other work no register is left to keep these over the loop.
             thread = rederived(thread)
             m_block, head, span = self.tile_of(p, rederived(cute.arch.block_idx()[0]))
@@ -201,22 +204,22 @@ class FwdSm80:
         gO = row_tile(span.of(p.mO, head), first_row, tile.tile_m, tile.head_dim)
         gLSE = cute.domain_offset((first_row,), span.of(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
-        softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.keep_scale)
+        softmax.finish(as_mn(acc_O), lse, main.head.sink, main.head.dropout_scale)
         store_lse(lse, gLSE, tScS, thread, rows_left)
-        if cutlass.const_expr(p.extras.max_logit is not None):
-            raise_max_logit(p.extras.max_logit, head, softmax.largest_of(tScS, rows_left))
-        if cutlass.const_expr(self.static.features.out_dtype):
+        if cutlass.const_expr(p.score_params.max_logit is not None):
+            raise_max_logit(p.score_params.max_logit, head, softmax.largest_of(tScS, rows_left))
+        if cutlass.const_expr(self.static.out_fp32):
             store_floats(acc_O, gO, p.tiled_mma, (thread, rows_left), self.static.width_v)
         else:
             store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
             Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
 
     def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
-        if p.extras.lists is None:
+        if p.score_params.block_indices is None:
             return None
         rows, keys = self.static.mods.block
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
-        return ListWalk(p.extras.lists, place, p.extras.lists.numbers(*place), keys // self.tile.tile_n)
+        return ListWalk(p.score_params.block_indices, place, p.score_params.block_indices.numbers(*place), keys // self.tile.tile_n)
 
     def has_blocks(self, main: Main):
         return main.blocks.begin < main.blocks.end if main.walk is None else main.walk.num > 0
@@ -294,7 +297,7 @@ class FwdSm80:
         loader, gX, sX = what
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
-        if cutlass.const_expr(self.static.features.weight > 0):
+        if cutlass.const_expr(self.static.base_cost > 0):
             # Beside other work no register is left to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
         loader.load(tile, sX[None, None, self.stage_of(fill)], main.mask.seqlen_k - first, is_last)
@@ -302,7 +305,7 @@ class FwdSm80:
     @cute.jit
     def one_block(self, main: Main, n_block: Int32, masked: cutlass.Constexpr, listed: tuple | None = None):
         """`listed`: how many blocks were before this one, and which follows, if any does."""
-        tile, written = self.tile, main.head.written
+        tile, written = self.tile, main.head.mods
         # Blocks before it, or a number that has the same remainder.
         fill = n_block if listed is None else listed[0]
         stage = self.stage_of(fill)
@@ -340,7 +343,7 @@ class FwdSm80:
             # A window's bounds take the registers that the polynomial of a softcap needs; whether all scores
             # are near 0 is asked of a warp's rows together.
             is_window = self.static.has_left and self.static.has_right
-            looks_near = not (masked or is_window or self.static.features.batch_invariant)
+            looks_near = not (masked or is_window or self.static.batch_invariant)
             main.head.score.apply(as_mn(acc_S), main.mask, n_block * tile.tile_n, looks_near)
         if cutlass.const_expr(written is not None):
             written.transform(as_mn(acc_S), main.mask, n_block * tile.tile_n, bias)
@@ -368,5 +371,5 @@ class FwdSm80:
         elif cutlass.const_expr(main.walk is not None and self.static.is_bounded):
             if main.blocks.cuts(n_block):
                 main.mask.apply(as_mn(acc_S), first_column)
-        if cutlass.const_expr(main.head.written is not None and (masked or main.walk is None)):
-            main.head.written.hide(as_mn(acc_S), main.mask, first_column)
+        if cutlass.const_expr(main.head.mods is not None and (masked or main.walk is None)):
+            main.head.mods.hide(as_mn(acc_S), main.mask, first_column)

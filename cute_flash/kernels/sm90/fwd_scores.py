@@ -6,29 +6,73 @@ ones relative to what their rows have seen, which costs nothing; where S is kept
 made of products by a formula (`device/exponents.py`).
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.device.barriers import Turns
 from cute_flash.device.bias import Bias
 from cute_flash.device.block_list import ListWalk
 from cute_flash.device.exponents import Formula
+from cute_flash.device.mask import Mask
+from cute_flash.device.sequence import Sequence
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.written import WrittenFormula
-from cute_flash.kernels.fwd_sm90_shared import Shapes
-from cute_flash.kernels.fwd_sm90_work import Main, Tile
+from cute_flash.kernels.common.params import HeadScoreParams
+from cute_flash.kernels.sm90.fwd_storage import Shapes, Shared
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.spec.band import OutwardWalk, Walk
+
+
+@dataclass(frozen=True)
+class Main:
+    """What a warpgroup works with."""
+
+    warpgroup: Int32
+    thread: Int32
+    shared: Shared
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
+    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
+    rV: cute.Tensor
+    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
+    acc_O: cute.Tensor
+    softmax: Softmax
+    lse: cute.Tensor  # (rows of this thread,), of the tile that ends
+    inverse: cute.Tensor  # 1 / l
+    turns: Turns
+    tScS: cute.Tensor  # (row, column) of every element of S
+    largest: cute.Tensor | None  # (1,), the largest score of the tile that ends, of this thread
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a warpgroup works on: its rows of one tile."""
+
+    count: Int32  # tiles before this one
+    fill: Int32  # blocks of K and V before this tile's
+    head: Int32
+    span: Sequence
+    mask: Mask
+    walk: Walk | OutwardWalk | ListWalk  # over its key blocks
+    of_head: HeadScoreParams
+
+    def has_blocks(self):
+        return self.walk.num > 0
 
 
 @cute.jit
 def load_bias(main: Main, tile: Tile, fill: Int32, first_column: Int32, is_whole: cutlass.Constexpr):
     """On its way to registers while others multiply, or where it will be in shared memory; None without."""
-    if cutlass.const_expr(tile.of_head.written is None):
+    if cutlass.const_expr(tile.of_head.mods is None):
         return None
     if cutlass.const_expr(main.shared.bias is not None):
         return main.shared.bias.at(main.warpgroup, main.thread, fill)
-    return tile.of_head.written.load_bias(tile.mask, first_column, is_whole, by_warp=True)
+    return tile.of_head.mods.load_bias(tile.mask, first_column, is_whole, by_warp=True)
 
 
 @cute.jit
@@ -42,13 +86,13 @@ def transform(
     """Softcap, ALiBi, bias and score_mod, before the mask."""
     if cutlass.const_expr(tile.of_head.score is not None):
         tile.of_head.score.apply(as_mn(acc_S), tile.mask, first_column, looks_near)
-    if cutlass.const_expr(tile.of_head.written is not None):
-        tile.of_head.written.transform(as_mn(acc_S), tile.mask, first_column, bias)
+    if cutlass.const_expr(tile.of_head.mods is not None):
+        tile.of_head.mods.transform(as_mn(acc_S), tile.mask, first_column, bias)
 
 
 def reference_of(tile: Tile, softmax: Softmax) -> tuple | None:
     """What scores of a further block are taken relative to; None: they stand as they are."""
-    is_alone = tile.of_head.score is not None and tile.of_head.written is None
+    is_alone = tile.of_head.score is not None and tile.of_head.mods is None
     return softmax.reference() if is_alone else None
 
 
@@ -61,9 +105,9 @@ def transform_from(
     """
     (first_column, bias), (checks_sums, is_cut) = block, how
     # Whether all are near 0 is asked of a warp's rows together.
-    looks_near = not shapes.static.features.batch_invariant
+    looks_near = not shapes.static.batch_invariant
     reference, has_formula = reference_of(tile, softmax), checks_sums and shapes.has_formula
-    if cutlass.const_expr(tile.of_head.written is not None):
+    if cutlass.const_expr(tile.of_head.mods is not None):
         # A full block of a map may be cut by the band as well.
         is_whole = is_cut is False and not (isinstance(tile.walk, ListWalk) and tile.walk.blocks is not None)
         if cutlass.const_expr(has_formula and is_whole):
@@ -80,7 +124,7 @@ def transform_from(
 
 
 def _written_formula(softmax: Softmax, tile: Tile, first_column: Int32, bias: Bias | None) -> WrittenFormula:
-    score, written = tile.of_head.score, tile.of_head.written
+    score, written = tile.of_head.score, tile.of_head.mods
     if bias is not None:
         bias.wait()
     factors = None if score is None else score.scale_log2, softmax.scale_log2
@@ -95,7 +139,7 @@ def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is
             tile.mask.apply(as_mn(acc_S), first_column)
     elif cutlass.const_expr(is_cut):
         tile.mask.apply(as_mn(acc_S), first_column)
-    written = tile.of_head.written
+    written = tile.of_head.mods
     if cutlass.const_expr(isinstance(tile.walk, ListWalk)):
         if cutlass.const_expr(is_cut is True):
             written.hide(as_mn(acc_S), tile.mask, first_column)

@@ -12,10 +12,10 @@ from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue
 from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.stages import allocate_stages
-from cute_flash.kernels.bwd_around import BwdPostprocess
-from cute_flash.kernels.bwd_sm80 import dq_grid
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.kernels.sm80.bwd import dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
-from cute_flash.planning.varlen import HEADER
+from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
 
@@ -30,11 +30,11 @@ class Params:
     mItems: cute.Tensor | None  # the blocks of a packed batch
 
 
-class BwdPostprocessSm80(BwdPostprocess):
+class BwdPostprocessSm80:
     """dQ = scale times the fp32 sums, from the order of the accumulators to rows in the inputs' type."""
 
     def __init__(self, static: Static, tile: BwdTile):
-        super().__init__(static, tile)
+        self.static, self.dtype = static, CUTE_DTYPES[static.dtype]
         self.tile_m, self.tile_d = tile.tile_m, tile.head_dim
         self.num_threads, self.grid = tile.num_threads, dq_grid(tile, self.dtype)
         self.out_tile = SmemTile(tile.tile_m, tile.head_dim)
@@ -42,29 +42,37 @@ class BwdPostprocessSm80(BwdPostprocess):
     @cute.jit
     def __call__(
         self,
-        mdQ: cute.Tensor,
-        mOut: cute.Tensor,
-        scale: Float32,
-        mItems: cute.Tensor | None,
+        dq_accum: cute.Tensor,
+        dq: cute.Tensor,
+        dq_scale: Float32,
+        q_tile_list: cute.Tensor | None,
         stream: CUstream,
     ):
-        batch, heads, blocks, _ = mdQ.shape
-        if cutlass.const_expr(self.static.features.varlen):
-            mOut, blocks = unpacked(mOut), mItems.shape[0] - HEADER
+        batch, heads, num_blocks, _ = dq_accum.shape
+        if cutlass.const_expr(self.static.varlen):
+            dq, num_blocks = unpacked(dq), q_tile_list.shape[0] - TILE_LIST_HEADER
         copy_out = plain_row_copy(self.num_threads, self.out_tile.copy_cols, self.dtype)
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_postprocess_sm80_d{self.static.head_dim}_{self.static.dtype}",
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
-        self.kernel(Params(mdQ, mOut, scale, self.grid.mma(), copy_out, mItems)).launch(
-            grid=(blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
+        params = Params(
+            mdQ=dq_accum,
+            mOut=dq,
+            scale=dq_scale,
+            tiled_mma=self.grid.mma(),
+            copy_out=copy_out,
+            mItems=q_tile_list,
+        )
+        self.kernel(params).launch(
+            grid=(num_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, p: Params):
         index, head, batch = cute.arch.block_idx()
-        if cutlass.const_expr(self.static.features.varlen):
+        if cutlass.const_expr(self.static.varlen):
             if index < p.mItems[0, 0]:
                 m_block, numbers = read_item(p.mItems, index)
                 self.one_block(p, m_block, head, Sequence.told(numbers))

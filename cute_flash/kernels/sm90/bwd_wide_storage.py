@@ -13,8 +13,8 @@ from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band
@@ -30,7 +30,7 @@ class Shapes:
 
     @property
     def dtype(self):
-        return DTYPES[self.static.dtype]
+        return CUTE_DTYPES[self.static.dtype]
 
     @property
     def q(self) -> SmemTile:

@@ -4,16 +4,49 @@ They decide what a block works on: the warp of Q and K draws the tiles and write
 where all others read it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.barriers import Ring
+from cute_flash.device.block_list import ListWalk
+from cute_flash.device.drawn import RECTANGLES
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shared
-from cute_flash.kernels.fwd_sm90_work import Told, follow
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shared
+from cute_flash.spec.band import OutwardWalk, Walk
+
+
+@dataclass(frozen=True)
+class Told:
+    """A tile as the warp of Q and K tells it to others that go through its blocks."""
+
+    m_block: Int32
+    head: Int32
+    span: Sequence
+    walk: Walk | OutwardWalk | ListWalk
+
+
+@cute.jit
+def follow(p: Params, shared: Shared, work: Callable):
+    """`work(fill, tile, i)` for the i-th block of every tile, in the order in which they are multiplied."""
+    count, fill = Int32(0), Int32(0)  # of tiles; of blocks
+    shared.q.wait_full(count)
+    m_block = shared.m_block(count)
+    while m_block != NO_TILE:
+        head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
+        shared.release_q(count)
+        tile = Told(m_block, head, span, p.walk(m_block, head, span, counts))
+        for i in cutlass.range(tile.walk.num, unroll=1):
+            work(fill + i, tile, i)
+        fill += tile.walk.num
+        count += 1
+        shared.q.wait_full(count)
+        m_block = shared.m_block(count)
 
 
 @cute.jit
@@ -121,3 +154,21 @@ def store(p: Params, shared: Shared):
 @cute.jit
 def wait_output(shared: Shared, count: Int32, warpgroup: cutlass.Constexpr):
     cute.arch.mbarrier_wait(shared.output_barrier(warpgroup, count), shared.q.parity(count))
+
+
+@cute.jit
+def produce_dropout(p: Params, shared: Shared, warp: Int32, lane: Int32):
+    tile, drawn = p.shapes.tile, shared.drawn
+    cute.arch.setmaxregister_decrease(tile.registers_to_draw)
+    dropout = p.extras.dropout()
+
+    def draw_block(fill: Int32, told: Told, i: Int32):
+        sequence = told.span.batch * p.order.heads + told.head
+        for w in cutlass.range_constexpr(tile.num_warpgroups):
+            rectangle = (told.m_block * tile.num_warpgroups + w) * RECTANGLES
+            drawn.ring(w).wait_empty(fill)
+            where = drawn.stage(fill), w, warp, lane
+            drawn.draw(dropout, sequence, rectangle, told.walk.block(i) * tile.tile_n, where)
+            drawn.tell(w, fill)
+
+    follow(p, shared, draw_block)

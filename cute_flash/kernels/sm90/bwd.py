@@ -33,7 +33,6 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
@@ -45,18 +44,18 @@ from cute_flash.device.ordered import Order
 from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels import bwd_sm90_copies as copies
-from cute_flash.kernels.arguments import fake_counters, fake_gradients
-from cute_flash.kernels.bwd_sm90_shared import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
+from cute_flash.kernels.sm90 import bwd_producer as producer
+from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import Band
+from cute_flash.spec.features import MODS
 from cute_flash.spec.problem import Static
 
 # Named barrier 0 is the one of all threads.
@@ -88,118 +87,109 @@ class Main:
 
 
 class BwdSm90:
-    is_ordered = False
-
     def __init__(self, static: Static, tile: BwdTileSm90):
         self.static, self.tile = static, tile
         self.shapes = Shapes(static, tile)
         self.dtype = self.shapes.dtype
-        self.has_score = static.features.in_gradients.weight > 0 or static.features.is_written
-        self.is_written, self.is_listed = static.features.is_written, static.features.block_map
+        self.has_score = bool(static.features) or static.has_mods
+        self.is_written, self.is_listed = static.has_mods, static.block_sparse
+        self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         # What needs the registers in which LSE would wait.
-        self.has_function = any((static.features.bias, static.features.score_mod, static.features.mask_mod))
-        # In order every tile has a block of its own: who is waited for has begun.
-        differs = static.is_bounded or static.features.varlen or self.is_listed
-        self.draws_tiles = differs and not self.is_ordered
+        self.has_function = any(name in MODS for name in static.features)
+        # With a semaphore every tile has a CTA of its own: the tile that is waited for has begun.
+        differs = static.is_bounded or static.varlen or static.block_sparse
+        self.draws_tiles = differs and not static.deterministic
 
     @property
     def name(self) -> str:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        ordered = "_ordered" if self.is_ordered else ""
-        features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_bwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{ordered}{features}"
-
-    def fake_arguments(self) -> tuple:
-        *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        order = fake_counters(given[6]) if self.is_ordered else None
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
-        return (*given, order, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        tags = "".join(f"_{name}" for name in s.tags)
+        return f"cute_flash_bwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}"
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mD: cute.Tensor,
-        mdQ: cute.Tensor,
-        mCounters: cute.Tensor | None,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout_cast: cute.Tensor,
+        lse_log2: cute.Tensor,
+        delta: cute.Tensor,
+        dq_accum: cute.Tensor,
+        dq_semaphore: cute.Tensor | None,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
-        section: Int32,
-        num_blocks: Int32,
-        counter: Int64,
+        heads_per_l2_group: Int32,
+        num_ctas: Int32,
+        tile_counter: Int64,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
+        dalibi_partial: cute.Tensor | None,
+        dropout_threshold: Int32 | None,
+        dropout_scale: Float32 | None,
+        rng: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        dbias: cute.Tensor | None,
+        captures: list | None,
+        scalars: list | None,
+        dcaptures: list | None,
+        block_indices: list | None,
+        kv_tile_list: cute.Tensor | None,
         stream: CUstream,
     ):
-        tensors = mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV
-        bounds, grid = (window_left, window_right), (section, num_blocks, counter)
-        self.launch(tensors, scale, bounds, grid, None, None, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        tensors: tuple,
-        scale: Float32,
-        bounds: tuple,
-        grid: tuple,
-        terms: Terms | None,
-        mItems: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """`mItems`: the list of tiles, of a packed batch."""
-        mQ, mK, mV, mdO, mLSE, mD, mdQ, mCounters, mdK, mdV = tensors
-        window_left, window_right = bounds
-        section, num_blocks, counter = grid
         tile, static = self.tile, self.static
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        is_packed, tiles = static.features.varlen, TmaTiles
-        if cutlass.const_expr(is_packed):
-            mQ, mK, mV, mdO, mdK, mdV = (unpacked(mX) for mX in (mQ, mK, mV, mdO, mdK, mdV))
-            tiles = RaggedTiles
-        batch, heads_kv, seqlen_k, _ = mK.shape
+        score_params = bwd_score_params(
+            static, tile, q.shape[1], scale, softcap=softcap, alibi_slopes=alibi_slopes,
+            dalibi_partial=dalibi_partial, dropout_threshold=dropout_threshold, dropout_scale=dropout_scale,
+            rng=rng, bias=bias, dbias=dbias, captures=captures, scalars=scalars, dcaptures=dcaptures,
+            block_indices=block_indices,
+        )  # fmt: skip
+        load, tma, shapes = cpasync.CopyBulkTensorTileG2SOp(), TmaTiles, self.shapes
+        if cutlass.const_expr(static.varlen):
+            q, k, v, dout_cast, dk, dv = (unpacked(x) for x in (q, k, v, dout_cast, dk, dv))
+            tma = RaggedTiles
+        batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        MN, K = OperandMajorMode.MN, OperandMajorMode.K
+        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        descends = static.has_left or static.deterministic
         left = window_left if static.has_left else None
         right = window_right if static.has_right else None
         turns = None
-        if cutlass.const_expr(self.is_ordered):
-            band = Band(left, right)
-            turns = Order(mCounters, band, mQ.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
+        if cutlass.const_expr(static.deterministic):
+            turns = Order(dq_semaphore, Band(left, right), q.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
+        MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
-            self.shapes,
-            tiles.of(load, mQ, self.shapes.q),
-            tiles.of(load, mdO, self.shapes.q),
-            tiles.of(load, mK, self.shapes.k),
-            tiles.of(load, mV, self.shapes.k),
-            mLSE,
-            mD,
-            mdQ,
-            turns,
-            mdK,
-            mdV,
-            mQ.shape[2],
-            seqlen_k,
-            mQ.shape[1] // heads_kv,
-            scale,
-            Band(right, left),
-            # The longest first; in order, the last: who is waited for must have begun.
-            TileOrder(num_n_blocks, heads_kv, batch, section, static.has_left or self.is_ordered),
-            TileQueue(num_n_blocks * heads_kv * batch, counter, self.draws_tiles),
-            WorkList(mItems, heads_kv, section) if is_packed else None,
-            make_mma(self.dtype, tile.tile_m, False, K, K),
-            make_mma(self.dtype, tile.head_dim, True, K, MN),
-            make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
-            terms,
+            shapes=shapes,
+            q=tma.of(load, q, shapes.q),
+            do=tma.of(load, dout_cast, shapes.q),
+            k=tma.of(load, k, shapes.k),
+            v=tma.of(load, v, shapes.k),
+            mLSE=lse_log2,
+            mD=delta,
+            mdQ=dq_accum,
+            turns=turns,
+            mdK=dk,
+            mdV=dv,
+            seqlen_q=q.shape[2],
+            seqlen_k=seqlen_k,
+            heads_per_kv=q.shape[1] // heads_kv,
+            scale=scale,
+            band=Band(right, left),
+            order=TileOrder(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends),
+            queue=TileQueue(num_n_blocks * heads_kv * batch, tile_counter, self.draws_tiles),
+            work=WorkList(kv_tile_list, heads_kv, heads_per_l2_group) if static.varlen else None,
+            mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
+            mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
+            mma_dq=make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
+            terms=score_params,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -223,9 +213,9 @@ class BwdSm90:
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(for_copies)
             if warp_index == 0:
-                copies.load(p, shared)
+                producer.load(p, shared)
             if warp_index > 0 and warp_index <= p.num_adders:
-                copies.add_dq(p, shared, warp_index - 1)
+                producer.add_dq(p, shared, warp_index - 1)
         else:
             cute.arch.setmaxregister_increase(for_mma)
             self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
@@ -259,11 +249,11 @@ class BwdSm90:
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
             Turns(FIRST_TURN, NUM_WARPGROUPS, wg),
-            cute.make_rmem_tensor(1, Float32) if self.static.features.alibi else None,
+            cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
     def dv_factor(self, p: Params) -> Float32:
-        return p.terms.keep_scale if self.static.features.dropout else Float32(1.0)
+        return p.terms.keep_scale if self.has_dropout else Float32(1.0)
 
     @cute.jit
     def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
@@ -589,8 +579,3 @@ class BwdSm90:
         )
         store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
 
-
-class BwdSm90Ordered(BwdSm90):
-    """Tiles of keys add to a block of dQ in turn: the same bits every time."""
-
-    is_ordered = True

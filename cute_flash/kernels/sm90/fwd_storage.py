@@ -20,8 +20,8 @@ from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.smem import to_cute
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.arguments import DTYPES
-from cute_flash.kernels.extras import TABLE_TYPES, Extras
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.planning.tiles.common import HEAVY, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
@@ -43,16 +43,24 @@ class Shapes:
 
     @property
     def dtype(self):
-        return DTYPES[self.static.dtype]
+        return CUTE_DTYPES[self.static.dtype]
+
+    @property
+    def has_softcap(self) -> bool:
+        return "softcap" in self.static.features
+
+    @property
+    def has_alibi(self) -> bool:
+        return "alibi" in self.static.features
 
     @property
     def tile_numbers(self) -> int:
         """That tell a tile: m_block, head, those of its sequence, and of a map how many blocks it sees."""
-        return self.sequence_end + (2 if self.static.features.block_map else 0)
+        return self.sequence_end + (2 if self.static.block_sparse else 0)
 
     @property
     def sequence_end(self) -> int:
-        return 2 + (NUMBERS if self.static.features.varlen else 1)
+        return 2 + (NUMBERS if self.static.varlen else 1)
 
     @property
     def is_bounded(self) -> bool:
@@ -63,15 +71,15 @@ class Shapes:
         """With two stages of Q, whether the next tile begins beside the end of this one: there functions have
         the fewest registers.
         """
-        features = self.static.features
-        return not (features.is_written and (features.block_map or self.static.weight > HEAVY))
+        static = self.static
+        return not (static.has_mods and (static.block_sparse or static.feature_cost > HEAVY))
 
     @property
     def begins_near(self) -> bool:
         """With the keys next to the queries, where a bias or a score_mod often has the largest scores."""
-        features = self.static.features
-        has_own = features.alibi or features.block_map or features.batch_invariant
-        return (features.bias or features.score_mod) and not has_own
+        static = self.static
+        has_own = self.has_alibi or static.block_sparse or static.batch_invariant
+        return ("bias" in static.features or "score_mod" in static.features) and not has_own
 
     @property
     def cut_loops(self) -> tuple[bool, bool]:
@@ -81,14 +89,14 @@ class Shapes:
         static = self.static
         if self.begins_near:
             return static.has_right, static.has_left or not static.has_right
-        return static.has_left and static.has_right and not static.features.block_map, (
-            self.is_bounded or static.features.block_map
+        return static.has_left and static.has_right and not static.block_sparse, (
+            self.is_bounded or static.block_sparse
         )
 
     @property
     def draws_tiles(self) -> bool:
         """Tiles differ in length."""
-        return self.is_bounded or self.static.features.block_map
+        return self.is_bounded or self.static.block_sparse
 
     @property
     def steps(self) -> int:
@@ -105,8 +113,7 @@ class Shapes:
     @property
     def is_crowded(self) -> bool:
         """Scores are transformed in two ways, or with the registers that those who draw leave."""
-        features = self.static.features
-        return self.tile.draws + features.is_written + (features.softcap or features.alibi) > 1
+        return self.tile.draws + self.static.has_mods + (self.has_softcap or self.has_alibi) > 1
 
     @property
     def may_check_sums(self) -> bool:
@@ -115,19 +122,18 @@ class Shapes:
         for, sums say nothing more.
         """
         has_room = self.tile.width_v <= 64 or not self.is_crowded
-        features = self.static.features
-        return has_room and not (features.return_max_logit or features.batch_invariant)
+        static = self.static
+        return has_room and not ("return_max_logit" in static.features or static.batch_invariant)
 
     @property
     def has_formula(self) -> bool:
         """Whether a block's products become P by one formula (`device/exponents.py`). A slope and a cap at
         once have none, and a cap's needs more registers than three warpgroups have.
         """
-        features = self.static.features
-        if features.is_written:
+        if self.static.has_mods:
             return not self.is_crowded and self.static.mods.has_formula
-        is_one = features.alibi != features.softcap
-        return is_one and (features.alibi or self.tile.num_warpgroups < 3)
+        is_one = self.has_alibi != self.has_softcap
+        return is_one and (self.has_alibi or self.tile.num_warpgroups < 3)
 
     @property
     def q(self) -> SmemTile:
@@ -174,7 +180,7 @@ class Params:
     work: WorkList | None  # of a packed batch
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    extras: Extras
+    score_params: ScoreParams
 
     def sequence(self, numbers: tuple) -> Sequence:
         """From what `Shared` tells of a tile."""
@@ -201,8 +207,8 @@ class Params:
         """With a block map, how many of its blocks are full and partial."""
         return (
             ()
-            if self.extras.lists is None
-            else self.extras.lists.numbers(*self._place(m_block, head, sequence))
+            if self.score_params.block_indices is None
+            else self.score_params.block_indices.numbers(*self._place(m_block, head, sequence))
         )
 
     def _place(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
@@ -220,22 +226,22 @@ class Params:
         that depends on the rows of the tile, and is not for results that may not. A block map has its own
         order.
         """
-        if self.extras.lists is not None:
+        if self.score_params.block_indices is not None:
             parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
-            return ListWalk(self.extras.lists, self._place(m_block, head, sequence), counts, parts, blocks)
+            return ListWalk(self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
         if self.shapes.begins_near and self.shapes.is_bounded:
             return blocks.walk(False)
-        is_outward = self.shapes.begins_near or static.features.alibi
-        if not is_outward or static.features.batch_invariant:
+        is_outward = self.shapes.begins_near or self.shapes.has_alibi
+        if not is_outward or static.batch_invariant:
             return blocks.walk(static.has_right)
         lengths = self.positions_of(sequence), sequence.k_len
         return blocks.walk_outward(diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
 
     def _blocks(self, m_block: Int32, sequence: Sequence) -> BlockRange:
         tile, lengths = self.shapes.tile, (self.positions_of(sequence), sequence.k_len)
-        if self.shapes.static.packs_heads:
+        if self.shapes.static.pack_gqa:
             # Any position may be among the rows of a tile.
             return self.band.blocks(Int32(0), ALL_ROWS, tile.tile_n, *lengths)
         return self.band.blocks(m_block, tile.tile_m, tile.tile_n, *lengths)
@@ -268,14 +274,14 @@ class Shared:
             drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
         bias = None
         if tile.bias_stages:
-            of = TABLE_TYPES[shapes.static.mods.bias]
+            of = CUTE_DTYPES[shapes.static.mods.bias]
             bias = BiasBlocks.allocate(smem, of, shapes.bias, tile.num_warpgroups, tile.bias_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
         room = -(-shapes.tile_numbers // 4) * 4
         tiles = smem.allocate_tensor(Int32, cute.make_layout((room, TILE_SLOTS)), 16)
         blocks = None
-        if shapes.static.features.block_map:
+        if shapes.static.block_sparse:
             blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
         return Shared(shapes, sQ, sK, sV, drawn, bias, *rings, o_full, tiles, blocks)
 

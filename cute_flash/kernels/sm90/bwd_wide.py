@@ -43,7 +43,6 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.mask import Mask
@@ -54,11 +53,10 @@ from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.arguments import fake_gradients
-from cute_flash.kernels.bwd_dq import add_four, bulk_add
-from cute_flash.kernels.bwd_sm90_copies import load_block, load_keys
-from cute_flash.kernels.bwd_sm90_shared import BOTH, NUM_WARPGROUPS, Tile
-from cute_flash.kernels.bwd_sm90_wide_shared import Params, Shapes, Shared
+from cute_flash.kernels.sm90.dq import add_four, bulk_add
+from cute_flash.kernels.sm90.bwd_producer import load_block, load_keys
+from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
+from cute_flash.kernels.sm90.bwd_wide_storage import Params, Shapes, Shared
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, Band
@@ -112,61 +110,59 @@ class BwdSm90Wide:
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         return f"cute_flash_bwd_sm90_wide_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
 
-    def fake_arguments(self) -> tuple:
-        *given, dk, dv = fake_gradients(self.static, self.tile.tile_m * self.tile.head_dim)
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int64(0))
-        return (*given, None, dk, dv, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
-
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mD: cute.Tensor,
-        mdQ: cute.Tensor,
-        mCounters: None,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout_cast: cute.Tensor,
+        lse_log2: cute.Tensor,
+        delta: cute.Tensor,
+        dq_accum: cute.Tensor,
+        dq_semaphore: cute.Tensor | None,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
-        section: Int32,
-        num_blocks: Int32,
-        counter: Int64,
+        heads_per_l2_group: Int32,
+        num_ctas: Int32,
+        tile_counter: Int64,
         stream: CUstream,
     ):
-        """The arguments of `BwdSm90`; those of ordered sums and of persistent blocks are not used."""
+        """The first operands of `BwdSm90`. A CTA has one tile, and dQ no fixed order: `tile_counter` and
+        `dq_semaphore` are not used.
+        """
         tile, static, shapes = self.tile, self.static, self.shapes
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        batch, heads_kv, seqlen_k, _ = mK.shape
+        batch, heads_kv, seqlen_k, _ = k.shape
+        num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
-            shapes,
-            TmaTiles.of(load, mQ, shapes.q),
-            TmaTiles.of(load, mdO, shapes.q),
-            TmaTiles.of(load, mK, shapes.k),
-            TmaTiles.of(load, mV, shapes.k),
-            TmaTiles.of(store, mdK, shapes.out),
-            TmaTiles.of(store, mdV, shapes.out),
-            mLSE,
-            mD,
-            mdQ,
-            mQ.shape[2],
-            seqlen_k,
-            mQ.shape[1] // heads_kv,
-            scale,
-            Band(*self.bounds(window_left, window_right)),
-            TileOrder(cute.ceil_div(seqlen_k, tile.tile_n), heads_kv, batch, section, static.has_left),
-            make_mma(self.dtype, self.keys, False, K, K),
-            make_mma(self.dtype, tile.tile_n, False, MN, K),
-            make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
+            shapes=shapes,
+            q=TmaTiles.of(load, q, shapes.q),
+            do=TmaTiles.of(load, dout_cast, shapes.q),
+            k=TmaTiles.of(load, k, shapes.k),
+            v=TmaTiles.of(load, v, shapes.k),
+            dk=TmaTiles.of(store, dk, shapes.out),
+            dv=TmaTiles.of(store, dv, shapes.out),
+            mLSE=lse_log2,
+            mD=delta,
+            mdQ=dq_accum,
+            seqlen_q=q.shape[2],
+            seqlen_k=seqlen_k,
+            heads_per_kv=q.shape[1] // heads_kv,
+            scale=scale,
+            band=Band(*self.bounds(window_left, window_right)),
+            order=TileOrder(num_n_blocks, heads_kv, batch, heads_per_l2_group, static.has_left),
+            mma_s=make_mma(self.dtype, self.keys, False, K, K),
+            mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
+            mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,

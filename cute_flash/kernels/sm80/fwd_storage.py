@@ -18,7 +18,7 @@ from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import WorkList
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.stages import allocate_stages
-from cute_flash.kernels.extras import Extras, OfHead
+from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.planning.tiles.fwd_sm80 import FwdTile
 from cute_flash.spec.band import Band, BlockRange
 
@@ -41,7 +41,7 @@ class Params:
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
-    extras: Extras
+    score_params: ScoreParams
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Main:
     softmax: Softmax
     mask: Mask
     blocks: BlockRange
-    head: OfHead
+    head: HeadScoreParams
     dropout: Dropout | None
     sequence: Int32  # b H + h
     walk: ListWalk | None  # of a block map

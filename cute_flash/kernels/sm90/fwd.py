@@ -34,7 +34,6 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
@@ -45,17 +44,15 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
 from cute_flash.device.sequence import Sequence, WorkList, unpacked
-from cute_flash.device.softmax import EXACT_KEYS, LOG2_E, Softmax
+from cute_flash.device.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels import fwd_sm90_copies as copies
-from cute_flash.kernels import fwd_sm90_draws as draws
-from cute_flash.kernels import fwd_sm90_scores as scores
-from cute_flash.kernels.arguments import fake_tensors
-from cute_flash.kernels.extras import NO_EXTRAS, Extras
-from cute_flash.kernels.fwd_sm90_shared import NO_TILE, Params, Shapes, Shared
-from cute_flash.kernels.fwd_sm90_work import Main, Tile
+from cute_flash.kernels.sm90 import fwd_producer as producer
+from cute_flash.kernels.sm90 import fwd_scores as scores
+from cute_flash.kernels.common.params import ScoreParams
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
+from cute_flash.kernels.sm90.fwd_scores import Main, Tile
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.band import Band, OutwardWalk
@@ -80,85 +77,82 @@ class FwdSm90:
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        features = "".join(f"_{name}" for name in s.features.names)
-        return f"cute_flash_fwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{features}{study}"
-
-    def fake_arguments(self) -> tuple:
-        scalars = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(1), Int64(0))
-        return (*fake_tensors(self.static), *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
+        tags = "".join(f"_{name}" for name in s.tags)
+        return f"cute_flash_fwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}{study}"
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
-        section: Int32,
-        num_blocks: Int32,
-        positions: Int32,
-        counter: Int64,
+        heads_per_l2_group: Int32,
+        num_ctas: Int32,
+        seqlen_q: Int32,
+        tile_counter: Int64,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
+        sinks: cute.Tensor | None,
+        dropout_threshold: Int32 | None,
+        dropout_scale: Float32 | None,
+        rng: cute.Tensor | None,
+        max_logit: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        captures: list | None,
+        scalars: list | None,
+        block_indices: list | None,
+        q_tile_list: cute.Tensor | None,
         stream: CUstream,
     ):
-        bounds, grid = (window_left, window_right), (section, num_blocks, positions, counter)
-        self.launch((mQ, mK, mV, mO, mLSE), scale * LOG2_E, bounds, grid, NO_EXTRAS, None, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        tensors: tuple,
-        scale_log2: Float32,
-        bounds: tuple,
-        grid: tuple,
-        extras: Extras,
-        mItems: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """`mItems`: the list of tiles, of a packed batch."""
-        mQ, mK, mV, mO, mLSE = tensors
-        window_left, window_right = bounds
-        section, num_blocks, positions, counter = grid
-        tile, static = self.tile, self.static
+        """`seqlen_q`: rows of a head, where those of several heads are packed into the rows of q."""
+        tile, static, shapes = self.tile, self.static, self.shapes
+        score_params = ScoreParams.of(
+            static, scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            dropout_threshold=dropout_threshold, dropout_scale=dropout_scale, rng=rng, max_logit=max_logit,
+            bias=bias, captures=captures, scalars=scalars, block_indices=block_indices,
+        )  # fmt: skip
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        is_packed, tiles = static.features.varlen, TmaTiles
-        if cutlass.const_expr(is_packed):
-            mQ, mK, mV, mO, mLSE = (unpacked(mX) for mX in (mQ, mK, mV, mO, mLSE))
-            tiles = RaggedTiles
-        batch, heads, seqlen_q, _ = mQ.shape
-        num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
+        tma, work = TmaTiles, None
+        if cutlass.const_expr(static.varlen):
+            q, k, v, out, lse = (unpacked(x) for x in (q, k, v, out, lse))
+            tma, work = RaggedTiles, WorkList(q_tile_list, q.shape[1], heads_per_l2_group)
+        batch, heads, rows, _ = q.shape
+        num_m_blocks = cute.ceil_div(rows, tile.tile_m)
+        shares_batch = score_params.shares_batch()
         params = Params(
-            self.shapes,
-            tiles.of(load, mQ, self.shapes.q),
-            tiles.of(load, mK, self.shapes.k),
-            tiles.of(load, mV, self.shapes.v),
-            None if static.features.out_dtype else tiles.of(store, mO, self.shapes.o),
-            tiles.of(load, extras.written.bias, self.shapes.bias) if tile.bias_stages else None,
-            mO,
-            mLSE,
-            seqlen_q,
-            positions,
-            mK.shape[2],
-            heads // mK.shape[1],
-            scale_log2,
-            Band(window_left if static.has_left else None, window_right if static.has_right else None),
-            TileOrder(num_m_blocks, heads, batch, section, static.has_right, extras.shares_batch()),
-            TileQueue(num_m_blocks * heads * batch, counter, self.shapes.draws_tiles),
-            WorkList(mItems, heads, section) if is_packed else None,
-            make_mma(self.shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
-            make_mma(self.shapes.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
-            extras,
+            shapes=shapes,
+            q=tma.of(load, q, shapes.q),
+            k=tma.of(load, k, shapes.k),
+            v=tma.of(load, v, shapes.v),
+            o=None if static.out_fp32 else tma.of(store, out, shapes.o),
+            bias=tma.of(load, bias, shapes.bias) if tile.bias_stages else None,
+            mO=out,
+            mLSE=lse,
+            seqlen_q=rows,
+            positions=seqlen_q,
+            seqlen_k=k.shape[2],
+            heads_per_kv=heads // k.shape[1],
+            scale_log2=score_params.softmax_scale(scale),
+            band=Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            order=TileOrder(num_m_blocks, heads, batch, heads_per_l2_group, static.has_right, shares_batch),
+            queue=TileQueue(num_m_blocks * heads * batch, tile_counter, shapes.draws_tiles),
+            work=work,
+            mma_qk=make_mma(shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
+            mma_pv=make_mma(shapes.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
+            score_params=score_params,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=is_packed,
+            use_pdl=static.varlen,
         )
 
     @cute.kernel
@@ -171,26 +165,26 @@ class FwdSm90:
                 shared.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.static.features.varlen):
+        if cutlass.const_expr(self.static.varlen):
             # Until the list of tiles is complete.
             cute.arch.griddepcontrol_wait()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
             if warp_index == LOAD_QK_WARP:
-                copies.load_qk(p, shared)
+                producer.load_qk(p, shared)
             if warp_index == LOAD_V_WARP:
-                copies.load_v(p, shared)
+                producer.load_v(p, shared)
             if cutlass.const_expr(self.tile.q_stages > 1):
                 if warp_index == STORE_WARP:
-                    copies.store(p, shared)
+                    producer.store(p, shared)
             if cutlass.const_expr(self.tile.bias_stages > 0):
                 if warp_index == LOAD_BIAS_WARP:
-                    copies.load_bias(p, shared)
+                    producer.load_bias(p, shared)
         else:
             if cutlass.const_expr(self.tile.draws):
                 if warp_index >= 4 * (1 + self.tile.num_warpgroups):
-                    draws.draw(p, shared, warp_index % 4, thread % 32)
+                    producer.produce_dropout(p, shared, warp_index % 4, thread % 32)
                 else:
                     self.mma(p, shared, warp_index, thread)
             else:
@@ -239,9 +233,9 @@ class FwdSm90:
         first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
         head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
         lengths = p.positions_of(span), span.k_len
-        mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.packs_heads)
+        mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.pack_gqa)
         walk = p.walk(m_block, head, span, main.shared.counts(count))
-        return Tile(count, fill, head, span, mask, walk, p.extras.of_head(head, span.batch))
+        return Tile(count, fill, head, span, mask, walk, p.score_params.of_head(head, span.batch))
 
     def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
         """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
@@ -255,8 +249,8 @@ class FwdSm90:
         acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.width_v)), Float32)
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
-        wants_largest = p.extras.max_logit is not None
-        is_exact = self.static.features.batch_invariant
+        wants_largest = p.score_params.max_logit is not None
+        is_exact = self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
         return Main(
             warpgroup_index,
@@ -300,8 +294,7 @@ class FwdSm90:
     def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
         """`at`: the block, and its bias."""
         softmax, (first, bias) = main.softmax, at
-        features = self.static.features
-        looks_near = not (features.is_written or features.batch_invariant)
+        looks_near = not (self.static.has_mods or self.static.batch_invariant)
         scores.transform(tile, acc_S, first * self.tile.tile_n, bias, looks_near)
         scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.walk.begins_cut())
         block_max = cute.make_fragment_like(softmax.row_max)
@@ -333,8 +326,8 @@ class FwdSm90:
         may_check = self.shapes.may_check_sums
         checks_sums = self.tile.checks_sums and may_check
         # A cap has two ways, of which one copy is enough.
-        is_capped = static.features.softcap and (static.has_left or static.has_right)
-        if cutlass.const_expr((static.features.alibi and isinstance(walk, OutwardWalk)) or is_capped):
+        is_capped = self.shapes.has_softcap and static.is_bounded
+        if cutlass.const_expr((self.shapes.has_alibi and isinstance(walk, OutwardWalk)) or is_capped):
             for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
                 self.one_block(main, tile, fill, MAYBE, checks_sums)
         else:
@@ -359,7 +352,7 @@ class FwdSm90:
         n_block = bias = None
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
-        if cutlass.const_expr(tile.of_head.written is not None):
+        if cutlass.const_expr(tile.of_head.mods is not None):
             n_block = shared.block(tile.walk, fill, i)
             bias = scores.load_bias(main, tile, fill, n_block * self.tile.tile_n, masked is False)
         main.turns.wait()
@@ -376,7 +369,7 @@ class FwdSm90:
         formula = scores.transform_from(self.shapes, softmax, tile, acc_S, (column, bias), how)
         is_relative = reference is not None and formula is None
         # A user's formula hides as well.
-        if cutlass.const_expr(formula is None or tile.of_head.written is None):
+        if cutlass.const_expr(formula is None or tile.of_head.mods is None):
             scores.hide(tile, acc_S, n_block, column, tile.walk.is_cut(i) if masked == MAYBE else masked)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
@@ -491,7 +484,7 @@ class FwdSm90:
     @cute.jit
     def close(self, p: Params, main: Main, tile: Tile):
         """What remains of the statistics of a tile when those of the next begin."""
-        main.softmax.close(main.lse, main.inverse, tile.of_head.sink, tile.of_head.keep_scale)
+        main.softmax.close(main.lse, main.inverse, tile.of_head.sink, tile.of_head.dropout_scale)
         if cutlass.const_expr(main.largest is not None):
             main.largest[0] = main.softmax.largest_of(main.tScS, tile.span.q_len - tile.mask.first_row)
 
@@ -501,7 +494,7 @@ class FwdSm90:
         gLSE = cute.domain_offset((span.q_row(first_row),), span.of(p.mLSE, tile.head))
         store_lse(main.lse, gLSE, main.tScS, main.thread, span.q_len - first_row)
         if cutlass.const_expr(main.largest is not None):
-            raise_max_logit(p.extras.max_logit, tile.head, main.largest[0])
+            raise_max_logit(p.score_params.max_logit, tile.head, main.largest[0])
 
     @cute.jit
     def release_q(self, main: Main, tile: Tile):
@@ -519,7 +512,7 @@ class FwdSm90:
 
     def thread(self, main: Main) -> Int32:
         """At the end of a tile. Beside other work no register is left to keep addresses over its blocks."""
-        return main.thread if self.static.features.weight == 0 else rederived(main.thread)
+        return main.thread if self.static.base_cost == 0 else rederived(main.thread)
 
     @cute.jit
     def store_directly(self, p: Params, main: Main, tile: Tile):
@@ -527,7 +520,7 @@ class FwdSm90:
         first_row, span = tile.mask.first_row, self._span(p, main, tile)
         gO = span.of(p.mO, tile.head)
         gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
-        if cutlass.const_expr(self.static.features.out_dtype):
+        if cutlass.const_expr(self.static.out_fp32):
             main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
             where = (self.thread(main), span.q_len - first_row)
             store_floats(main.acc_O, gO, main.mma_pv, where, self.static.width_v)
@@ -541,7 +534,7 @@ class FwdSm90:
         """O / l -> the stage of Q in the output's type, visible to the copy engine; in fp32 it has no room
         there, and only the stage is given back.
         """
-        if cutlass.const_expr(self.static.features.out_dtype):
+        if cutlass.const_expr(self.static.out_fp32):
             self.store_directly(p, main, tile)
         else:
             self.stage_output(main, tile)

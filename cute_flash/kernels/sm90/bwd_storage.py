@@ -17,7 +17,7 @@ from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.arguments import DTYPES
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band, BlockRange, Walk, ceil_div
@@ -42,12 +42,12 @@ class Shapes:
 
     @property
     def dtype(self):
-        return DTYPES[self.static.dtype]
+        return CUTE_DTYPES[self.static.dtype]
 
     @property
     def tile_numbers(self) -> int:
         """That tell a tile: n_block, head, and those of its sequence."""
-        return 2 + (NUMBERS if self.static.features.varlen else 1)
+        return 2 + (NUMBERS if self.static.varlen else 1)
 
     @property
     def q(self) -> SmemTile:
