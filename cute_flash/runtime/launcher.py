@@ -140,7 +140,7 @@ def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
         bias_dtype=str(bias.dtype).removeprefix("torch."),
         bias_paired_loads=paired and bias.data_ptr() % (2 * bias.element_size()) == 0,
         bias_tma=tma and not problem.batch_invariant,
-        bias_varies=ROW * (row != 0),
+        bias_varies_by_row=row != 0,
     )
     return replace(problem, mods=mods)
 

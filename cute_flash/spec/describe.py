@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.block_mask import BlockMask
-from cute_flash.score_mod.static import ModSpec
+from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.limits import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
+from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE, LONG_MOD_OPS, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band, is_narrow
 from cute_flash.spec.features import MODS, backward_features, feature_cost
 
@@ -82,7 +82,7 @@ class Static:
         if self.mods is None:
             return self.base_cost
         is_scattered = bool(self.mods.bias_dtype) and not self.mods.bias_paired_loads
-        is_long = self.mods.ops_per_score > LONG_FUNCTION or is_scattered
+        is_long = self.mods.ops_per_score > LONG_MOD_OPS or is_scattered
         more = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
         return self.base_cost + more
 
@@ -229,7 +229,7 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(
             f"block_mask of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
-            f"make it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
+            f"make it of blocks of multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
         )
 
 
