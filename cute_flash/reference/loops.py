@@ -34,7 +34,7 @@ class Traffic:
     written_bytes: int
     # Rows whose maximum grew in a later block, so that their accumulator was multiplied by exp(m - m').
     rescales: int
-    # Steps in which at least one row of the tile rescaled: a kernel that tests once per step cannot skip these.
+    # Steps in which at least one row of the tile rescaled: a kernel that tests once per step executes these.
     block_rescales: int
     blocks_visited: int
     # Blocks that needed a mask: the edge of the band or the end of the keys is inside them.
