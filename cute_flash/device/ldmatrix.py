@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.ptx import rederived
-from layouts.smem import SmemTile
+from cute_flash.smem.tile import SmemTile
 
 STEP = 16  # rows and columns of one ldmatrix.x4
 

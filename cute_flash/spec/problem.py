@@ -197,9 +197,7 @@ def check_heads(heads: int, heads_kv: int) -> None:
     if heads_kv == 0 and heads == 0:
         return
     if heads_kv == 0 or heads % heads_kv:
-        raise ValueError(
-            f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second"
-        )
+        raise ValueError(f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second")
 
 
 def check_window(window: tuple[int | None, int | None]) -> None:
@@ -207,13 +205,9 @@ def check_window(window: tuple[int | None, int | None]) -> None:
         raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
     for side, value in zip(("left", "right"), window, strict=True):
         if isinstance(value, float):
-            raise ValueError(
-                f"window {side}={value}: use a whole number of keys, or None for an unbounded side"
-            )
+            raise ValueError(f"window {side}={value}: use a whole number of keys, or None for an unbounded side")
         if value is not None and value < 0:
-            raise ValueError(
-                f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'"
-            )
+            raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
 
 
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:

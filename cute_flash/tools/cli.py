@@ -44,12 +44,6 @@ def _refusing() -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 a bad answer (a wrong result, a spill, something broken), 2 a wrong argument."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["layouts"]:
-        # It has a parser of its own, and argparse cannot pass on options it does not know.
-        from layouts.__main__ import main as layouts_main
-
-        return layouts_main(argv[1:])
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
@@ -168,8 +162,6 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = add("cache", _cache, "where compiled kernels are kept, and how many")
     sub.add_argument("--clear", action="store_true", help="delete them")
-
-    commands.add_parser("layouts", help="draw a shared-memory layout and count its bank conflicts")
     return parser
 
 

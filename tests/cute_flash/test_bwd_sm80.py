@@ -17,11 +17,12 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device import ldmatrix
 from cute_flash.device.mask import column_offset
+from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 # Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
 

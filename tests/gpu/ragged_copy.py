@@ -10,9 +10,10 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import unpacked
+from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.kernels.arguments import DTYPES, fake_rows
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Features, Static
-from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 
 class RaggedCopy:

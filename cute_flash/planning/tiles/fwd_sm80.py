@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cute_flash.planning.tiles.common import (
     ANY_WEIGHT,
@@ -17,11 +16,8 @@ from cute_flash.planning.tiles.common import (
     _check_layout,
     copy_rows,
 )
+from cute_flash.smem.tile import VARIANTS, SmemTile
 from cute_flash.spec.arch import ArchSpec
-from layouts.variants import VARIANTS
-
-if TYPE_CHECKING:
-    from layouts.smem import SmemTile
 
 
 @dataclass(frozen=True)
@@ -76,8 +72,6 @@ class FwdTile:
 
     def smem(self, rows: int) -> SmemTile:
         """A tile of Q, K or V in shared memory."""
-        from layouts.smem import SmemTile
-
         return SmemTile(rows, self.head_dim, ELEMENT_BYTES, self.layout)
 
     @property

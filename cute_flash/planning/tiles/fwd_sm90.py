@@ -16,9 +16,9 @@ from cute_flash.planning.tiles.common import (
     _check_layout,
     divides_map,
 )
+from cute_flash.smem.tile import HOPPER_VARIANTS, SmemTile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.problem import Problem
-from layouts.variants import HOPPER_VARIANTS
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,12 @@ class FwdTileSm90:
     def registers_to_draw(self) -> int:
         """The same of those that draw."""
         return 56
+
+    def operand_smem(self, operand: str) -> SmemTile:
+        """The tile in shared memory of Q, K, V or O; for Q and O, that of one warpgroup."""
+        rows = self.tile_n if operand in ("K", "V") else WARPGROUP_ROWS
+        width = self.width_v if operand in ("V", "O") else self.head_dim
+        return SmemTile(rows, width, ELEMENT_BYTES, self.layout)
 
     @property
     def columns_pv(self) -> int:
