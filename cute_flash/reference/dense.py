@@ -68,9 +68,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int) 
     return _drop(P, block) @ V, lse
 
 
-def _dense_low_precision(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int
-) -> tuple[Tensor, Tensor]:
+def _dense_low_precision(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int) -> tuple[Tensor, Tensor]:
     dtype, wide, group = q.dtype, lse_dtype(q.dtype), group_size(q, k)
     K, V = (x.repeat_interleave(group, dim=1) for x in (k, v))
     K = K * args.scale
@@ -110,15 +108,16 @@ def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtyp
     """All scores as one block; every query head has keys and values of its own."""
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
     part = Part(batch=range(sequence, sequence + batch), heads_kv=range(heads), group=1)
-    # The band's mask comes from its definition instead.
+    # `in_band`: the band's mask comes from its definition, in `_mask`.
     return ScoreFeatures(args, part, (sq, sk), dtype, heads).block(range(sq), range(sk), in_band=True)
 
 
 def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
     """True where a score is visible, to broadcast with S: (Sq, Sk) without user mods."""
-    mask = band_mask(band, *S.shape[2:], S.device)
+    mask = band_mask(band, S.shape[2], S.shape[3], S.device)
     if block.features.mods is None:
         return mask
+    # The block lies inside the band, so this is the mask of the user mods alone.
     mod_mask = block.visible(S.device)
     if mod_mask is not None:
         mask = mask & mod_mask.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)

@@ -16,7 +16,9 @@ from cute_flash.spec.args import AttentionArgs
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SeqlenInfo:
+    """Where one sequence lies in the tensors of its batch."""
+
     index: int
     queries: slice
     keys: slice
@@ -33,7 +35,7 @@ class Sequence:
         return x[None, :, self.queries]
 
 
-def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[Sequence]:
+def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[SeqlenInfo]:
     """Read the offsets of a call; raise `ValueError` if they are wrong."""
     assert args.cu_seqlens_q is not None and args.cu_seqlens_k is not None
     queries = _offsets("q", args.cu_seqlens_q, len(q), args.max_seqlen_q)
@@ -45,7 +47,7 @@ def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[Sequence]:
             if not 0 <= used[b] <= end - begin:
                 raise ValueError(f"seqused_k[{b}]={used[b]}: sequence {b} has {end - begin} keys")
             end = begin + used[b]
-        result.append(Sequence(b, slice(*queries[b : b + 2]), slice(begin, end)))
+        result.append(SeqlenInfo(b, slice(*queries[b : b + 2]), slice(begin, end)))
     return result
 
 
