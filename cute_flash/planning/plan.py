@@ -44,7 +44,8 @@ MAX_TILES = (1 << 31) - (1 << 16)
 # Warps of a Hopper backward CTA that hold partial sums of the gradient of a slope.
 DALIBI_WARPS_SM90 = 8
 
-_family: ContextVar[str] = ContextVar("cute_flash_kernels", default=os.environ.get("CUTE_FLASH_KERNELS", ""))
+_DEFAULT_FAMILY = os.environ.get("CUTE_FLASH_KERNELS") or ""
+_family: ContextVar[str] = ContextVar("cute_flash_kernels", default=_DEFAULT_FAMILY)
 # The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU.
 requested_family = _family.get
 
@@ -167,10 +168,13 @@ class Plan:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def plan_forward(problem: Problem, arch: ArchSpec, family: str = "", can_pack_gqa: bool = False) -> Plan:
+def plan_forward(
+    problem: Problem, arch: ArchSpec, family: str = "", can_pack_gqa: bool = False, tile: Any = None
+) -> Plan:
     """The plan of a forward pass; raises `UnsupportedError` if there is none.
 
     `can_pack_gqa`: in memory, the rows of the query heads of a K/V head follow each other at one stride.
+    `tile`: instead of the one from the tables, for tuning.
     """
     problem.check("cuda")
     family = family or requested_family()
@@ -181,7 +185,7 @@ def plan_forward(problem: Problem, arch: ArchSpec, family: str = "", can_pack_gq
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
-    tile = fwd_tile(family, arch, problem)
+    tile = tile or fwd_tile(family, arch, problem)
     check_tile_fits_mods(problem, tile.tile_m, tile.tile_n)
     pack_gqa = can_pack_gqa and family == "sm90" and _packing_pays(problem, tile.tile_m)
     num_tiles = _fwd_tiles(problem, tile.tile_m, pack_gqa)

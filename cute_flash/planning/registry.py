@@ -32,7 +32,11 @@ def _scalars(type: str, *names: str) -> tuple[Operand, ...]:
 # ---- operands of every call
 # ----------------------------------------------------------------------------------------------------------
 
-Q, K, V = _rows("q", "B", "H", "Sq", "D"), _rows("k", "B", "Hkv", "Sk", "D"), _rows("v", "B", "Hkv", "Sk", "Dv")
+Q, K, V = (
+    _rows("q", "B", "H", "Sq", "D"),
+    _rows("k", "B", "Hkv", "Sk", "D"),
+    _rows("v", "B", "Hkv", "Sk", "Dv"),
+)
 OUT = _rows("out", "B", "H", "Sq", "Dv", element="out")
 LSE = Operand("lse", "statistics f32", ("B", "H", "Sq"))
 SCALE, WINDOW = Operand("scale", "f32"), _scalars("i32", "window_left", "window_right")
@@ -43,7 +47,10 @@ NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i6
 # Rows of a sequence, where those of several heads are packed into one tile (pack_gqa).
 POSITIONS = Operand("seqlen_q", "i32")
 # Index lists of a block mask: the forward has those of full blocks, then of partial ones.
-FWD_BLOCKS, BWD_BLOCKS = Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices")
+FWD_BLOCKS, BWD_BLOCKS = (
+    Operand("block_indices", "fwd_block_indices"),
+    Operand("block_indices", "bwd_block_indices"),
+)
 # Tiles of a varlen batch, written by the scheduler kernel.
 Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
 # Gradients. dQ is accumulated in fp32 tiles, in the order of the accumulators.
@@ -93,9 +100,7 @@ KERNELS = {
     ),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
-    "varlen_scheduler_fwd": KernelSpec(
-        "common.varlen_scheduler:VarlenSchedulerFwd", (*_OFFSETS, Q_TILES, *_SCHEDULER)
-    ),
+    "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenSchedulerFwd", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
         "common.varlen_scheduler:VarlenSchedulerBwd", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)
     ),

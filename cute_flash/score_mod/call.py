@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cute_flash.score_mod.derive import Gradient, gradient
 from cute_flash.score_mod.graph import Graph
+from cute_flash.score_mod.parse import parse_graph
 from cute_flash.score_mod.trace import Bound, bound
 
 
@@ -23,8 +25,12 @@ class Graphs:
     bwd: Graph | None = None  # a user's own gradient of the score
 
     @cached_property
-    def digest(self) -> str:
-        return "-".join("" if x is None else x.digest for x in (self.score, self.mask, self.bwd))
+    def text(self) -> str:
+        """What operators of torch take, for which `graphs_of` finds these graphs in any process."""
+        graphs = self.score, self.mask, self.bwd
+        if graphs == (None, None, None):
+            return ""
+        return "[" + ",".join("null" if x is None else x.text for x in graphs) + "]"
 
     def parts(self, tables: Sequence[Any], numbers: Sequence[Any]) -> Parts:
         """The arguments of all graphs, one after the other, as those of each."""
@@ -54,13 +60,21 @@ class Parts:
         return (*self.score[0], *self.bwd[0]), (*self.score[1], *self.bwd[1])
 
 
-# By digest: operators of torch take strings, not graphs.
-_known: dict[str, Graphs] = {"": Graphs()}
-_remembered: dict[tuple[Graph | None, ...], Graphs] = {}
+@lru_cache(maxsize=1024)
+def graphs_of(text: str) -> Graphs:
+    """The graphs of `Graphs.text`; equal texts give the same object. `ValueError` for any other text."""
+    if not text:
+        return Graphs()
+    graphs = json.loads(text)
+    if not isinstance(graphs, list) or len(graphs) != 3:
+        raise ValueError("not the text of graphs: expected a list of three")
+    return Graphs(*(None if x is None else parse_graph(x) for x in graphs))
 
 
-def graphs_of(digest: str) -> Graphs:
-    return _known[digest]
+@lru_cache(maxsize=1024)
+def _interned(score: Graph | None, mask: Graph | None, bwd: Graph | None) -> Graphs:
+    """The object that `graphs_of` returns for the same graphs, so that lookups compare by identity."""
+    return graphs_of(Graphs(score, mask, bwd).text)
 
 
 class Call(NamedTuple):
@@ -75,11 +89,7 @@ class Call(NamedTuple):
         score = _NOTHING if score_mod is None else bound(score_mod, "score_mod")
         mask = _NOTHING if mask_mod is None else bound(mask_mod, "mask_mod")
         bwd = _NOTHING if score_mod_bwd is None else bound(score_mod_bwd, "score_mod_bwd")
-        key = score.graph, mask.graph, bwd.graph
-        graphs = _remembered.get(key)
-        if graphs is None:
-            graphs = _remembered[key] = Graphs(*key)
-            _known[graphs.digest] = graphs
+        graphs = _interned(score.graph, mask.graph, bwd.graph)
         tables = score.tables + mask.tables + bwd.tables
         return Call(graphs, tables, score.numbers + mask.numbers + bwd.numbers)
 

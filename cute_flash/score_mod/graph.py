@@ -9,7 +9,7 @@ The text of a graph is what it is: graphs of one text are equal, and share a ker
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -134,14 +134,10 @@ class Graph:
 
     @cached_property
     def text(self) -> str:
-        lines = [f"table {i}: {x.dtype}[{x.rank}]" for i, x in enumerate(self.tables)]
-        lines += [f"number {i}: {kind}" for i, kind in enumerate(self.numbers)]
-        lines += [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
-        return "\n".join([*lines, "return " + ", ".join(f"%{i}" for i in self.outputs)])
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """The graph as JSON, exactly: `parse.parse_graph` makes an equal graph of it, in any process."""
+        tables = [[x.dtype, x.rank] for x in self.tables]
+        nodes = [[x.op, x.kind, x.args] + ([] if x.value is None else [x.value]) for x in self.nodes]
+        return json.dumps([tables, self.numbers, nodes, self.outputs], separators=(",", ":"))
 
     @cached_property
     def _hash(self) -> int:
@@ -154,7 +150,11 @@ class Graph:
         return self is other or (isinstance(other, Graph) and self.text == other.text)
 
     def __str__(self) -> str:
-        return self.text
+        """A listing to read."""
+        lines = [f"table {i}: {x.dtype}[{x.rank}]" for i, x in enumerate(self.tables)]
+        lines += [f"number {i}: {kind}" for i, kind in enumerate(self.numbers)]
+        lines += [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
+        return "\n".join([*lines, "return " + ", ".join(f"%{i}" for i in self.outputs)])
 
     def __repr__(self) -> str:
         return f"Graph({self.text!r})"
@@ -203,6 +203,9 @@ class Builder:
     def kind(self, i: int) -> str:
         return self.nodes[i].kind
 
+    def has(self, i: Any) -> bool:
+        return type(i) is int and 0 <= i < len(self.nodes)
+
     def input(self, name: str) -> int:
         return self.add(Node("input", INPUTS[name][0], value=name))
 
@@ -228,7 +231,7 @@ class Builder:
 
     def op(self, name: str, *args: int) -> int:
         """The place of an operation's result."""
-        args, kind = self._alike(name, args)
+        args, kind = self.typed(name, args)
         known = [self.nodes[i] for i in args]
         if all(node.op == "constant" for node in known):
             try:
@@ -238,7 +241,7 @@ class Builder:
         same = self._same(name, args, kind)
         return self.add(Node(name, kind, args)) if same is None else same
 
-    def _alike(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    def typed(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """The operands as an operation takes them, and the kind of its result."""
         kinds = [self.kind(i) for i in args]
         widest = max(kinds, key=RANKS.__getitem__)

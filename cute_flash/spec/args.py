@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.call import Graphs, graphs_of
+from cute_flash.score_mod.bound import Graphs, graphs_of
 from cute_flash.spec.band import Band
 
 
@@ -72,24 +72,40 @@ class AttentionArgs(NamedTuple):
         graph = self.mods.score
         if graph is None or not any(self.needs_grad[1:]):
             return ()
-        tables = enumerate(graph.tables)
-        return tuple(i for i, x in tables if x.is_differentiable and self.needs_grad[1 + i])
+        captures = enumerate(graph.captures)
+        return tuple(i for i, x in captures if x.is_differentiable and self.needs_grad[1 + i])
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.out_fp32 else q.dtype
 
+    @property
+    def has_tensors(self) -> bool:
+        return not (
+            self.alibi is self.sinks is self.rng is self.bias is self.cu_seqlens_q is None
+            and not self.captures
+            and not self.block_mask
+        )
+
     def key(self) -> tuple[Any, ...]:
-        """Everything but the scale that a plan depends on: tensors by shape, strides, type and device."""
-        found: list[Any] = []
-        for x in self[1:]:
-            if isinstance(x, Tensor):
-                found.append((x.shape, x.stride(), x.dtype, x.device))
-            elif isinstance(x, tuple) and x and isinstance(x[0], Tensor):
-                found.extend([(y.shape, y.dtype, y.device) for y in x])
-            else:
-                found.append(x)
-        # How a bias is fetched depends on its address.
-        return tuple(found) if self.bias is None else (*found, self.bias.data_ptr() % 16)
+        """What a plan depends on, besides q, k and v: tensors by shape, strides, type and device; no value that
+        is an argument of the kernels and needs no check.
+        """
+        numbers = (
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit,
+            self.score_mod, self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic,
+            self.batch_invariant, self.kernels,
+        )  # fmt: skip
+        if not self.has_tensors:
+            return numbers
+        tensors = (self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k)
+        bias = self.bias
+        return (
+            numbers,
+            # How a bias is fetched depends on its strides and address.
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
+            *[None if x is None else (x.shape, x.dtype, x.device) for x in (*tensors, *self.captures)],
+            *[(x.shape, x.dtype, x.device) for x in self.block_mask],
+        )
 
 
 SCHEMA = (

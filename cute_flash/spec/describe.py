@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.block_mask import BlockMask
-from cute_flash.score_mod.static import ModSpec
+from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap
@@ -76,13 +76,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must agree")
         _check_device(name, x, q)
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all but the last must agree"
-        )
+        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all but the last must agree")
     if q.shape[-1] != k.shape[-1] or (rank == 4 and q.shape[0] != k.shape[0]):
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree"
-        )
+        raise ValueError(f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree")
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:

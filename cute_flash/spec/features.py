@@ -130,9 +130,7 @@ FEATURES = (
         (CAPTURES, SCALARS, DCAPTURES),
         ("captures",),
     ),
-    FeatureSpec(
-        "mask_mod", lambda args: args.mods.mask is not None, 4, (CAPTURES, SCALARS), (CAPTURES, SCALARS)
-    ),
+    FeatureSpec("mask_mod", lambda args: args.mods.mask is not None, 4, (CAPTURES, SCALARS), (CAPTURES, SCALARS)),
 )
 FEATURE = {feature.name: feature for feature in FEATURES}
 # Features of user functions and a bias: a kernel evaluates them as one pass over the scores.

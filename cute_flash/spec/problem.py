@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.limits import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
+from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE, LONG_MOD_OPS, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band, is_narrow
 from cute_flash.spec.features import MODS, backward_features, feature_cost
 
@@ -82,7 +82,7 @@ class Static:
         if self.mods is None:
             return self.base_cost
         is_scattered = bool(self.mods.bias_dtype) and not self.mods.bias_paired_loads
-        is_long = self.mods.ops_per_score > LONG_FUNCTION or is_scattered
+        is_long = self.mods.ops_per_score > LONG_MOD_OPS or is_scattered
         more = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
         return self.base_cost + more
 
@@ -197,9 +197,7 @@ def check_heads(heads: int, heads_kv: int) -> None:
     if heads_kv == 0 and heads == 0:
         return
     if heads_kv == 0 or heads % heads_kv:
-        raise ValueError(
-            f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second"
-        )
+        raise ValueError(f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second")
 
 
 def check_window(window: tuple[int | None, int | None]) -> None:
@@ -207,13 +205,9 @@ def check_window(window: tuple[int | None, int | None]) -> None:
         raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
     for side, value in zip(("left", "right"), window, strict=True):
         if isinstance(value, float):
-            raise ValueError(
-                f"window {side}={value}: use a whole number of keys, or None for an unbounded side"
-            )
+            raise ValueError(f"window {side}={value}: use a whole number of keys, or None for an unbounded side")
         if value is not None and value < 0:
-            raise ValueError(
-                f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'"
-            )
+            raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
 
 
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
@@ -235,7 +229,7 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(
             f"block_mask of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
-            f"make it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
+            f"make it of blocks of multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
         )
 
 

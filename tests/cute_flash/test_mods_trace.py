@@ -12,7 +12,7 @@ import torch
 
 from cute_flash import TraceError, UnsupportedError
 from cute_flash.score_mod import trace
-from cute_flash.score_mod.call import Call, graphs_of
+from cute_flash.score_mod.call import Call
 from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, B, Builder, H
 from cute_flash.score_mod.trace import bound
 
@@ -283,10 +283,8 @@ def test_call() -> None:
         window(3),
         lambda grad, s, b, h, q, kv: grad * 0.5,
     )
-    assert graphs_of(call.graphs.digest) is call.graphs
     parts = call.graphs.parts(call.tables, call.numbers)
     assert parts.score == ((table,), (5,)) and parts.mask == ((), (3,)) and parts.bwd == ((), ())
-    assert Call.of(None, None, None).graphs.digest in ("", "--")
 
 
 def test_a_known_function_is_cheap() -> None:
