@@ -40,13 +40,13 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
     return cute.make_tensor(
-        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride), 1))
+        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride, gX), 1))
     )
 
 
-def _narrow(stride: cutlass.Int64) -> Int32:
+def _narrow(stride: cutlass.Int64, gX: cute.Tensor) -> Int32:
     """Row strides are multiples of the vector: said again, because the conversion to 32 bits forgets it."""
-    return cute.assume(Int32(stride), divby=8)
+    return cute.assume(Int32(stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class ScoreFeatures:
         return ScoreBlock(self, rows, keys, in_band)
 
     def initial_stats(self, m: Tensor, l: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key: a sink counts as one."""
+        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key: those of the sink."""
         if self.sinks is None:
             return m, l
         sinks = self.sinks.expand(m.shape[0], -1, -1, len(rows), 1).flatten(2, 3)
@@ -174,4 +174,3 @@ class ScoreBlock:
             b, h = (slice(x.start, x.stop) for x in (part.batch, part.heads))
             grads.alibi[b, h] += dslopes
         return dS if self.tanh is None else dS * (1 - self.tanh.square())
-

@@ -74,9 +74,7 @@ class UserMods:
         # mask_mod is evaluated in partial blocks only.
         return (status == FULL) | (partial if mask is None else partial & mask)
 
-    def _indices(
-        self, rows: range, keys: range, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _indices(self, rows: range, keys: range, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, h, q_idx and kv_idx of a block."""
         ranges = self.batch, self.heads, rows, keys
         b, h, q, kv = (torch.arange(x.start, x.stop, device=device) for x in ranges)

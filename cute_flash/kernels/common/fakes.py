@@ -1,8 +1,8 @@
 """Fake arguments, of which a kernel is compiled: one for each operand of its row in `planning.registry`.
 
 Sizes and strides are dynamic but for the head dims. An operand that a kernel's `Static` does not ask for is
-None. In varlen batches rows are (T, H, D) in the place of (B, H, S, D), and statistics (H, T); workspace keeps
-a batch of 1.
+None. In a varlen batch rows are (T, H, D) instead of (B, H, S, D), and statistics (H, T); the batch of the
+workspace is 1.
 """
 
 from __future__ import annotations
@@ -160,12 +160,12 @@ class Fakes:
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """Of full blocks and then of partial ones: how many (B, H, blocks), and which (B, H, blocks, others)."""
+        """Number (B, H, blocks) and indices (B, H, blocks, others) of full blocks, then of partial ones."""
         heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
         return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """How many blocks of queries a tile of keys visits (B, Hkv, tiles), and which (B, Hkv, tiles, entries)."""
+        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile."""
         heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
         return [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
 
@@ -190,4 +190,3 @@ def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
 def _capture(table: Any) -> cute.Tensor:
     dtype, rank = CUTE_DTYPES[table.dtype], max(1, table.rank)
     return _strided(dtype, tuple(cute.sym_int() for _ in range(rank)))
-

@@ -90,7 +90,9 @@ class ScoreParams:
         if self.alibi_slopes is not None:
             score = score.of_head(self.alibi_slopes[batch, head])
         mods = None if self.mods is None else self.mods.of_head(head, batch)
-        return HeadScoreParams(score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods)
+        return HeadScoreParams(
+            score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods
+        )
 
 
 @dataclass(frozen=True)

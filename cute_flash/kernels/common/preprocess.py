@@ -83,9 +83,7 @@ class BwdPreprocess:
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
-        self.kernel(params).launch(
-            grid=(num_blocks, heads, batch), block=(THREADS, 1, 1), stream=stream
-        )
+        self.kernel(params).launch(grid=(num_blocks, heads, batch), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, p: Params):

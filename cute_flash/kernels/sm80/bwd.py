@@ -125,7 +125,7 @@ class BwdSm80:
             q, k, v, dout_cast, dk, dv = (unpacked(x) for x in (q, k, v, dout_cast, dk, dv))
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         order, work = None, None
         if cutlass.const_expr(static.varlen):

@@ -186,7 +186,8 @@ class FwdSm80:
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
-            p.score_params.of_head(head, span.batch), p.score_params.dropout(), span.batch * p.mQ.shape[1] + head,
+            p.score_params.of_head(head, span.batch), p.score_params.dropout(),
+            span.batch * p.mQ.shape[1] + head,
             self.walk(p, m_block, head, span),
         )  # fmt: skip
 
@@ -219,7 +220,12 @@ class FwdSm80:
             return None
         rows, keys = self.static.mods.block
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
-        return ListWalk(p.score_params.block_indices, place, p.score_params.block_indices.numbers(*place), keys // self.tile.tile_n)
+        return ListWalk(
+            p.score_params.block_indices,
+            place,
+            p.score_params.block_indices.numbers(*place),
+            keys // self.tile.tile_n,
+        )
 
     def has_blocks(self, main: Main):
         return main.blocks.begin < main.blocks.end if main.walk is None else main.walk.num > 0

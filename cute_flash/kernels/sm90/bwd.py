@@ -49,8 +49,8 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -154,7 +154,7 @@ class BwdSm90:
             tma = RaggedTiles
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         left = window_left if static.has_left else None
         right = window_right if static.has_right else None
@@ -578,4 +578,3 @@ class BwdSm90:
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
         store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
-

@@ -48,11 +48,11 @@ from cute_flash.device.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
-from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.kernels.sm90.fwd_scores import Main, Tile
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.band import Band, OutwardWalk

@@ -229,7 +229,9 @@ class Params:
         if self.score_params.block_indices is not None:
             parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
-            return ListWalk(self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks)
+            return ListWalk(
+                self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks
+            )
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
         if self.shapes.begins_near and self.shapes.is_bounded:
             return blocks.walk(False)
