@@ -132,7 +132,7 @@ class Fakes:
 
     def bias(self, operand: Operand) -> cute.Tensor:
         mods = self.static.mods
-        dtype, step = CUTE_DTYPES[mods.bias], 8 if mods.is_aligned else 2 if mods.reads_pairs else 1
+        dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.is_aligned else 2 if mods.reads_pairs else 1
         strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
         last = 1 if mods.reads_pairs else cute.sym_int64()
         shape, align = self.shape(operand.dims), step * dtype.width // 8

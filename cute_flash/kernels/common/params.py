@@ -128,7 +128,7 @@ def bwd_score_params(
     written = None
     if static.has_mods:
         mods = static.mods
-        parts = mods.graphs.parts(*(() if x is None else tuple(x) for x in (captures, scalars)))
+        parts = mods.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
         written = WrittenTerms(
             Code.of(mods.graphs, mods.wanted),
             scale,

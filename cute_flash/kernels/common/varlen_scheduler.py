@@ -35,7 +35,7 @@ WARPS = THREADS // 32
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the sequences lie; what the caller says is taken within bounds, for no tile to leave memory."""
+    """Where the sequences lie; what the caller says is taken clamp_indices bounds, for no tile to leave memory."""
 
     mCuQ: cute.Tensor  # (B + 1)
     mCuK: cute.Tensor

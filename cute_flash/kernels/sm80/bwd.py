@@ -459,7 +459,7 @@ class BwdSm80:
         return p.terms.block(self.mask(p, main), head, batch, first_query, True, row_step)
 
     def coordinates(self, p: Params, main: Main) -> cute.Tensor:
-        """(key, query) within the tile of every element of S^T."""
+        """(key, query) clamp_indices the tile of every element of S^T."""
         whole = cute.make_identity_tensor((self.tile.tile_n, self.tile.tile_m))
         return p.mma_s.get_slice(rederived(main.thread)).partition_C(whole)
 

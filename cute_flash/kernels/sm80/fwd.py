@@ -218,7 +218,7 @@ class FwdSm80:
     def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
         if p.score_params.block_indices is None:
             return None
-        rows, keys = self.static.mods.block
+        rows, keys = self.static.mods.block_mask_tile
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
         return ListWalk(
             p.score_params.block_indices,
@@ -231,7 +231,7 @@ class FwdSm80:
         return main.blocks.begin < main.blocks.end if main.walk is None else main.walk.num > 0
 
     def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
-        """(row, column) within the tile of every element of S."""
+        """(row, column) clamp_indices the tile of every element of S."""
         whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
         return tiled_mma.get_slice(thread).partition_C(whole)
 

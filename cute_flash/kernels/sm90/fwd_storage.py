@@ -131,7 +131,7 @@ class Shapes:
         once have none, and a cap's needs more registers than three warpgroups have.
         """
         if self.static.has_mods:
-            return not self.is_crowded and self.static.mods.has_formula
+            return not self.is_crowded and self.static.mods.fuses_with_exp2
         is_one = self.has_alibi != self.has_softcap
         return is_one and (self.has_alibi or self.tile.num_warpgroups < 3)
 
@@ -212,7 +212,7 @@ class Params:
         )
 
     def _place(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
-        return sequence.batch, head, m_block // (self.shapes.static.mods.block[0] // self.shapes.tile.tile_m)
+        return sequence.batch, head, m_block // (self.shapes.static.mods.block_mask_tile[0] // self.shapes.tile.tile_m)
 
     def walk(
         self, m_block: Int32, head: Int32, sequence: Sequence, counts: tuple
@@ -227,7 +227,7 @@ class Params:
         order.
         """
         if self.score_params.block_indices is not None:
-            parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
+            parts = self.shapes.static.mods.block_mask_tile[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
             return ListWalk(
                 self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks
@@ -276,7 +276,7 @@ class Shared:
             drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
         bias = None
         if tile.bias_stages:
-            of = CUTE_DTYPES[shapes.static.mods.bias]
+            of = CUTE_DTYPES[shapes.static.mods.bias_dtype]
             bias = BiasBlocks.allocate(smem, of, shapes.bias, tile.num_warpgroups, tile.bias_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
