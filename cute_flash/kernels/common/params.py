@@ -130,14 +130,14 @@ def bwd_score_params(
         mods = static.mods
         parts = mods.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
         written = WrittenTerms(
-            Code.of(mods.graphs, mods.wanted),
+            Code.of(mods.graphs, mods.captures_needing_grad),
             scale,
             softcap,
             *(_or_none(part) for part in (parts.score, parts.mask, parts.gradient)),
-            None if bias is None else BiasTerms(bias, dbias, mods.bias_bits, mods.adds_bias),
+            None if bias is None else BiasTerms(bias, dbias, mods.bias_varies, mods.dbias_accumulates),
             None if dcaptures is None else tuple(dcaptures),
             None if block_indices is None else EntryLists(*block_indices),
-            tile.fetches_bias_early(mods.gradient_inner),
+            tile.fetches_bias_early(mods.bwd_ops_per_score),
         )
     return Terms(
         score=Score.of(scale, softcap, gives_tangent=True),
