@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.reference.grads import FeatureGrads
 from cute_flash.score_mod.block_mask import FULL, PARTIAL, BlockMask
-from cute_flash.score_mod.evaluate import evaluate, clamp_indices
+from cute_flash.score_mod.evaluate import clamp_indices, evaluate
 from cute_flash.spec.args import AttentionArgs
 
 

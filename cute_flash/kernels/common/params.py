@@ -15,7 +15,7 @@ from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.written import Written, WrittenOfHead
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static
 
@@ -105,7 +105,7 @@ class HeadScoreParams:
 
 def bwd_score_params(
     static: Static,
-    tile: BwdTile | BwdTileSm90,
+    tile: BwdTileSm80 | BwdTileSm90,
     heads: Int32,
     scale: Float32,
     *,
@@ -137,7 +137,7 @@ def bwd_score_params(
             None if bias is None else BiasTerms(bias, dbias, mods.bias_varies, mods.dbias_accumulates),
             None if dcaptures is None else tuple(dcaptures),
             None if block_indices is None else EntryLists(*block_indices),
-            tile.fetches_bias_early(mods.bwd_ops_per_score),
+            tile.prefetches_bias(mods.bwd_ops_per_score),
         )
     return Terms(
         score=Score.of(scale, softcap, gives_tangent=True),
