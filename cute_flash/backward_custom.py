@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_flash import backward, backward_general, custom_cuda, general
 from cute_flash.custom_cuda import BIAS_DTYPES
-from cute_flash.score_mod.block_sparse import entries_of
+from cute_flash.score_mod.block_sparse import query_block_indices
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.args import How
 from cute_flash.spec.problem import Problem, UnsupportedError
@@ -57,7 +57,7 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
     """What `custom_bwd` returns, of a checked `custom.Custom` and its problem; None where it has nothing."""
     deterministic = how.deterministic or backward.is_mode_deterministic()
     problem, given, of_bias = described(custom, problem, deterministic)
-    wanted, block_map = problem.mods.wanted, custom.block_map
+    wanted, block_map = problem.mods.captures_needing_grad, custom.block_map
     if any(custom.tables[i].numel() > MAX_ELEMENTS for i in wanted):
         raise UnsupportedError(
             f"the gradient of a captured tensor of more than {MAX_ELEMENTS} elements on cuda"
@@ -69,7 +69,7 @@ def bwd_cuda(dout, dlse, q, k, v, out, lse, how: How, custom: Any, problem: Prob
         """What the kernel takes besides: see `kernels.bwd_custom`."""
         lists = None
         if block_map:
-            lists = entries_of(
+            lists = query_block_indices(
                 block_map, custom.block_sizes, batch=problem.batch, heads=problem.heads,
                 heads_kv=problem.heads_kv, tile=(tile.tile_m, tile.tile_n),
             )  # fmt: skip
@@ -97,7 +97,7 @@ def described(
     problem, bias = custom_cuda.with_mods(problem, given), custom.bias
     if bias is None:
         return problem, given, None
-    of_bias = BiasGradient.of(bias, problem, deterministic) if problem.mods.wants_bias else None
+    of_bias = BiasGradient.of(bias, problem, deterministic) if problem.mods.bias_needs_grad else None
     bits = ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1)
     of_kernel = ("", False) if of_bias is None else (str(of_bias.written.dtype), of_bias.is_added)
     return _with_gradient(problem, bits, *of_kernel), given, of_bias
@@ -106,5 +106,10 @@ def described(
 @lru_cache(maxsize=1024)
 def _with_gradient(problem: Problem, bits: int, dtype: str, is_added: bool) -> Problem:
     """Of a bias."""
-    dbias = dtype.removeprefix("torch.")
-    return replace(problem, mods=replace(problem.mods, bias_bits=bits, dbias=dbias, adds_bias=is_added))
+    mods = replace(
+        problem.mods,
+        bias_varies=bits,
+        dbias_dtype=dtype.removeprefix("torch."),
+        dbias_accumulates=is_added,
+    )
+    return replace(problem, mods=mods)

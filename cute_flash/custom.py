@@ -19,10 +19,13 @@ from cute_flash import backward_custom, custom_cuda, forward, general, operands,
 from cute_flash.planning import plan as planning
 from cute_flash.reference.score import Score
 from cute_flash.reference.user_mods import Sums, Written
-from cute_flash.score_mod.block_mask import BlockMap
-from cute_flash.score_mod.call import Call, Graphs, graphs_of
+from cute_flash.score_mod.block_mask import BlockMask
+from cute_flash.score_mod.bound import BoundMods, Graphs, graphs_of
 from cute_flash.spec.args import SCHEMA, TENSORS, How
 from cute_flash.spec.problem import CPU_DTYPES, Problem, UnsupportedError, check_written_gradients
+
+# The name that `api` uses.
+Call = BoundMods
 
 
 class Custom(NamedTuple):
@@ -41,18 +44,18 @@ class Custom(NamedTuple):
         return graphs_of(self.mods)
 
     @property
-    def map(self) -> BlockMap | None:
-        return BlockMap.of_tensors(self.block_map, self.block_sizes) if self.block_map else None
+    def map(self) -> BlockMask | None:
+        return BlockMask.of_tensors(self.block_map, self.block_sizes) if self.block_map else None
 
     def written(self, first: int = 0) -> Written:
-        parts = self.graphs.parts(self.tables, self.numbers)
+        parts = self.graphs.split(self.tables, self.numbers)
         return Written(self.graphs, parts, self.bias, self.map, first)
 
     @property
     def wanted(self) -> tuple[int, ...]:
         """Tables of score_mod that want a gradient."""
         score = self.graphs.score
-        found = () if score is None else score.tables
+        found = () if score is None else score.captures
         return tuple(i for i, x in enumerate(found) if x.is_differentiable and self.wants[1 + i])
 
 
@@ -90,14 +93,14 @@ def four_dimensional(bias: Any) -> Tensor:
     return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 
-def custom_of(bias: Tensor | None, call: Call, block_map: BlockMap | None) -> Custom:
-    if block_map is not None and not isinstance(block_map, BlockMap):
-        raise ValueError(f"block_map is a {type(block_map).__name__}: give a cute_flash.BlockMap")
+def custom_of(bias: Tensor | None, call: BoundMods, block_map: BlockMask | None) -> Custom:
+    if block_map is not None and not isinstance(block_map, BlockMask):
+        raise ValueError(f"block_map is a {type(block_map).__name__}: give a cute_flash.BlockMask")
     bias = None if bias is None else four_dimensional(bias)
     is_enabled = torch.is_grad_enabled()
-    wants = [is_enabled and x is not None and x.requires_grad for x in (bias, *call.tables)]
+    wants = [is_enabled and x is not None and x.requires_grad for x in (bias, *call.captures)]
     maps, sizes = ([], []) if block_map is None else (list(block_map.tensors), list(block_map.sizes))
-    return Custom(bias, call.graphs.text, list(call.tables), list(call.numbers), maps, sizes, wants)
+    return Custom(bias, call.graphs.text, list(call.captures), list(call.scalars), maps, sizes, wants)
 
 
 def checked_problem(q: Tensor, k: Tensor, v: Tensor, how: How, custom: Custom) -> Problem:

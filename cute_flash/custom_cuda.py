@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import ROW, Graph
-from cute_flash.score_mod.static import Mods
-from cute_flash.score_mod.tensor_cache import Memo
+from cute_flash.score_mod.graph import Graph
+from cute_flash.score_mod.mod_spec import ModSpec
+from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.spec.problem import Problem
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -31,11 +31,11 @@ class Given(NamedTuple):
 def given(custom: Any, problem: Problem, in_gradients: bool = False) -> Given:
     """Of a checked `custom.Custom`.
 
-    The forward takes no arguments of score_mod_bwd; gradients have lists of their own: see `entries`.
+    The forward takes no arguments of score_mod_bwd; gradients have lists of their own: see `block_sparse`.
     """
     graphs = custom.graphs
     found = (graphs.score, graphs.mask, graphs.bwd if in_gradients else None)
-    num = sum(0 if x is None else len(x.tables) for x in found)
+    num = sum(0 if x is None else len(x.captures) for x in found)
     tables = [_table(x) for x in custom.tables[:num]]
     numbers = _numbers(found, custom.numbers)
     bias = None if custom.bias is None else as_bias(custom.bias, problem)
@@ -51,26 +51,32 @@ def with_mods(problem: Problem, given: Given) -> Problem:
     bias = given.bias
     # What is fetched how decides tiles, and memory may differ from batch to batch.
     is_fetched = not problem.features.batch_invariant and is_aligned(bias)
-    bits = ROW * (bias.stride(2) != 0)
-    return _with_bias(problem, bias.dtype, reads_pairs(bias), is_fetched, bits)
+    return _with_bias(problem, bias.dtype, reads_pairs(bias), is_fetched, bias.stride(2) != 0)
 
 
 @lru_cache(maxsize=1024)
 def _with_bias(
-    problem: Problem, dtype: torch.dtype, reads_pairs: bool, is_aligned: bool, bits: int
+    problem: Problem, dtype: torch.dtype, reads_pairs: bool, is_aligned: bool, varies_by_row: bool
 ) -> Problem:
-    bias = str(dtype).removeprefix("torch.")
-    mods = replace(problem.mods, bias=bias, reads_pairs=reads_pairs, is_aligned=is_aligned, bias_bits=bits)
+    mods = replace(
+        problem.mods,
+        bias_dtype=str(dtype).removeprefix("torch."),
+        bias_paired_loads=reads_pairs,
+        bias_tma=is_aligned,
+        bias_varies_by_row=varies_by_row,
+    )
     return replace(problem, mods=mods)
 
 
-def static_of(custom: Any) -> Mods:
+def static_of(custom: Any) -> ModSpec:
     """But for what the bias's memory decides."""
     block = custom.block_sizes[:2] if custom.block_map else None
-    wants_bias = custom.bias is not None and bool(custom.wants) and custom.wants[0]
-    wanted = custom.wanted if custom.wants else ()
-    return Mods(custom.graphs, block=None if block is None else (block[0], block[1]),
-                wants_bias=wants_bias, wanted=wanted)  # fmt: skip
+    return ModSpec(
+        graphs=custom.graphs,
+        block_mask_tile=None if block is None else (block[0], block[1]),
+        bias_needs_grad=custom.bias is not None and bool(custom.wants) and custom.wants[0],
+        captures_needing_grad=custom.wanted if custom.wants else (),
+    )
 
 
 def as_bias(bias: Tensor, problem: Problem) -> Tensor:
@@ -110,15 +116,15 @@ def _table(table: Tensor) -> Tensor:
 
 
 def _numbers(graphs: Sequence[Graph | None], numbers: Sequence[float]) -> list[int | float]:
-    kinds = [kind for graph in graphs if graph is not None for kind in graph.numbers]
+    kinds = [kind for graph in graphs if graph is not None for kind in graph.scalars]
     return [int(x) if kind == "int" else float(x) for kind, x in zip(kinds, numbers)]
 
 
-_known: Memo[list[Tensor]] = Memo(64)  # of maps that calls had
+_known: TensorCache[list[Tensor]] = TensorCache(64)  # of maps that calls had
 
 
 def _lists(block_map: list[Tensor], heads: tuple[int, int]) -> list[Tensor]:
-    """Of `BlockMap.tensors`: the numbers and indices of full blocks, and of partial ones, by head."""
+    """Of `BlockMask.tensors`: the numbers and indices of full blocks, and of partial ones, by head."""
     partial, full = block_map[:2], block_map[2:4]
     own = [*full, *partial]
     found = _known.get(own, heads)
@@ -127,5 +133,5 @@ def _lists(block_map: list[Tensor], heads: tuple[int, int]) -> list[Tensor]:
         found = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)).detach() for x in own]
         if all(x.is_contiguous() for x in own):
             # Whatever is written into the map is seen in them.
-            _known.keep(own, heads, found)
+            _known.put(own, heads, found)
     return found

@@ -39,9 +39,9 @@ def _strided(of, *shape) -> cute.Tensor:
 
 
 def _fake_dbias(mQ: cute.Tensor, static: Static) -> cute.Tensor | None:
-    if not static.mods.dbias:
+    if not static.mods.dbias_dtype:
         return None
-    of, heads = TABLE_TYPES[static.mods.dbias], mQ.shape[:2]
+    of, heads = TABLE_TYPES[static.mods.dbias_dtype], mQ.shape[:2]
     strides = (*(cute.sym_int64() for _ in range(3)), 1)
     return make_fake_tensor(
         of, (*heads, cute.sym_int(), cute.sym_int()), strides, assumed_align=of.width // 8
@@ -51,8 +51,8 @@ def _fake_dbias(mQ: cute.Tensor, static: Static) -> cute.Tensor | None:
 def _fake_dtables(static: Static) -> list[cute.Tensor]:
     """fp32, compact."""
     found = []
-    for i in static.mods.wanted:
-        rank = max(1, static.mods.graphs.score.tables[i].rank)
+    for i in static.mods.captures_needing_grad:
+        rank = max(1, static.mods.graphs.score.captures[i].rank)
         shape, order = tuple(cute.sym_int() for _ in range(rank)), tuple(reversed(range(rank)))
         one = make_fake_compact_tensor(
             Float32, shape, stride_order=order, use_32bit_stride=True, assumed_align=4
@@ -78,16 +78,16 @@ class WithWritten:
         bias, tables, numbers, dbias, dtables, lists = given
         mods = self.static.mods
         arguments = (() if x is None else tuple(x) for x in (tables, numbers))
-        parts = mods.graphs.parts(*arguments)
+        parts = mods.graphs.split(*arguments)
         written = WrittenTerms(
-            Code.of(mods.graphs, mods.wanted),
+            Code.of(mods.graphs, mods.captures_needing_grad),
             scale,
             softcap,
             *(_or_none(part) for part in (parts.score, parts.mask, parts.gradient)),
-            None if bias is None else BiasTerms(bias, dbias, mods.bias_bits, mods.adds_bias),
+            None if bias is None else BiasTerms(bias, dbias, mods.bias_varies, mods.dbias_accumulates),
             None if dtables is None else tuple(dtables),
             None if lists is None else EntryLists(*lists),
-            self.tile.fetches_bias_early(mods.gradient_inner),
+            self.tile.fetches_bias_early(mods.bwd_ops_per_score),
         )
         return Terms(Score.of(scale, softcap, gives_tangent=True), mQ.shape[1], *others, written)
 

@@ -99,14 +99,14 @@ def fake_written(mQ: cute.Tensor, mK: cute.Tensor, static: Static, uses_bwd: boo
     """What `custom_cuda.Given` names. `uses_bwd`: with the arguments of score_mod_bwd."""
     mods = static.mods
     graphs = [mods.graphs.score, mods.graphs.mask, *([mods.graphs.bwd] if uses_bwd else [])]
-    tables = [_fake_table(table) for graph in graphs if graph is not None for table in graph.tables]
-    kinds = [kind for graph in graphs if graph is not None for kind in graph.numbers]
+    tables = [_fake_table(table) for graph in graphs if graph is not None for table in graph.captures]
+    kinds = [kind for graph in graphs if graph is not None for kind in graph.scalars]
     numbers = [Float32(1.0) if kind == "float" else Int32(1) for kind in kinds]
     return (
-        _fake_bias(mQ, mK, static) if mods.bias else None,
+        _fake_bias(mQ, mK, static) if mods.bias_dtype else None,
         tables or None,
         numbers or None,
-        None if mods.block is None else _fake_lists(mQ),
+        None if mods.block_mask_tile is None else _fake_lists(mQ),
     )
 
 
@@ -118,11 +118,11 @@ def _fake_table(table) -> cute.Tensor:
 
 def _fake_bias(mQ: cute.Tensor, mK: cute.Tensor, static: Static) -> cute.Tensor:
     """(B, H, Sq, Sk), never packed."""
-    of, together = TABLE_TYPES[static.mods.bias], 2 if static.mods.reads_pairs else 1
-    together = 8 if static.mods.is_aligned else together
+    of, together = TABLE_TYPES[static.mods.bias_dtype], 2 if static.mods.bias_paired_loads else 1
+    together = 8 if static.mods.bias_tma else together
     shape = mQ.shape[0], mQ.shape[1], mQ.shape[2], mK.shape[2]
     strides = [cute.sym_int64(divisibility=together) for _ in range(3)]
-    last = 1 if static.mods.reads_pairs else cute.sym_int64()
+    last = 1 if static.mods.bias_paired_loads else cute.sym_int64()
     return make_fake_tensor(of, shape, (*strides, last), assumed_align=together * of.width // 8)
 
 

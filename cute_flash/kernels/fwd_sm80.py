@@ -214,7 +214,7 @@ class FwdSm80:
     def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
         if p.extras.lists is None:
             return None
-        rows, keys = self.static.mods.block
+        rows, keys = self.static.mods.block_mask_tile
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
         return ListWalk(p.extras.lists, place, p.extras.lists.numbers(*place), keys // self.tile.tile_n)
 

@@ -125,7 +125,7 @@ class Shapes:
         """
         features = self.static.features
         if features.is_written:
-            return not self.is_crowded and self.static.mods.has_formula
+            return not self.is_crowded and self.static.mods.fuses_with_exp2
         is_one = features.alibi != features.softcap
         return is_one and (features.alibi or self.tile.num_warpgroups < 3)
 
@@ -206,7 +206,8 @@ class Params:
         )
 
     def _place(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
-        return sequence.batch, head, m_block // (self.shapes.static.mods.block[0] // self.shapes.tile.tile_m)
+        rows, _ = self.shapes.static.mods.block_mask_tile
+        return sequence.batch, head, m_block // (rows // self.shapes.tile.tile_m)
 
     def walk(
         self, m_block: Int32, head: Int32, sequence: Sequence, counts: tuple
@@ -221,7 +222,7 @@ class Params:
         order.
         """
         if self.extras.lists is not None:
-            parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
+            parts = self.shapes.static.mods.block_mask_tile[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
             return ListWalk(self.extras.lists, self._place(m_block, head, sequence), counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
@@ -268,7 +269,7 @@ class Shared:
             drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
         bias = None
         if tile.bias_stages:
-            of = TABLE_TYPES[shapes.static.mods.bias]
+            of = TABLE_TYPES[shapes.static.mods.bias_dtype]
             bias = BiasBlocks.allocate(smem, of, shapes.bias, tile.num_warpgroups, tile.bias_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)

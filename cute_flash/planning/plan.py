@@ -116,7 +116,7 @@ class Plan:
         # Without a mask it does not matter which head and position a row is; the list of tiles knows what of
         # a sequence is used.
         is_bounded, features = static.has_left or static.has_right, replace(static.features, seqused_k=False)
-        mods = None if static.mods is None else static.mods.in_forward
+        mods = None if static.mods is None else static.mods.for_forward
         packs = self.packs_heads and is_bounded
         static = replace(static, packs_heads=packs, features=features, mods=mods)
         variant = "_custom" if features.is_written else "_general" * (features != PLAIN)
@@ -201,7 +201,7 @@ class BwdPlan:
         """Of a kernel in `compile.KERNELS`; `width`: of rows, which are all that the kernels around see."""
         static = self.problem.static
         features, mods = replace(static.features.in_gradients, seqused_k=False), static.mods
-        static = replace(static, features=features, mods=None if mods is None else mods.in_gradients)
+        static = replace(static, features=features, mods=None if mods is None else mods.for_backward)
         if self.drops_none:
             static = replace(static, features=replace(static.features, dropout=True))
         if width is not None:

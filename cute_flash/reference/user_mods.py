@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.block_mask import FULL, PARTIAL, BlockMap
-from cute_flash.score_mod.call import Graphs, Parts
-from cute_flash.score_mod.evaluate import evaluate, within
+from cute_flash.score_mod.block_mask import FULL, PARTIAL, BlockMask
+from cute_flash.score_mod.bound import GraphArguments, Graphs
+from cute_flash.score_mod.evaluate import clamp_indices, evaluate
 
 
 class Sums:
@@ -35,9 +35,9 @@ class Written:
     """What was asked for. The bias has four dimensions, those that it does not tell apart of size 1."""
 
     graphs: Graphs
-    parts: Parts
+    parts: GraphArguments
     bias: Tensor | None = None
-    block_map: BlockMap | None = None
+    block_map: BlockMask | None = None
     first: int = 0  # sequence of a packed batch that is the first here
     sums: Sums | None = None
 
@@ -46,10 +46,10 @@ class Written:
         """Temporaries of a block of scores, in elements of fp32 a score."""
         found = 2
         if self.graphs.score is not None:
-            found += 2 * self.graphs.score.num_inner
+            found += 2 * self.graphs.score.ops_per_score
             if self.sums is not None:
-                found += 2 * self.graphs.gradient(self.wanted).graph.num_inner
-        return found + 2 * (0 if self.graphs.mask is None else self.graphs.mask.num_inner)
+                found += 2 * self.graphs.gradient(self.wanted).graph.ops_per_score
+        return found + 2 * (0 if self.graphs.mask is None else self.graphs.mask.ops_per_score)
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class PartWritten:
             found = tuple(x.expand_as(given[0]) if x.is_floating_point() else x for x in found)
             for load in gradient.loads:
                 assert written.sums is not None
-                into = written.sums.dtables[load.table]
+                into = written.sums.dtables[load.capture]
                 grad = found[load.output].masked_fill(nothing, 0.0)
                 _add_at(into, [found[i] for i in load.indices], grad)
             dS = found[0].masked_fill(nothing, 0.0).flatten(2, 3)
@@ -142,7 +142,7 @@ class PartWritten:
         part = self._slice(bias, rows, keys).to(self.dtype)
         return part.unflatten(1, self.shape) if part.shape[1] > 1 else part.unsqueeze(1)
 
-    def _status(self, block_map: BlockMap, rows: range, keys: range) -> Tensor:
+    def _status(self, block_map: BlockMask, rows: range, keys: range) -> Tensor:
         status = block_map.status
         status = status[self.b.start : self.b.stop] if status.shape[0] > 1 else status
         status = status[:, self.h.start : self.h.stop] if status.shape[1] > 1 else status
@@ -157,7 +157,7 @@ def _add_at(into: Tensor, indices: list[Tensor], grad: Tensor) -> None:
     if not indices:
         into += grad.sum()
         return
-    places = torch.broadcast_tensors(*within(into, indices))
+    places = torch.broadcast_tensors(*clamp_indices(into, indices))
     shape = (1,) * (grad.dim() - places[0].dim()) + tuple(places[0].shape)
     grad = grad.sum_to_size(shape)
     into.index_put_([x.reshape(shape) for x in places], grad, accumulate=True)

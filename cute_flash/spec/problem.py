@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.limits import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
+from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE, LONG_MOD_OPS, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band, is_narrow
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
@@ -102,7 +102,7 @@ class Static:
     head_dim_v: int | None = None  # of V and of the output, where it is another one
     packs_heads: bool = False  # rows are (query head of a group, position): the mask wraps around
     features: Features = PLAIN
-    mods: Any = None  # a `mods.static.Mods`, of functions, a bias and a block map
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`
 
     @property
     def width_v(self) -> int:
@@ -117,9 +117,9 @@ class Static:
         """`Features.weight`, and more of functions that do much for every score and of a wide bias."""
         if self.mods is None:
             return self.features.weight
-        is_scattered = bool(self.mods.bias) and not self.mods.reads_pairs
-        is_long = self.mods.num_inner > LONG_FUNCTION or is_scattered
-        more = 8 * is_long + (self.mods.bias == "float32") - self.mods.has_light_formula
+        is_scattered = bool(self.mods.bias_dtype) and not self.mods.bias_paired_loads
+        is_long = self.mods.ops_per_score > LONG_MOD_OPS or is_scattered
+        more = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
         return self.features.weight + more
 
     @property
@@ -159,7 +159,7 @@ class Problem:
     band: Band = field(default_factory=Band)
     head_dim_v: int | None = None  # None: that of the keys
     features: Features = PLAIN
-    mods: Any = None  # a `mods.static.Mods`
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`
 
     @property
     def width_v(self) -> int:
@@ -248,7 +248,8 @@ def check_written(problem: Problem, tile_m: int, tile_n: int, deterministic: boo
     Functions are computed in floats where that is exact. A tile lies within one block of the map, which then
     decides for all of it.
     """
-    what = "the tables of score_mod" if problem.mods is not None and problem.mods.wanted else ""
+    has_captures = problem.mods is not None and bool(problem.mods.captures_needing_grad)
+    what = "captured tensors of score_mod" if has_captures else ""
     what = "a block_map" if problem.features.block_map else what
     if deterministic and what:
         raise UnsupportedError(
@@ -258,11 +259,11 @@ def check_written(problem: Problem, tile_m: int, tile_n: int, deterministic: boo
     for name in ("seqlen_q", "seqlen_k"):
         if problem.features.is_written and getattr(problem, name) >= MAX_INDEX:
             raise UnsupportedError(f"{name}={getattr(problem, name)} with functions: less than {MAX_INDEX}")
-    rows, keys = (None if problem.mods is None else problem.mods.block) or (tile_m, tile_n)
+    rows, keys = (None if problem.mods is None else problem.mods.block_mask_tile) or (tile_m, tile_n)
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(
             f"block_map of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
-            f"make it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
+            f"make it of blocks of multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
         )
 
 

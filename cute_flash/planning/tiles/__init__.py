@@ -21,7 +21,7 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> FwdTile | FwdTile
     """The tile of a family's forward on an architecture."""
     static = problem.static
     if family == "sm90":
-        fetches = static.mods is not None and static.mods.is_aligned
+        fetches = static.mods is not None and static.mods.bias_tma
         rows = SM90_FWD_DRAWS if static.features.dropout else SM90_FWD
         for wide in (*SM90_FWD_BIAS, *rows) if fetches and not static.features.dropout else rows:
             if wide.serves(problem) and wide.fits(arch):
@@ -55,7 +55,7 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool 
     static = problem.static
     weight = static.features.in_gradients.weight
     is_written, is_plain = static.features.is_written, weight == 0
-    inner = 0 if static.mods is None else static.mods.gradient_inner
+    inner = 0 if static.mods is None else static.mods.bwd_ops_per_score
     rows: tuple[AnyBwdTile, ...]
     if family == "sm90":
         rows = SM90_BWD if is_plain else SM90_BWD_SCORE[2:] if is_written else SM90_BWD_SCORE
@@ -81,7 +81,7 @@ def _is_light(static: Static) -> bool:
     features = static.features
     is_rare = features.block_map or not features.mask_mod
     has_more = features.bias or features.alibi or features.varlen
-    return is_rare and not has_more and static.mods.has_light_gradient
+    return is_rare and not has_more and static.mods.has_cheap_bwd
 
 
 def drops_none(tile: AnyBwdTile, features: Features) -> bool:

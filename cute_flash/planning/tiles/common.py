@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_flash.spec.problem import MAP_BLOCK, Static, UnsupportedError
+from cute_flash.spec.problem import BLOCK_MASK_MULTIPLE, Static, UnsupportedError
 
 ELEMENT_BYTES = 2
 SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
@@ -31,4 +31,5 @@ def _check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
 
 
 def divides_map(tile: Any, static: Static) -> bool:
-    return not (static.features.block_map and (MAP_BLOCK % tile.tile_m or MAP_BLOCK % tile.tile_n))
+    divides = not (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n)
+    return divides or not static.features.block_map
