@@ -81,9 +81,7 @@ class RowTiles:
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)
-        pred = cute.make_rmem_tensor(
-            cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean
-        )
+        pred = cute.make_rmem_tensor(cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean)
         for m in cutlass.range_constexpr(rows if check_rows else 1):
             for k in cutlass.range_constexpr(cols):
                 row, col = tXcX[(0, 0), m, k]
