@@ -11,11 +11,12 @@ from cute_flash.version import __version__
 if TYPE_CHECKING:
     from cute_flash import masks
     from cute_flash.reference.merge import attention_probs, merge
-    from cute_flash.score_mod.block_mask import BlockMap
+    from cute_flash.score_mod.block_mask import BlockMap, BlockMask
     from cute_flash.varlen import attn_nested, attn_varlen
 
 __all__ = [
     "BlockMap",
+    "BlockMask",
     "Support",
     "TraceError",
     "UnsupportedError",
@@ -33,6 +34,7 @@ __all__ = [
 # Imported when first asked for, so that `import cute_flash` stays light.
 _ON_DEMAND = {
     "BlockMap": "score_mod.block_mask",
+    "BlockMask": "score_mod.block_mask",
     "attention_probs": "reference.merge",
     "merge": "reference.merge",
     "attn_nested": "varlen",

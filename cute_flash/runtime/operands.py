@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.planning.plan import MAX_SEQLEN
 from cute_flash.score_mod.block_mask import BlockMask
-from cute_flash.score_mod.block_sparse import backward_indices
+from cute_flash.score_mod.block_sparse import query_block_indices
 from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.problem import Problem, check_window
@@ -139,14 +139,12 @@ def forward_block_indices(block_mask: tuple[Tensor, ...], problem: Problem) -> l
 
 def backward_block_indices(args: Any, problem: Problem, tile_m: int, tile_n: int) -> list[Tensor]:
     """For every K/V tile, the query blocks of the heads that share it; see `score_mod.block_sparse`."""
-    return backward_indices(
+    return query_block_indices(
         list(args.block_mask),
         list(args.block_mask_sizes),
         batch=problem.batch,
         heads=problem.heads,
         heads_kv=problem.heads_kv,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
         tile=(tile_m, tile_n),
     )
 

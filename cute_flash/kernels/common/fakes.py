@@ -132,30 +132,30 @@ class Fakes:
 
     def bias(self, operand: Operand) -> cute.Tensor:
         mods = self.static.mods
-        dtype, step = CUTE_DTYPES[mods.bias], 8 if mods.is_aligned else 2 if mods.reads_pairs else 1
+        dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1
         strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
-        last = 1 if mods.reads_pairs else cute.sym_int64()
+        last = 1 if mods.bias_paired_loads else cute.sym_int64()
         shape, align = self.shape(operand.dims), step * dtype.width // 8
         return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=align)
 
     def dbias(self, operand: Operand) -> cute.Tensor | None:
         """None if the bias needs no gradient."""
-        name = self.static.mods.dbias
+        name = self.static.mods.dbias_dtype
         return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
 
     def captures(self, operand: Operand) -> list[cute.Tensor] | None:
         """Tensors that user mods captured, those of one graph after the other; None without any."""
-        tables = [table for graph in self.graphs() for table in graph.tables]
+        tables = [table for graph in self.graphs() for table in graph.captures]
         return [_capture(table) for table in tables] or None
 
     def scalars(self, operand: Operand) -> list | None:
-        kinds = [kind for graph in self.graphs() for kind in graph.numbers]
+        kinds = [kind for graph in self.graphs() for kind in graph.scalars]
         return [Float32(1.0) if kind == "float" else Int32(1) for kind in kinds] or None
 
     def dcaptures(self, operand: Operand) -> list[cute.Tensor] | None:
         """fp32 sums, of the captured tensors of score_mod that need a gradient."""
         mods = self.static.mods
-        ranks = [max(1, mods.graphs.score.tables[i].rank) for i in mods.wanted]
+        ranks = [max(1, mods.graphs.score.captures[i].rank) for i in mods.captures_needing_grad]
         shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 

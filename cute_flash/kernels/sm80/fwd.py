@@ -47,13 +47,13 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import Main, Params, allocate, gemm, gemm_rs, operands
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.problem import Static
 
 
 class FwdSm80:
-    def __init__(self, static: Static, tile: FwdTile):
+    def __init__(self, static: Static, tile: FwdTileSm80):
         self.static = static
         self.tile = tile
         self.dtype = CUTE_DTYPES[static.dtype]
@@ -218,7 +218,7 @@ class FwdSm80:
     def block_iterator(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> BlockSparseIterator | None:
         if p.score_params.block_indices is None:
             return None
-        rows, keys = self.static.mods.block
+        rows, keys = self.static.mods.block_mask_tile
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
         return BlockSparseIterator(
             p.score_params.block_indices,
