@@ -345,7 +345,9 @@ class FwdSm90:
                     self.one_block(main, tile, fill, True, self.tile.speculative_max_masked and may_check)
 
     @cute.jit
-    def one_block(self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, speculative_max: cutlass.Constexpr):
+    def one_block(
+        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, speculative_max: cutlass.Constexpr
+    ):
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
         n_block = bias = None
