@@ -227,7 +227,7 @@ def _terms(how: How, scale: float, lse: Tensor, parts: Tensor | None, plan: BwdP
     """What the main kernel takes of softcap, slopes and their gradients, and dropout; None: not asked for."""
     heads = plan.problem.batch, plan.problem.heads
     softcap, slopes, _sinks, *dropout, _most = extra_arguments(how, scale, lse, heads)
-    if plan.drops_none:
+    if plan.pads_with_dropout:
         # No draw is below 0.
         dropout = [0, 1.0, torch.zeros(2, dtype=torch.int64, device=lse.device)]
     return softcap, slopes, None if parts is None else parts.flatten(2), *dropout

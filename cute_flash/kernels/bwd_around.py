@@ -15,7 +15,7 @@ from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.arguments import DTYPES, fake_items, fake_rows, fake_statistics, out_dtype
 from cute_flash.kernels.bwd_dq import add_sums, store_dq
 from cute_flash.planning.tiles import AnyBwdTile
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.varlen import HEADER
 from cute_flash.spec.problem import Static
@@ -50,7 +50,7 @@ class BwdPreprocess:
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = out_dtype(static)  # of O and dO
         # Where the main kernel may be launched before this one ends, and waits for its end by itself.
-        self.is_followed_early = not isinstance(tile, BwdTile)
+        self.is_followed_early = not isinstance(tile, BwdTileSm80)
         vectors = -(-static.width_v // VECTOR)
         # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
         self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)

@@ -16,7 +16,7 @@ from cute_flash.kernels.bwd_general import with_terms
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm90 import BwdSm90
 from cute_flash.kernels.extras import TABLE_TYPES, fake_written
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static
 
@@ -70,7 +70,7 @@ class WithWritten:
     """Of a kernel that has it."""
 
     static: Static
-    tile: BwdTile | BwdTileSm90
+    tile: BwdTileSm80 | BwdTileSm90
 
     def terms(self, mQ: cute.Tensor, scale: Float32, general: tuple, given: tuple) -> Terms:
         """`general`: softcap, slopes and what follows it; `given`: what `with_written` adds."""
@@ -87,7 +87,7 @@ class WithWritten:
             None if bias is None else BiasTerms(bias, dbias, mods.bias_bits, mods.adds_bias),
             None if dtables is None else tuple(dtables),
             None if lists is None else EntryLists(*lists),
-            self.tile.fetches_bias_early(mods.gradient_inner),
+            self.tile.prefetches_bias(mods.gradient_inner),
         )
         return Terms(Score.of(scale, softcap, gives_tangent=True), mQ.shape[1], *others, written)
 

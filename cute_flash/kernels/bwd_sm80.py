@@ -12,7 +12,7 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 
 | warps      | part of each product                                                              |
 |------------|-----------------------------------------------------------------------------------|
-| all, alike | a grid of warps over its tile, see `BwdTile`; all along the keys: P^T and dS^T of |
+| all, alike | a grid of warps over its tile, see `BwdTileSm80`; all along the keys: P^T and dS^T of |
 |            | a warp are operands of its dV and dK where they are, in registers                 |
 
 | shared memory | elements                 | life                                             |
@@ -46,7 +46,7 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_counters, fake_gradients
 from cute_flash.kernels.bwd_sm80_loops import Loops
 from cute_flash.kernels.bwd_sm80_shared import Main, Params, Shared
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import HEADER
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import FAR, Band
@@ -55,7 +55,7 @@ from cute_flash.spec.problem import Static
 FLOATS = 4  # in 16 bytes
 
 
-def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
+def dq_grid(tile: BwdTileSm80, dtype) -> WarpGrid:
     """The one whose accumulators are the order of dQ in global memory."""
     return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
@@ -63,7 +63,7 @@ def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
 class BwdSm80(Loops):
     is_ordered = False  # see `bwd_sm80_ordered`
 
-    def __init__(self, static: Static, tile: BwdTile):
+    def __init__(self, static: Static, tile: BwdTileSm80):
         self.static, self.tile, self.dtype = static, tile, DTYPES[static.dtype]
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
         self.is_written, self.is_listed = static.features.is_written, static.features.block_map
@@ -292,7 +292,7 @@ class BwdSm80(Loops):
                 )
             rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
-        if cutlass.const_expr(tile.keeps_p):
+        if cutlass.const_expr(tile.p_in_registers):
             self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
         else:
             main.p_landing.store(rP)
@@ -314,7 +314,7 @@ class BwdSm80(Loops):
             sums.end()
 
         # dK += dS^T Q
-        if cutlass.const_expr(tile.keeps_p):
+        if cutlass.const_expr(tile.p_in_registers):
             self.gemm(p.mma_kv, main.acc_dK, as_operand_a(rdS), main.q_t, stage)
             cute.arch.sync_threads()
         else:
@@ -322,7 +322,7 @@ class BwdSm80(Loops):
             self.gemm(p.mma_kv, main.acc_dV, main.p, main.do_t, stage)
             self.gemm(p.mma_kv, main.acc_dK, main.ds, main.q_t, stage)
         if cutlass.const_expr(tile.stages == 1):
-            if cutlass.const_expr(not tile.keeps_p):
+            if cutlass.const_expr(not tile.p_in_registers):
                 # Every warp is done with Q and dO.
                 cute.arch.sync_threads()
             self.load_following(p, main, following, left)

@@ -6,14 +6,14 @@ from cutlass import Int32
 
 from cute_flash.device.entry_list import Entry
 from cute_flash.kernels.bwd_sm80_shared import Main, Params
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec.band import BlockRange
 
 
 class Loops:
     """Of a kernel that has `load_block` and `one_block`."""
 
-    tile: BwdTile
+    tile: BwdTileSm80
 
     @cute.jit
     def over_band(self, p: Params, main: Main, blocks: BlockRange, head_kv: Int32, batch: Int32):

@@ -8,14 +8,14 @@ from cute_flash.kernels.bwd_custom import BwdSm80Custom
 from cute_flash.kernels.bwd_general import BwdSm80General
 from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.kernels.bwd_sm80_shared import Main, Params
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 
 
 class InTurn:
     """Of a kernel whose threads all add to a block: one waits and tells for all of them."""
 
     is_ordered = True
-    tile: BwdTile
+    tile: BwdTileSm80
 
     @cute.jit
     def wait_turn(self, p: Params, main: Main, m_block: Int32, head: Int32):

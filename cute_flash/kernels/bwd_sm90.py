@@ -350,7 +350,7 @@ class BwdSm90:
             self.start_dv_dk(p, main, operands, fill - 1)
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, main, fill - 2)
-        if cutlass.const_expr(self.has_score and self.tile.early_draws):
+        if cutlass.const_expr(self.has_score and self.tile.early_dropout):
             # Beside products, and before S and dP take registers.
             m_block, head = self.block_and_head(p, tile, place)
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
@@ -379,7 +379,7 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(self.has_score and not self.tile.early_draws):
+        if cutlass.const_expr(self.has_score and not self.tile.early_dropout):
             m_block, head = self.block_and_head(p, tile, place)
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
             if cutlass.const_expr(self.is_written):

@@ -47,14 +47,14 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.arguments import DTYPES, fake_tensors
 from cute_flash.kernels.extras import NO_EXTRAS, Extras
 from cute_flash.kernels.fwd_sm80_shared import Main, Params, allocate, gemm, gemm_rs, operands
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import HEADER
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 
 class FwdSm80:
-    def __init__(self, static: Static, tile: FwdTile):
+    def __init__(self, static: Static, tile: FwdTileSm80):
         self.static = static
         self.tile = tile
         self.dtype = DTYPES[static.dtype]

@@ -14,7 +14,7 @@ from cute_flash.kernels.fwd_sm90_work import Told, follow
 @cute.jit
 def draw(p: Params, shared: Shared, warp: Int32, lane: Int32):
     tile, drawn = p.shapes.tile, shared.drawn
-    cute.arch.setmaxregister_decrease(tile.registers_to_draw)
+    cute.arch.setmaxregister_decrease(tile.dropout_producer_registers)
     dropout = p.extras.dropout()
 
     def draw_block(fill: Int32, told: Told, i: Int32):

@@ -22,7 +22,7 @@ from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.arguments import DTYPES
 from cute_flash.kernels.extras import TABLE_TYPES, Extras
-from cute_flash.planning.tiles.common import HEAVY, WARPGROUP_ROWS
+from cute_flash.planning.tiles.common import COST_USER_MOD, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
@@ -64,7 +64,7 @@ class Shapes:
         the fewest registers.
         """
         features = self.static.features
-        return not (features.is_written and (features.block_map or self.static.weight > HEAVY))
+        return not (features.is_written and (features.block_map or self.static.weight > COST_USER_MOD))
 
     @property
     def begins_near(self) -> bool:
@@ -106,7 +106,7 @@ class Shapes:
     def is_crowded(self) -> bool:
         """Scores are transformed in two ways, or with the registers that those who draw leave."""
         features = self.static.features
-        return self.tile.draws + features.is_written + (features.softcap or features.alibi) > 1
+        return self.tile.dropout_producer + features.is_written + (features.softcap or features.alibi) > 1
 
     @property
     def may_check_sums(self) -> bool:
@@ -264,8 +264,8 @@ class Shared:
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
         drawn = None
-        if tile.draws:
-            drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
+        if tile.dropout_producer:
+            drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.dropout_stages)
         bias = None
         if tile.bias_stages:
             of = TABLE_TYPES[shapes.static.mods.bias]
@@ -285,7 +285,7 @@ class Shared:
         tile = self.shapes.tile
         mma_warps = 4 * tile.num_warpgroups
         # V's warp, and the one that stores or all that multiply; those that draw; the bias's.
-        others = (WARPS if tile.draws else 0) + (1 if tile.bias_stages else 0)
+        others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
         self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps)
         self.v.init(1, mma_warps)

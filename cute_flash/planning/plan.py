@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, drops_none, fwd_tile
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, pads_with_dropout
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.common import ELEMENT_BYTES
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.planning.varlen import BUCKETS, max_items, num_padded_blocks
 from cute_flash.spec.arch import ArchSpec
@@ -86,7 +86,7 @@ class CompileKey:
 
     kernel: str
     static: Static
-    tile: FwdTile | FwdTileSm90 | AnyBwdTile | AnyTile
+    tile: FwdTileSm80 | FwdTileSm90 | AnyBwdTile | AnyTile
     target: str
 
 
@@ -101,7 +101,7 @@ class Plan:
     problem: Problem
     arch: ArchSpec
     family: str
-    tile: FwdTile | FwdTileSm90
+    tile: FwdTileSm80 | FwdTileSm90
     section: int  # query heads whose K and V share L2, run side by side
     packs_heads: bool = False  # the query heads of a K/V head are rows of one tile
 
@@ -202,7 +202,7 @@ class BwdPlan:
         static = self.problem.static
         features, mods = replace(static.features.in_gradients, seqused_k=False), static.mods
         static = replace(static, features=features, mods=None if mods is None else mods.in_gradients)
-        if self.drops_none:
+        if self.pads_with_dropout:
             static = replace(static, features=replace(static.features, dropout=True))
         if width is not None:
             static = Static(
@@ -271,11 +271,11 @@ class BwdPlan:
         tiles = ceil_div(problem.seqlen_k, tile_n)
         if problem.features.varlen:
             tiles = num_padded_blocks(problem.seqlen_k, tile_n, problem.batch)
-        return tiles, self.tile.num_warps if isinstance(self.tile, BwdTile) else 2 * 4
+        return tiles, self.tile.num_warps if isinstance(self.tile, BwdTileSm80) else 2 * 4
 
     @property
-    def drops_none(self) -> bool:
-        return drops_none(self.tile, self.problem.features)
+    def pads_with_dropout(self) -> bool:
+        return pads_with_dropout(self.tile, self.problem)
 
     @property
     def num_blocks(self) -> int:

@@ -52,7 +52,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     ampere_tile |= {"max_bounds": 0, "layout": "plain"}
-    hopper_tile |= {"layout": "interleaved", "draw_stages": 2, "bias_stages": 1}
+    hopper_tile |= {"layout": "interleaved", "dropout_stages": 2, "bias_stages": 1}
     for key, values in ((ampere, ampere_tile), (hopper, hopper_tile)):
         flags = {f.name for f in fields(key.tile) if f.compare and isinstance(f.default, bool)}
         values |= {name: not getattr(key.tile, name) for name in flags}
