@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cute_flash import reference
 from cute_flash.api import attn
 from cute_flash.jit.progress import ticking
 from cute_flash.planning.plan import Plan, plan
-from cute_flash.reference import tiled as reference
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem, UnsupportedError
