@@ -336,7 +336,7 @@ def _with_mods(
     block_mask: BlockMask | None,
 ) -> AttentionArgs:
     from cute_flash.score_mod.block_mask import BlockMask
-    from cute_flash.score_mod.call import BoundMods
+    from cute_flash.score_mod.bound import BoundMods
 
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")

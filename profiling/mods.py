@@ -91,13 +91,13 @@ def _flex(inputs: tuple[Tensor, ...], how: dict[str, Any]) -> Side:
 
 
 def _ours(inputs: tuple[Tensor, ...], how: dict[str, Any], with_map: bool = True) -> Side:
-    from cute_flash import BlockMap, attn
+    from cute_flash import BlockMask, attn
 
     batch, heads, seqlen, _ = inputs[0].shape
     given = dict(how)
     if "mask_mod" in how and with_map:
         shape = batch, heads, seqlen, seqlen
-        given["block_map"] = BlockMap.of(how["mask_mod"], shape, device=inputs[0].device)
+        given["block_map"] = BlockMask.of(how["mask_mod"], shape, device=inputs[0].device)
     return Side(partial(attn, **given), inputs)
 
 

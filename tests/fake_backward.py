@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_flash import backward, ops
 from cute_flash.planning.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
 from tests.fake_custom import Given
@@ -136,7 +136,7 @@ class Terms(NamedTuple):
 
 
 def slope_warps(key: CompileKey) -> int:
-    return key.tile.num_warps if isinstance(key.tile, BwdTile) else 8
+    return key.tile.num_warps if isinstance(key.tile, BwdTileSm80) else 8
 
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:

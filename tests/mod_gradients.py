@@ -42,7 +42,7 @@ def others_of(case: Case) -> dict[str, Tensor]:
             found[name] = case.options[name]
     _, asked = case.call()
     score = asked.graphs.score
-    for i in range(0 if score is None else len(score.tables)):
+    for i in range(0 if score is None else len(score.captures)):
         if asked.tables[i].is_floating_point():
             found[f"table {i}"] = asked.tables[i]
     return {name: x.requires_grad_() for name, x in found.items()}

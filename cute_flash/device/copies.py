@@ -20,7 +20,7 @@ def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
 
 
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
-    """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not within one."""
+    """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not clamp_indices one."""
     op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
     return row_copy(op, num_threads, row_elements, dtype)
 
@@ -32,7 +32,7 @@ def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
-    """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets within.
+    """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets clamp_indices.
 
     The host has checked that a tile spans less than 2^31 elements; offsets in 64 bits would cost a
     multiplication and two registers for every row that a thread copies.
@@ -40,13 +40,13 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
     return cute.make_tensor(
-        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride), 1))
+        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride, gX), 1))
     )
 
 
-def _narrow(stride: cutlass.Int64) -> Int32:
+def _narrow(stride: cutlass.Int64, gX: cute.Tensor) -> Int32:
     """Row strides are multiples of the vector: said again, because the conversion to 32 bits forgets it."""
-    return cute.assume(Int32(stride), divby=8)
+    return cute.assume(Int32(stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
 
 
 @dataclass(frozen=True)

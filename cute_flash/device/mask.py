@@ -23,7 +23,7 @@ class Mask:
     seqlen_q: Int32
     seqlen_k: Int32
     first_row: Int32
-    tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
+    tScS: cute.Tensor  # (row, column) clamp_indices the tile of every accumulator element
     wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other
 
     @cute.jit

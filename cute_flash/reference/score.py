@@ -49,10 +49,10 @@ def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
     num += 2
     graphs = args.mods
     if graphs.score is not None:
-        num += 2 * graphs.score.num_inner
+        num += 2 * graphs.score.ops_per_score
         if with_grad:
-            num += 2 * graphs.gradient(args.captures_needing_grad).graph.num_inner
-    return num if graphs.mask is None else num + 2 * graphs.mask.num_inner
+            num += 2 * graphs.gradient(args.captures_needing_grad).graph.ops_per_score
+    return num if graphs.mask is None else num + 2 * graphs.mask.ops_per_score
 
 
 class ScoreFeatures:

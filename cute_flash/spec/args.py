@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.call import Graphs, graphs_of
 from cute_flash.spec.band import Band
+
+if TYPE_CHECKING:
+    from cute_flash.score_mod.bound import Graphs
 
 
 class AttentionArgs(NamedTuple):
@@ -50,6 +52,8 @@ class AttentionArgs(NamedTuple):
 
     @property
     def mods(self) -> Graphs:
+        from cute_flash.score_mod.bound import graphs_of
+
         return graphs_of(self.score_mod)
 
     @property
@@ -72,8 +76,8 @@ class AttentionArgs(NamedTuple):
         graph = self.mods.score
         if graph is None or not any(self.needs_grad[1:]):
             return ()
-        tables = enumerate(graph.tables)
-        return tuple(i for i, x in tables if x.is_differentiable and self.needs_grad[1 + i])
+        captures = enumerate(graph.captures)
+        return tuple(i for i, x in captures if x.is_differentiable and self.needs_grad[1 + i])
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.out_fp32 else q.dtype

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.limits import LONG_FUNCTION, MAP_BLOCK, MAX_INDEX
+from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE, LONG_MOD_OPS, MAX_INDEX
 from cute_flash.spec.band import NARROW, Band, is_narrow
 from cute_flash.spec.features import MODS, backward_features, feature_cost
 
@@ -43,7 +43,7 @@ class Static:
     head_dim_v: int | None = None  # of V and of the output, where it differs
     pack_gqa: bool = False  # rows are (query head of a group, position): the mask wraps around
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
-    mods: Any = None  # a `score_mod.static.ModSpec`: user functions, bias and block mask
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user functions, bias and block mask
     varlen: bool = False
     seqused_k: bool = False
     block_sparse: bool = False  # K/V blocks come from the index lists of a block mask
@@ -82,7 +82,7 @@ class Static:
         if self.mods is None:
             return self.base_cost
         is_scattered = bool(self.mods.bias_dtype) and not self.mods.bias_paired_loads
-        is_long = self.mods.ops_per_score > LONG_FUNCTION or is_scattered
+        is_long = self.mods.ops_per_score > LONG_MOD_OPS or is_scattered
         more = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
         return self.base_cost + more
 
@@ -125,7 +125,7 @@ class Problem:
     band: Band = field(default_factory=Band)
     head_dim_v: int | None = None  # None: that of the keys
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
-    mods: Any = None  # a `score_mod.static.ModSpec`
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`
     varlen: bool = False
     seqused_k: bool = False
     block_sparse: bool = False
@@ -229,7 +229,7 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(
             f"block_mask of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
-            f"make it of blocks of multiples of {MAP_BLOCK} x {MAP_BLOCK}"
+            f"make it of blocks of multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
         )
 
 

@@ -15,7 +15,7 @@ from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.written import Written, WrittenOfHead
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static
 
@@ -90,7 +90,9 @@ class ScoreParams:
         if self.alibi_slopes is not None:
             score = score.of_head(self.alibi_slopes[batch, head])
         mods = None if self.mods is None else self.mods.of_head(head, batch)
-        return HeadScoreParams(score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods)
+        return HeadScoreParams(
+            score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class HeadScoreParams:
 
 def bwd_score_params(
     static: Static,
-    tile: BwdTile | BwdTileSm90,
+    tile: BwdTileSm80 | BwdTileSm90,
     heads: Int32,
     scale: Float32,
     *,
@@ -126,16 +128,16 @@ def bwd_score_params(
     written = None
     if static.has_mods:
         mods = static.mods
-        parts = mods.graphs.parts(*(() if x is None else tuple(x) for x in (captures, scalars)))
+        parts = mods.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
         written = WrittenTerms(
-            Code.of(mods.graphs, mods.wanted),
+            Code.of(mods.graphs, mods.captures_needing_grad),
             scale,
             softcap,
             *(_or_none(part) for part in (parts.score, parts.mask, parts.gradient)),
-            None if bias is None else BiasTerms(bias, dbias, mods.bias_bits, mods.adds_bias),
+            None if bias is None else BiasTerms(bias, dbias, mods.bias_varies, mods.dbias_accumulates),
             None if dcaptures is None else tuple(dcaptures),
             None if block_indices is None else EntryLists(*block_indices),
-            tile.fetches_bias_early(mods.gradient_inner),
+            tile.prefetches_bias(mods.bwd_ops_per_score),
         )
     return Terms(
         score=Score.of(scale, softcap, gives_tangent=True),

@@ -17,12 +17,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.planning.varlen import (
     ASCENDING,
-    NUM_LENGTH_CLASSES,
     BY_LENGTH,
+    NUM_LENGTH_CLASSES,
     TILE_LIST_HEADER,
     TILE_LIST_WIDTH,
-    length_class,
     descends_by_length,
+    length_class,
     longest_tile,
     num_blocks,
 )
@@ -35,7 +35,7 @@ WARPS = THREADS // 32
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the sequences lie; what the caller says is taken within bounds, for no tile to leave memory."""
+    """Where the sequences lie; what the caller says is taken clamp_indices bounds, for no tile to leave memory."""
 
     mCuQ: cute.Tensor  # (B + 1)
     mCuK: cute.Tensor
@@ -219,7 +219,9 @@ class VarlenScheduler:
 
     @property
     def name(self) -> str:
-        return f"cute_flash_varlen_scheduler_{self.direction}" + ("_seqused_k" if self.static.seqused_k else "")
+        return f"cute_flash_varlen_scheduler_{self.direction}" + (
+            "_seqused_k" if self.static.seqused_k else ""
+        )
 
     def launch(self, lists: tuple, stream: CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -46,14 +46,14 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import Main, Params, allocate, gemm, gemm_rs, operands
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 
 class FwdSm80:
-    def __init__(self, static: Static, tile: FwdTile):
+    def __init__(self, static: Static, tile: FwdTileSm80):
         self.static = static
         self.tile = tile
         self.dtype = CUTE_DTYPES[static.dtype]
@@ -186,7 +186,8 @@ class FwdSm80:
             p.tiled_mma, acc_O, softmax,
             Mask(p.band, seqlen_q, seqlen_k, m_block * tile.tile_m, tScS),
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
-            p.score_params.of_head(head, span.batch), p.score_params.dropout(), span.batch * p.mQ.shape[1] + head,
+            p.score_params.of_head(head, span.batch), p.score_params.dropout(),
+            span.batch * p.mQ.shape[1] + head,
             self.walk(p, m_block, head, span),
         )  # fmt: skip
 
@@ -217,15 +218,20 @@ class FwdSm80:
     def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
         if p.score_params.block_indices is None:
             return None
-        rows, keys = self.static.mods.block
+        rows, keys = self.static.mods.block_mask_tile
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
-        return ListWalk(p.score_params.block_indices, place, p.score_params.block_indices.numbers(*place), keys // self.tile.tile_n)
+        return ListWalk(
+            p.score_params.block_indices,
+            place,
+            p.score_params.block_indices.numbers(*place),
+            keys // self.tile.tile_n,
+        )
 
     def has_blocks(self, main: Main):
         return main.blocks.begin < main.blocks.end if main.walk is None else main.walk.num > 0
 
     def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
-        """(row, column) within the tile of every element of S."""
+        """(row, column) clamp_indices the tile of every element of S."""
         whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
         return tiled_mma.get_slice(thread).partition_C(whole)
 

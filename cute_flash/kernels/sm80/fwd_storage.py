@@ -19,7 +19,7 @@ from cute_flash.device.sequence import WorkList
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import Band, BlockRange
 
 
@@ -68,14 +68,14 @@ class Main:
     walk: ListWalk | None  # of a block map
 
 
-def allocate(tile: FwdTile, dtype):
+def allocate(tile: FwdTileSm80, dtype):
     """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
     stages_of = partial(allocate_stages, SmemAllocator(), dtype)
     q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
 
 
-def operands(tile: FwdTile, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
+def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
     """Q, K and V^T as MMA operands; V's rows are keys, and ldmatrix.trans makes them columns."""
     thr_mma, dtype = tiled_mma.get_slice(thread), sQ.element_type
     plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)

@@ -49,8 +49,8 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -154,7 +154,7 @@ class BwdSm90:
             tma = RaggedTiles
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         left = window_left if static.has_left else None
         right = window_right if static.has_right else None
@@ -340,7 +340,7 @@ class BwdSm90:
             self.start_dv_dk(p, main, operands, fill - 1)
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, main, fill - 2)
-        if cutlass.const_expr(self.has_score and self.tile.early_draws):
+        if cutlass.const_expr(self.has_score and self.tile.early_dropout):
             # Beside products, and before S and dP take registers.
             m_block, head = self.block_and_head(p, tile, place)
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
@@ -369,7 +369,7 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(self.has_score and not self.tile.early_draws):
+        if cutlass.const_expr(self.has_score and not self.tile.early_dropout):
             m_block, head = self.block_and_head(p, tile, place)
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
             if cutlass.const_expr(self.is_written):
@@ -578,4 +578,3 @@ class BwdSm90:
             cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
         )
         store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
-

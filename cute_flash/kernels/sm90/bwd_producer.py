@@ -12,8 +12,8 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.sm90.dq import bulk_add
 from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shared, Tile
+from cute_flash.kernels.sm90.dq import bulk_add
 
 
 @cute.jit

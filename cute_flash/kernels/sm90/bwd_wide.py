@@ -53,10 +53,10 @@ from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.kernels.sm90.bwd_producer import load_block, load_keys
 from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.kernels.sm90.bwd_wide_storage import Params, Shapes, Shared
+from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR, Band

@@ -48,11 +48,11 @@ from cute_flash.device.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
-from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.kernels.sm90.fwd_scores import Main, Tile
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.band import Band, OutwardWalk
@@ -182,7 +182,7 @@ class FwdSm90:
                 if warp_index == LOAD_BIAS_WARP:
                     producer.load_bias(p, shared)
         else:
-            if cutlass.const_expr(self.tile.draws):
+            if cutlass.const_expr(self.tile.dropout_producer):
                 if warp_index >= 4 * (1 + self.tile.num_warpgroups):
                     producer.produce_dropout(p, shared, warp_index % 4, thread % 32)
                 else:
@@ -266,7 +266,7 @@ class FwdSm90:
             softmax,
             cute.make_fragment_like(softmax.row_max),
             cute.make_fragment_like(softmax.row_max),
-            Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
+            Turns(FIRST_TURN, tile.num_warpgroups if tile.ping_pong else 1, warpgroup_index),
             p.mma_qk.get_slice(thread).partition_C(coords),
             cute.make_rmem_tensor(1, Float32) if wants_largest else None,
         )
@@ -316,7 +316,7 @@ class FwdSm90:
         self.drawn(main).apply(packed, steps, main.warpgroup, main.thread, fill)
 
     def drawn(self, main: Main) -> Drawn | NotDrawn:
-        return main.shared.drawn if self.tile.draws else NotDrawn()
+        return main.shared.drawn if self.tile.dropout_producer else NotDrawn()
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
@@ -324,12 +324,12 @@ class FwdSm90:
         walk, static = tile.walk, self.static
         # Where every maximum is asked for, sums say nothing more.
         may_check = self.shapes.may_check_sums
-        checks_sums = self.tile.checks_sums and may_check
+        speculative_max = self.tile.speculative_max and may_check
         # A cap has two ways, of which one copy is enough.
         is_capped = self.shapes.has_softcap and static.is_bounded
         if cutlass.const_expr((self.shapes.has_alibi and isinstance(walk, OutwardWalk)) or is_capped):
             for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
-                self.one_block(main, tile, fill, MAYBE, checks_sums)
+                self.one_block(main, tile, fill, MAYBE, speculative_max)
         else:
             whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
             whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
@@ -338,14 +338,19 @@ class FwdSm90:
                 for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
                     self.one_block(main, tile, fill, True, False)
             for fill in cutlass.range(whole_begin, whole_end, unroll=1):
-                self.one_block(main, tile, fill, False, checks_sums)
+                self.one_block(main, tile, fill, False, speculative_max)
             if cutlass.const_expr(ends_cut):
                 for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
-                    self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
+                    self.one_block(main, tile, fill, True, self.tile.speculative_max_masked and may_check)
 
     @cute.jit
     def one_block(
-        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, checks_sums: cutlass.Constexpr
+        self,
+        main: Main,
+        tile: Tile,
+        fill: Int32,
+        masked: cutlass.Constexpr,
+        speculative_max: cutlass.Constexpr,
     ):
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
@@ -365,7 +370,7 @@ class FwdSm90:
         warpgroup.wait_group(1)
         shared.k.release(fill)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
-        how = checks_sums, masked
+        how = speculative_max, masked
         formula = scores.transform_from(self.shapes, softmax, tile, acc_S, (column, bias), how)
         is_relative = reference is not None and formula is None
         # A user's formula hides as well.
@@ -376,7 +381,7 @@ class FwdSm90:
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
-        if cutlass.const_expr(not checks_sums):
+        if cutlass.const_expr(not speculative_max):
             grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i), reference)
             if grew:
                 softmax.raise_max(block_max)
@@ -387,7 +392,7 @@ class FwdSm90:
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
-        maybe_empty = not checks_sums
+        maybe_empty = not speculative_max
         scores.exponentiate(softmax, views, early, formula, (maybe_empty, is_relative))
         self.look_ahead(main, tile, fill + 1, block_sum)
         self.drawn(main).wait(main.warpgroup, fill)
@@ -397,7 +402,7 @@ class FwdSm90:
         scores.exponentiate(softmax, views, late, formula, (maybe_empty, is_relative))
         self.round(main, acc_P, late, fill)
 
-        if cutlass.const_expr(checks_sums):
+        if cutlass.const_expr(speculative_max):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
             if softmax.is_suspicious(block_sum, is_relative):
                 scores.block_max(softmax, acc_S, block_max, formula, reference)

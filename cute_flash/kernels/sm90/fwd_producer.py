@@ -159,8 +159,8 @@ def wait_output(shared: Shared, count: Int32, warpgroup: cutlass.Constexpr):
 @cute.jit
 def produce_dropout(p: Params, shared: Shared, warp: Int32, lane: Int32):
     tile, drawn = p.shapes.tile, shared.drawn
-    cute.arch.setmaxregister_decrease(tile.registers_to_draw)
-    dropout = p.extras.dropout()
+    cute.arch.setmaxregister_decrease(tile.dropout_producer_registers)
+    dropout = p.score_params.dropout()
 
     def draw_block(fill: Int32, told: Told, i: Int32):
         sequence = told.span.batch * p.order.heads + told.head

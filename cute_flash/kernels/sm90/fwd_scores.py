@@ -103,10 +103,10 @@ def transform_from(
     """The same, less what `reference_of` says; or the formula to do it by. `block`: its first column, and its
     bias; `how`: whether sums are checked, and whether the band cuts it.
     """
-    (first_column, bias), (checks_sums, is_cut) = block, how
+    (first_column, bias), (speculative_max, is_cut) = block, how
     # Whether all are near 0 is asked of a warp's rows together.
     looks_near = not shapes.static.batch_invariant
-    reference, has_formula = reference_of(tile, softmax), checks_sums and shapes.has_formula
+    reference, has_formula = reference_of(tile, softmax), speculative_max and shapes.has_formula
     if cutlass.const_expr(tile.of_head.mods is not None):
         # A full block of a map may be cut by the band as well.
         is_whole = is_cut is False and not (isinstance(tile.walk, ListWalk) and tile.walk.blocks is not None)

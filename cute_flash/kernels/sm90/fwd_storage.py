@@ -22,7 +22,7 @@ from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.planning.tiles.common import HEAVY, WARPGROUP_ROWS
+from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
@@ -72,7 +72,7 @@ class Shapes:
         the fewest registers.
         """
         static = self.static
-        return not (static.has_mods and (static.block_sparse or static.feature_cost > HEAVY))
+        return not (static.has_mods and (static.block_sparse or static.feature_cost > COST_DROPOUT))
 
     @property
     def begins_near(self) -> bool:
@@ -113,7 +113,7 @@ class Shapes:
     @property
     def is_crowded(self) -> bool:
         """Scores are transformed in two ways, or with the registers that those who draw leave."""
-        return self.tile.draws + self.static.has_mods + (self.has_softcap or self.has_alibi) > 1
+        return self.tile.dropout_producer + self.static.has_mods + (self.has_softcap or self.has_alibi) > 1
 
     @property
     def may_check_sums(self) -> bool:
@@ -131,7 +131,7 @@ class Shapes:
         once have none, and a cap's needs more registers than three warpgroups have.
         """
         if self.static.has_mods:
-            return not self.is_crowded and self.static.mods.has_formula
+            return not self.is_crowded and self.static.mods.fuses_with_exp2
         is_one = self.has_alibi != self.has_softcap
         return is_one and (self.has_alibi or self.tile.num_warpgroups < 3)
 
@@ -212,7 +212,7 @@ class Params:
         )
 
     def _place(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
-        return sequence.batch, head, m_block // (self.shapes.static.mods.block[0] // self.shapes.tile.tile_m)
+        return sequence.batch, head, m_block // (self.shapes.static.mods.block_mask_tile[0] // self.shapes.tile.tile_m)
 
     def walk(
         self, m_block: Int32, head: Int32, sequence: Sequence, counts: tuple
@@ -227,9 +227,11 @@ class Params:
         order.
         """
         if self.score_params.block_indices is not None:
-            parts = self.shapes.static.mods.block[1] // self.shapes.tile.tile_n
+            parts = self.shapes.static.mods.block_mask_tile[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
-            return ListWalk(self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks)
+            return ListWalk(
+                self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks
+            )
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
         if self.shapes.begins_near and self.shapes.is_bounded:
             return blocks.walk(False)
@@ -270,11 +272,11 @@ class Shared:
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
         sK, sV = allocate(shapes.k, tile.stages), allocate(shapes.v, tile.stages)
         drawn = None
-        if tile.draws:
-            drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.draw_stages)
+        if tile.dropout_producer:
+            drawn = Drawn.allocate(smem, tile.num_warpgroups, shapes.steps, tile.dropout_stages)
         bias = None
         if tile.bias_stages:
-            of = CUTE_DTYPES[shapes.static.mods.bias]
+            of = CUTE_DTYPES[shapes.static.mods.bias_dtype]
             bias = BiasBlocks.allocate(smem, of, shapes.bias, tile.num_warpgroups, tile.bias_stages)
         rings = [Ring.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
@@ -291,7 +293,7 @@ class Shared:
         tile = self.shapes.tile
         mma_warps = 4 * tile.num_warpgroups
         # V's warp, and the one that stores or all that multiply; those that draw; the bias's.
-        others = (WARPS if tile.draws else 0) + (1 if tile.bias_stages else 0)
+        others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
         self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps)
         self.v.init(1, mma_warps)
