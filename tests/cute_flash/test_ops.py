@@ -16,12 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cute_flash import UnsupportedError, api, attn, ops, supports
-from cute_flash.planning.plan import chosen_family
-from cute_flash.reference import tiled as reference
+from cute_flash import UnsupportedError, api, attn, ops, reference, supports
+from cute_flash.planning.plan import chosen_family, use_kernels
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
-from cute_flash.spec.family import use_kernels
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
