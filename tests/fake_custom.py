@@ -10,30 +10,32 @@ from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey
 from cute_flash.reference.user_mods import Written
-from cute_flash.score_mod.block_mask import BlockList, BlockMap
-from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
+from cute_flash.score_mod.block_mask import BlockIndices, BlockMask
+from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
 from cute_flash.score_mod.evaluate import evaluate
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
 from cute_flash.score_mod.lower import lowered
-from cute_flash.score_mod.static import Mods
+from cute_flash.score_mod.mod_spec import ModSpec
 
 Tables, Numbers = list[Tensor] | None, list[Any] | None
 
 
-def check_given(mods: Mods, shape: torch.Size, bias: Tensor | None, tables: Tables, numbers: Numbers) -> None:
+def check_given(
+    mods: ModSpec, shape: torch.Size, bias: Tensor | None, tables: Tables, numbers: Numbers
+) -> None:
     """What kernels of both directions take, against what they were compiled for. `shape`: (B, H, Sq, Sk)."""
-    assert (bias is not None) == bool(mods.bias)
+    assert (bias is not None) == bool(mods.bias_dtype)
     if bias is not None:
-        assert bias.shape == shape and str(bias.dtype) == f"torch.{mods.bias}"
-        assert bias.stride(3) == 1 or not mods.reads_pairs
+        assert bias.shape == shape and str(bias.dtype) == f"torch.{mods.bias_dtype}"
+        assert bias.stride(3) == 1 or not mods.bias_paired_loads
     graphs = [x for x in (mods.graphs.score, mods.graphs.mask, mods.graphs.bwd) if x is not None]
-    expected = [table for graph in graphs for table in graph.tables]
+    expected = [table for graph in graphs for table in graph.captures]
     assert len(expected) == len(tables or ()) and (tables or tables is None)
     for table, x in zip(expected, tables or ()):
         names = {"bool": "uint8", "float64": "float32"}
         assert str(x.dtype) == f"torch.{names.get(table.dtype, table.dtype)}"
         assert x.dim() == max(1, table.rank)
-    kinds = [kind for graph in graphs for kind in graph.numbers]
+    kinds = [kind for graph in graphs for kind in graph.scalars]
     assert [type(x).__name__ for x in numbers or ()] == kinds and (numbers or numbers is None)
 
 
@@ -50,24 +52,24 @@ class GivenForward(NamedTuple):
         mods = key.static.mods
         check_given(mods, shape, self.bias, self.tables, self.numbers)
         graphs = [x for x in (mods.graphs.score, mods.graphs.mask) if x is not None]
-        expected = [table for graph in graphs for table in graph.tables]
+        expected = [table for graph in graphs for table in graph.captures]
         # As a call has them: bools, and single values.
         tables = [x.view(torch.bool) if t.dtype == "bool" else x for t, x in zip(expected, self.tables or ())]
         tables = [x if t.rank else x[0] for t, x in zip(expected, tables)]
-        parts = mods.graphs.parts(tables, self.numbers or ())
+        parts = mods.graphs.split(tables, self.numbers or ())
         return Written(mods.graphs, parts, self.bias, self._map(key, shape))
 
-    def _map(self, key: CompileKey, shape: torch.Size) -> BlockMap | None:
-        block = key.static.mods.block
+    def _map(self, key: CompileKey, shape: torch.Size) -> BlockMask | None:
+        block = key.static.mods.block_mask_tile
         assert (self.lists is not None) == (block is not None) == key.static.features.block_map
         if self.lists is None:
             return None
         rows, columns = (-(-n // size) for n, size in zip(shape[2:], block))
         for x, expected in zip(self.lists, ((rows,), (rows, columns)) * 2, strict=True):
             assert x.shape == (*shape[:2], *expected) and x.dtype == torch.int32 and x.stride(-1) == 1
-        full, partial = (BlockList(*self.lists[i : i + 2]) for i in (0, 2))
+        full, partial = (BlockIndices(*self.lists[i : i + 2]) for i in (0, 2))
         # Lists of blocks of queries are the backward's.
-        return BlockMap(*block, *shape[2:], partial, full, partial, full)
+        return BlockMask(*block, *shape[2:], partial, full, partial, full)
 
 
 @dataclass
@@ -87,32 +89,36 @@ class Given:
         mods, features = self.key.static.mods, self.key.static.features
         check_given(mods, shape, self.bias, self.tables, self.numbers)
         assert (self.bias is not None) == features.bias
-        assert (self.dbias is not None) == bool(mods.dbias)
+        assert (self.dbias is not None) == bool(mods.dbias_dtype)
         assert (self.lists is not None) == features.block_map
-        assert mods.block is None
+        assert mods.block_mask_tile is None
         if self.dbias is not None:
             shared = self.dbias.shape != shape or 0 in self.dbias.stride()
-            assert shared <= mods.adds_bias and str(self.dbias.dtype) == f"torch.{mods.dbias}"
-            sizes = zip(self.dbias.shape, shape, (True, True, mods.bias_bits & ROW, mods.bias_bits & COLUMN))
-            assert all(mine == n if tells or not mods.adds_bias else mine == 1 for mine, n, tells in sizes)
+            assert shared <= mods.dbias_accumulates and str(self.dbias.dtype) == f"torch.{mods.dbias_dtype}"
+            sizes = zip(
+                self.dbias.shape, shape, (True, True, mods.bias_varies & ROW, mods.bias_varies & COLUMN)
+            )
+            is_whole = not mods.dbias_accumulates
+            assert all(mine == n if tells or is_whole else mine == 1 for mine, n, tells in sizes)
             assert self.dbias.stride(3) == 1
         if self.bias is not None:
             tells = [s != 0 and n > 1 for n, s in zip(self.bias.shape[2:], self.bias.stride()[2:])]
-            assert tells[0] <= bool(mods.bias_bits & ROW) and tells[1] <= bool(mods.bias_bits & COLUMN)
-        assert len(mods.wanted) == len(self.dtables or ()) and (self.dtables or self.dtables is None)
+            assert tells[0] <= bool(mods.bias_varies & ROW) and tells[1] <= bool(mods.bias_varies & COLUMN)
+        assert len(mods.captures_needing_grad) == len(self.dtables or ())
+        assert self.dtables or self.dtables is None
         for x in self.dtables or ():
             assert x.dtype == torch.float32 and x.is_contiguous() and x.dim() >= 1 and not x.any()
 
     @property
     def parts(self) -> Any:
-        return self.key.static.mods.graphs.parts(self.tables or (), self.numbers or ())
+        return self.key.static.mods.graphs.split(self.tables or (), self.numbers or ())
 
     def evaluated(
         self, graph: Graph, arguments: Any, shape: torch.Size, *given: Tensor
     ) -> tuple[Tensor, ...]:
         places = [torch.arange(n).view(-1, *(1,) * (3 - i)) for i, n in enumerate(shape)]
         # Tables of one element stand for a single value.
-        tables = [x[0] if not t.rank else x for x, t in zip(arguments[0], graph.tables)]
+        tables = [x[0] if not t.rank else x for x, t in zip(arguments[0], graph.captures)]
         b, h, q, kv = places
         return evaluate(lowered(graph), (tables, arguments[1]), torch.float32, (b, h, q, kv), *given)
 
@@ -155,7 +161,7 @@ class Given:
                         i for i in range(len(heads)) if i + 1 == len(heads) or heads[i] != heads[i + 1]
                     ]
                     for one in listed:
-                        m = (one >> ROW_SHIFT) & ((1 << (HEAD_SHIFT - ROW_SHIFT)) - 1)
+                        m = (one >> M_BLOCK_SHIFT) & ((1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1)
                         assert m * tile_m < shape[2]
                         at = (
                             b, h * group + (one >> HEAD_SHIFT), slice(m * tile_m, (m + 1) * tile_m),
@@ -169,10 +175,10 @@ class Given:
         """The gradient of `before`; bias and tables receive theirs."""
         mods = self.key.static.mods
         if mods.graphs.score is not None:
-            gradient = mods.graphs.gradient(mods.wanted)
+            gradient = mods.graphs.gradient(mods.captures_needing_grad)
             found = self.evaluated(gradient.graph, self.parts.gradient, ds.shape, before, ds)
             for load in gradient.loads:
-                into = (self.dtables or [])[mods.wanted.index(load.table)]
+                into = (self.dtables or [])[mods.captures_needing_grad.index(load.capture)]
                 grad = found[load.output].expand_as(ds).masked_fill(p == 0, 0.0)
                 if not load.indices:
                     into += grad.sum()
@@ -188,5 +194,5 @@ class Given:
             shared = [i for i in range(4) if strides[i] == 0 or self.dbias.shape[i] == 1]
             one = self.dbias[tuple(slice(1) if i in shared else slice(None) for i in range(4))]
             grad = ds.sum(dim=shared, keepdim=True) if shared else ds
-            one.copy_(one + grad if mods.adds_bias else grad)
+            one.copy_(one + grad if mods.dbias_accumulates else grad)
         return ds

@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from cute_flash.custom import Custom
 from torch import Tensor
 
-from cute_flash import BlockMap, custom, custom_cuda, masks
-from cute_flash.custom import Custom
+from cute_flash import BlockMask, custom, custom_cuda, masks
 from cute_flash.reference.score import Score
-from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.args import How
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Features, Problem
@@ -171,7 +171,7 @@ class Case:
         if kind.has_map:
             shape = self.sizes.batch, self.sizes.heads, self.sizes.seqlen_q, self.sizes.seqlen_k
             causal = self.band == Band(None, 0) and self.seed % 2 == 0
-            found["block_map"] = BlockMap.of(
+            found["block_map"] = BlockMask.of(
                 found.get("mask_mod"), shape, tile=BLOCK, causal=causal, device=self.device
             )
         return found
@@ -197,7 +197,7 @@ class Case:
             q_dim**-0.5, self.band.left, self.band.right, softcap=given.get("softcap", 0.0),
             sinks=given.get("sinks"), max_logit=given.get("return_max_logit", False),
         )  # fmt: skip
-        call = Call.of(given.get("score_mod"), given.get("mask_mod"), None)
+        call = BoundMods.of(given.get("score_mod"), given.get("mask_mod"), None)
         return how, custom.custom_of(given.get("bias"), call, given.get("block_map"))
 
     def score(self) -> Score:

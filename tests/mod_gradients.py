@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from cute_flash import attn, backward_custom, custom
-from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan, use_kernels
+from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan
 from cute_flash.reference import tiled as reference
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import How
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import UnsupportedError
 from tests import cases, mod_cases
 from tests.gradients import largest
@@ -42,7 +43,7 @@ def others_of(case: Case) -> dict[str, Tensor]:
             found[name] = case.options[name]
     _, asked = case.call()
     score = asked.graphs.score
-    for i in range(0 if score is None else len(score.tables)):
+    for i in range(0 if score is None else len(score.captures)):
         if asked.tables[i].is_floating_point():
             found[f"table {i}"] = asked.tables[i]
     return {name: x.requires_grad_() for name, x in found.items()}

@@ -1,13 +1,13 @@
-"""The blocks of queries of a group of heads that a tile of keys must visit: see `cute_flash/entries.py`."""
+"""The query blocks of a group of heads that a tile of keys must visit: see `score_mod/block_sparse.py`."""
 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, ROW_SHIFT
+from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
 
-ROW_MASK = (1 << (HEAD_SHIFT - ROW_SHIFT)) - 1
+ROW_MASK = (1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def m_block(self) -> Int32:
-        return (self.bits >> ROW_SHIFT) & ROW_MASK
+        return (self.bits >> M_BLOCK_SHIFT) & ROW_MASK
 
     @property
     def head(self) -> Int32:

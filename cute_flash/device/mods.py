@@ -1,8 +1,8 @@
-"""What a user's function computes, in a kernel: the arithmetic of `mods.evaluate.Evaluator` on DSL scalars.
+"""The operations of user mods in a kernel: the arithmetic of `score_mod.evaluate.Evaluator` on DSL scalars.
 
 Floats are fp32, ints int32, and tables CuTe tensors of any strides. Approximations err by a few units in the
 last place; an index outside a table reads its nearest element, also where a tile reaches past the last row or
-key. Give it graphs that `mods.lower.lowered` has seen.
+key. Give it graphs that `score_mod.lower.lowered` has seen.
 """
 
 from collections.abc import Sequence
@@ -93,11 +93,11 @@ class CuteArithmetic:
     def constant(self, value: Any, kind: str) -> Any:
         return TYPES[kind](value)
 
-    def number(self, value: Any, kind: str) -> Any:
+    def scalar(self, value: Any, kind: str) -> Any:
         return TYPES[kind](value)
 
     def load(self, table: cute.Tensor, indices: Sequence[Int32], kind: str) -> Any:
-        found = table[within(table, indices)]
+        found = table[clamp_indices(table, indices)]
         return found != 0 if kind == "bool" else TYPES[kind](found)
 
     def op(self, node: Node, *args: Any) -> Any:
@@ -114,7 +114,7 @@ class CuteArithmetic:
         return TYPES[node.kind](OPS[node.op](*args))
 
 
-def within(table: cute.Tensor, indices: Sequence[Int32]) -> Any:
+def clamp_indices(table: cute.Tensor, indices: Sequence[Int32]) -> Any:
     """The coordinate of an element, moved to the nearest that is there."""
     if not indices:
         return 0

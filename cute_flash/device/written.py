@@ -21,7 +21,6 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mods import CuteArithmetic
 from cute_flash.device.views import as_mn
 from cute_flash.score_mod.evaluate import Evaluator, Part
-from cute_flash.score_mod.graph import ROW
 from cute_flash.score_mod.lower import lowered
 
 
@@ -29,7 +28,7 @@ from cute_flash.score_mod.lower import lowered
 class Written:
     """Of a launch. None: not there."""
 
-    mods: cutlass.Constexpr  # Mods
+    mods: cutlass.Constexpr  # ModSpec
     bias: cute.Tensor | None  # (B, H, Sq, Sk), of any strides
     tables: tuple | None  # of score_mod, of mask_mod, of score_mod_bwd
     numbers: tuple | None
@@ -43,12 +42,12 @@ class Written:
     def _evaluator(self, graph, part: str) -> Evaluator | None:
         if graph is None:
             return None
-        parts = self.mods.graphs.parts(self.tables or (), self.numbers or ())
+        parts = self.mods.graphs.split(self.tables or (), self.numbers or ())
         return Evaluator(lowered(graph), CuteArithmetic(), *getattr(parts, part))
 
     @property
     def changes_scores(self) -> bool:
-        return bool(self.mods.bias) or self.mods.graphs.score is not None
+        return bool(self.mods.bias_dtype) or self.mods.graphs.score is not None
 
     def of_head(self, head: Int32, batch: Int32) -> "WrittenOfHead":
         score, mask = self.score(), self.mask()
@@ -86,19 +85,17 @@ class WrittenOfHead:
         rows, columns = (cute.size(coords, mode=[i]) for i in range(2))
         tile_n = 4 * columns
         first = first_col + coords[0, 0][1]
-        if cutlass.const_expr(by_warp and self.written.mods.shares_pairs):
+        if cutlass.const_expr(by_warp and self.written.mods.bias_pairs_are_shared):
             ends_within = is_whole and tile_n % KEYS_OF_WARP == 0
             last = None if ends_within else mask.seqlen_k - 2
             return SharedBias.load(self.bias[0, None], first_col, tile_n, last)
-        rows = rows if self.written.mods.bias_bits & ROW else 1
+        rows = rows if self.written.mods.bias_varies_by_row else 1
         found = cute.make_rmem_tensor((2, columns // 2, rows), self.bias.element_type)
         for r in cutlass.range_constexpr(rows):
             row = cutlass.min(mask.first_row + coords[r, 0][0], mask.seqlen_q - 1)
             source = self.bias.iterator + Int64(row) * self.bias.stride[0]
             for pair in cutlass.range_constexpr(columns // 2):
-                self._load_pair(
-                    found[None, pair, r], source, (first, column_offset(2 * pair)), mask.seqlen_k, is_whole
-                )
+                self._load_pair(found[None, pair, r], source, (first, column_offset(2 * pair)), mask.seqlen_k, is_whole)
         return LoadedBias(found)
 
     @cute.jit
@@ -114,7 +111,7 @@ class WrittenOfHead:
         at once.
         """
         first, offset = column
-        if cutlass.const_expr(self.written.mods.reads_pairs):
+        if cutlass.const_expr(self.written.mods.bias_paired_loads):
             source = row + first + offset if is_whole else row + cutlass.min(first + offset, seqlen_k - 2)
             pair = source.align(2 * self.bias.element_type.width // 8)
             cute.autovec_copy(cute.make_tensor(pair, cute.make_layout(2)), into)

@@ -32,7 +32,7 @@ from typing import Any
 
 from cute_flash.jit.disk import CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
-from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 
 # Files whose text decides the generated code (this one by the compiler's options).
@@ -70,13 +70,6 @@ def _count(**more: int) -> None:
 def exclusive() -> AbstractContextManager:
     """Hold the DSL: one compilation at a time in a process."""
     return _lock
-
-
-def compiled(plan: Plan) -> Callable[..., None]:
-    """A plan's launch, on torch's current stream:
-    `f(q, k, v, out, lse, scale, left, right, *plan.launch_arguments)`.
-    """
-    return compiled_kernel(plan.key)
 
 
 def compiled_kernel(key: CompileKey) -> Callable[..., None]:

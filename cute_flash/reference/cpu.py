@@ -13,14 +13,12 @@ from cute_flash.reference.grads import FeatureGrads
 from cute_flash.reference.varlen import sequences
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe
-from cute_flash.spec.shapes import lse_dtype, outputs
+from cute_flash.spec.shapes import outputs
 
 Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor | None]]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention in O(S) memory: out, lse and, if the call asks for it, max_logit (H).
 
     q, k, v are (B, H, S, D) and lse is (B, H, Sq), or (T, H, D) and (H, Tq) with `args.cu_seqlens_q`. out has
@@ -58,14 +56,13 @@ def backward(
     Gradients have the dtype and the stride order of the tensors that they belong to.
     """
     check_rng(args)
-    dtype, heads = lse_dtype(q.dtype), q.shape[1]
     if args.cu_seqlens_q is None:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        grads = FeatureGrads.zeros(args, q.shape[0], heads, dtype)
+        grads = FeatureGrads.zeros(args, q.shape[0], q)
         tiled.backward(dout, dlse, q, k, v, out, lse, args, dq, dk, dv, grads)
         return dq, dk, dv, grads.result(args)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    grads = FeatureGrads.zeros(args, args.cu_seqlens_q.shape[0] - 1, heads, dtype)
+    grads = FeatureGrads.zeros(args, args.cu_seqlens_q.shape[0] - 1, q)
     dsinks = grads.sinks
     for s in sequences(q, k, args):
         if dsinks is not None:
@@ -73,9 +70,7 @@ def backward(
             grads.sinks = torch.zeros_like(dsinks)
         douts = s.of_queries(dout), None if dlse is None else s.of_rows(dlse)
         inputs = s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse)
-        tiled.backward(
-            *douts, *inputs, args, s.of_queries(dq), s.of_keys(dk), s.of_keys(dv), grads, s.index
-        )
+        tiled.backward(*douts, *inputs, args, s.of_queries(dq), s.of_keys(dk), s.of_keys(dv), grads, s.index)
         if dsinks is not None and grads.sinks is not None:
             dsinks += grads.sinks
     grads.sinks = dsinks

@@ -62,20 +62,18 @@ def dense_low_precision(
 def _dense(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int) -> tuple[Tensor, Tensor]:
     group = group_size(q, k)
     K, V = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    block = _whole_block(q, k, args, sequence, torch.float64)
+    block = _single_block(q, k, args, sequence, torch.float64)
     S = block.apply((q.double() @ K.mT) * args.scale)
     P, lse = _probabilities(S, _mask(S, args.band, block), block.features.sinks)
     return _drop(P, block) @ V, lse
 
 
-def _dense_low_precision(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int
-) -> tuple[Tensor, Tensor]:
+def _dense_low_precision(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int) -> tuple[Tensor, Tensor]:
     dtype, wide, group = q.dtype, lse_dtype(q.dtype), group_size(q, k)
     K, V = (x.repeat_interleave(group, dim=1) for x in (k, v))
     K = K * args.scale
     S = (q.to(wide) @ K.to(wide).mT).to(dtype)
-    block = _whole_block(q, k, args, sequence, wide)
+    block = _single_block(q, k, args, sequence, wide)
     has_features = args.softcap or args.dropout or args.has_mods or not (args.alibi is args.sinks is None)
     if has_features:
         S = block.apply(S.to(wide))
@@ -106,21 +104,20 @@ def _each_sequence(
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def _whole_block(
-    q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtype: torch.dtype
-) -> ScoreBlock:
+def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtype: torch.dtype) -> ScoreBlock:
     """All scores as one block; every query head has keys and values of its own."""
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
     part = Part(batch=range(sequence, sequence + batch), heads_kv=range(heads), group=1)
-    # The band's mask comes from its definition instead.
+    # `in_band`: the band's mask comes from its definition, in `_mask`.
     return ScoreFeatures(args, part, (sq, sk), dtype, heads).block(range(sq), range(sk), in_band=True)
 
 
 def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
     """True where a score is visible, to broadcast with S: (Sq, Sk) without user mods."""
-    mask = band_mask(band, *S.shape[2:], S.device)
+    mask = band_mask(band, S.shape[2], S.shape[3], S.device)
     if block.features.mods is None:
         return mask
+    # The block lies inside the band, so this is the mask of the user mods alone.
     mod_mask = block.visible(S.device)
     if mod_mask is not None:
         mask = mask & mod_mask.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)

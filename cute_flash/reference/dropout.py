@@ -71,7 +71,7 @@ class Dropout:
         words = torch.stack(philox_4x32(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
         words = torch.stack([words, words * SECOND], dim=-2)
         draws = torch.stack([words & MAX_DRAW, words >> 16 & MAX_DRAW], dim=-1)
-        # From (b, h, rows' rectangle, row, keys' rectangle, pair of keys, which 16 rows, which 8 rows, which 8
+        # (b, h, rows' rectangle, row, keys' rectangle, pair of keys, which 16 rows, which 8 rows, which 8
         # keys, key of a pair) to rows and keys in order.
         draws = draws.unflatten(5, (2, 2)).unflatten(3, (-1, APART // 2)).unflatten(2, (-1, APART))
         draws = draws.permute(0, 1, 2, 6, 7, 3, 4, 8, 5, 9).flatten(6, 9).flatten(2, 5)

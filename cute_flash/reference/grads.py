@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_flash.spec.args import AttentionArgs
-from cute_flash.spec.shapes import like
+from cute_flash.spec.shapes import like, lse_dtype
 
 
 @dataclass
@@ -21,18 +22,19 @@ class FeatureGrads:
     captures: dict[int, Tensor] = field(default_factory=dict)  # by index in `AttentionArgs.captures`
 
     @staticmethod
-    def zeros(args: AttentionArgs, batch: int, heads: int, dtype: torch.dtype) -> FeatureGrads:
-        """Contiguous sums in `dtype`, which is that of the accumulators."""
-
-        def zeros(x: Tensor, *shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=x.device)
-
-        return FeatureGrads(
-            alibi=None if args.alibi is None else zeros(args.alibi, batch, heads),
-            sinks=None if args.sinks is None else zeros(args.sinks, heads),
-            bias=zeros(args.bias, *args.bias.shape) if args.bias is not None and args.bias_needs_grad else None,
-            captures={i: zeros(args.captures[i], *args.captures[i].shape) for i in args.captures_needing_grad},
-        )
+    def zeros(args: AttentionArgs, batch: int, q: Tensor) -> FeatureGrads:
+        """Contiguous sums in the dtype of the accumulators; `batch` counts sequences."""
+        heads, grads = q.shape[1], FeatureGrads()
+        new: dict[str, Any] = {"dtype": lse_dtype(q.dtype), "device": q.device}
+        if args.alibi is not None:
+            grads.alibi = torch.zeros(batch, heads, **new)
+        if args.sinks is not None:
+            grads.sinks = torch.zeros(heads, **new)
+        if args.bias is not None and args.bias_needs_grad:
+            grads.bias = torch.zeros(args.bias.shape, **new)
+        for i in args.captures_needing_grad:
+            grads.captures[i] = torch.zeros(args.captures[i].shape, **new)
+        return grads
 
     def result(self, args: AttentionArgs) -> list[Tensor | None]:
         """In the order of `AttentionArgs.differentiable`, each in the dtype and strides of its argument."""

@@ -31,10 +31,10 @@ class Traffic:
     """The bytes that a loop order moves between device memory and the chip, and how often it rescales."""
 
     read_bytes: int
-    written_bytes: int
+    write_bytes: int
     # Rows whose maximum grew in a later block, so that their accumulator was multiplied by exp(m - m').
     rescales: int
-    # Steps in which at least one row of the tile rescaled: a kernel that tests once per step cannot skip these.
+    # Steps in which at least one row of the tile rescaled: a kernel that tests once per step executes these.
     block_rescales: int
     blocks_visited: int
     # Blocks that needed a mask: the edge of the band or the end of the keys is inside them.
@@ -80,9 +80,7 @@ def divisor(l: Tensor) -> Tensor:
 class _Loop:
     """The parts that both loop orders share: inputs in the accumulator's precision, scores, counters."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None, Br: int, Bc: int
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None, Br: int, Bc: int) -> None:
         self.band, self.scale, self.Br, self.Bc = band, default_scale(q, scale), Br, Bc
         self.dtype = lse_dtype(q.dtype)
         self.sq, self.sk = q.shape[2], k.shape[2]
@@ -90,7 +88,7 @@ class _Loop:
         # Every query head reads the keys and values of its group itself, and pays for them.
         self.K, self.V = (x.to(self.dtype).repeat_interleave(group_size(q, k), dim=1) for x in (k, v))
         self.element_bytes = q.element_size()
-        self.read_bytes = self.written_bytes = self.rescales = self.block_rescales = 0
+        self.read_bytes = self.write_bytes = self.rescales = self.block_rescales = 0
         self.blocks_visited = self.blocks_masked = 0
 
     def rows(self, i: int) -> range:
@@ -110,7 +108,7 @@ class _Loop:
 
     def store(self, x: Tensor, at: range, tile: Tensor) -> None:
         x[:, :, at.start : at.stop] = tile
-        self.written_bytes += tile.numel() * self.element_bytes
+        self.write_bytes += tile.numel() * self.element_bytes
 
     def load_statistic(self, x: Tensor, at: range) -> Tensor:
         """Rows `at` of m, l or the LSE, which lie in device memory in the accumulator's precision."""
@@ -120,7 +118,7 @@ class _Loop:
 
     def store_statistic(self, x: Tensor, at: range, tile: Tensor) -> None:
         x[:, :, at.start : at.stop] = tile
-        self.written_bytes += tile.numel() * tile.element_size()
+        self.write_bytes += tile.numel() * tile.element_size()
 
     def scores(self, Qi: Tensor, Kj: Tensor, i: int, j: int, blocks: BlockRange) -> Tensor:
         """S = scale Q Kᵀ of tile i and block j, masked if the block is not inside the band."""
@@ -144,7 +142,7 @@ class _Loop:
     def traffic(self) -> Traffic:
         return Traffic(
             self.read_bytes,
-            self.written_bytes,
+            self.write_bytes,
             self.rescales,
             self.block_rescales,
             self.blocks_visited,

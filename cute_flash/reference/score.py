@@ -49,10 +49,10 @@ def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
     num += 2
     graphs = args.mods
     if graphs.score is not None:
-        num += 2 * graphs.score.num_inner
+        num += 2 * graphs.score.ops_per_score
         if with_grad:
-            num += 2 * graphs.gradient(args.captures_needing_grad).graph.num_inner
-    return num if graphs.mask is None else num + 2 * graphs.mask.num_inner
+            num += 2 * graphs.gradient(args.captures_needing_grad).graph.ops_per_score
+    return num if graphs.mask is None else num + 2 * graphs.mask.ops_per_score
 
 
 class ScoreFeatures:
@@ -82,7 +82,7 @@ class ScoreFeatures:
         return ScoreBlock(self, rows, keys, in_band)
 
     def initial_stats(self, m: Tensor, l: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key: a sink counts as one."""
+        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key: those of the sink."""
         if self.sinks is None:
             return m, l
         sinks = self.sinks.expand(m.shape[0], -1, -1, len(rows), 1).flatten(2, 3)
@@ -174,4 +174,3 @@ class ScoreBlock:
             b, h = (slice(x.start, x.stop) for x in (part.batch, part.heads))
             grads.alibi[b, h] += dslopes
         return dS if self.tanh is None else dS * (1 - self.tanh.square())
-

@@ -20,9 +20,9 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.shapes import lse_dtype
 
-# The temporaries of `forward`, and of one step of `backward`, take at most so much memory, whatever the shape.
+# Memory that the temporaries of `forward`, and of one step of `backward`, may take, whatever the shape.
 MAX_TEMPORARY_BYTES = 64 << 20
-# Long enough for efficient matrix products. Rows exceed keys because K and V are converted once per row chunk.
+# Long enough for efficient matrix products. More rows than keys: each row chunk converts K and V once.
 MAX_ROWS, MAX_KEYS = 512, 256
 # Chunks have fewer heads rather than fewer rows than this.
 FEW_ROWS = 64
@@ -30,7 +30,7 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What is computed at a time: `batch` x `heads` K/V heads, `rows` queries of each query head, `keys` keys."""
+    """Sizes of what is computed at a time: sequences, K/V heads, rows of each query head, keys."""
 
     batch: int
     heads: int
@@ -112,9 +112,7 @@ class _Tile:
         return is_empty.flatten(2, 3)
 
 
-def _features(
-    args: AttentionArgs, q: Tensor, k: Tensor, b: slice, h: slice, sequence: int
-) -> ScoreFeatures:
+def _features(args: AttentionArgs, q: Tensor, k: Tensor, b: slice, h: slice, sequence: int) -> ScoreFeatures:
     part = Part(
         batch=range(sequence + b.start, sequence + b.stop),
         heads_kv=range(h.start, h.stop),
@@ -187,10 +185,11 @@ def backward(
 ) -> None:
     """Write dq, dk and dv, and add to `grads`; P is recomputed from the LSE, block by block.
 
-    With Δ = rowsum(dO ∘ O) - dLSE, P = exp(S - LSE), t = tanh(s / softcap), Z the factors of dropout and A the
-    distances of ALiBi:
+    With Δ = rowsum(dO ∘ O) - dLSE, P = exp(S - LSE), t = tanh(s / softcap), Z the factors of dropout and A
+    the distances of ALiBi:
 
-        dV = (P ∘ Z)ᵀ dO    dS' = P ∘ (Z ∘ dO Vᵀ - Δ)    dS = dS' ∘ (1 - t²)    dQ = scale dS K    dK = scale dSᵀ Q
+        dV = (P ∘ Z)ᵀ dO    dS' = P ∘ (Z ∘ dO Vᵀ - Δ)    dS = dS' ∘ (1 - t²)
+        dQ = scale dS K     dK = scale dSᵀ Q
         dalibi = -Σ dS' ∘ A    dsinks = -Σ exp(sinks - LSE) Δ
 
     A row that sees no key has no influence on dq, dk and dv, whatever its dO and dLSE hold.

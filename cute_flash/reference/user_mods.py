@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.reference.grads import FeatureGrads
 from cute_flash.score_mod.block_mask import FULL, PARTIAL, BlockMask
-from cute_flash.score_mod.evaluate import evaluate, within
+from cute_flash.score_mod.evaluate import clamp_indices, evaluate
 from cute_flash.spec.args import AttentionArgs
 
 
@@ -22,7 +22,7 @@ class UserMods:
     ) -> None:
         self.batch, self.heads, self.shape, self.dtype = batch, heads, shape, dtype
         self.bias, self.graphs = args.bias, args.mods
-        self.arguments = self.graphs.parts(args.captures, args.scalars)
+        self.arguments = self.graphs.split(args.captures, args.scalars)
         self.captures_needing_grad = args.captures_needing_grad
         self.block_status: Tensor | None = None
         if args.block_mask:
@@ -53,7 +53,7 @@ class UserMods:
             is_zero = P == 0
             for load in gradient.loads:
                 share = outputs[load.output].masked_fill(is_zero, 0.0)
-                _add_at(grads.captures[load.table], [outputs[i] for i in load.indices], share)
+                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], share)
             dS = outputs[0].masked_fill(is_zero, 0.0)
         if grads.bias is not None:
             total = self._slice(grads.bias, rows, keys)
@@ -74,9 +74,7 @@ class UserMods:
         # mask_mod is evaluated in partial blocks only.
         return (status == FULL) | (partial if mask is None else partial & mask)
 
-    def _indices(
-        self, rows: range, keys: range, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _indices(self, rows: range, keys: range, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, h, q_idx and kv_idx of a block."""
         ranges = self.batch, self.heads, rows, keys
         b, h, q, kv = (torch.arange(x.start, x.stop, device=device) for x in ranges)
@@ -107,7 +105,7 @@ def _add_at(total: Tensor, indices: list[Tensor], grad: Tensor) -> None:
     if not indices:
         total += grad.sum()
         return
-    places = torch.broadcast_tensors(*within(total, indices))
+    places = torch.broadcast_tensors(*clamp_indices(total, indices))
     shape = (1,) * (grad.dim() - places[0].dim()) + tuple(places[0].shape)
     grad = grad.sum_to_size(shape)
     total.index_put_([x.reshape(shape) for x in places], grad, accumulate=True)

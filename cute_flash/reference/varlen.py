@@ -1,8 +1,8 @@
 """Sequences of a varlen batch: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), one sequence after the other.
 
 Sequence b has the queries cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1, and the keys likewise. With `seqused_k`
-only its first seqused_k[b] keys count, and Sk is their number. Tokens after the last offset are padding: their
-output is 0, their LSE is -inf, and their gradients are 0. The LSE is (H, Tq).
+only its first seqused_k[b] keys count, and Sk is their number. Tokens after the last offset are padding:
+their output is 0, their LSE is -inf, and their gradients are 0. The LSE is (H, Tq).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from cute_flash.spec.args import AttentionArgs
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SeqlenInfo:
+    """Where one sequence lies in the tensors of its batch."""
+
     index: int
     queries: slice
     keys: slice
@@ -33,19 +35,19 @@ class Sequence:
         return x[None, :, self.queries]
 
 
-def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[Sequence]:
+def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[SeqlenInfo]:
     """Read the offsets of a call; raise `ValueError` if they are wrong."""
     assert args.cu_seqlens_q is not None and args.cu_seqlens_k is not None
     queries = _offsets("q", args.cu_seqlens_q, len(q), args.max_seqlen_q)
     keys = _offsets("k", args.cu_seqlens_k, len(k), args.max_seqlen_k)
     used = None if args.seqused_k is None else args.seqused_k.tolist()
     result = []
-    for b, ((q_begin, q_end), (k_begin, k_end)) in enumerate(zip(pairwise(queries), pairwise(keys), strict=True)):
+    for b, (begin, end) in enumerate(pairwise(keys)):
         if used is not None:
-            if not 0 <= used[b] <= k_end - k_begin:
-                raise ValueError(f"seqused_k[{b}]={used[b]}: sequence {b} has {k_end - k_begin} keys")
-            k_end = k_begin + used[b]
-        result.append(Sequence(b, slice(q_begin, q_end), slice(k_begin, k_end)))
+            if not 0 <= used[b] <= end - begin:
+                raise ValueError(f"seqused_k[{b}]={used[b]}: sequence {b} has {end - begin} keys")
+            end = begin + used[b]
+        result.append(SeqlenInfo(b, slice(*queries[b : b + 2]), slice(begin, end)))
     return result
 
 

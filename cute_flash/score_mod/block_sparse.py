@@ -1,10 +1,12 @@
-"""A block map as the backward walks it: for every tile of keys, the blocks of queries of the heads that share
-them, one after the other, each in one number.
+"""A block mask in the order in which the backward visits it.
 
-    bit 0           partial: mask_mod decides; else full
-    bit 1           the last one of its head
-    from bit 2      the block of queries
-    from bit 20     the head, of those that share the keys
+For each tile of keys, the list holds the query blocks to visit, of all query heads that share the K/V head,
+one after the other. An entry is packed into an int32:
+
+    bit 0           partial: mask_mod is applied; else the block is full
+    bit 1           the last entry of its head
+    from bit 2      the query block (m_block)
+    from bit 20     the query head, counted within those that share the K/V head
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.block_mask import EMPTY, PARTIAL, BlockMap
-from cute_flash.score_mod.tensor_cache import Memo, versions
+from cute_flash.score_mod.block_mask import EMPTY, PARTIAL, BlockMask
+from cute_flash.score_mod.tensor_cache import TensorCache, versions
 
-IS_PARTIAL, IS_LAST, ROW_SHIFT, HEAD_SHIFT = 1, 2, 2, 20
-_known: Memo[list[Tensor]] = Memo(64)
+IS_PARTIAL, IS_LAST, M_BLOCK_SHIFT, HEAD_SHIFT = 1, 2, 2, 20
+_cache: TensorCache[list[Tensor]] = TensorCache(64)
 
 
-def entries_of(
+def query_block_indices(
     tensors: list[Tensor],
     sizes: list[int],
     *,
@@ -29,34 +31,36 @@ def entries_of(
     heads_kv: int,
     tile: tuple[int, int],
 ) -> list[Tensor]:
-    """How many (B, Hkv, tiles of keys), and the entries (B, Hkv, tiles of keys, at most), for a tile of a
-    kernel, which divides the blocks of the map that `BlockMap.of_tensors` makes of these. No sync; kept as
-    long as the map is.
+    """The number of entries (B, Hkv, tiles of keys), and the entries (B, Hkv, tiles of keys, at most).
+
+    `tensors` and `sizes` are those of a `BlockMask`; `tile` is the kernel's and divides the mask's. The
+    result is computed without a host sync and cached until the block mask is written to or freed.
     """
-    # The lists of keys, which tell all.
+    # The K/V blocks of query blocks determine the query blocks of K/V blocks.
     own = tensors[:4]
     written = versions(own)
     if written is None:
-        return _made(BlockMap.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
-    more = written, tuple(sizes), tile, batch, heads, heads_kv
-    found = _known.get(own, more)
+        return _made(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
+    key = written, tuple(sizes), tile, batch, heads, heads_kv
+    found = _cache.get(own, key)
     if found is None:
-        made = _made(BlockMap.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
-        found = _known.keep(own, more, made)
+        made = _made(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
+        found = _cache.put(own, key, made)
     return found
 
 
-def _made(block_map: BlockMap, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
-    rows, columns = -(-block_map.seqlen_q // tile[0]), -(-block_map.seqlen_k // tile[1])
+def _made(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
+    m_blocks, n_blocks = -(-mask.seqlen_q // tile[0]), -(-mask.seqlen_k // tile[1])
     group = heads // heads_kv
-    if rows >= 1 << (HEAD_SHIFT - ROW_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
+    if m_blocks >= 1 << (HEAD_SHIFT - M_BLOCK_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
         raise UnsupportedError(
-            f"block_map of {rows} blocks of queries and {group} heads that share keys: at most "
-            f"{(1 << (HEAD_SHIFT - ROW_SHIFT)) - 1} and {(1 << (31 - HEAD_SHIFT)) - 1}"
+            f"block_map of {m_blocks} blocks of queries and {group} heads that share keys: at most "
+            f"{(1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1} and {(1 << (31 - HEAD_SHIFT)) - 1}"
         )
-    status = block_map.status
-    parts = block_map.tile_m // tile[0], block_map.tile_n // tile[1]
-    status = status.repeat_interleave(parts[0], 2)[:, :, :rows].repeat_interleave(parts[1], 3)[..., :columns]
+    # From tiles of the mask to tiles of the kernel.
+    status, parts = mask.status, (mask.tile_m // tile[0], mask.tile_n // tile[1])
+    status = status.repeat_interleave(parts[0], 2)[:, :, :m_blocks]
+    status = status.repeat_interleave(parts[1], 3)[..., :n_blocks]
     if status.shape[1] == 1:
         by_group = status[:, :, None].expand(-1, -1, group, -1, -1)
     else:
@@ -65,11 +69,12 @@ def _made(block_map: BlockMap, batch: int, heads: int, heads_kv: int, tile: tupl
     is_empty = flat == EMPTY
     order = torch.argsort(is_empty.to(torch.uint8), dim=-1, stable=True)
     num = (~is_empty).sum(dim=-1)
-    row, head = order % rows, order // rows
-    place = torch.arange(order.shape[-1], device=order.device)
-    is_last = (place == num[..., None] - 1) | (head != head.roll(-1, -1))
+    m_block, head = order % m_blocks, order // m_blocks
+    position = torch.arange(order.shape[-1], device=order.device)
+    is_last = (position == num[..., None] - 1) | (head != head.roll(-1, -1))
     is_partial = flat.gather(-1, order) == PARTIAL
-    entries = is_partial * IS_PARTIAL + is_last * IS_LAST + (row << ROW_SHIFT) + (head << HEAD_SHIFT)
+    flags = is_partial * IS_PARTIAL + is_last * IS_LAST
+    entries = flags + (m_block << M_BLOCK_SHIFT) + (head << HEAD_SHIFT)
     return [
         num.int().expand(batch, heads_kv, -1),
         entries.int().contiguous().expand(batch, heads_kv, -1, -1),

@@ -1,8 +1,9 @@
-"""What a user's function captures, found and replaced: closures, defaults, globals, and the state of objects.
+"""Finds and replaces what a mod captures: closures, defaults, globals, and the state of objects.
 
-The function is rebuilt around stand-ins: tensors become tables, numbers become run-time values, functions and
-objects are followed. How each was reached is a `Read`, so that the next call can read it again, from the same
-function or from another of the same code, and see that what was traced still holds.
+The mod is rebuilt around proxies: captured tensors become captures of the graph, captured numbers become its
+scalars, functions and objects are entered. A `Source` records how each value was reached. With it, the next
+call reads the value again, from the same function or from another one of the same code, and checks that the
+trace still holds.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import MAX_TABLE_RANK, TABLE_KINDS, Builder, Table
-from cute_flash.score_mod.value import TableValue, Value, refuse
+from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
+from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 
-# Modules whose contents do not change, so that nothing in them is followed.
+# Modules whose contents do not change: their functions and classes are not entered.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
 MAX_ITEMS = 256
 MAX_INT = 1 << 31
 
 
 @dataclass(frozen=True)
-class Read:
-    """How to find a captured value, from one found before, and what it must be for a trace to hold."""
+class Source:
+    """How to read a captured value, and the condition under which a trace holds for it."""
 
-    parent: int
+    parent: int  # index of the source whose value `get` takes; the root has none
     get: Callable[[Any], Any]
-    holds: Callable[[Any], bool]
+    guard: Callable[[Any], bool]
 
 
 def dtype_name(x: Tensor) -> str:
@@ -42,7 +43,7 @@ def dtype_name(x: Tensor) -> str:
 
 
 def code_of(function: Any) -> CodeType | type:
-    """By what traces of a function are found."""
+    """The key of a function's traces: its code object, or the type of a callable object."""
     while isinstance(function, (functools.partial, MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return function.__code__ if isinstance(function, FunctionType) else type(function)
@@ -55,28 +56,28 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*names, *inner]))
 
 
-class Captures:
-    """Follows a function, once. `static`: the reads of numbers that are compiled in, by path."""
+class CaptureTracer:
+    """Rebuilds a mod with proxies for what it captures. `static`: paths of numbers to compile in."""
 
     def __init__(self, builder: Builder, root: Any, static: frozenset[tuple]) -> None:
         self.builder, self.static = builder, static
-        self.reads: list[Read] = []
-        self.paths: list[tuple] = []
-        self.tables: list[int] = []  # reads, of the builder's tables
-        self.numbers: list[int] = []
-        self.made: dict[tuple, Any] = {}  # what stands for what is at a path
-        self.begun: dict[int, tuple[FunctionType, int]] = {}  # functions that are being rebuilt
-        self.same: list[tuple[int, int]] = []  # reads of one function, which refers to itself
-        self.function = self.stand_in(root, self._read(-1, None, None, root))
+        self.sources: list[Source] = []
+        self.paths: list[tuple] = []  # of the sources, from the root
+        self.captures: list[int] = []  # the source of each capture of the builder
+        self.scalars: list[int] = []  # the source of each scalar of the builder
+        self.proxies: dict[tuple, Any] = {}  # by path
+        self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # by id; functions may refer to themselves
+        self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function
+        self.function = self.proxy(root, self._source(-1, None, None, root))
 
-    # Reads
+    # Sources
 
-    def _read(self, parent: int, label: Any, get: Any, value: Any) -> int:
+    def _source(self, parent: int, label: Any, get: Any, value: Any) -> int:
         self.paths.append((*self.paths[parent], label) if parent >= 0 else (label,))
-        self.reads.append(Read(parent, get, self._holds(value)))
-        return len(self.reads) - 1
+        self.sources.append(Source(parent, get, self._guard(value)))
+        return len(self.sources) - 1
 
-    def _holds(self, value: Any) -> Callable[[Any], bool]:
+    def _guard(self, value: Any) -> Callable[[Any], bool]:
         path = self.paths[-1]
         if isinstance(value, Tensor):
             dtype, rank = value.dtype, value.dim()
@@ -101,100 +102,101 @@ class Captures:
             return lambda x: type(x) is kind
         return lambda x: x is value
 
-    def follow(self, parent: int, label: Any, get: Callable[[Any], Any], value: Any) -> Any:
-        """The stand-in of a value that `get` finds in one that was read."""
+    def visit(self, parent: int, label: Any, get: Callable[[Any], Any], value: Any) -> Any:
+        """The proxy of a value that `get` reads from the parent source's value."""
         path = (*self.paths[parent], label)
-        if path not in self.made:
-            self.made[path] = self.stand_in(value, self._read(parent, label, get, value))
-        return self.made[path]
+        if path not in self.proxies:
+            self.proxies[path] = self.proxy(value, self._source(parent, label, get, value))
+        return self.proxies[path]
 
-    # Stand-ins
+    # Proxies
 
-    def stand_in(self, value: Any, read: int) -> Any:
+    def proxy(self, value: Any, source: int) -> Any:
         if isinstance(value, Tensor):
-            return self._table(value, read)
+            return self._tensor(value, source)
         if value is None or isinstance(value, (bool, str, bytes)):
             return value
         if isinstance(value, (int, float)):
-            return value if self.paths[read] in self.static else self.number(value, read)
+            return value if self.paths[source] in self.static else self._scalar(value, source)
         if isinstance(value, FunctionType):
-            return value if _is_fixed(value) else self._function(value, read)
+            return value if _is_fixed(value) else self._function(value, source)
         if isinstance(value, MethodType):
-            return self._method(value, read)
+            return self._method(value, source)
         if isinstance(value, functools.partial):
-            func = self.follow(read, "func", attrgetter("func"), value.func)
-            args = self.follow(read, "args", attrgetter("args"), value.args)
+            func = self.visit(source, "func", attrgetter("func"), value.func)
+            args = self.visit(source, "args", attrgetter("args"), value.args)
             return functools.partial(
-                func, *args, **self.follow(read, "keywords", attrgetter("keywords"), value.keywords)
+                func, *args, **self.visit(source, "keywords", attrgetter("keywords"), value.keywords)
             )
         if type(value) in (tuple, list, dict):
-            return self._container(value, read)
-        return value if _is_fixed(value) else State(self, value, read)
+            return self._container(value, source)
+        return value if _is_fixed(value) else ObjectProxy(self, value, source)
 
-    def number(self, value: int | float, read: int) -> Value:
-        self.builder.numbers.append("int" if isinstance(value, int) else "float")
-        self.numbers.append(read)
-        return Value(self.builder, self.builder.number(len(self.numbers) - 1))
+    def _scalar(self, value: int | float, source: int) -> ScalarProxy:
+        self.builder.scalars.append("int" if isinstance(value, int) else "float")
+        self.scalars.append(source)
+        return ScalarProxy(self.builder, self.builder.scalar(len(self.scalars) - 1))
 
-    def _table(self, value: Tensor, read: int) -> Any:
+    def _tensor(self, value: Tensor, source: int) -> Any:
         dtype = dtype_name(value)
-        if dtype not in TABLE_KINDS:
-            raise refuse(f"a captured tensor is {dtype}: use one of {', '.join(TABLE_KINDS)}")
-        if value.dim() > MAX_TABLE_RANK:
-            raise refuse(f"a captured tensor has {value.dim()} dimensions: at most {MAX_TABLE_RANK}")
-        self.builder.tables.append(Table(dtype, value.dim()))
-        self.tables.append(read)
-        table = len(self.tables) - 1
+        if dtype not in CAPTURE_KINDS:
+            raise trace_error(f"a captured tensor is {dtype}: use one of {', '.join(CAPTURE_KINDS)}")
+        if value.dim() > MAX_CAPTURE_RANK:
+            raise trace_error(f"a captured tensor has {value.dim()} dimensions: at most {MAX_CAPTURE_RANK}")
+        self.builder.captures.append(CaptureSpec(dtype, value.dim()))
+        self.captures.append(source)
+        capture = len(self.captures) - 1
         if value.dim() == 0:
-            return Value(self.builder, self.builder.load(table, ()))
+            return ScalarProxy(self.builder, self.builder.load(capture, ()))
 
         def size(dim: int) -> Any:
-            shape = self.follow(read, "shape", _shape, tuple(value.shape))
+            shape = self.visit(source, "shape", _shape, tuple(value.shape))
             return shape[dim]
 
-        return TableValue(self.builder, table, size)
+        return TensorProxy(self.builder, capture, size)
 
-    def _container(self, value: Any, read: int) -> Any:
+    def _container(self, value: Any, source: int) -> Any:
         if len(value) > MAX_ITEMS:
-            raise refuse(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
+            raise trace_error(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = {key: self.follow(read, key, itemgetter(key), one) for key, one in items}
+        found = {key: self.visit(source, key, itemgetter(key), one) for key, one in items}
         return found if isinstance(value, dict) else type(value)(found.values())
 
-    def _method(self, value: MethodType, read: int) -> Any:
-        func = self.follow(read, "__func__", attrgetter("__func__"), value.__func__)
-        owner = self.follow(read, "__self__", attrgetter("__self__"), value.__self__)
+    def _method(self, value: MethodType, source: int) -> Any:
+        func = self.visit(source, "__func__", attrgetter("__func__"), value.__func__)
+        owner = self.visit(source, "__self__", attrgetter("__self__"), value.__self__)
         return functools.partial(func, owner)
 
-    def _function(self, value: FunctionType, read: int) -> FunctionType:
-        if id(value) in self.begun:
-            new, first = self.begun[id(value)]
-            self.same.append((first, read))
+    def _function(self, value: FunctionType, source: int) -> FunctionType:
+        """A function of the same code whose closure, globals and defaults are proxies."""
+        if id(value) in self.rebuilding:
+            new, first = self.rebuilding[id(value)]
+            self.aliases.append((first, source))
             return new
         code = value.__code__
-        known: dict[str, Any] = {"__builtins__": value.__globals__.get("__builtins__", __builtins__)}
-        known["__name__"] = value.__globals__.get("__name__", "")
+        names: dict[str, Any] = {"__builtins__": value.__globals__.get("__builtins__", __builtins__)}
+        names["__name__"] = value.__globals__.get("__name__", "")
         cells = tuple(CellType() for _ in code.co_freevars)
-        new = FunctionType(code, known, value.__name__, None, cells)
-        # Before what it captures, which may be itself.
-        self.begun[id(value)] = new, read
+        new = FunctionType(code, names, value.__name__, None, cells)
+        # Registered before its captures are visited, because it may capture itself.
+        self.rebuilding[id(value)] = new, source
         for i, (cell, old) in enumerate(zip(cells, value.__closure__ or ())):
             try:
-                held = old.cell_contents
+                contents = old.cell_contents
             except ValueError:
                 continue  # not yet assigned
-            cell.cell_contents = self.follow(read, ("cell", i), _cell(i), held)
+            cell.cell_contents = self.visit(source, ("cell", i), _cell(i), contents)
         for name in _global_names(code):
             if name in value.__globals__:
-                held = value.__globals__[name]
-                known[name] = self.follow(read, ("global", name), _global(name), held)
+                contents = value.__globals__[name]
+                names[name] = self.visit(source, ("global", name), _global(name), contents)
         if value.__defaults__:
             defaults = attrgetter("__defaults__")
-            new.__defaults__ = self.follow(read, "__defaults__", defaults, value.__defaults__)
+            new.__defaults__ = self.visit(source, "__defaults__", defaults, value.__defaults__)
         if value.__kwdefaults__:
             defaults = attrgetter("__kwdefaults__")
-            new.__kwdefaults__ = self.follow(read, "__kwdefaults__", defaults, value.__kwdefaults__)
-        del self.begun[id(value)]
+            new.__kwdefaults__ = self.visit(source, "__kwdefaults__", defaults, value.__kwdefaults__)
+        del self.rebuilding[id(value)]
         return new
 
 
@@ -211,7 +213,7 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is what it is: parts of torch and of Python."""
+    """Whether a value is a part of torch or Python that never changes, and is used as it is."""
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in FIXED_MODULES
     if isinstance(value, (type, FunctionType)):
@@ -226,34 +228,34 @@ def _is_fixed(value: Any) -> bool:
     return (type(value).__module__ or "").partition(".")[0] in FIXED_MODULES
 
 
-class State:
-    """A captured object: its attributes are captures, its methods are traced with it."""
+class ObjectProxy:
+    """A captured object: its attributes are captured in turn, and its methods are traced."""
 
-    def __init__(self, captures: Captures, value: Any, read: int) -> None:
-        self.__dict__.update(_captures=captures, _value=value, _place=read)
+    def __init__(self, tracer: CaptureTracer, value: Any, source: int) -> None:
+        self.__dict__.update(_tracer=tracer, _value=value, _source=source)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._value, name)
         if isinstance(value, MethodType) and value.__self__ is self._value:
             get = attrgetter(f"{name}.__func__")
-            func = self._captures.follow(self._place, ("method", name), get, value.__func__)
+            func = self._tracer.visit(self._source, ("method", name), get, value.__func__)
             return functools.partial(func, self)
-        return self._captures.follow(self._place, name, attrgetter(name), value)
+        return self._tracer.visit(self._source, name, attrgetter(name), value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise refuse(f"writing .{name} of a captured object")
+        raise trace_error(f"writing .{name} of a captured object")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._value, torch.nn.Module):
             return self.forward(*args, **kwargs)
         if isinstance(self._value, type):
-            raise refuse(f"making a {self._value.__name__} inside the function")
+            raise trace_error(f"making a {self._value.__name__} inside the function")
         if not isinstance(getattr(type(self._value), "__call__", None), FunctionType):  # noqa: B004
-            raise refuse(f"calling a captured {type(self._value).__name__}")
+            raise trace_error(f"calling a captured {type(self._value).__name__}")
         return self.__getattr__("__call__")(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, (int, str)) and isinstance(self._value, (tuple, list, dict)):
             get = itemgetter(key)
-            return self._captures.follow(self._place, ("item", key), get, get(self._value))
+            return self._tracer.visit(self._source, ("item", key), get, get(self._value))
         return self.__getattr__("__getitem__")(key)

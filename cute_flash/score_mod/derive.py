@@ -1,8 +1,8 @@
-"""The gradient of a score's graph: with respect to the score, and to every element of a table it reads.
+"""Symbolic differentiation of a score_mod's graph, with respect to the score and the captured tensors.
 
-A gradient is a graph too, with the same tables and numbers and one more input, `grad`: the gradient of what
-the score became. Its outputs are, in this order, the gradient of the score, and for every load of a table
-that wants one, the gradient of what was loaded and the indices where it belongs.
+A gradient is a graph too, with the same captures and scalars and one more input, `grad`: the gradient of the
+modified score. Its outputs are the gradient of the score and then, for each load of a capture that needs a
+gradient, the gradient of the loaded element and the indices of that element.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.graph import Builder, Graph, Node, copied
+from cute_flash.score_mod.graph import Builder, Graph, Node, copy_nodes
 
 LN_2 = math.log(2)
 
 
 @dataclass(frozen=True)
 class LoadGradient:
-    """Of one load: places among the outputs of the gradient's graph."""
+    """The gradient of one load."""
 
-    table: int
-    output: int
-    indices: tuple[int, ...]
+    capture: int
+    output: int  # of the gradient graph: the gradient of the loaded element
+    indices: tuple[int, ...]  # outputs of the gradient graph: the indices of that element
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Gradient:
 
 
 class _Rules:
-    """What an operation passes on to its operands: rule(gradient, result, *operands) -> one for each."""
+    """The derivatives: rule(gradient, result, *operands) -> a gradient for each operand, or None."""
 
     def __init__(self, builder: Builder) -> None:
         self.m = builder.op
@@ -118,56 +118,61 @@ class _Rules:
         return (None,)
 
 
-def _active(graph: Graph, wanted: tuple[int, ...]) -> list[bool]:
-    """Which nodes have a gradient to pass on: floats that depend on the score or on a wanted table."""
+def _needs_grad(graph: Graph, captures: tuple[int, ...]) -> list[bool]:
+    """Which nodes need a gradient: floats that depend on the score or on one of these captures."""
     found: list[bool] = []
     for node in graph.nodes:
         is_leaf = (node.op == "input" and node.value == "score") or (
-            node.op == "load" and node.value in wanted
+            node.op == "load" and node.value in captures
         )
         found.append(node.kind == "float" and (is_leaf or any(found[i] for i in node.args)))
     return found
 
 
 @lru_cache(maxsize=1024)
-def gradient(graph: Graph, wanted: tuple[int, ...] = (), given: Graph | None = None) -> Gradient:
-    """The gradient of a score's graph. `wanted`: tables that have one. `given`: a user's own, of the score.
+def gradient(
+    graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mod_bwd: Graph | None = None
+) -> Gradient:
+    """The gradient of a score_mod's graph. `score_mod_bwd`: the user's own gradient of the score.
 
-    With `given`, tables and numbers are those of the score's graph and then those of the given one.
+    With `score_mod_bwd`, the captures and scalars are those of the score_mod followed by its own.
     """
-    builder = Builder(graph.tables, graph.numbers)
-    if given is not None:
-        builder = Builder((*graph.tables, *given.tables), (*graph.numbers, *given.numbers))
-    places = copied(builder, graph)
-    if given is not None and not wanted:
-        return Gradient(builder.graph(_of_given(builder, graph, given)))
-    active, rules = _active(graph, wanted), _Rules(builder)
-    sums: dict[int, int] = {graph.outputs[0]: builder.input("grad")}
+    builder = Builder(graph.captures, graph.scalars)
+    if score_mod_bwd is not None:
+        builder = Builder(
+            (*graph.captures, *score_mod_bwd.captures), (*graph.scalars, *score_mod_bwd.scalars)
+        )
+    nodes = copy_nodes(builder, graph)
+    if score_mod_bwd is not None and not captures_needing_grad:
+        return Gradient(builder.graph(_user_gradient(builder, graph, score_mod_bwd)))
+    needs_grad, rules = _needs_grad(graph, captures_needing_grad), _Rules(builder)
+    grads: dict[int, int] = {graph.outputs[0]: builder.input("grad")}
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
-        if i not in sums or not active[i] or node.op in ("input", "load"):
+        if i not in grads or not needs_grad[i] or node.op in ("input", "load"):
             continue
-        found = rules.rule(node)(sums[i], places[i], *(places[j] for j in node.args))
+        found = rules.rule(node)(grads[i], nodes[i], *(nodes[j] for j in node.args))
         for j, part in zip(node.args, found, strict=True):
-            if part is not None and active[j]:
-                sums[j] = builder.op("add", sums[j], part) if j in sums else part
+            if part is not None and needs_grad[j]:
+                grads[j] = builder.op("add", grads[j], part) if j in grads else part
     score = [i for i, node in enumerate(graph.nodes) if node.op == "input" and node.value == "score"]
-    dscore = sums[score[0]] if score and score[0] in sums else builder.constant(0.0)
-    outputs = [dscore if given is None else _of_given(builder, graph, given)]
+    dscore = grads[score[0]] if score and score[0] in grads else builder.constant(0.0)
+    outputs = [dscore if score_mod_bwd is None else _user_gradient(builder, graph, score_mod_bwd)]
     loads = []
     for i in graph.loads:
         node = graph.nodes[i]
-        if node.value in wanted and i in sums:
+        if node.value in captures_needing_grad and i in grads:
             first = len(outputs) + 1
-            outputs += [sums[i], *(places[j] for j in node.args)]
+            outputs += [grads[i], *(nodes[j] for j in node.args)]
             loads.append(LoadGradient(node.value, first - 1, tuple(range(first, len(outputs)))))
     return Gradient(builder.graph(*outputs), tuple(loads))
 
 
-def _of_given(builder: Builder, graph: Graph, given: Graph) -> int:
-    """The result of a user's gradient, its arguments after those of the score."""
-    shift = {"load": len(graph.tables), "number": len(graph.numbers)}
+def _user_gradient(builder: Builder, graph: Graph, score_mod_bwd: Graph) -> int:
+    """The node of score_mod_bwd's result; its arguments follow those of the score_mod."""
+    shift = {"load": len(graph.captures), "scalar": len(graph.scalars)}
     nodes = tuple(
-        Node(x.op, x.kind, x.args, x.value + shift[x.op]) if x.op in shift else x for x in given.nodes
+        Node(x.op, x.kind, x.args, x.value + shift[x.op]) if x.op in shift else x for x in score_mod_bwd.nodes
     )
-    return copied(builder, Graph(nodes, given.outputs, given.tables, given.numbers))[given.outputs[0]]
+    shifted = Graph(nodes, score_mod_bwd.outputs, score_mod_bwd.captures, score_mod_bwd.scalars)
+    return copy_nodes(builder, shifted)[score_mod_bwd.outputs[0]]

@@ -1,14 +1,14 @@
-"""Computes a graph, on whatever an `Arithmetic` knows: torch's tensors here, registers in a kernel.
+"""Evaluates a graph with an `Arithmetic`: on torch tensors here, on registers in a kernel.
 
-What depends on the head alone, on a row or on a column is computed once for it:
+Values that depend only on the head, on a row or on a column are computed once for it:
 
-    evaluator = Evaluator(graph, arithmetic, tables, numbers)
+    evaluator = Evaluator(graph, arithmetic, captures, scalars)
     head = evaluator.at_head(b, h)
     row, column = evaluator.at_row(head, q), evaluator.at_column(head, kv)
     (score,) = evaluator.at(head, row, column, score)
 
-A part holds only what later parts need, in a plain tuple of values, so that a kernel can keep it in
-registers and carry it into a loop.
+A part holds only the values that later parts need, in a plain tuple, so that a kernel can keep it in
+registers and carry it through a loop.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, Graph, Node
+from cute_flash.score_mod.graph import COLUMN, ROW, Graph, Node, is_per_score
 
 AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 
 
 class Arithmetic(Protocol):
-    """What values are, and what operations do to them."""
+    """The representation of values, and the operations on them."""
 
     def constant(self, value: Any, kind: str) -> Any: ...
 
-    def number(self, value: Any, kind: str) -> Any: ...
+    def scalar(self, value: Any, kind: str) -> Any: ...
 
-    def load(self, table: Any, indices: Sequence[Any], kind: str) -> Any:
-        """An index outside the table reads its nearest element."""
+    def load(self, capture: Any, indices: Sequence[Any], kind: str) -> Any:
+        """An element of a captured tensor; an index out of bounds is clamped."""
 
     def op(self, node: Node, *args: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Stages:
-    """When each node of a graph is computed, and what of each stage is needed later."""
+    """The stage at which each node of a graph is computed, and the nodes that later stages need."""
 
     nodes: tuple[tuple[int, ...], ...]  # by stage
-    kept: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, ...], ...]  # by stage: nodes that later stages or the outputs need
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -58,52 +58,52 @@ class Stages:
                     needed[stage[j]].add(j)
         for i in graph.outputs:
             needed[stage[i]].add(i)
-        # Constants are made where they are used.
+        # Constants are made where they are used, and occupy no register before.
         needed[AT_HEAD] = {i for i in needed[AT_HEAD] if graph.nodes[i].op != "constant"}
         return Stages(nodes, tuple(tuple(sorted(x)) for x in needed))
 
 
 def _stage(bits: int) -> int:
-    if bits & SCORE or (bits & ROW and bits & COLUMN):
+    if is_per_score(bits):
         return AT_SCORE
     return AT_ROW if bits & ROW else AT_COLUMN if bits & COLUMN else AT_HEAD
 
 
 class Part(NamedTuple):
-    """The values of a head, a row or a column that others need: those of `Stages.kept`, in their order."""
+    """The values of a head, a row or a column that later stages need, in the order of `Stages.kept`."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A graph with its arguments, in the order of the graph's tables and numbers."""
+    """A graph with its arguments, in the order of the graph's captures and scalars."""
 
     graph: Graph
     arithmetic: Arithmetic
-    tables: tuple[Any, ...]
-    numbers: tuple[Any, ...]
+    captures: tuple[Any, ...]
+    scalars: tuple[Any, ...]
 
     @property
     def stages(self) -> Stages:
         return Stages.of(self.graph)
 
     def needs(self, stage: int) -> bool:
-        """Whether later stages need anything of this one."""
+        """Whether later stages need a value of this one."""
         return bool(self.stages.kept[stage])
 
     def at_head(self, b: Any, h: Any) -> Part:
         return self._part(AT_HEAD, {}, {"b": b, "h": h})
 
     def at_row(self, head: Part, q: Any, q_float: Any = None) -> Part:
-        """`q_float`: the same as a float, where it is at hand and a conversion is not wanted."""
+        """`q_float`: q as a float, if the caller has it; it saves a conversion."""
         return self._part(AT_ROW, self._known(head), {"q": q, "float q": q_float})
 
     def at_column(self, head: Part, kv: Any, kv_float: Any = None) -> Part:
         return self._part(AT_COLUMN, self._known(head), {"kv": kv, "float kv": kv_float})
 
     def at(self, head: Part, row: Part, column: Part, score: Any = None, grad: Any = None) -> tuple[Any, ...]:
-        """The outputs; `grad` is for gradients, which take it."""
+        """The outputs; `grad` is an input of gradient graphs."""
         known = self._known(head, row, column)
         self._run(AT_SCORE, known, {"score": score, "grad": grad})
         return tuple(self._value(known, i) for i in self.graph.outputs)
@@ -124,20 +124,20 @@ class Evaluator:
 
     def _run(self, stage: int, known: dict[int, Any], inputs: dict[str, Any]) -> None:
         for i in self.stages.nodes[stage]:
-            node, given = self.graph.nodes[i], self.arithmetic
+            node, arithmetic = self.graph.nodes[i], self.arithmetic
             args = [self._value(known, j) for j in node.args]
             if node.op == "constant":
                 continue
             if node.op == "input":
                 known[i] = inputs[node.value]
-            elif node.op == "number":
-                known[i] = given.number(self.numbers[node.value], node.kind)
+            elif node.op == "scalar":
+                known[i] = arithmetic.scalar(self.scalars[node.value], node.kind)
             elif node.op == "load":
-                known[i] = given.load(self.tables[node.value], args, node.kind)
+                known[i] = arithmetic.load(self.captures[node.value], args, node.kind)
             elif node.op == "to_float" and self._given_float(node, inputs) is not None:
                 known[i] = self._given_float(node, inputs)
             else:
-                known[i] = given.op(node, *args)
+                known[i] = arithmetic.op(node, *args)
 
     def _given_float(self, node: Node, inputs: dict[str, Any]) -> Any:
         return inputs.get(f"float {self.graph.nodes[node.args[0]].value}")
@@ -160,7 +160,7 @@ TORCH_OPS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TorchArithmetic:
-    """Tensors that broadcast against each other: floats of one dtype, ints of 64 bits."""
+    """Tensors that broadcast with each other: floats of one dtype, 64-bit ints."""
 
     dtype: torch.dtype
     device: torch.device
@@ -171,14 +171,14 @@ class TorchArithmetic:
     def constant(self, value: Any, kind: str) -> Tensor:
         return torch.tensor(value, dtype=self._dtype(kind), device=self.device)
 
-    number = constant
+    scalar = constant
 
-    def load(self, table: Tensor, indices: Sequence[Tensor], kind: str) -> Tensor:
+    def load(self, capture: Tensor, indices: Sequence[Tensor], kind: str) -> Tensor:
         if not indices:
-            return table.to(self._dtype(kind))
-        if 0 in table.shape:
-            raise ValueError(f"a captured tensor has shape {tuple(table.shape)}: there is nothing to read")
-        return table[within(table, indices)].to(self._dtype(kind))
+            return capture.to(self._dtype(kind))
+        if 0 in capture.shape:
+            raise ValueError(f"a captured tensor has shape {tuple(capture.shape)}: there is nothing to read")
+        return capture[clamp_indices(capture, indices)].to(self._dtype(kind))
 
     def op(self, node: Node, *args: Tensor) -> Tensor:
         if node.op.startswith("to_"):
@@ -186,21 +186,24 @@ class TorchArithmetic:
         return TORCH_OPS[node.op](*args)
 
 
-def within(table: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Indices, moved to the nearest that are."""
-    return tuple(i.clamp(0, size - 1) for i, size in zip(indices, table.shape, strict=True))
+def clamp_indices(capture: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Indices, clamped to the bounds of a captured tensor."""
+    return tuple(i.clamp(0, size - 1) for i, size in zip(indices, capture.shape, strict=True))
 
 
 def evaluate(
     graph: Graph,
     arguments: tuple[Sequence[Tensor], Sequence[Any]],
     dtype: torch.dtype,
-    places: tuple[Tensor, Tensor, Tensor, Tensor],
+    indices: tuple[Tensor, Tensor, Tensor, Tensor],
     score: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs on tensors of (b, h, q, kv) that broadcast. Differentiable, in the tables too."""
-    b, h, q, kv = places
+    """The outputs for tensors of (b, h, q, kv) that broadcast; differentiable, also in the captures.
+
+    `arguments`: (captures, scalars).
+    """
+    b, h, q, kv = indices
     evaluator = Evaluator(graph, TorchArithmetic(dtype, b.device), *map(tuple, arguments))
     head = evaluator.at_head(b, h)
     return evaluator.at(head, evaluator.at_row(head, q), evaluator.at_column(head, kv), score, grad)

@@ -1,10 +1,11 @@
-"""A user's function as a graph: what `score_mod` or `mask_mod` computes, without the Python around it.
+"""The graph of a score_mod or mask_mod: the operations that it performs, without the Python around them.
 
-Nodes stand in the order of computation and name their operands by place; equal nodes are one node. Values are
-of three kinds: "bool", "int" (int32 in a kernel) and "float" (fp32 there). Python's numbers that a function
-captures and torch's tensors are arguments, numbers and tables: another value is the same graph.
+Nodes are in topological order and refer to their operands by index; equal nodes are shared. A value has one
+of three kinds: "bool", "int" (int32 in a kernel) and "float" (fp32 in a kernel). The tensors and numbers that
+a mod captures are arguments of the graph, `captures` and `scalars`: changing their values does not change the
+graph.
 
-The text of a graph is what it is: graphs of one text are equal, and share a kernel.
+`Graph.text` identifies a graph. Graphs with the same text are equal and share a kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from cute_flash.errors import TraceError
 
-# What a value depends on, as bits.
+# Bits: the indices, or the score, that a value depends on.
 B, H, ROW, COLUMN, SCORE = 1, 2, 4, 8, 16
 INPUTS = {
     "b": ("int", B),
@@ -27,10 +28,10 @@ INPUTS = {
     "q": ("int", ROW),
     "kv": ("int", COLUMN),
     "score": ("float", SCORE),
-    "grad": ("float", SCORE),  # of what a score became, in a gradient
+    "grad": ("float", SCORE),  # gradient of the modified score, an input of gradient graphs
 }
 RANKS = {"bool": 0, "int": 1, "float": 2}
-TABLE_KINDS = {
+CAPTURE_KINDS = {
     "float16": "float",
     "bfloat16": "float",
     "float32": "float",
@@ -39,14 +40,14 @@ TABLE_KINDS = {
     "int64": "int",
     "bool": "bool",
 }
-MAX_TABLE_RANK = 4
+MAX_CAPTURE_RANK = 4
 
 
 def _floor(x: float) -> float:
     return float(math.floor(x))
 
 
-# Every operation that computes, by what its operands must be, with its meaning for constants.
+# The operations, grouped by the kinds of their operands, with the Python function that folds constants.
 ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
     "add": operator.add,
     "sub": operator.sub,
@@ -58,7 +59,7 @@ ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
     "neg": operator.neg,
     "abs": abs,
 }
-COMPARISONS: dict[str, Callable] = {  # of two ints or two floats; a bool
+COMPARISONS: dict[str, Callable] = {  # of two ints or two floats; the result is a bool
     "lt": operator.lt,
     "le": operator.le,
     "gt": operator.gt,
@@ -89,7 +90,7 @@ def _not(x: Any) -> Any:
     return not x if isinstance(x, bool) else ~x
 
 
-MEANING: dict[str, Callable] = {
+OPERATIONS: dict[str, Callable] = {
     **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS,
     "not": _not, "where": lambda c, a, b: a if c else b,
 }  # fmt: skip
@@ -97,28 +98,28 @@ MEANING: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Node:
-    """One value. `op` is an operation, or "input", "constant", "number" or "load", which `value` names."""
+    """One value: an operation, or one of "input", "constant", "scalar" and "load"."""
 
     op: str
     kind: str
     args: tuple[int, ...] = ()  # operands; the indices of a load
-    value: Any = None  # name of an input; a constant; place of a number or a table
+    value: Any = None  # name of an input; value of a constant; index of a scalar or of a loaded capture
 
     def __str__(self) -> str:
-        named = "" if self.value is None else f" {self.value!r}"
-        return f"{self.op}{named}{''.join(f' %{i}' for i in self.args)} : {self.kind}"
+        value = "" if self.value is None else f" {self.value!r}"
+        return f"{self.op}{value}{''.join(f' %{i}' for i in self.args)} : {self.kind}"
 
 
 @dataclass(frozen=True)
-class Table:
-    """A captured tensor, as a kernel is compiled for it: any sizes and strides."""
+class CaptureSpec:
+    """The part of a captured tensor that is compiled in; sizes and strides are run-time values."""
 
     dtype: str
     rank: int
 
     @property
     def kind(self) -> str:
-        return TABLE_KINDS[self.dtype]
+        return CAPTURE_KINDS[self.dtype]
 
     @property
     def is_differentiable(self) -> bool:
@@ -129,15 +130,15 @@ class Table:
 class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
-    tables: tuple[Table, ...] = ()
-    numbers: tuple[str, ...] = ()  # kinds
+    captures: tuple[CaptureSpec, ...] = ()
+    scalars: tuple[str, ...] = ()  # kinds
 
     @cached_property
     def text(self) -> str:
-        """The graph as JSON, exactly: `parse.parse_graph` makes an equal graph of it, in any process."""
-        tables = [[x.dtype, x.rank] for x in self.tables]
+        """The graph as JSON, without loss: `parse.parse_graph` makes an equal graph of it in any process."""
+        captures = [[x.dtype, x.rank] for x in self.captures]
         nodes = [[x.op, x.kind, x.args] + ([] if x.value is None else [x.value]) for x in self.nodes]
-        return json.dumps([tables, self.numbers, nodes, self.outputs], separators=(",", ":"))
+        return json.dumps([captures, self.scalars, nodes, self.outputs], separators=(",", ":"))
 
     @cached_property
     def _hash(self) -> int:
@@ -150,9 +151,9 @@ class Graph:
         return self is other or (isinstance(other, Graph) and self.text == other.text)
 
     def __str__(self) -> str:
-        """A listing to read."""
-        lines = [f"table {i}: {x.dtype}[{x.rank}]" for i, x in enumerate(self.tables)]
-        lines += [f"number {i}: {kind}" for i, kind in enumerate(self.numbers)]
+        """A listing for people to read."""
+        lines = [f"capture {i}: {x.dtype}[{x.rank}]" for i, x in enumerate(self.captures)]
+        lines += [f"scalar {i}: {kind}" for i, kind in enumerate(self.scalars)]
         lines += [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
         return "\n".join([*lines, "return " + ", ".join(f"%{i}" for i in self.outputs)])
 
@@ -170,7 +171,7 @@ class Graph:
 
     @property
     def output_depends(self) -> int:
-        """What the outputs depend on, together."""
+        """The union of what the outputs depend on."""
         return reduce(operator.or_, (self.depends[i] for i in self.outputs), 0)
 
     @property
@@ -178,27 +179,33 @@ class Graph:
         return tuple(i for i, node in enumerate(self.nodes) if node.op == "load")
 
     @property
-    def num_inner(self) -> int:
-        """Operations that must be done for every score."""
-        inner = (bits for node, bits in zip(self.nodes, self.depends) if node.op not in ("input", "constant"))
-        return sum(bool(bits & SCORE or (bits & ROW and bits & COLUMN)) for bits in inner)
+    def ops_per_score(self) -> int:
+        """The number of operations that run once per score, rather than once per row, column or head."""
+        nodes = zip(self.nodes, self.depends)
+        return sum(is_per_score(bits) for node, bits in nodes if node.op not in ("input", "constant"))
+
+
+def is_per_score(bits: int) -> bool:
+    """Whether a value that depends on these inputs differs from score to score."""
+    return bool(bits & SCORE or (bits & ROW and bits & COLUMN))
 
 
 class Builder:
-    """Makes a graph node by node: brings operands to one kind, folds constants, finds equal nodes."""
+    """Builds a graph node by node: casts operands to one kind, folds constants, shares equal nodes."""
 
-    def __init__(self, tables: Sequence[Table] = (), numbers: Sequence[str] = ()) -> None:
+    def __init__(self, captures: Sequence[CaptureSpec] = (), scalars: Sequence[str] = ()) -> None:
         self.nodes: list[Node] = []
-        self.places: dict[tuple, int] = {}
-        self.tables, self.numbers = list(tables), list(numbers)
+        self.known: dict[tuple, int] = {}
+        self.captures, self.scalars = list(captures), list(scalars)
 
     def add(self, node: Node) -> int:
-        # By text, to which 0.0 and -0.0 are two numbers and NaN is itself.
+        """The index of a node, appended unless an equal one exists."""
+        # By repr: 0.0 and -0.0 are equal numbers, but two constants; NaN is unequal, but one constant.
         key = node.op, node.kind, node.args, repr(node.value)
-        if key not in self.places:
-            self.places[key] = len(self.nodes)
+        if key not in self.known:
+            self.known[key] = len(self.nodes)
             self.nodes.append(node)
-        return self.places[key]
+        return self.known[key]
 
     def kind(self, i: int) -> str:
         return self.nodes[i].kind
@@ -216,33 +223,32 @@ class Builder:
         value = {"bool": bool, "int": int, "float": float}[kind](value)
         return self.add(Node("constant", kind, value=value))
 
-    def number(self, i: int) -> int:
-        return self.add(Node("number", self.numbers[i], value=i))
+    def scalar(self, i: int) -> int:
+        return self.add(Node("scalar", self.scalars[i], value=i))
 
-    def load(self, table: int, indices: Sequence[int]) -> int:
-        """An index outside a table reads its nearest element."""
-        assert len(indices) == self.tables[table].rank
-        return self.add(
-            Node("load", self.tables[table].kind, tuple(self.cast(i, "int") for i in indices), table)
-        )
+    def load(self, capture: int, indices: Sequence[int]) -> int:
+        """An element of a captured tensor; an index out of bounds is clamped."""
+        spec = self.captures[capture]
+        assert len(indices) == spec.rank
+        return self.add(Node("load", spec.kind, tuple(self.cast(i, "int") for i in indices), capture))
 
     def cast(self, i: int, kind: str) -> int:
         return i if self.kind(i) == kind else self.op(f"to_{kind}", i)
 
     def op(self, name: str, *args: int) -> int:
-        """The place of an operation's result."""
+        """The index of an operation's result."""
         args, kind = self.typed(name, args)
-        known = [self.nodes[i] for i in args]
-        if all(node.op == "constant" for node in known):
+        operands = [self.nodes[i] for i in args]
+        if all(node.op == "constant" for node in operands):
             try:
-                return self.constant(MEANING[name](*(node.value for node in known)), kind)
+                return self.constant(OPERATIONS[name](*(node.value for node in operands)), kind)
             except (ArithmeticError, ValueError):
-                pass  # 1 / 0 and the like are for the arithmetic of whoever computes
-        same = self._same(name, args, kind)
+                pass  # 1 / 0 and the like keep the meaning that torch or the GPU gives them
+        same = self._simplified(name, args, kind)
         return self.add(Node(name, kind, args)) if same is None else same
 
     def typed(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """The operands as an operation takes them, and the kind of its result."""
+        """The operands, cast to the kind that an operation takes, and the kind of its result."""
         kinds = [self.kind(i) for i in args]
         widest = max(kinds, key=RANKS.__getitem__)
         if name in CASTS:
@@ -268,8 +274,8 @@ class Builder:
             widest = "int"
         return tuple(self.cast(i, widest) for i in args), widest
 
-    def _same(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
-        """A node that is there already and equals an operation, if that is easily seen."""
+    def _simplified(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
+        """A node that equals the operation by a simple identity such as x + 0; None: there is none."""
         a, b = args[0], args[1] if len(args) > 1 else -1
         if name in ("add", "or", "xor"):
             zero = False if kind == "bool" else 0
@@ -292,9 +298,9 @@ class Builder:
             inner = self.nodes[a]
             return inner.args[0] if inner.op == name else None
         if name == "where":
-            chosen = self.nodes[a]
-            if chosen.op == "constant":
-                return args[1] if chosen.value else args[2]
+            condition = self.nodes[a]
+            if condition.op == "constant":
+                return args[1] if condition.value else args[2]
             return args[1] if args[1] == args[2] else None
         return None
 
@@ -303,43 +309,47 @@ class Builder:
         return node.op == "constant" and node.value == value
 
     def graph(self, *outputs: int) -> Graph:
-        """What the outputs need, with all tables and numbers, in an order that only they decide."""
-        places: dict[int, int] = {}
+        """The graph of the outputs, with all captures and scalars.
+
+        Unused nodes are dropped. The order of the others depends on the outputs alone, so that mods that
+        compute the same have the same graph.
+        """
+        order: dict[int, int] = {}
         todo = list(reversed(outputs))
         while todo:
             i = todo[-1]
-            missing = [j for j in self.nodes[i].args if j not in places]
-            if i not in places and missing:
+            missing = [j for j in self.nodes[i].args if j not in order]
+            if i not in order and missing:
                 todo.extend(reversed(missing))
                 continue
-            places.setdefault(todo.pop(), len(places))
+            order.setdefault(todo.pop(), len(order))
         nodes = tuple(
-            Node(x.op, x.kind, tuple(places[j] for j in x.args), x.value)
-            for x in (self.nodes[i] for i in places)
+            Node(x.op, x.kind, tuple(order[j] for j in x.args), x.value)
+            for x in (self.nodes[i] for i in order)
         )
-        return Graph(nodes, tuple(places[i] for i in outputs), tuple(self.tables), tuple(self.numbers))
+        return Graph(nodes, tuple(order[i] for i in outputs), tuple(self.captures), tuple(self.scalars))
 
 
-def with_used_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[int, ...]]:
-    """The graph with the tables and the numbers that it reads, and which of the old ones these are."""
+def drop_unused_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[int, ...]]:
+    """The graph with only the captures and scalars that it reads, and their old indices."""
     used: list[dict[int, int]] = []
-    for op in ("load", "number"):
+    for op in ("load", "scalar"):
         found = dict.fromkeys(node.value for node in graph.nodes if node.op == op)
         used.append({old: new for new, old in enumerate(found)})
-    tables, numbers = used
+    captures, scalars = used
     nodes = tuple(
-        Node(x.op, x.kind, x.args, (tables if x.op == "load" else numbers)[x.value])
-        if x.op in ("load", "number")
+        Node(x.op, x.kind, x.args, (captures if x.op == "load" else scalars)[x.value])
+        if x.op in ("load", "scalar")
         else x
         for x in graph.nodes
     )
-    kept = tuple(graph.tables[i] for i in tables), tuple(graph.numbers[i] for i in numbers)
-    return Graph(nodes, graph.outputs, *kept), tuple(tables), tuple(numbers)
+    kept = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
+    return Graph(nodes, graph.outputs, *kept), tuple(captures), tuple(scalars)
 
 
-def copied(builder: Builder, graph: Graph) -> list[int]:
-    """A graph's nodes in a builder of the same tables and numbers, by place."""
-    places: list[int] = []
+def copy_nodes(builder: Builder, graph: Graph) -> list[int]:
+    """Add a graph's nodes to a builder of the same captures and scalars; their indices there."""
+    copies: list[int] = []
     for node in graph.nodes:
-        places.append(builder.add(Node(node.op, node.kind, tuple(places[i] for i in node.args), node.value)))
-    return places
+        copies.append(builder.add(Node(node.op, node.kind, tuple(copies[i] for i in node.args), node.value)))
+    return copies

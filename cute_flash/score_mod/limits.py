@@ -1,10 +1,10 @@
-"""Limits that planning, checks and tracing share."""
+"""Limits that tracing, checks and planning share."""
 
 from __future__ import annotations
 
-# Positions that a mod sees are less than this: fp32 represents all integers up to twice as many exactly.
+# Sequences of a call with mods are shorter than this: fp32 holds sums and differences of two positions.
 MAX_INDEX = 1 << 23
-# Tiles of a block mask are multiples of this on CUDA, so that the tiles of kernels divide them.
-MAP_BLOCK = 128
+# On CUDA, the tiles of a block mask are multiples of this, so that the tiles of kernels divide them.
+BLOCK_MASK_MULTIPLE = 128
 # A mod with more operations per score needs registers of its own.
-LONG_FUNCTION = 8
+LONG_MOD_OPS = 8

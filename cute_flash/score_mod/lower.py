@@ -1,74 +1,71 @@
-"""A graph as a kernel wants it: the same values, with less for the slow units to do.
+"""Rewrites a graph for kernels: the same values, with less work for the slow units of an SM.
 
-Integers that become floats are computed as floats where that is exact: a conversion of every score would take
-as long as its exponential. A score is divided by what its head, row or column decides with one reciprocal of
-that.
+An integer that is converted to float is computed in floats if that is exact, because a conversion per score
+would take as long as the exponential. A score that is divided by a value of its head, row or column is
+multiplied by the reciprocal instead, which is computed once.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, Builder, Graph
+from cute_flash.score_mod.graph import SCORE, Builder, Graph, is_per_score
 from cute_flash.score_mod.limits import MAX_INDEX
 
-EXACT = 1 << 24
-_SUMS, _ALIKE = ("add", "sub"), ("neg", "abs", "min", "max")
+EXACT = 1 << 24  # fp32 represents all integers up to this
+_SUMS, _BOUNDED = ("add", "sub"), ("neg", "abs", "min", "max")
 
 
 @lru_cache(maxsize=1024)
 def lowered(graph: Graph) -> Graph:
-    builder = Builder(graph.tables, graph.numbers)
-    reach = _reaches(graph)
-    places: list[int] = []
+    """The graph that a kernel evaluates in place of this one."""
+    builder = Builder(graph.captures, graph.scalars)
+    bounds = _bounds(graph)
+    nodes: list[int] = []  # of the builder, for each of the graph
     floats: dict[int, int] = {}
 
-    def floated(i: int) -> int:
-        """An integer as a float, from its operands on."""
+    def as_float(i: int) -> int:
+        """An integer node, computed in floats."""
         node = graph.nodes[i]
         if i not in floats:
-            inner = node.op in _SUMS + _ALIKE and reach[i] <= EXACT and is_inner(graph.depends[i])
+            is_exact = node.op in _SUMS + _BOUNDED and bounds[i] <= EXACT
             floats[i] = (
-                builder.op(node.op, *(floated(j) for j in node.args))
-                if inner
-                else builder.cast(places[i], "float")
+                builder.op(node.op, *(as_float(j) for j in node.args))
+                if is_exact and is_per_score(graph.depends[i])
+                else builder.cast(nodes[i], "float")
             )
         return floats[i]
 
     for node in graph.nodes:
         if node.op == "to_float" and graph.nodes[node.args[0]].kind == "int":
-            places.append(floated(node.args[0]))
+            nodes.append(as_float(node.args[0]))
         elif node.op == "div" and _divides_scores(graph, *node.args):
-            a, b = (places[j] for j in node.args)
-            places.append(builder.op("mul", a, builder.op("div", builder.constant(1.0), b)))
-        elif node.op in ("input", "constant", "number"):
-            places.append(builder.add(node))
+            a, b = (nodes[j] for j in node.args)
+            nodes.append(builder.op("mul", a, builder.op("div", builder.constant(1.0), b)))
+        elif node.op in ("input", "constant", "scalar"):
+            nodes.append(builder.add(node))
         elif node.op == "load":
-            places.append(builder.load(node.value, [places[j] for j in node.args]))
+            nodes.append(builder.load(node.value, [nodes[j] for j in node.args]))
         else:
-            places.append(builder.op(node.op, *(places[j] for j in node.args)))
-    return builder.graph(*(places[i] for i in graph.outputs))
-
-
-def is_inner(bits: int) -> bool:
-    return bool(bits & SCORE or (bits & ROW and bits & COLUMN))
+            nodes.append(builder.op(node.op, *(nodes[j] for j in node.args)))
+    return builder.graph(*(nodes[i] for i in graph.outputs))
 
 
 def _divides_scores(graph: Graph, a: int, b: int) -> bool:
-    return bool(graph.depends[a] & SCORE) and not is_inner(graph.depends[b])
+    return bool(graph.depends[a] & SCORE) and not is_per_score(graph.depends[b])
 
 
-def _reaches(graph: Graph) -> list[float]:
-    """A bound of the size of each integer and of all it is made of, if it is made of positions."""
+def _bounds(graph: Graph) -> list[float]:
+    """A bound of the magnitude of each integer and of its operands; inf: unknown."""
     found: list[float] = []
     for node in graph.nodes:
-        of = [found[j] for j in node.args]
+        operands = [found[j] for j in node.args]
         if node.op == "input" and node.kind == "int":
             found.append(MAX_INDEX)
         elif node.op == "constant" and node.kind == "int":
             found.append(abs(node.value))
         elif node.op in _SUMS:
-            found.append(sum(of))
+            found.append(sum(operands))
         else:
-            found.append(max(of) if node.op in _ALIKE else float("inf"))
+            found.append(max(operands) if node.op in _BOUNDED else float("inf"))
     return found

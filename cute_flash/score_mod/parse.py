@@ -1,8 +1,7 @@
 """Parses the text of a graph: the inverse of `Graph.text`.
 
-Operators receive graphs as text, possibly from another process or from a saved program, so that a text is
-checked like any other argument: names, kinds, numbers of operands and indices must be those of a graph that
-tracing could have made.
+Operators receive graphs as text, possibly from another process or from a saved program. A text is checked
+like any other argument: names, kinds, arity and indices must be those of a graph that tracing could produce.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from cute_flash.score_mod.graph import (
+    CAPTURE_KINDS,
     CASTS,
     FLOATING,
     INPUTS,
-    MAX_TABLE_RANK,
-    MEANING,
-    TABLE_KINDS,
+    MAX_CAPTURE_RANK,
+    OPERATIONS,
     Builder,
+    CaptureSpec,
     Graph,
     Node,
-    Table,
 )
 
 TYPES = {"bool": bool, "int": int, "float": float}
@@ -27,17 +26,17 @@ UNARY = {"neg", "abs", "not", *CASTS, *FLOATING} - {"div"}
 
 
 def parse_graph(value: Any) -> Graph:
-    """The graph that `Graph.text` describes, from its decoded JSON; `ValueError` if it is not a graph."""
+    """The graph that the decoded JSON of `Graph.text` describes; `ValueError` if it describes none."""
     try:
-        tables, numbers, nodes, outputs = value
-        builder = Builder([_table(*x) for x in tables], numbers)
-        _require(all(kind in ("int", "float") for kind in numbers), "numbers are int or float")
+        captures, scalars, nodes, outputs = value
+        builder = Builder([_capture(*x) for x in captures], scalars)
+        _require(all(kind in ("int", "float") for kind in scalars), "scalars are int or float")
         for node in nodes:
             builder.nodes.append(_node(builder, *node))
         _require(bool(outputs) and all(map(builder.has, outputs)), "outputs are nodes")
     except (TypeError, LookupError) as error:
         raise ValueError(f"not the text of a graph: {error}") from error
-    return Graph(tuple(builder.nodes), tuple(outputs), tuple(builder.tables), tuple(builder.numbers))
+    return Graph(tuple(builder.nodes), tuple(outputs), tuple(builder.captures), tuple(builder.scalars))
 
 
 def _require(condition: bool, what: str) -> None:
@@ -45,10 +44,10 @@ def _require(condition: bool, what: str) -> None:
         raise ValueError(f"not the text of a graph: expected that {what}")
 
 
-def _table(dtype: str, rank: int) -> Table:
-    _require(dtype in TABLE_KINDS, "a table has one of the dtypes of tables")
-    _require(type(rank) is int and 0 <= rank <= MAX_TABLE_RANK, "a table has a rank of 0 to 4")
-    return Table(dtype, rank)
+def _capture(dtype: str, rank: int) -> CaptureSpec:
+    _require(dtype in CAPTURE_KINDS, f"the dtype {dtype} can be captured")
+    _require(type(rank) is int and 0 <= rank <= MAX_CAPTURE_RANK, f"a rank is at most {MAX_CAPTURE_RANK}")
+    return CaptureSpec(dtype, rank)
 
 
 def _node(builder: Builder, op: str, kind: str, args: list[int], value: Any = None) -> Node:
@@ -57,17 +56,17 @@ def _node(builder: Builder, op: str, kind: str, args: list[int], value: Any = No
     if op == "input":
         _require(not args and kind == INPUTS[value][0], f"the input {value} has its kind")
     elif op == "constant":
-        _require(not args and type(value) is TYPES[kind], f"a constant of kind {kind} is one")
-    elif op == "number":
-        known = type(value) is int and 0 <= value < len(builder.numbers)
-        _require(not args and known and kind == builder.numbers[value], "a number is one of the graph's")
+        _require(not args and type(value) is TYPES[kind], f"a constant of kind {kind} has its type")
+    elif op == "scalar":
+        exists = type(value) is int and 0 <= value < len(builder.scalars)
+        _require(not args and exists and kind == builder.scalars[value], "a scalar is one of the graph's")
     elif op == "load":
-        _require(type(value) is int and 0 <= value < len(builder.tables), "a load is of one of the tables")
-        table = builder.tables[value]
-        _require(kind == table.kind and len(args) == table.rank, "a load has an index for each dimension")
+        _require(type(value) is int and 0 <= value < len(builder.captures), "a load is of a capture")
+        spec = builder.captures[value]
+        _require(kind == spec.kind and len(args) == spec.rank, "a load has an index for each dimension")
         _require(all(builder.kind(i) == "int" for i in args), "indices are ints")
     else:
-        _require(op in MEANING and value is None, f"{op} is an operation")
+        _require(op in OPERATIONS and value is None, f"{op} is an operation")
         arity = 1 if op in UNARY else 3 if op == "where" else 2
         _require(len(args) == arity, f"{op} has {arity} operands")
         _require(builder.typed(op, operands) == (operands, kind), f"{op} has operands of its kinds")

@@ -1,4 +1,4 @@
-"""Values that were made of tensors, found again by those very tensors."""
+"""A cache of values that were computed from tensors, with the tensors' identities as keys."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
-class Memo(Generic[Value]):
-    """So many values at most, each no longer than all of its tensors live: they may be memory on a device.
+class TensorCache(Generic[Value]):
+    """At most `max_size` values; a value is dropped with any of its tensors, as it may hold device memory.
 
-    A value must not be a view that torch tracks: that would keep its tensor alive.
+    A value must not be a view that autograd tracks: such a view would keep its tensor alive.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
         self._known: dict[tuple, tuple[tuple[weakref.ref, ...], Value]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, tensors: Sequence[Tensor], more: Hashable) -> Value | None:
-        """`more`: what else it was made of."""
-        found = self._known.get((*map(id, tensors), more))
+    def get(self, tensors: Sequence[Tensor], key: Hashable) -> Value | None:
+        """The value of these tensors and a key that names all else that it was computed from."""
+        found = self._known.get((*map(id, tensors), key))
         if found is None:
             return None
         refs, value = found
         for ref, x in zip(refs, tensors):
-            if ref() is not x:  # which has the id of one that is gone
+            if ref() is not x:  # a new tensor with the id of one that was freed
                 return None
         return value
 
-    def keep(self, tensors: Sequence[Tensor], more: Hashable, value: Value) -> Value:
-        key = (*map(id, tensors), more)
-        # A list: tensors may go, and their values with them, while one looks.
-        for oldest in list(self._known)[: max(0, len(self._known) + 1 - self._most)]:
+    def put(self, tensors: Sequence[Tensor], key: Hashable, value: Value) -> Value:
+        whole = (*map(id, tensors), key)
+        # A list: entries may be dropped during the iteration, when their tensors are freed.
+        for oldest in list(self._known)[: max(0, len(self._known) + 1 - self._max_size)]:
             self._known.pop(oldest, None)
-        refs = tuple(weakref.ref(x, lambda _: self._known.pop(key, None)) for x in tensors)
-        self._known[key] = refs, value
+        refs = tuple(weakref.ref(x, lambda _: self._known.pop(whole, None)) for x in tensors)
+        self._known[whole] = refs, value
         return value
 
     def clear(self) -> None:
@@ -49,5 +49,5 @@ class Memo(Generic[Value]):
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """How often each was written, part of what a copy was made of; None: inference tensors do not count."""
+    """How often each tensor was written to, as part of a key; None: inference tensors do not count it."""
     return None if any(x.is_inference() for x in tensors) else tuple(x._version for x in tensors)

@@ -43,7 +43,7 @@ class Static:
     head_dim_v: int | None = None  # of V and of the output, where it differs
     pack_gqa: bool = False  # rows are (query head of a group, position): the mask wraps around
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
-    mods: Any = None  # a `score_mod.static.ModSpec`: user functions, bias and block mask
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user functions, bias and block mask
     varlen: bool = False
     seqused_k: bool = False
     block_sparse: bool = False  # K/V blocks come from the index lists of a block mask
@@ -125,7 +125,7 @@ class Problem:
     band: Band = field(default_factory=Band)
     head_dim_v: int | None = None  # None: that of the keys
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
-    mods: Any = None  # a `score_mod.static.ModSpec`
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`
     varlen: bool = False
     seqused_k: bool = False
     block_sparse: bool = False

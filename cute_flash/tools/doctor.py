@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import check_family
+from cute_flash.spec.family import check_family
 from cute_flash.spec import arch
 
 OK, NOTE, BROKEN = "ok", "note", "broken"

@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMap, seen_by
-from cute_flash.score_mod.trace import bound
+from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMask, visible_pairs
+from cute_flash.score_mod.trace import bind
 
 # (ANSI 256-colour code, the same colour for SVG) of a block, and of a visible pair in it.
 _COLOURS = {EMPTY: (255, "#eeeeee"), PARTIAL: (229, "#ffffaf"), FULL: (157, "#afffaf")}
@@ -58,12 +58,12 @@ def draw(
 
 def _picture(mask_mod, seqlen_q, seqlen_k, tile, bounds, place, title) -> _Picture:
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    mask = None if mask_mod is None else bound(mask_mod, "mask_mod")
-    device = mask.tables[0].device if mask is not None and mask.tables else torch.device("cpu")
+    mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
+    device = mask.captures[0].device if mask is not None and mask.captures else torch.device("cpu")
     rows, keys = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
-    seen = seen_by(mask, bounds, rows, keys, (seqlen_q, seqlen_k), place)
+    seen = visible_pairs(mask, bounds, rows, keys, (seqlen_q, seqlen_k), place)
     shape = (place[0] + 1, place[1] + 1, seqlen_q, seqlen_k)
-    status = BlockMap.of(mask_mod, shape, tile=tile, window=bounds, device=device).status
+    status = BlockMask.of(mask_mod, shape, tile=tile, window=bounds, device=device).status
     b, h = (min(i, n - 1) for i, n in zip(place, status.shape))
     name = title or getattr(mask_mod, "__qualname__", "mask").partition(".<locals>")[0]
     return _Picture(seen.cpu(), status[b, h].cpu(), tile, name)

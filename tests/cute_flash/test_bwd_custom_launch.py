@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.custom import custom_of
 from torch import Tensor
 
 from cute_flash import UnsupportedError, attn, backward_general, custom, use_kernels
-from cute_flash.custom import custom_of
-from cute_flash.score_mod.block_mask import BlockMap
-from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.block_mask import BlockMask
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.args import How
 from tests.combinations import RNG
 from tests.cute_flash.test_bwd_launch import faked
@@ -63,8 +63,8 @@ class Case:
     how: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def call(self) -> Call:
-        return Call.of(self.score_mod, self.mask_mod, self.score_mod_bwd)
+    def call(self) -> BoundMods:
+        return BoundMods.of(self.score_mod, self.mask_mod, self.score_mod_bwd)
 
 
 ALL_HOW = (("softcap", 2.0), ("alibi", torch.tensor([0.1, 0.2, -0.1, 0.0])), ("dropout", 0.3),
@@ -106,21 +106,21 @@ def arguments(case: Case, given: list[Tensor], **more: Any) -> tuple[Any, ...]:
     if case.mapped:
         sizes = given[0].shape[2], given[1].shape[2]
         block_map = (
-            BlockMap.of(case.mask_mod, (B, H, *sizes)) if case.mask_mod is not None else whole_map(sizes)
+            BlockMask.of(case.mask_mod, (B, H, *sizes)) if case.mask_mod is not None else whole_map(sizes)
         )
     found = custom_of(bias, call, block_map)
-    num = 0 if call.graphs.score is None else len(call.graphs.score.tables)
-    wants = [bias is not None] + [i < num and x.is_floating_point() for i, x in enumerate(call.tables)]
+    num = 0 if call.graphs.score is None else len(call.graphs.score.captures)
+    wants = [bias is not None] + [i < num and x.is_floating_point() for i, x in enumerate(call.captures)]
     how = How(0.3, *case.band, **{**dict(case.how), **more})
     return (*how, *found._replace(wants=wants))
 
 
-def whole_map(sizes: tuple[int, int]) -> BlockMap:
+def whole_map(sizes: tuple[int, int]) -> BlockMask:
     """Where a block is full, or is not: the functions are not asked."""
     blocks = tuple(-(-n // 128) for n in sizes)
     status = torch.randint(0, 3, (1, H, *blocks), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
     status[..., -1].clamp_(max=1)
-    return BlockMap.of_status(status, 128, 128, *sizes)
+    return BlockMask.of_status(status, 128, 128, *sizes)
 
 
 def call_of(case: Case, with_dlse: bool = False, given: list[Tensor] | None = None, **more: Any) -> Any:
@@ -169,8 +169,8 @@ def test_deterministic(gpu: FakeBackward) -> None:
     for name in ("bias of keys", "bias of heads", "full bias", "documents"):
         run(CASES[name], deterministic=True)
         assert gpu.bwd_plans[-1].main.kernel == f"bwd_{gpu.name.replace('_', '')}_ordered_custom"
-        assert not gpu.bwd_plans[-1].main.static.mods.adds_bias
-    for name, what in (("tables", "the tables of score_mod"), ("documents, mapped", "a block_map")):
+        assert not gpu.bwd_plans[-1].main.static.mods.dbias_accumulates
+    for name, what in (("tables", "captured tensors of score_mod"), ("documents, mapped", "a block_map")):
         with pytest.raises(UnsupportedError, match=f"deterministic gradients with {what}"):
             run(CASES[name], deterministic=True)
 
@@ -184,16 +184,16 @@ def test_nothing_to_launch(gpu: FakeBackward) -> None:
 
 def test_maps_of_other_blocks_are_refused(gpu: FakeBackward) -> None:
     given = tensors()
-    how, made = How(0.3, None, None), BlockMap.of(by_head, (B, H, SQ, SK), tile=(96, 96))
-    rest = (*how, *custom_of(None, Call.of(None, by_head, None), made))
+    how, made = How(0.3, None, None), BlockMask.of(by_head, (B, H, SQ, SK), tile=(96, 96))
+    rest = (*how, *custom_of(None, BoundMods.of(None, by_head, None), made))
     out, lse, _ = custom._fwd_cpu(*given, *rest)
     with pytest.raises(UnsupportedError, match=r"block_map of blocks of 96 x 96"):
         custom._bwd_cuda(out, None, *given, out, lse, *rest)
 
 
 def test_lists_are_made_once(gpu: FakeBackward) -> None:
-    made = BlockMap.of(by_head, (B, H, SQ, SK))
-    rest = (*How(0.3, None, None), *custom_of(None, Call.of(None, by_head, None), made))
+    made = BlockMask.of(by_head, (B, H, SQ, SK))
+    rest = (*How(0.3, None, None), *custom_of(None, BoundMods.of(None, by_head, None), made))
     given = tensors()
     out, lse, _ = custom._fwd_cpu(*given, *rest)
     lists = []
@@ -206,7 +206,7 @@ def test_lists_are_made_once(gpu: FakeBackward) -> None:
 def test_gradients_are_computed_by_the_family_of_their_forward(
     gpu: FakeBackward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cute_flash.planning.plan import requested_family
+    from cute_flash.spec.family import requested_family
 
     seen = []
 

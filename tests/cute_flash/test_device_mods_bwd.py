@@ -22,7 +22,7 @@ from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.reference import dropout as philox
-from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.band import Band
 from tests.combinations import RNG
@@ -116,14 +116,14 @@ def bias_of(kind: str) -> torch.Tensor | None:
 
 
 def block(  # type: ignore[no-untyped-def]
-    shape, names, call: Call, wanted, bias, first, products, dP, statistics
+    shape, names, call: BoundMods, wanted, bias, first, products, dP, statistics
 ) -> dict[str, Any]:
     """P in 16 bits, dS and the other gradients of a block of keys by queries that begins there."""
     keys, queries, threads, row_step, mma_of = shape
     code = Code.of(call.graphs, wanted)
     bits = 0 if bias is None else (ROW if bias.shape[2] > 1 else 0) | (COLUMN if bias.shape[3] > 1 else 0)
     is_added = bias is not None and bias.shape != (BATCH + 1, HEADS, SQ, SK)
-    parts = call.graphs.parts(call.tables, call.numbers)
+    parts = call.graphs.split(call.captures, call.scalars)
     split = [len(x[0]) for x in (parts.score, parts.mask)]
 
     @cute.jit
@@ -178,14 +178,14 @@ def block(  # type: ignore[no-untyped-def]
     slopes = torch.zeros(BATCH + 1, HEADS)
     slopes[BATCH, HEAD] = SLOPE
     given = map(from_dlpack, (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG)))
-    dtables = [torch.zeros(call.tables[i].shape) for i in wanted]
+    dtables = [torch.zeros(call.captures[i].shape) for i in wanted]
     dbias = None if bias is None else torch.zeros_like(bias)
     biases = [None if bias is None else from_dlpack(expanded(bias)), None]
     if dbias is not None:
         biases[1] = from_dlpack(dbias.expand(BATCH + 1, HEADS, -1, -1))
-    floats = [Float32(x) if isinstance(x, float) else Int32(x) for x in call.numbers]
+    floats = [Float32(x) if isinstance(x, float) else Int32(x) for x in call.scalars]
     arguments = (
-        *given, Int32(philox.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.tables] or None,
+        *given, Int32(philox.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.captures] or None,
         floats or None, [from_dlpack(x) for x in dtables] or None, *biases,
     )  # fmt: skip
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
@@ -218,9 +218,9 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     statistics = torch.randn(2, queries, generator=generator)
     # Cut by both bounds and by the end of the keys.
     first = SK // keys * keys, SQ // queries * queries - queries
-    call = Call.of(score_mod, mask_mod, None)
-    num_tables = 0 if call.graphs.score is None else len(call.graphs.score.tables)
-    wanted = tuple(i for i in range(num_tables) if call.tables[i].is_floating_point())
+    call = BoundMods.of(score_mod, mask_mod, None)
+    num_tables = 0 if call.graphs.score is None else len(call.graphs.score.captures)
+    wanted = tuple(i for i in range(num_tables) if call.captures[i].is_floating_point())
     found = block(shape, names, call, wanted, bias, first, products, dP, statistics)
 
     lse, delta = statistics.double()
@@ -235,12 +235,12 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     at_j, at_i = j.clamp(max=SK - 1), i.clamp(max=SQ - 1)
     if whole is not None:
         S = S + expanded(whole)[BATCH, HEAD][at_i, at_j]
-    tables = [x.double().requires_grad_(x.is_floating_point()) for x in call.tables[:num_tables]]
+    tables = [x.double().requires_grad_(x.is_floating_point()) for x in call.captures[:num_tables]]
     seen = torch.ones((), dtype=torch.bool)
     from cute_flash.score_mod.evaluate import evaluate
 
     places = torch.tensor(BATCH), torch.tensor(HEAD), i, j
-    parts = call.graphs.parts(call.tables, call.numbers)
+    parts = call.graphs.split(call.captures, call.scalars)
     if call.graphs.score is not None:
         (S,) = evaluate(call.graphs.score, (tables, parts.score[1]), torch.float64, places, S)
     if call.graphs.mask is not None:

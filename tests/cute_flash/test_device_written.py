@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.device.block_list import BlockLists, ListWalk
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash import BlockMap
-from cute_flash.device.block_list import BlockLists, ListWalk
+from cute_flash import BlockMask
 from cute_flash.device.mask import Mask
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
@@ -156,7 +156,7 @@ def test_walk_of_a_list(parts: int) -> None:
     """Full blocks first, then partial ones, each in as many parts as a kernel makes of it."""
     status = torch.randint(3, (1, 2, 3, 7), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     status[..., -1].clamp_(max=1)
-    block_map = BlockMap.of_status(status, 8, 8, 24, 55)
+    block_map = BlockMask.of_status(status, 8, 8, 24, 55)
     most = 7 * parts
 
     @cute.jit
@@ -168,8 +168,8 @@ def test_walk_of_a_list(parts: int) -> None:
         for i in cutlass.range(walk.num, unroll=1):
             out[2 + i] = walk.block(i)
 
-    full, partial = block_map.full, block_map.partial
-    lists = [from_dlpack(x) for x in (full.num, full.index, partial.num, partial.index)]
+    both = block_map.full_kv, block_map.partial_kv
+    lists = [from_dlpack(x) for one in both for x in (one.num_blocks, one.indices)]
     for head in range(2):
         for block in range(3):
             out = torch.full((2 + most,), -1, dtype=torch.int32)

@@ -14,10 +14,11 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit.compile import digest
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
-from cute_flash.score_mod.call import Call
-from cute_flash.score_mod.static import Mods
+from cute_flash.planning.plan import CompileKey, plan
+from cute_flash.score_mod.bound import BoundMods
+from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 
 PACKAGE = Path(compiling.__file__).parents[1]
@@ -47,12 +48,12 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
     others = [hopper, replace(ampere, kernel="fwd_sm90"), replace(ampere, target="sm_86")]
     statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "has_left": True, "has_right": True}
     statics |= {"head_dim_v": 32, "packs_heads": True, "features": Features(softcap=True)}
-    function = Call.of(lambda score, b, h, q, kv: score * 2, None, None)
-    statics |= {"mods": Mods(function.graphs)}
+    function = BoundMods.of(lambda score, b, h, q, kv: score * 2, None, None)
+    statics |= {"mods": ModSpec(function.graphs)}
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     ampere_tile |= {"max_bounds": 0, "layout": "plain"}
-    hopper_tile |= {"layout": "interleaved", "draw_stages": 2, "bias_stages": 1}
+    hopper_tile |= {"layout": "interleaved", "dropout_stages": 2, "bias_stages": 1}
     for key, values in ((ampere, ampere_tile), (hopper, hopper_tile)):
         flags = {f.name for f in fields(key.tile) if f.compare and isinstance(f.default, bool)}
         values |= {name: not getattr(key.tile, name) for name in flags}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_flash import BlockMap, attn, backward_general, custom, forward, general, masks, ops
+from cute_flash import BlockMask, attn, backward_general, custom, forward, general, masks, ops
 from cute_flash.jit import compile as compiling
 from tests.cute_flash.test_bwd_launch import faked
 from tests.fake_backward import FakeBackward
@@ -90,7 +90,7 @@ def leaves(*wanted: str) -> dict[str, Tensor]:
 
 def call(x: dict[str, Tensor]) -> Tensor:
     table, shift = x["table"], 2.5
-    block_map = BlockMap.of(masks.causal(SK - SQ), (B, H, SQ, SK))
+    block_map = BlockMask.of(masks.causal(SK - SQ), (B, H, SQ, SK))
     return attn(
         x["q"], x["k"], x["v"], bias=x["bias"], alibi=x["alibi"], sinks=x["sinks"], window=(30, None),
         score_mod=lambda score, b, h, q, kv: score * table[h] + shift, mask_mod=masks.causal(SK - SQ),

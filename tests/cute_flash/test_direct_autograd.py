@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_flash import BlockMap, attn, attn_varlen, custom, general, ops, use_kernels
-from cute_flash.planning.plan import requested_family
+from cute_flash import BlockMask, attn, attn_varlen, custom, general, ops, use_kernels
+from cute_flash.spec.family import requested_family
 from tests.fake_gpu import normal
 from tests.recorded import Recorded, assert_same, by_operators, on_cpu
 
@@ -69,7 +69,7 @@ def added(table: Tensor) -> Callable:
 OFFSETS = torch.tensor([0, 100, 100, B * S], dtype=torch.int32)
 PACKED = {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS, "causal": True}
 SLOPES, SINKS = leaf(H), leaf(H, seed=1)
-MAPPED = {"mask_mod": documents, "block_map": BlockMap.of(documents, (B, H, S, S))}
+MAPPED = {"mask_mod": documents, "block_map": BlockMask.of(documents, (B, H, S, S))}
 CALLS = {
     "plain": Call(),
     "plain, window": Call(rest={"window": (30, 2), "deterministic": True, "scale": -0.3}),
@@ -171,9 +171,9 @@ def test_changes_of_what_has_no_gradient(gpu: Recorded, way: str) -> None:
             given[name].zero_()  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()
-        made = BlockMap.of(documents, (B, H, S, S))
+        made = BlockMask.of(documents, (B, H, S, S))
         out = Call(rest={"mask_mod": documents, "block_map": made})(CALLS["map"].tensors())[0]
-        made.partial.num.zero_()
+        made.partial_kv.num_blocks.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
 

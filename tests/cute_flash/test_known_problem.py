@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cute_flash.custom import Custom, custom_of
 from torch import Tensor
 
-from cute_flash import BlockMap, UnsupportedError, custom, masks
-from cute_flash.custom import Custom, custom_of
-from cute_flash.score_mod.call import Call
+from cute_flash import BlockMask, UnsupportedError, custom, masks
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.args import How
 from tests.fake_gpu import FakeGpu, normal
 
@@ -33,14 +33,14 @@ def looked_up(table: Tensor) -> Callable:
     return lambda score, b, h, q, kv: score + table[h, kv]
 
 
-def map_of(batch: int = B, heads: int = H, sq: int = SQ, sk: int = SK) -> BlockMap:
+def map_of(batch: int = B, heads: int = H, sq: int = SQ, sk: int = SK) -> BlockMask:
     """Which has both dimensions, though all of them are alike."""
-    one = BlockMap.of(masks.causal(), (batch, heads, sq, sk))
-    return BlockMap.of_status(one.status.expand(batch, heads, -1, -1), 128, 128, sq, sk)
+    one = BlockMask.of(masks.causal(), (batch, heads, sq, sk))
+    return BlockMask.of_status(one.status.expand(batch, heads, -1, -1), 128, 128, sq, sk)
 
 
-def moved(block_map: BlockMap, device: str) -> BlockMap:
-    return BlockMap.of_tensors([x.to(device) for x in block_map.tensors], list(block_map.sizes))
+def moved(block_map: BlockMask, device: str) -> BlockMask:
+    return BlockMask.of_tensors([x.to(device) for x in block_map.tensors], list(block_map.sizes))
 
 
 def tensors() -> list[Tensor]:
@@ -50,7 +50,7 @@ def tensors() -> list[Tensor]:
 def asked(
     how: How = HOW, bias: Tensor | None = None, table: Tensor | None = TABLE, block_map: Any = None
 ) -> tuple[How, Custom]:
-    call = Call.of(None if table is None else looked_up(table), masks.causal(), None)
+    call = BoundMods.of(None if table is None else looked_up(table), masks.causal(), None)
     return how, custom_of(bias, call, block_map)
 
 
@@ -71,7 +71,7 @@ def with_bias(change: Callable[[Tensor], Tensor]) -> Callable[[Arguments], Argum
     return changed
 
 
-def with_map(block_map: BlockMap) -> Callable[[Arguments], Arguments]:
+def with_map(block_map: BlockMask) -> Callable[[Arguments], Arguments]:
     return with_custom(block_map=list(block_map.tensors), block_sizes=list(block_map.sizes))
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.custom import custom_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMap, attn, attn_varlen, masks, supports
-from cute_flash.custom import custom_of
+from cute_flash import BlockMask, attn, attn_varlen, masks, supports
 from cute_flash.reference import tiled as reference
 from cute_flash.reference.score import Score
-from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.band import Band
 from tests.combinations import normal
 
@@ -125,7 +125,7 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
             found, torch.autograd.grad((expected * weights).sum(), wanted, materialize_grads=True)
         )
         if "softcap" not in case.rest:
-            call = Call.of(case.score_mod, case.mask_mod, None)
+            call = BoundMods.of(case.score_mod, case.mask_mod, None)
             score = Score(written=custom_of(bias, call, None).written())
             band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
             torch.testing.assert_close(reference.dense(*tensors, band, None, score)[0], out)
@@ -298,10 +298,21 @@ def test_compiled() -> None:
         mod = lambda score, b, h, i, j: score * table[h]  # noqa: E731
         return attn(2 * q, k, v, score_mod=mod, mask_mod=masks.causal()) * 2
 
-    compiled = torch.compile(layer, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
-    found = (torch.autograd.grad(f(q, k, v).sum(), table) for f in (compiled, layer))
-    torch.testing.assert_close(*found)
+    # Before and after a call that is not compiled, which leaves a trace of the mods.
+    for _ in range(2):
+        compiled = torch.compile(layer, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+        found = (torch.autograd.grad(f(q, k, v).sum(), table) for f in (compiled, layer))
+        torch.testing.assert_close(*found)
+        torch._dynamo.reset()
+
+
+def test_a_bias_is_compiled_without_a_graph_break() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    bias = normal(H, 37, 37, seed=1)
+    compiled = torch.compile(lambda q: attn(q, k, v, bias=bias) * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), attn(q, k, v, bias=bias) * 2)
 
 
 # Block maps
@@ -309,7 +320,7 @@ def test_compiled() -> None:
 
 def test_a_block_map_is_the_mask() -> None:
     q, k, v = (x.detach() for x in inputs(CASES[0]))
-    block_map = BlockMap.of(by_head, (2, H, 37, 37), tile=(8, 4))
+    block_map = BlockMask.of(by_head, (2, H, 37, 37), tile=(8, 4))
     expected = attn(q, k, v, mask_mod=by_head)
     torch.testing.assert_close(attn(q, k, v, mask_mod=by_head, block_map=block_map), expected)
 
@@ -318,7 +329,7 @@ def test_a_block_map_of_the_users_own() -> None:
     q, k, v = (x.detach() for x in inputs(CASES[0]))
     status = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     status[..., 0], status[..., 4] = 2, 1
-    block_map = BlockMap.of_status(status, 8, 8, 37, 37)
+    block_map = BlockMask.of_status(status, 8, 8, 37, 37)
     found = attn(q, k, v, block_map=block_map)
     torch.testing.assert_close(found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | (j >= 32)))
     found = attn(q, k, v, block_map=block_map, mask_mod=lambda b, h, i, j: j % 2 == 0)
@@ -340,8 +351,8 @@ def test_refusals() -> None:
         ({"bias": torch.ones(1, 1, 1, 1, 1)}, "expected at most four dimensions"),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3, device="meta")[i] > 0}, "made inside|torch"),
         ({"block_map": 3}, "block_map is a int"),
-        ({"block_map": BlockMap.of(None, (1, 1, 8, 8))}, "block_map is of 8 queries and 8 keys"),
-        ({"block_map": BlockMap.of(by_head, (3, H, 37, 37))}, "block_map has batch=3: expected 1 or 2"),
+        ({"block_map": BlockMask.of(None, (1, 1, 8, 8))}, "block_map is of 8 queries and 8 keys"),
+        ({"block_map": BlockMask.of(by_head, (3, H, 37, 37))}, "block_map has batch=3: expected 1 or 2"),
         ({"score_mod_bwd": alibi}, "score_mod_bwd without score_mod"),
     ]
     for given, message in bad:
@@ -372,8 +383,8 @@ def test_opcheck() -> None:
     q, k, v = inputs(CASES[0])
     table = normal(H, seed=1).requires_grad_()
     bias = normal(1, 1, 37, 37).requires_grad_()
-    call = Call.of(lambda s, b, h, i, j: s * table[h] * WIDTH, masks.causal(), None)
+    call = BoundMods.of(lambda s, b, h, i, j: s * table[h] * WIDTH, masks.causal(), None)
     how = cute_flash.api._how(0.3, None, None, False, None, None, None, None, False)
-    given = custom_of(bias, call, BlockMap.of(masks.causal(), (2, H, 37, 37), tile=(16, 16)))
+    given = custom_of(bias, call, BlockMask.of(masks.causal(), (2, H, 37, 37), tile=(16, 16)))
     results = torch.library.opcheck(torch.ops.cute_flash.custom_fwd, (q, k, v, *how, *given))
     assert set(results.values()) == {"SUCCESS"}

@@ -24,7 +24,7 @@ from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
 from cute_flash.score_mod.graph import Graph
 from cute_flash.score_mod.lower import lowered
-from cute_flash.score_mod.trace import Bound, bound
+from cute_flash.score_mod.trace import BoundMod, bind
 
 SIZE, HEAD, BATCH, GRAD = 7, 2, 1, 1.7
 TABLE = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -60,12 +60,12 @@ def without_the_score(score, b, h, q, kv):
     return SLOPES[h] * RATE + q
 
 
-def on_the_host(found: Bound, graph: Graph, score: torch.Tensor) -> torch.Tensor:
+def on_the_host(found: BoundMod, graph: Graph, score: torch.Tensor) -> torch.Tensor:
     num = len(graph.outputs)
 
     @cute.jit
-    def program(out, score, tables, numbers):  # type: ignore[no-untyped-def]
-        evaluator = Evaluator(graph, CuteArithmetic(), tuple(tables), tuple(numbers))
+    def program(out, score, captures, scalars):  # type: ignore[no-untyped-def]
+        evaluator = Evaluator(graph, CuteArithmetic(), tuple(captures), tuple(scalars))
         head = evaluator.at_head(Int32(BATCH), Int32(HEAD))
         for i in cutlass.range_constexpr(SIZE):
             row = evaluator.at_row(head, Int32(i))
@@ -76,24 +76,24 @@ def on_the_host(found: Bound, graph: Graph, score: torch.Tensor) -> torch.Tensor
                     out[n, i, j] = Float32(values[n])
 
     out = torch.full((num, SIZE, SIZE), torch.nan)
-    tables = [from_dlpack(x.to(torch.uint8) if x.dtype == torch.bool else x) for x in found.tables]
-    numbers = [Float32(x) if isinstance(x, float) else Int32(x) for x in found.numbers]
-    program(from_dlpack(out), from_dlpack(score), tables, numbers)
+    captures = [from_dlpack(x.to(torch.uint8) if x.dtype == torch.bool else x) for x in found.captures]
+    scalars = [Float32(x) if isinstance(x, float) else Int32(x) for x in found.scalars]
+    program(from_dlpack(out), from_dlpack(score), captures, scalars)
     return out
 
 
 @pytest.mark.parametrize("way", ["as traced", "lowered", "gradient"])
 @pytest.mark.parametrize("function", [everything, without_the_score])
 def test_values(function: Any, way: str) -> None:
-    found = bound(function, "score_mod")
+    found = bind(function, "score_mod")
     graph = found.graph
     if way != "as traced":
-        wanted = tuple(i for i, x in enumerate(graph.tables) if x.is_differentiable)
+        wanted = tuple(i for i, x in enumerate(graph.captures) if x.is_differentiable)
         graph = lowered(gradient(graph, wanted).graph if way == "gradient" else graph)
     score = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 3
     places = torch.tensor(BATCH), torch.tensor(HEAD), torch.arange(SIZE)[:, None], torch.arange(SIZE)
     grad = torch.tensor(GRAD, dtype=torch.float64)
-    arguments = found.tables, found.numbers
+    arguments = found.captures, found.scalars
     expected = evaluate(graph, arguments, torch.float64, places, score.double(), grad)
     values = on_the_host(found, graph, score)
     for one, other in zip(values, expected, strict=True):
@@ -101,12 +101,12 @@ def test_values(function: Any, way: str) -> None:
 
 
 def test_lowered_graphs_convert_rows_and_columns_only() -> None:
-    found = bound(lambda s, b, h, q, kv: s / RATE - SLOPES[h] * (q - kv).abs(), "score_mod")
+    found = bind(lambda s, b, h, q, kv: s / RATE - SLOPES[h] * (q - kv).abs(), "score_mod")
     graph = lowered(found.graph)
     inner = [graph.nodes[i].op for i in Stages.of(graph).nodes[3]]
     assert sorted(inner) == ["abs", "input", "mul", "mul", "sub", "sub"]
     # Not where it would not be exact, or is not known to be.
-    other = bound(lambda s, b, h, q, kv: s + (q - kv) * 3 + (q - kv + COUNT), "score_mod")
+    other = bind(lambda s, b, h, q, kv: s + (q - kv) * 3 + (q - kv + COUNT), "score_mod")
     inner = [lowered(other.graph).nodes[i].op for i in Stages.of(lowered(other.graph)).nodes[3]]
     assert inner.count("to_float") == 2
 
@@ -115,12 +115,12 @@ def test_lowered_graphs_convert_rows_and_columns_only() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
     """Parts of a head and a row are carried into a loop; a table is read once for a head."""
-    found = bound(lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs() + TABLE[h, kv] * RATE, "score_mod")
+    found = bind(lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs() + TABLE[h, kv] * RATE, "score_mod")
     graph, keys = lowered(found.graph), 8
 
     @cute.kernel
-    def kernel(score, tables, numbers):  # type: ignore[no-untyped-def]
-        evaluator = Evaluator(graph, CuteArithmetic(), tuple(tables), tuple(numbers))
+    def kernel(score, captures, scalars):  # type: ignore[no-untyped-def]
+        evaluator = Evaluator(graph, CuteArithmetic(), tuple(captures), tuple(scalars))
         head = evaluator.at_head(cute.arch.block_idx()[0], cute.arch.block_idx()[1])
         row = evaluator.at_row(head, cute.arch.thread_idx()[0])
         for n in cutlass.range(score.shape[0] // keys, unroll=1):
@@ -129,21 +129,21 @@ def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
                 score[n * keys + c] = evaluator.at(head, row, column, score[n * keys + c])[0]
 
     @cute.jit
-    def program(score, tables, numbers, stream):  # type: ignore[no-untyped-def]
-        kernel(score, tables, numbers).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+    def program(score, captures, scalars, stream):  # type: ignore[no-untyped-def]
+        kernel(score, captures, scalars).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
-    tables = [
+    captures = [
         make_fake_tensor(
             Float32,
             tuple(cute.sym_int() for _ in range(table.rank)),
             tuple(cute.sym_int64() for _ in range(table.rank)),
         )
-        for table in graph.tables
+        for table in graph.captures
     ]
-    numbers = [Float32(1.0) if kind == "float" else Int32(1) for kind in graph.numbers]
+    scalars = [Float32(1.0) if kind == "float" else Int32(1) for kind in graph.scalars]
     score = make_fake_compact_tensor(Float32, (cute.sym_int(),))
     made = cute.compile(
-        program, score, tables, numbers, make_fake_stream(use_tvm_ffi_env_stream=True),
+        program, score, captures, scalars, make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir={tmp_path}",
     )  # fmt: skip
     assert made.__cubin__

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_flash import BlockMap, UnsupportedError, custom_cuda, masks, use_kernels
+from cute_flash import BlockMask, UnsupportedError, custom_cuda, masks, use_kernels
 from cute_flash.planning.plan import plan
-from cute_flash.score_mod.call import Call, Graphs
+from cute_flash.score_mod.bound import BoundMods, Graphs
 from cute_flash.spec.arch import ARCHS
 from tests import mod_cases
 from tests.launch_capture import Request, capture, has_compiler
@@ -40,7 +40,7 @@ def test_arguments() -> None:
     assert [tuple(x.shape) for x in given.lists] == shapes
     assert all(x.stride(-1) == 1 and x.dtype == torch.int32 for x in given.lists)
     mods = problem.mods
-    assert (mods.bias, mods.reads_pairs, mods.block) == ("bfloat16", True, (128, 128))
+    assert (mods.bias_dtype, mods.bias_paired_loads, mods.block_mask_tile) == ("bfloat16", True, (128, 128))
 
 
 def test_rows_of_a_bias_are_within_reach_of_each_other() -> None:
@@ -74,10 +74,10 @@ def test_forward_and_backward_share_nothing_needless() -> None:
     """A function's own gradient and what wants one are no part of the forward's key."""
     case = case_of(score="alibi")
     problem = case.problem()[0]
-    call = Call.of(case.options["score_mod"], None, lambda g, s, b, h, q, kv: g)
+    call = BoundMods.of(case.options["score_mod"], None, lambda g, s, b, h, q, kv: g)
     from dataclasses import replace
 
-    other = replace(problem, mods=replace(problem.mods, graphs=call.graphs, wanted=(0,)))
+    other = replace(problem, mods=replace(problem.mods, graphs=call.graphs, captures_needing_grad=(0,)))
     assert plan(problem, ARCHS["sm_90"]).key == plan(other, ARCHS["sm_90"]).key
     assert plan(problem, ARCHS["sm_90"]).key.static.mods.graphs == Graphs(call.graphs.score)
 
@@ -89,10 +89,12 @@ def test_blocks_that_tiles_do_not_divide() -> None:
     for family in ("sm90", "sm80"):
         for block in ((128, 128), (256, 128), (128, 512)):
             with use_kernels(family):
-                found = plan(replace(problem, mods=replace(problem.mods, block=block)), ARCHS["sm_90"])
+                found = plan(
+                    replace(problem, mods=replace(problem.mods, block_mask_tile=block)), ARCHS["sm_90"]
+                )
             assert not (block[0] % found.tile.tile_m or block[1] % found.tile.tile_n)
         with use_kernels(family), pytest.raises(UnsupportedError, match="block_map of blocks of 16 x 16"):
-            plan(replace(problem, mods=replace(problem.mods, block=(16, 16))), ARCHS["sm_90"])
+            plan(replace(problem, mods=replace(problem.mods, block_mask_tile=(16, 16))), ARCHS["sm_90"])
 
 
 def test_sequences_too_long_for_functions() -> None:
@@ -144,4 +146,4 @@ def test_launches(tmp_path: Path) -> None:
 
 def test_kinds_are_few_and_cases_many() -> None:
     assert len(mod_cases.KINDS) <= 30 and len(mod_cases.cases("cpu")) >= 200
-    assert BlockMap.of(masks.causal(), (1, 1, 256, 256)).sizes[:2] == mod_cases.BLOCK
+    assert BlockMask.of(masks.causal(), (1, 1, 256, 256)).sizes[:2] == mod_cases.BLOCK

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_flash import BlockMap, masks
+from cute_flash import BlockMask, masks
 from cute_flash.score_mod import trace
-from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, _known, seen_by
-from cute_flash.score_mod.trace import bound
+from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, _cache, visible_pairs
+from cute_flash.score_mod.trace import bind
 from cute_flash.spec.band import Band, ceil_div
 
 IDS = torch.tensor([0, 0, 0, 5, 5, 1, 1, 1, 1, 2, 2, 2])
@@ -40,8 +40,8 @@ MASKS: dict[str, tuple[Any, Any]] = {
 
 def seen(mask: Any, sq: int, sk: int, place: tuple[int, int] = (0, 0), bounds: Any = (None, None)) -> Any:
     rows, keys = torch.arange(sq), torch.arange(sk)
-    found = None if mask is None else bound(mask, "mask_mod")
-    return seen_by(found, bounds, rows, keys, (sq, sk), place)
+    found = None if mask is None else bind(mask, "mask_mod")
+    return visible_pairs(found, bounds, rows, keys, (sq, sk), place)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -63,9 +63,9 @@ def test_tree() -> None:
 
 
 def test_other_values_are_the_same_trace() -> None:
-    bound(masks.and_(masks.sliding_window(3, 2), masks.document(IDS)), "mask_mod")
+    bind(masks.and_(masks.sliding_window(3, 2), masks.document(IDS)), "mask_mod")
     before = trace.num_traces
-    bound(masks.and_(masks.sliding_window(9, 1), masks.document(IDS.flip(0))), "mask_mod")
+    bind(masks.and_(masks.sliding_window(9, 1), masks.document(IDS.flip(0))), "mask_mod")
     assert trace.num_traces == before
 
 
@@ -98,7 +98,7 @@ SHAPES = [(12, 12, (4, 4)), (12, 11, (5, 4)), (7, 12, (8, 8)), (12, 5, (3, 2))]
 @pytest.mark.parametrize("window", [(None, None), (4, 1)])
 def test_block_maps(name: str, sq: int, sk: int, tile: tuple[int, int], window: Any) -> None:
     mask = None if name == "none" else MASKS[name][0]
-    block_map = BlockMap.of(mask, (2, 3, sq, sk), tile=tile, window=window)
+    block_map = BlockMask.of(mask, (2, 3, sq, sk), tile=tile, window=window)
     status = block_map.status
     assert tuple(status.shape) == (1 + (name == "prefixes"), 1, ceil_div(sq, tile[0]), ceil_div(sk, tile[1]))
     for b in range(len(status)):
@@ -111,21 +111,21 @@ def test_block_maps(name: str, sq: int, sk: int, tile: tuple[int, int], window: 
             assert status[b, 0, m, n] == expected
     # Both ways, in order.
     for lists, value, by in (
-        (block_map.partial, PARTIAL, status), (block_map.full, FULL, status),
-        (block_map.partial_queries, PARTIAL, status.mT), (block_map.full_queries, FULL, status.mT),
+        (block_map.partial_kv, PARTIAL, status), (block_map.full_kv, FULL, status),
+        (block_map.partial_q, PARTIAL, status.mT), (block_map.full_q, FULL, status.mT),
     ):  # fmt: skip
-        assert lists.num.dtype == lists.index.dtype == torch.int32 and lists.index.is_contiguous()
+        assert lists.num_blocks.dtype == lists.indices.dtype == torch.int32 and lists.indices.is_contiguous()
         for place in product(*map(range, by.shape[:3])):
             expected = (by[place] == value).nonzero().flatten().tolist()
-            assert lists.index[place][: lists.num[place]].tolist() == expected
+            assert lists.indices[place][: lists.num_blocks[place]].tolist() == expected
     visited = int((status != EMPTY).sum())
-    assert block_map.share == pytest.approx(visited / status.numel())
+    assert block_map.density == pytest.approx(visited / status.numel())
 
 
 def test_a_band_alone_is_what_kernels_visit() -> None:
     for sq, sk, tile in SHAPES:
         band = Band(3, 1)
-        status = BlockMap.of(None, (1, 1, sq, sk), tile=tile, window=(3, 1)).status[0, 0]
+        status = BlockMask.of(None, (1, 1, sq, sk), tile=tile, window=(3, 1)).status[0, 0]
         for m in range(len(status)):
             blocks = band.blocks(m, *tile, sq, sk)
             for n, found in enumerate(status[m].tolist()):
@@ -137,33 +137,33 @@ def test_a_band_alone_is_what_kernels_visit() -> None:
 def test_maps_are_kept_while_they_hold() -> None:
     ids = IDS.clone()
     shape, mask = (1, 1, 12, 12), masks.document(ids)
-    first = BlockMap.of(mask, shape, tile=(4, 4))
-    assert BlockMap.of(masks.document(ids), shape, tile=(4, 4)) is first
-    assert BlockMap.of(mask, shape, tile=(2, 4)) is not first
+    first = BlockMask.of(mask, shape, tile=(4, 4))
+    assert BlockMask.of(masks.document(ids), shape, tile=(4, 4)) is first
+    assert BlockMask.of(mask, shape, tile=(2, 4)) is not first
     ids.fill_(0)
-    changed = BlockMap.of(mask, shape, tile=(4, 4))
-    assert changed is not first and changed.share == 1.0
-    window = BlockMap.of(masks.sliding_window(2), shape, tile=(4, 4))
-    assert BlockMap.of(masks.sliding_window(9), shape, tile=(4, 4)) is not window
+    changed = BlockMask.of(mask, shape, tile=(4, 4))
+    assert changed is not first and changed.density == 1.0
+    window = BlockMask.of(masks.sliding_window(2), shape, tile=(4, 4))
+    assert BlockMask.of(masks.sliding_window(9), shape, tile=(4, 4)) is not window
     for i in range(100):
-        BlockMap.of(masks.causal(i), shape, tile=(4, 4))
-    assert len(_known) <= 64
+        BlockMask.of(masks.causal(i), shape, tile=(4, 4))
+    assert len(_cache) <= 64
 
 
 def test_many_queries_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status
+    whole = BlockMask.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status
     monkeypatch.setattr("cute_flash.score_mod.block_mask.MAX_PAIRS", 1)
-    _known.clear()
-    assert torch.equal(BlockMap.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
+    _cache.clear()
+    assert torch.equal(BlockMask.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
 
 
 def test_a_status_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="status has shape"):
-        BlockMap.of_status(torch.zeros(1, 1, 2, 2), 4, 4, 12, 12)
+        BlockMask.of_status(torch.zeros(1, 1, 2, 2), 4, 4, 12, 12)
     with pytest.raises(ValueError, match="the last block of keys is not whole"):
-        BlockMap.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 12, 11)
-    block_map = BlockMap.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 11, 12)
-    again = BlockMap.of_tensors(list(block_map.tensors), list(block_map.sizes))
+        BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 12, 11)
+    block_map = BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 11, 12)
+    again = BlockMask.of_tensors(list(block_map.tensors), list(block_map.sizes))
     assert torch.equal(again.status, block_map.status) and again.sizes == block_map.sizes
 
 

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_flash import attn, custom, masks
-from cute_flash.score_mod.call import Call, Graphs, graphs_of
+from cute_flash.score_mod.bound import BoundMods, Graphs, graphs_of
 from cute_flash.score_mod.derive import gradient
-from cute_flash.score_mod.graph import INPUTS, TABLE_KINDS, Builder, Graph, Table
+from cute_flash.score_mod.graph import CAPTURE_KINDS, INPUTS, Builder, CaptureSpec, Graph
 from cute_flash.score_mod.lower import lowered
 from cute_flash.score_mod.parse import parse_graph
-from cute_flash.score_mod.trace import bound
+from cute_flash.score_mod.trace import bind
 from tests.mod_cases import KINDS, Make, Sizes
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ MASK_MODS: dict[str, Any] = {
 def exactly(graph: Graph) -> Any:
     """All that a graph is; constants by type and repr, which tells -0.0 from 0.0 and 1 from 1.0."""
     nodes = [(x.op, x.kind, x.args, type(x.value), repr(x.value)) for x in graph.nodes]
-    return nodes, graph.outputs, graph.tables, graph.numbers, graph.depends
+    return nodes, graph.outputs, graph.captures, graph.scalars, graph.depends
 
 
 def check(graph: Graph) -> None:
@@ -61,8 +61,8 @@ def check(graph: Graph) -> None:
 
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_score_mods(name: str) -> None:
-    graph = bound(getattr(MAKE, name)(), "score_mod").graph
-    differentiable = tuple(i for i, x in enumerate(graph.tables) if x.is_differentiable)
+    graph = bind(getattr(MAKE, name)(), "score_mod").graph
+    differentiable = tuple(i for i, x in enumerate(graph.captures) if x.is_differentiable)
     for one in (graph, gradient(graph).graph, gradient(graph, differentiable).graph):
         check(one)
         check(lowered(one))
@@ -70,7 +70,7 @@ def test_score_mods(name: str) -> None:
 
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_mask_mods(name: str) -> None:
-    graph = bound(MASK_MODS[name], "mask_mod").graph
+    graph = bind(MASK_MODS[name], "mask_mod").graph
     check(graph)
     check(lowered(graph))
 
@@ -88,11 +88,12 @@ OPS = {1: ["neg", "abs", "exp", "floor", "to_int"], 2: ["add", "mul", "floordiv"
 
 @st.composite
 def graphs(draw: Any) -> Graph:
-    tables = [Table(draw(st.sampled_from(list(TABLE_KINDS))), draw(st.integers(0, 2))) for _ in range(2)]
-    builder = Builder(tables, ["int", "float"])
-    nodes = [builder.input(name) for name in INPUTS] + [builder.number(0), builder.number(1)]
+    dtypes, ranks = st.sampled_from(list(CAPTURE_KINDS)), st.integers(0, 2)
+    captures = [CaptureSpec(draw(dtypes), draw(ranks)) for _ in range(2)]
+    builder = Builder(captures, ["int", "float"])
+    nodes = [builder.input(name) for name in INPUTS] + [builder.scalar(0), builder.scalar(1)]
     nodes.append(builder.constant(draw(st.one_of(st.integers(), st.floats()))))
-    nodes += [builder.load(i, nodes[: x.rank]) for i, x in enumerate(tables)]
+    nodes += [builder.load(i, nodes[: x.rank]) for i, x in enumerate(captures)]
     for _ in range(draw(st.integers(0, 12))):
         arity = draw(st.integers(1, 2))
         numeric = [i for i in nodes if builder.kind(i) != "bool"]
@@ -108,18 +109,20 @@ def test_any_graph(graph: Graph) -> None:
 
 def test_equal_texts_are_one_object() -> None:
     slopes = torch.rand(4)
-    call = Call.of(lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), masks.causal(), lambda g, *x: g)
+    call = BoundMods.of(
+        lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), masks.causal(), lambda g, *x: g
+    )
     text = call.graphs.text
     assert call.graphs.text is text  # computed once
     assert graphs_of(text) is call.graphs is graphs_of(str(text.encode(), "ascii"))
     assert graphs_of(json.dumps(json.loads(text), indent=1)) == call.graphs
-    assert Graphs().text == "" and graphs_of("") == Graphs() == Call.of(None, None, None).graphs
-    only = Call.of(None, masks.causal(), None).graphs
+    assert Graphs().text == "" and graphs_of("") == Graphs() == BoundMods.of(None, None, None).graphs
+    only = BoundMods.of(None, masks.causal(), None).graphs
     assert only.mask == call.graphs.mask and only != call.graphs and graphs_of(only.text) is only
 
 
 def test_a_known_text_is_cheap() -> None:
-    text = Call.of(None, masks.causal(), None).graphs.text
+    text = BoundMods.of(None, masks.causal(), None).graphs.text
     best = 1.0
     for _ in range(20):
         start = time.perf_counter()
@@ -132,8 +135,8 @@ def test_a_known_text_is_cheap() -> None:
 def bad_texts() -> Iterator[tuple[str, str]]:
     inputs = [["input", "float", [], "score"], ["input", "int", [], "q"]]
 
-    def of(*nodes: Any, tables: Any = (), numbers: Any = (), outputs: Any = (0,)) -> str:
-        return json.dumps([[tables, numbers, [*inputs, *nodes], outputs], None, None])
+    def of(*nodes: Any, captures: Any = (), scalars: Any = (), outputs: Any = (0,)) -> str:
+        return json.dumps([[captures, scalars, [*inputs, *nodes], outputs], None, None])
 
     yield "not JSON", "alibi"
     yield "one of three", json.dumps([None])
@@ -154,14 +157,14 @@ def bad_texts() -> Iterator[tuple[str, str]]:
     yield "kind of an input", of(["input", "float", [], "q"])
     yield "constant", of(["constant", "int", [], 1.0])
     yield "constant of no kind", of(["constant", "str", [], "x"])
-    yield "number", of(["number", "int", [], 0])
-    yield "kind of a number", of(["number", "int", [], 0], numbers=["float"])
-    yield "kinds of numbers", of(numbers=["bool"])
-    yield "table", of(["load", "float", [1], 0])
-    yield "indices", of(["load", "float", [1, 1], 0], tables=[["float32", 1]])
-    yield "index", of(["load", "float", [0], 0], tables=[["float32", 1]])
-    yield "dtype", of(tables=[["complex64", 1]])
-    yield "rank", of(tables=[["float32", 5]])
+    yield "scalar", of(["scalar", "int", [], 0])
+    yield "kind of a scalar", of(["scalar", "int", [], 0], scalars=["float"])
+    yield "kinds of scalars", of(scalars=["bool"])
+    yield "capture", of(["load", "float", [1], 0])
+    yield "indices", of(["load", "float", [1, 1], 0], captures=[["float32", 1]])
+    yield "index", of(["load", "float", [0], 0], captures=[["float32", 1]])
+    yield "dtype", of(captures=[["complex64", 1]])
+    yield "rank", of(captures=[["float32", 5]])
     yield "outputs", of(outputs=[2])
     yield "no output", of(outputs=[])
 
@@ -184,7 +187,7 @@ def test_another_process_runs_what_this_one_traced(tmp_path: Path) -> None:
     q, k, v = (torch.randn(2, 4, 12, 8) for _ in range(3))
     score_mod, mask_mod = MAKE.gated(), MASK_MODS["document"]
     how = custom.How(8**-0.5, None, None)
-    call = custom.custom_of(None, Call.of(score_mod, mask_mod, None), None)
+    call = custom.custom_of(None, BoundMods.of(score_mod, mask_mod, None), None)
     torch.save((q, k, v, *how, *call), tmp_path / "arguments.pt")
     paths = [str(tmp_path / name) for name in ("arguments.pt", "found.pt")]
     subprocess.run([sys.executable, "-c", PROGRAM, *paths], cwd=ROOT, check=True)

@@ -12,21 +12,21 @@ import torch
 
 from cute_flash import TraceError, UnsupportedError
 from cute_flash.score_mod import trace
-from cute_flash.score_mod.call import Call
+from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.graph import COLUMN, ROW, SCORE, B, Builder, H
-from cute_flash.score_mod.trace import bound
+from cute_flash.score_mod.trace import bind
 
 TABLE = torch.randn(4, 9)
 SIZE = 5
 
 
-def traced(function: Any, role: str = "score_mod") -> trace.Bound:
-    return bound(function, role)
+def traced(function: Any, role: str = "score_mod") -> trace.BoundMod:
+    return bind(function, role)
 
 
 def is_traced_anew(function: Any, role: str = "score_mod") -> bool:
     before = trace.num_traces
-    bound(function, role)
+    bind(function, role)
     return trace.num_traces > before
 
 
@@ -48,9 +48,9 @@ def test_text() -> None:
         return score - slopes[h] * torch.abs(q_idx - kv_idx)
 
     found = traced(alibi)
-    assert found.tables == (slopes,) and found.numbers == ()
+    assert found.captures == (slopes,) and found.scalars == ()
     assert str(found.graph).splitlines() == [
-        "table 0: float32[1]",
+        "capture 0: float32[1]",
         "%0 = input 'score' : float",
         "%1 = input 'h' : int",
         "%2 = load 0 %1 : float",
@@ -71,11 +71,11 @@ def test_numbers_and_tensors_are_arguments() -> None:
         return lambda score, b, h, q, kv: torch.where(q - kv < size, score * rate + table[h, kv], 0.0)
 
     first = traced(make(TABLE, 3, 0.5))
-    assert set(first.numbers) == {3, 0.5}
+    assert set(first.scalars) == {3, 0.5}
     other = torch.randn(8, 100)
     assert not is_traced_anew(make(other, 7, 0.25))
     again = traced(make(other, 7, 0.25))
-    assert again.graph is first.graph and again.tables == (other,) and set(again.numbers) == {7, 0.25}
+    assert again.graph is first.graph and again.captures == (other,) and set(again.scalars) == {7, 0.25}
     # Another type is another graph.
     assert is_traced_anew(make(other.half(), 7, 0.25))
     assert traced(make(other.half(), 7, 0.25)).graph != first.graph
@@ -86,9 +86,9 @@ def test_globals_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def mask(b, h, q, kv):
         return q - kv < SIZE
 
-    assert traced(mask, "mask_mod").numbers == (5,)
+    assert traced(mask, "mask_mod").scalars == (5,)
     monkeypatch.setitem(globals(), "SIZE", 6)
-    assert traced(mask, "mask_mod").numbers == (6,) and not is_traced_anew(mask, "mask_mod")
+    assert traced(mask, "mask_mod").scalars == (6,) and not is_traced_anew(mask, "mask_mod")
 
 
 def test_bools_and_none_are_compiled_in() -> None:
@@ -109,9 +109,9 @@ def test_a_number_that_python_must_know_is_compiled_in() -> None:
         return mod
 
     found = traced(make(2, 0.5))
-    assert found.numbers == () and len(found.graph.nodes) < len(traced(make(3, 0.5)).graph.nodes)
+    assert found.scalars == () and len(found.graph.nodes) < len(traced(make(3, 0.5)).graph.nodes)
     assert not is_traced_anew(make(3, 0.5)) and is_traced_anew(make(3, 0.25))
-    assert traced(lambda score, b, h, q, kv: score**SIZE).numbers == ()
+    assert traced(lambda score, b, h, q, kv: score**SIZE).scalars == ()
 
 
 def test_equal_functions_share_a_graph() -> None:
@@ -131,16 +131,16 @@ def test_defaults_keywords_partials_and_helpers() -> None:
         return helper(score * factor + extra)
 
     found = traced(functools.partial(mod, 0.5))
-    assert sorted(found.numbers) == [0.5, 1.0, 2.0, 3]
-    assert 0.75 in traced(functools.partial(mod, 0.75)).numbers
+    assert sorted(found.scalars) == [0.5, 1.0, 2.0, 3]
+    assert 0.75 in traced(functools.partial(mod, 0.75)).scalars
     assert not is_traced_anew(functools.partial(mod, 0.75))
 
 
 def test_one_code_with_other_captures() -> None:
     one = window(5)
-    assert traced(both(one, one), "mask_mod").numbers == (5, 5)
+    assert traced(both(one, one), "mask_mod").scalars == (5, 5)
     assert not is_traced_anew(both(window(6), window(7)), "mask_mod")
-    assert traced(both(window(6), window(7)), "mask_mod").numbers == (6, 7)
+    assert traced(both(window(6), window(7)), "mask_mod").scalars == (6, 7)
 
 
 class Learned(torch.nn.Module):
@@ -167,13 +167,13 @@ class Window:
 def test_objects_with_state() -> None:
     learned = Learned()
     found = traced(learned)
-    assert found.tables[0] is learned.table and found.numbers == (2.0,)
+    assert found.captures[0] is learned.table and found.scalars == (2.0,)
     learned.rate = 3.0
-    assert traced(learned).numbers == (3.0,) and traced(learned.forward).graph == found.graph
+    assert traced(learned).scalars == (3.0,) and traced(learned.forward).graph == found.graph
     assert not is_traced_anew(Learned())
     mask = Window(3, (torch.arange(9),))
     found = traced(mask, "mask_mod")
-    assert found.numbers == (3,) and found.tables[0] is mask.ids[0]
+    assert found.scalars == (3,) and found.captures[0] is mask.ids[0]
     assert not is_traced_anew(Window(4, (torch.arange(9),)), "mask_mod")
 
 
@@ -185,18 +185,18 @@ def test_a_function_that_calls_itself() -> None:
     assert [node.op for node in found.graph.nodes] == ["input", "mul", "mul", "mul"]
 
 
-def test_sizes_of_tables_are_arguments() -> None:
+def test_sizes_of_captured_tensors_are_arguments() -> None:
     def make(table: torch.Tensor) -> Any:
         return lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(0, table.shape[1] - 1)]
 
-    assert traced(make(TABLE)).numbers == (9,)
-    assert traced(make(torch.randn(4, 20))).numbers == (20,)
+    assert traced(make(TABLE)).scalars == (9,)
+    assert traced(make(torch.randn(4, 20))).scalars == (20,)
 
 
 def test_tensors_of_no_dimension_are_values() -> None:
     scale = torch.tensor(2.0)
     found = traced(lambda score, b, h, q, kv: score * scale + torch.tensor(0.5))
-    assert found.tables == (scale,) and found.graph.tables[0].rank == 0
+    assert found.captures == (scale,) and found.graph.captures[0].rank == 0
 
 
 # Refusals
@@ -239,20 +239,20 @@ def test_refusals_name_the_operation_and_the_line(function: Any, message: str) -
 
 def test_other_refusals() -> None:
     with pytest.raises(TraceError, match="mask_mod: it returns an int: a mask is of bools"):
-        bound(lambda b, h, q, kv: q, "mask_mod")
+        bind(lambda b, h, q, kv: q, "mask_mod")
     with pytest.raises(TraceError, match=r"score_mod is a int: give a function of \(score, b, h, q_idx, kv_"):
-        bound(3, "score_mod")  # type: ignore[arg-type]
+        bind(3, "score_mod")  # type: ignore[arg-type]
     huge = 1 << 40
     with pytest.raises(TraceError, match="a captured number is 1099511627776: kernels compute in 32 bits"):
-        bound(lambda b, h, q, kv: q < huge, "mask_mod")
+        bind(lambda b, h, q, kv: q < huge, "mask_mod")
     five = torch.zeros(1, 1, 1, 1, 1)
     with pytest.raises(TraceError, match="has 5 dimensions: at most 4"):
-        bound(lambda s, b, h, q, kv: s + five[0, 0, 0, 0, 0], "score_mod")
+        bind(lambda s, b, h, q, kv: s + five[0, 0, 0, 0, 0], "score_mod")
     with pytest.raises(TraceError, match="a captured tensor is complex64"):
         numbers = torch.zeros(3, dtype=torch.complex64)
-        bound(lambda s, b, h, q, kv: s + numbers[0], "score_mod")
+        bind(lambda s, b, h, q, kv: s + numbers[0], "score_mod")
     with pytest.raises(ValueError, match="score_mod_bwd without score_mod"):
-        Call.of(None, None, lambda *x: x[0])
+        BoundMods.of(None, None, lambda *x: x[0])
 
 
 # Graphs
@@ -278,12 +278,12 @@ def test_builder_folds() -> None:
 
 def test_call() -> None:
     table = torch.rand(4)
-    call = Call.of(
+    call = BoundMods.of(
         lambda s, b, h, q, kv: s * 0.5 + table[h] * SIZE,
         window(3),
         lambda grad, s, b, h, q, kv: grad * 0.5,
     )
-    parts = call.graphs.parts(call.tables, call.numbers)
+    parts = call.graphs.split(call.captures, call.scalars)
     assert parts.score == ((table,), (5,)) and parts.mask == ((), (3,)) and parts.bwd == ((), ())
 
 
@@ -300,6 +300,6 @@ def test_a_known_function_is_cheap() -> None:
         mod = make(TABLE, 3)
         start = time.perf_counter()
         for _ in range(50):
-            bound(mod, "score_mod")
+            bind(mod, "score_mod")
         best = min(best, (time.perf_counter() - start) / 50)
     assert best < 40e-6  # 10 us on a quiet machine

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMap, UnsupportedError, api, masks
+from cute_flash import BlockMask, UnsupportedError, api, masks
 from cute_flash.reference import tiled as reference
 from cute_flash.spec.band import Band
 from tests import cases, mod_cases
@@ -64,7 +64,7 @@ def test_a_map_changes_nothing(head_dim: int) -> None:
     for causal in (False, True):
         expected, expected_lse = cute_flash.attn(q, k, v, mask_mod=mask, causal=causal, return_lse=True)
         for tile, knows in (((128, 128), causal), ((128, 128), False), ((256, 384), causal)):
-            block_map = BlockMap.of(mask, shape, tile=tile, causal=knows, device="cuda")
+            block_map = BlockMask.of(mask, shape, tile=tile, causal=knows, device="cuda")
             out, lse = cute_flash.attn(
                 q, k, v, mask_mod=mask, causal=causal, block_map=block_map, return_lse=True
             )
@@ -79,7 +79,7 @@ def test_a_map_of_ones_own() -> None:
     case = Case(Kind(128), Sizes(1, 2, 2, 300, 400), seed=1)
     q, k, v = case.inputs()
     status = torch.tensor([[0, 2, 1, 0], [0, 0, 0, 0], [1, 0, 2, 1]], dtype=torch.uint8, device="cuda")
-    block_map = BlockMap.of_status(status[None, None], 128, 128, 300, 400)
+    block_map = BlockMask.of_status(status[None, None], 128, 128, 300, 400)
     out, lse = cute_flash.attn(q, k, v, block_map=block_map, return_lse=True)
     i, j = (torch.arange(n, device="cuda") // 128 for n in (300, 400))
     seen = status[i][:, j] > 0
@@ -91,7 +91,7 @@ def test_a_map_of_ones_own() -> None:
     torch.testing.assert_close(out[:, :, rows].double().cpu(), expected[:, :, rows], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse[:, :, rows].double().cpu(), expected_lse[:, :, rows], rtol=1e-5, atol=5e-5)
     with pytest.raises(UnsupportedError, match="block_map of blocks of 16 x 16"):
-        cute_flash.attn(q, k, v, block_map=BlockMap.of(None, (1, 2, 300, 400), tile=(16, 16), device="cuda"))
+        cute_flash.attn(q, k, v, block_map=BlockMask.of(None, (1, 2, 300, 400), tile=(16, 16), device="cuda"))
 
 
 def test_numbers_and_tables_compile_nothing() -> None:
@@ -170,7 +170,7 @@ def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
             q, k, v = (x.to(device).requires_grad_() for x in inputs)
             given: dict[str, Any] = {"mask_mod": mask}
             if has_map:
-                given["block_map"] = BlockMap.of(mask, (2, 4, 300, 300), device=device)
+                given["block_map"] = BlockMask.of(mask, (2, 4, 300, 300), device=device)
             out = cute_flash.attn(q, k, v, dropout=0.3, **given)
             dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
             found.append([out, *torch.autograd.grad(out, (q, k, v), dout)])

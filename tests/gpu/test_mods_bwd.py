@@ -85,7 +85,7 @@ def test_captured_training_step(family):
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
     table = torch.randn(4, 64, device="cuda", requires_grad=True)
     mask = cute_flash.masks.causal()
-    block_map = cute_flash.BlockMap.of(mask, (2, 4, 300, 300), device="cuda")
+    block_map = cute_flash.BlockMask.of(mask, (2, 4, 300, 300), device="cuda")
 
     def score_mod(score, b, h, q, kv):
         return score + table[h, (q - kv).abs()]

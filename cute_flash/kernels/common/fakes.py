@@ -1,8 +1,8 @@
 """Fake arguments, of which a kernel is compiled: one for each operand of its row in `planning.registry`.
 
 Sizes and strides are dynamic but for the head dims. An operand that a kernel's `Static` does not ask for is
-None. In varlen batches rows are (T, H, D) in the place of (B, H, S, D), and statistics (H, T); workspace keeps
-a batch of 1.
+None. In a varlen batch rows are (T, H, D) instead of (B, H, S, D), and statistics (H, T); the batch of the
+workspace is 1.
 """
 
 from __future__ import annotations
@@ -132,40 +132,40 @@ class Fakes:
 
     def bias(self, operand: Operand) -> cute.Tensor:
         mods = self.static.mods
-        dtype, step = CUTE_DTYPES[mods.bias], 8 if mods.is_aligned else 2 if mods.reads_pairs else 1
+        dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1
         strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
-        last = 1 if mods.reads_pairs else cute.sym_int64()
+        last = 1 if mods.bias_paired_loads else cute.sym_int64()
         shape, align = self.shape(operand.dims), step * dtype.width // 8
         return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=align)
 
     def dbias(self, operand: Operand) -> cute.Tensor | None:
         """None if the bias needs no gradient."""
-        name = self.static.mods.dbias
+        name = self.static.mods.dbias_dtype
         return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
 
     def captures(self, operand: Operand) -> list[cute.Tensor] | None:
         """Tensors that user mods captured, those of one graph after the other; None without any."""
-        tables = [table for graph in self.graphs() for table in graph.tables]
+        tables = [table for graph in self.graphs() for table in graph.captures]
         return [_capture(table) for table in tables] or None
 
     def scalars(self, operand: Operand) -> list | None:
-        kinds = [kind for graph in self.graphs() for kind in graph.numbers]
+        kinds = [kind for graph in self.graphs() for kind in graph.scalars]
         return [Float32(1.0) if kind == "float" else Int32(1) for kind in kinds] or None
 
     def dcaptures(self, operand: Operand) -> list[cute.Tensor] | None:
         """fp32 sums, of the captured tensors of score_mod that need a gradient."""
         mods = self.static.mods
-        ranks = [max(1, mods.graphs.score.tables[i].rank) for i in mods.wanted]
+        ranks = [max(1, mods.graphs.score.captures[i].rank) for i in mods.captures_needing_grad]
         shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """Of full blocks and then of partial ones: how many (B, H, blocks), and which (B, H, blocks, others)."""
+        """Number (B, H, blocks) and indices (B, H, blocks, others) of full blocks, then of partial ones."""
         heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
         return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """How many blocks of queries a tile of keys visits (B, Hkv, tiles), and which (B, Hkv, tiles, entries)."""
+        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile."""
         heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
         return [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
 
@@ -190,4 +190,3 @@ def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
 def _capture(table: Any) -> cute.Tensor:
     dtype, rank = CUTE_DTYPES[table.dtype], max(1, table.rank)
     return _strided(dtype, tuple(cute.sym_int() for _ in range(rank)))
-

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_flash.device.bias_bwd import BiasTerms
-from cute_flash.device.block_list import BlockLists
+from cute_flash.device.block_iterator import BlockIndices
 from cute_flash.device.entry_list import EntryLists
 from cute_flash.device.mods_bwd import Code, WrittenTerms
 from cute_flash.device.philox import Dropout
@@ -15,7 +15,7 @@ from cute_flash.device.score import Score
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.written import Written, WrittenOfHead
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static
 
@@ -32,7 +32,7 @@ class ScoreParams:
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
     mods: Written | None = None
-    block_indices: BlockLists | None = None  # of a block mask
+    block_indices: BlockIndices | None = None  # of a block mask
 
     @staticmethod
     def of(
@@ -67,7 +67,7 @@ class ScoreParams:
             dropout_scale=dropout_scale,
             max_logit=max_logit,
             mods=mods,
-            block_indices=None if block_indices is None else BlockLists(*block_indices),
+            block_indices=None if block_indices is None else BlockIndices(*block_indices),
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
@@ -103,7 +103,7 @@ class HeadScoreParams:
 
 def bwd_score_params(
     static: Static,
-    tile: BwdTile | BwdTileSm90,
+    tile: BwdTileSm80 | BwdTileSm90,
     heads: Int32,
     scale: Float32,
     *,
@@ -126,16 +126,16 @@ def bwd_score_params(
     written = None
     if static.has_mods:
         mods = static.mods
-        parts = mods.graphs.parts(*(() if x is None else tuple(x) for x in (captures, scalars)))
+        parts = mods.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
         written = WrittenTerms(
-            Code.of(mods.graphs, mods.wanted),
+            Code.of(mods.graphs, mods.captures_needing_grad),
             scale,
             softcap,
             *(_or_none(part) for part in (parts.score, parts.mask, parts.gradient)),
-            None if bias is None else BiasTerms(bias, dbias, mods.bias_bits, mods.adds_bias),
+            None if bias is None else BiasTerms(bias, dbias, mods.bias_varies, mods.dbias_accumulates),
             None if dcaptures is None else tuple(dcaptures),
             None if block_indices is None else EntryLists(*block_indices),
-            tile.fetches_bias_early(mods.gradient_inner),
+            tile.prefetches_bias(mods.bwd_ops_per_score),
         )
     return Terms(
         score=Score.of(scale, softcap, gives_tangent=True),

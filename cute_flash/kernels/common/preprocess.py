@@ -11,7 +11,7 @@ from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
 from cute_flash.planning.tiles import AnyBwdTile
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.problem import Static
 
@@ -42,7 +42,7 @@ class BwdPreprocess:
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
         # Where the main kernel may be launched before this one ends, and waits for its end by itself.
-        self.is_followed_early = not isinstance(tile, BwdTile)
+        self.is_followed_early = not isinstance(tile, BwdTileSm80)
         vectors = -(-static.width_v // VECTOR)
         # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
         self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
@@ -83,9 +83,7 @@ class BwdPreprocess:
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
-        self.kernel(params).launch(
-            grid=(num_blocks, heads, batch), block=(THREADS, 1, 1), stream=stream
-        )
+        self.kernel(params).launch(grid=(num_blocks, heads, batch), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, p: Params):

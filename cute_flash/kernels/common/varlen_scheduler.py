@@ -15,18 +15,19 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band, minimum
 from cute_flash.planning.varlen import (
     ASCENDING,
-    NUM_LENGTH_CLASSES,
     BY_LENGTH,
+    NUM_LENGTH_CLASSES,
     TILE_LIST_HEADER,
     TILE_LIST_WIDTH,
-    length_class,
     descends_by_length,
+    length_class,
     longest_tile,
     num_blocks,
 )
-from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Static
 
 THREADS = NUM_LENGTH_CLASSES
@@ -158,7 +159,7 @@ class Tiles:
             tiles, longest = self.size(run)
             tiles = tiles if first + lane < self.num_runs else 0
             if tiles == 1:
-                place = _claim(classes, length_class(longest), Int32(1))
+                place = _claim(classes, length_class(longest, minimum), Int32(1))
                 if cutlass.const_expr(writes):
                     self.write((Int32(0), *run), place)
             mine = (*run, tiles, longest)
@@ -168,9 +169,7 @@ class Tiles:
                     self.visit_run(classes, lane, tuple(numbers), (num, most), writes)
 
     @cute.jit
-    def visit_run(
-        self, classes: cute.Tensor, lane: Int32, run: tuple, size: tuple, writes: cutlass.Constexpr
-    ):
+    def visit_run(self, classes: cute.Tensor, lane: Int32, run: tuple, size: tuple, writes: cutlass.Constexpr):
         """The tiles of a run, by a warp. Those that lie side by side claim their places together."""
         num, longest = size
         sizes = (*self.lengths(run), self.tile_rows, self.tile_columns)
@@ -183,11 +182,11 @@ class Tiles:
             together = cute.arch.vote_ballot_sync(i < num and not is_apart)
             place = Int32(0)
             if lane == 0:
-                place = _claim(classes, length_class(longest), cute.arch.popc(together))
+                place = _claim(classes, length_class(longest, minimum), cute.arch.popc(together))
             before = cute.arch.popc(together & ((Int32(1) << lane) - 1))
             place = cute.arch.shuffle_sync(place, 0) + before
             if is_apart:
-                place = _claim(classes, length_class(own), Int32(1))
+                place = _claim(classes, length_class(own, minimum), Int32(1))
             if cutlass.const_expr(writes):
                 if i < num:
                     self.write((block, *run), place)

@@ -12,7 +12,7 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 
 | warps      | part of each product                                                              |
 |------------|-----------------------------------------------------------------------------------|
-| all, alike | a grid of warps over its tile, see `BwdTile`; all along the keys: P^T and dS^T of |
+| all, alike | a grid of warps over its tile, see `BwdTileSm80`; all along the keys: P^T and dS^T of |
 |            | a warp are operands of its dV and dK where they are, in registers                 |
 
 | shared memory | elements                 | life                                             |
@@ -29,6 +29,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_flash.device.band import Band
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.entry_list import Entry
 from cute_flash.device.epilogue import Epilogue
@@ -46,22 +47,22 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm80.bwd_storage import Main, Params, Shared
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import FAR, Band, BlockRange
+from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
 
 FLOATS = 4  # in 16 bytes
 
 
-def dq_grid(tile: BwdTile, dtype) -> WarpGrid:
+def dq_grid(tile: BwdTileSm80, dtype) -> WarpGrid:
     """The one whose accumulators are the order of dQ in global memory."""
     return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
 
 class BwdSm80:
-    def __init__(self, static: Static, tile: BwdTile):
+    def __init__(self, static: Static, tile: BwdTileSm80):
         self.static, self.tile, self.dtype = static, tile, CUTE_DTYPES[static.dtype]
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
         self.is_written, self.is_listed = static.has_mods, static.block_sparse
@@ -125,7 +126,7 @@ class BwdSm80:
             q, k, v, dout_cast, dk, dv = (unpacked(x) for x in (q, k, v, dout_cast, dk, dv))
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         order, work = None, None
         if cutlass.const_expr(static.varlen):
@@ -321,9 +322,7 @@ class BwdSm80:
         return left & 1 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def one_block(
-        self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple, is_partial=None
-    ):
+    def one_block(self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple, is_partial=None):
         """`is_partial`: of a block map's blocks, whether mask_mod decides in this one."""
         m_block, head, _batch = where
         tile, stage = self.tile, self.stage_of(left)
@@ -355,12 +354,10 @@ class BwdSm80:
                 scores.pack_weights(acc_S, rP)
         else:
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                S_mn[r, None].store(
-                    cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
-                )
+                S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True))
             rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
-        if cutlass.const_expr(tile.keeps_p):
+        if cutlass.const_expr(tile.p_in_registers):
             self.gemm(p.mma_kv, main.acc_dV, as_operand_a(rP), main.do_t, stage)
         else:
             main.p_landing.store(rP)
@@ -382,7 +379,7 @@ class BwdSm80:
             sums.end()
 
         # dK += dS^T Q
-        if cutlass.const_expr(tile.keeps_p):
+        if cutlass.const_expr(tile.p_in_registers):
             self.gemm(p.mma_kv, main.acc_dK, as_operand_a(rdS), main.q_t, stage)
             cute.arch.sync_threads()
         else:
@@ -390,7 +387,7 @@ class BwdSm80:
             self.gemm(p.mma_kv, main.acc_dV, main.p, main.do_t, stage)
             self.gemm(p.mma_kv, main.acc_dK, main.ds, main.q_t, stage)
         if cutlass.const_expr(tile.stages == 1):
-            if cutlass.const_expr(not tile.keeps_p):
+            if cutlass.const_expr(not tile.p_in_registers):
                 # Every warp is done with Q and dO.
                 cute.arch.sync_threads()
             self.load_following(p, main, following, left)
@@ -472,9 +469,7 @@ class BwdSm80:
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
-    def gemm(
-        self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage, steps=None
-    ):
+    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage, steps=None):
         """acc += A B, with A in registers or, like B, in shared memory; of what is staged only B changes.
         `steps`: a range of k-steps, where not all.
 

@@ -7,15 +7,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band
 from cute_flash.device.ldmatrix import Landing, Operand
 from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.score_bwd import Terms
 from cute_flash.device.sequence import Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import Band
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Shared:
     sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
 
     @staticmethod
-    def allocate(tile: BwdTile, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "Shared":
+    def allocate(tile: BwdTileSm80, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "Shared":
         smem = SmemAllocator()
         allocate = partial(allocate_stages, smem, dtype)
         return Shared(
             allocate(k, 2),
             allocate(q, 2 * tile.stages),
-            allocate(s, 1 if tile.keeps_p else 2),
+            allocate(s, 1 if tile.p_in_registers else 2),
             smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
         )
 

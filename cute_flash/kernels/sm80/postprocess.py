@@ -14,7 +14,7 @@ from cute_flash.device.sequence import Sequence, read_item, unpacked
 from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm80.bwd import dq_grid
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
@@ -33,7 +33,7 @@ class Params:
 class BwdPostprocessSm80:
     """dQ = scale times the fp32 sums, from the order of the accumulators to rows in the inputs' type."""
 
-    def __init__(self, static: Static, tile: BwdTile):
+    def __init__(self, static: Static, tile: BwdTileSm80):
         self.static, self.dtype = static, CUTE_DTYPES[static.dtype]
         self.tile_m, self.tile_d = tile.tile_m, tile.head_dim
         self.num_threads, self.grid = tile.num_threads, dq_grid(tile, self.dtype)
@@ -65,9 +65,7 @@ class BwdPostprocessSm80:
             copy_out=copy_out,
             mItems=q_tile_list,
         )
-        self.kernel(params).launch(
-            grid=(num_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
-        )
+        self.kernel(params).launch(grid=(num_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, p: Params):

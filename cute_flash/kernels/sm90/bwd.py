@@ -34,6 +34,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.entry_list import Entry
@@ -49,12 +50,11 @@ from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.spec.band import Band
 from cute_flash.spec.features import MODS
 from cute_flash.spec.problem import Static
 
@@ -154,7 +154,7 @@ class BwdSm90:
             tma = RaggedTiles
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # The longest tiles first; with a semaphore the last ones, as the tile that is waited for must have begun.
+        # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         left = window_left if static.has_left else None
         right = window_right if static.has_right else None
@@ -340,7 +340,7 @@ class BwdSm90:
             self.start_dv_dk(p, main, operands, fill - 1)
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, main, fill - 2)
-        if cutlass.const_expr(self.has_score and self.tile.early_draws):
+        if cutlass.const_expr(self.has_score and self.tile.early_dropout):
             # Beside products, and before S and dP take registers.
             m_block, head = self.block_and_head(p, tile, place)
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
@@ -369,7 +369,7 @@ class BwdSm90:
         if cutlass.const_expr(blocks_before > 1):
             self.tell_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(self.has_score and not self.tile.early_draws):
+        if cutlass.const_expr(self.has_score and not self.tile.early_dropout):
             m_block, head = self.block_and_head(p, tile, place)
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
             if cutlass.const_expr(self.is_written):
@@ -437,7 +437,7 @@ class BwdSm90:
     @cute.jit
     def following(self, p: Params, main: Main, tile: Tile, place: tuple):
         """Where the next block is on the way through those of a head, and, where it matters, its head."""
-        is_last = place[0] + 1 == tile.walk.num
+        is_last = place[0] + 1 == tile.block_iter.num
         i = cutlass.select_(is_last, Int32(0), place[0] + 1)
         found = (i,)
         if cutlass.const_expr(self.has_score):
@@ -516,9 +516,7 @@ class BwdSm90:
             mask.hide_tail(as_mn(acc_S))
 
     @cute.jit
-    def hide(
-        self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple
-    ):
+    def hide(self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple):
         """What the band, the ends and mask_mod hide."""
         m_block, _head = self.block_and_head(p, tile, place)
         blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
@@ -574,8 +572,5 @@ class BwdSm90:
         gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
-        packed = cute.make_tensor(
-            cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
-        )
+        packed = cute.make_tensor(cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8)))
         store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
-

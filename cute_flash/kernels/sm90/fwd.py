@@ -35,7 +35,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.block_iterator import OutwardBlockIterator
 from cute_flash.device.copies import row_tile
 from cute_flash.device.drawn import Drawn, NotDrawn
 from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rounded
@@ -48,14 +50,13 @@ from cute_flash.device.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
-from cute_flash.kernels.common.params import ScoreParams
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.kernels.sm90.fwd_scores import Main, Tile
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
-from cute_flash.spec.band import Band, OutwardWalk
 from cute_flash.spec.problem import Static
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
@@ -182,7 +183,7 @@ class FwdSm90:
                 if warp_index == LOAD_BIAS_WARP:
                     producer.load_bias(p, shared)
         else:
-            if cutlass.const_expr(self.tile.draws):
+            if cutlass.const_expr(self.tile.dropout_producer):
                 if warp_index >= 4 * (1 + self.tile.num_warpgroups):
                     producer.produce_dropout(p, shared, warp_index % 4, thread % 32)
                 else:
@@ -212,7 +213,7 @@ class FwdSm90:
             # With one stage the next Q comes only after this output has left.
             if cutlass.const_expr(self.tile.q_stages == 1):
                 self.last_block(p, main, tile)
-            fill += tile.walk.num
+            fill += tile.block_iter.num
             count += 1
             shared.q.wait_full(count)
             m_block = shared.m_block(count)
@@ -234,8 +235,8 @@ class FwdSm90:
         head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
         lengths = p.positions_of(span), span.k_len
         mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.pack_gqa)
-        walk = p.walk(m_block, head, span, main.shared.counts(count))
-        return Tile(count, fill, head, span, mask, walk, p.score_params.of_head(head, span.batch))
+        block_iter = p.block_iterator(m_block, head, span, main.shared.counts(count))
+        return Tile(count, fill, head, span, mask, block_iter, p.score_params.of_head(head, span.batch))
 
     def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
         """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
@@ -266,7 +267,7 @@ class FwdSm90:
             softmax,
             cute.make_fragment_like(softmax.row_max),
             cute.make_fragment_like(softmax.row_max),
-            Turns(FIRST_TURN, tile.num_warpgroups if tile.takes_turns else 1, warpgroup_index),
+            Turns(FIRST_TURN, tile.num_warpgroups if tile.ping_pong else 1, warpgroup_index),
             p.mma_qk.get_slice(thread).partition_C(coords),
             cute.make_rmem_tensor(1, Float32) if wants_largest else None,
         )
@@ -278,14 +279,14 @@ class FwdSm90:
     def first_block(self, main: Main, tile: Tile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
         main.shared.k.wait_full(tile.fill)
-        first = main.shared.first_block(tile.walk, tile.fill)
+        first = main.shared.first_block(tile.block_iter, tile.fill)
         bias = scores.load_bias(main, tile, tile.fill, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
         main.turns.pass_on()
         warpgroup.wait_group(0)
         main.shared.k.release(tile.fill)
-        if tile.walk.num == 1:
+        if tile.block_iter.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S, (first, bias))
         self.first_round(main, tile, acc_S)
@@ -296,7 +297,7 @@ class FwdSm90:
         softmax, (first, bias) = main.softmax, at
         looks_near = not (self.static.has_mods or self.static.batch_invariant)
         scores.transform(tile, acc_S, first * self.tile.tile_n, bias, looks_near)
-        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.walk.begins_cut())
+        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.block_iter.starts_masked())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
@@ -316,36 +317,36 @@ class FwdSm90:
         self.drawn(main).apply(packed, steps, main.warpgroup, main.thread, fill)
 
     def drawn(self, main: Main) -> Drawn | NotDrawn:
-        return main.shared.drawn if self.tile.draws else NotDrawn()
+        return main.shared.drawn if self.tile.dropout_producer else NotDrawn()
 
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
         """Blocks from the second: cut, whole, cut."""
-        walk, static = tile.walk, self.static
+        block_iter, static = tile.block_iter, self.static
         # Where every maximum is asked for, sums say nothing more.
         may_check = self.shapes.may_check_sums
-        checks_sums = self.tile.checks_sums and may_check
+        speculative_max = self.tile.speculative_max and may_check
         # A cap has two ways, of which one copy is enough.
         is_capped = self.shapes.has_softcap and static.is_bounded
-        if cutlass.const_expr((self.shapes.has_alibi and isinstance(walk, OutwardWalk)) or is_capped):
-            for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
-                self.one_block(main, tile, fill, MAYBE, checks_sums)
+        if cutlass.const_expr((self.shapes.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
+            for fill in cutlass.range(tile.fill + 1, tile.fill + block_iter.num, unroll=1):
+                self.one_block(main, tile, fill, MAYBE, speculative_max)
         else:
-            whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
-            whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
+            full_begin = tile.fill + cutlass.max(block_iter.full_begin, 1)
+            full_end = tile.fill + cutlass.max(block_iter.full_end, 1)
             begins_cut, ends_cut = self.shapes.cut_loops
             if cutlass.const_expr(begins_cut):
-                for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
+                for fill in cutlass.range(tile.fill + 1, full_begin, unroll=1):
                     self.one_block(main, tile, fill, True, False)
-            for fill in cutlass.range(whole_begin, whole_end, unroll=1):
-                self.one_block(main, tile, fill, False, checks_sums)
+            for fill in cutlass.range(full_begin, full_end, unroll=1):
+                self.one_block(main, tile, fill, False, speculative_max)
             if cutlass.const_expr(ends_cut):
-                for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
-                    self.one_block(main, tile, fill, True, self.tile.checks_cut_sums and may_check)
+                for fill in cutlass.range(full_end, tile.fill + block_iter.num, unroll=1):
+                    self.one_block(main, tile, fill, True, self.tile.speculative_max_masked and may_check)
 
     @cute.jit
     def one_block(
-        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, checks_sums: cutlass.Constexpr
+        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, speculative_max: cutlass.Constexpr
     ):
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
@@ -353,7 +354,7 @@ class FwdSm90:
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         if cutlass.const_expr(tile.of_head.mods is not None):
-            n_block = shared.block(tile.walk, fill, i)
+            n_block = shared.block(tile.block_iter, fill, i)
             bias = scores.load_bias(main, tile, fill, n_block * self.tile.tile_n, masked is False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, fill)
@@ -361,22 +362,22 @@ class FwdSm90:
         self.start_pv(main, fill - 1)
         main.turns.pass_on()
         if cutlass.const_expr(n_block is None):
-            n_block = tile.walk.block(i)
+            n_block = tile.block_iter.block(i)
         warpgroup.wait_group(1)
         shared.k.release(fill)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
-        how = checks_sums, masked
+        how = speculative_max, masked
         formula = scores.transform_from(self.shapes, softmax, tile, acc_S, (column, bias), how)
         is_relative = reference is not None and formula is None
         # A user's formula hides as well.
         if cutlass.const_expr(formula is None or tile.of_head.mods is None):
-            scores.hide(tile, acc_S, n_block, column, tile.walk.is_cut(i) if masked == MAYBE else masked)
+            scores.hide(tile, acc_S, n_block, column, tile.block_iter.is_masked(i) if masked == MAYBE else masked)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
-        if cutlass.const_expr(not checks_sums):
+        if cutlass.const_expr(not speculative_max):
             grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i), reference)
             if grew:
                 softmax.raise_max(block_max)
@@ -387,7 +388,7 @@ class FwdSm90:
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
         early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
         # A row may have seen no score but -inf yet; where sums are checked, that shows there.
-        maybe_empty = not checks_sums
+        maybe_empty = not speculative_max
         scores.exponentiate(softmax, views, early, formula, (maybe_empty, is_relative))
         self.look_ahead(main, tile, fill + 1, block_sum)
         self.drawn(main).wait(main.warpgroup, fill)
@@ -397,7 +398,7 @@ class FwdSm90:
         scores.exponentiate(softmax, views, late, formula, (maybe_empty, is_relative))
         self.round(main, acc_P, late, fill)
 
-        if cutlass.const_expr(checks_sums):
+        if cutlass.const_expr(speculative_max):
             # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
             if softmax.is_suspicious(block_sum, is_relative):
                 scores.block_max(softmax, acc_S, block_max, formula, reference)
@@ -431,17 +432,17 @@ class FwdSm90:
         constant to compare, ptxas would know that.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -main.softmax.scale_log2):
-            if following < tile.fill + tile.walk.num:
+            if following < tile.fill + tile.block_iter.num:
                 main.shared.k.wait_full(following)
         if cutlass.const_expr(self.tile.q_stages == 1):
-            if following == tile.fill + tile.walk.num:
+            if following == tile.fill + tile.block_iter.num:
                 self.release_q(main, tile)
 
     @cute.jit
     def last_block(self, p: Params, main: Main, tile: Tile):
         """O += P V of the last block; the output."""
         if tile.has_blocks():
-            last = tile.fill + tile.walk.num - 1
+            last = tile.fill + tile.block_iter.num - 1
             main.shared.v.wait_full(last)
             self.start_pv(main, last)
             warpgroup.wait_group(0)
@@ -459,9 +460,9 @@ class FwdSm90:
     def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
-        last = tile.fill + tile.walk.num - 1
+        last = tile.fill + tile.block_iter.num - 1
         shared.k.wait_full(following.fill)
-        first = shared.first_block(following.walk, following.fill)
+        first = shared.first_block(following.block_iter, following.fill)
         bias = scores.load_bias(main, following, following.fill, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from tests.cases import CAUSAL, FULL, Case, assert_is_attention, make_inputs
 
@@ -53,12 +53,12 @@ def test_traffic_without_a_mask(dtype: torch.dtype, element: int, statistic: int
 
     _, _, q_outer = reference.tiled_q_outer(q, k, v, FULL, None, Br, Bc)
     assert q_outer.read_bytes == batch * heads * (sq + Tr * 2 * sk) * d * element
-    assert q_outer.written_bytes == batch * heads * sq * (d * element + statistic)
+    assert q_outer.write_bytes == batch * heads * sq * (d * element + statistic)
 
     _, _, kv_outer = reference.tiled_kv_outer(q, k, v, FULL, None, Br, Bc)
     q_and_o, m_and_l = 2 * d * element, 2 * statistic
     assert kv_outer.read_bytes == batch * heads * (2 * sk * d * element + Tc * sq * (q_and_o + m_and_l))
-    assert kv_outer.written_bytes == batch * heads * Tc * sq * (d * element + m_and_l)
+    assert kv_outer.write_bytes == batch * heads * Tc * sq * (d * element + m_and_l)
 
     for traffic in (q_outer, kv_outer):
         assert traffic.blocks_visited == batch * heads * Tr * Tc
@@ -73,11 +73,11 @@ def test_traffic_of_a_causal_mask(tiled) -> None:  # type: ignore[no-untyped-def
     assert (traffic.blocks_visited, traffic.blocks_masked) == (4 + 3 + 2 + 1, 4)
     tile = 16 * 8 * 4
     if tiled is reference.tiled_q_outer:
-        assert (traffic.read_bytes, traffic.written_bytes) == (4 * tile + 10 * 2 * tile, 4 * (tile + 16 * 4))
+        assert (traffic.read_bytes, traffic.write_bytes) == (4 * tile + 10 * 2 * tile, 4 * (tile + 16 * 4))
     else:
         statistics = 2 * 16 * 4
         assert traffic.read_bytes == 4 * 2 * tile + 10 * (2 * tile + statistics)
-        assert traffic.written_bytes == 10 * (tile + statistics)
+        assert traffic.write_bytes == 10 * (tile + statistics)
 
 
 def test_tile_without_keys_reads_nothing() -> None:
@@ -85,7 +85,7 @@ def test_tile_without_keys_reads_nothing() -> None:
     _, _, traffic = reference.tiled_q_outer(q, k, v, CAUSAL, None, 8, 8)
     # Only the last of the four tiles sees a key, and it alone reads Q, K and V.
     assert (traffic.read_bytes, traffic.blocks_visited) == (3 * 8 * 8 * 4, 1)
-    assert traffic.written_bytes == 32 * (8 * 4 + 4)
+    assert traffic.write_bytes == 32 * (8 * 4 + 4)
 
 
 def test_block_without_rows_is_not_read() -> None:

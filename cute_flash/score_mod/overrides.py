@@ -1,4 +1,4 @@
-"""What operators, torch's functions and the methods of tensors mean for values without a number."""
+"""Operators, torch functions and tensor methods on proxies: each records its operations in the graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.score_mod.graph import Builder
-from cute_flash.score_mod.value import METHODS, TORCH, Value, node_of, op, refuse
+from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, node_of, op, trace_error
 
 KINDS = {
     torch.bool: "bool",
@@ -20,28 +20,28 @@ KINDS = {
 }
 
 
-def inputs(builder: Builder, names: Sequence[str]) -> list[Value]:
-    """What a user's function is called with."""
-    return [Value(builder, builder.input(name)) for name in names]
+def inputs(builder: Builder, names: Sequence[str]) -> list[ScalarProxy]:
+    """The arguments that a mod is called with."""
+    return [ScalarProxy(builder, builder.input(name)) for name in names]
 
 
-def _cast(x: Any, kind: str) -> Value:
+def _cast(x: Any, kind: str) -> ScalarProxy:
     builder = x._builder
-    return Value(builder, builder.cast(x._node, kind))
+    return ScalarProxy(builder, builder.cast(x._node, kind))
 
 
-def _to(x: Value, *args: Any, **kwargs: Any) -> Value:
+def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
     found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    found += [one.dtype for one in args if isinstance(one, (Value, Tensor))]
+    found += [one.dtype for one in args if isinstance(one, (ScalarProxy, Tensor))]
     if not found:
         return x
     if found[0] not in KINDS:
-        raise refuse(f"a cast to {found[0]}: values are bool, int32 or float32")
+        raise trace_error(f"a cast to {found[0]}: values are bool, int32 or float32")
     return _cast(x, KINDS[found[0]])
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    # The bound first: where they are equal, the gradient is the value's.
+    # The bound is the first operand: if both are equal, the gradient goes to the second.
     x = x if min is None else op("max", min, x)
     return x if max is None else op("min", max, x)
 
@@ -50,24 +50,25 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return op("where", condition, a, b)
 
 
-def _pow(a: Any, b: Any) -> Value:
-    if isinstance(b, Value) and not isinstance(a, (int, float)):
-        b = b._needed("an exponent")
+def _pow(a: Any, b: Any) -> ScalarProxy:
+    if isinstance(b, ScalarProxy) and not isinstance(a, (int, float)):
+        b = b._python_value("an exponent")
     if isinstance(b, (int, float)):
         if b == 0.5 or b == -0.5:
             return op("sqrt" if b > 0 else "rsqrt", a)
         if b == int(b) and abs(b) <= 16:
             return _power(a, int(b))
     if isinstance(a, (int, float)) and a > 0:
-        exponent = b if a == 2 else op("mul", b, op("log2", Value(b._builder, b._builder.constant(float(a)))))
+        base = ScalarProxy(b._builder, b._builder.constant(float(a)))
+        exponent = b if a == 2 else op("mul", b, op("log2", base))
         return op("exp2", exponent)
-    raise refuse("** with this exponent: whole numbers up to 16 and 0.5 are there; else use exp2 and log2")
+    raise trace_error("** with this exponent: use an integer up to 16, 0.5, or exp2 and log2")
 
 
-def _power(a: Value, n: int) -> Value:
+def _power(a: ScalarProxy, n: int) -> ScalarProxy:
     if n == 0:
-        return Value(a._builder, a._builder.cast(a._builder.constant(1), a._kind))
-    found: Value | None = None
+        return ScalarProxy(a._builder, a._builder.cast(a._builder.constant(1), a._kind))
+    found: ScalarProxy | None = None
     square, left = a, abs(n)
     while left:
         if left & 1:
@@ -77,30 +78,33 @@ def _power(a: Value, n: int) -> Value:
     return found if n > 0 else op("div", 1.0, found)
 
 
-def _add(a: Any, b: Any, *, alpha: Any = 1) -> Value:
+def _add(a: Any, b: Any, *, alpha: Any = 1) -> ScalarProxy:
     return op("add", a, b if alpha == 1 else op("mul", b, alpha))
 
 
-def _sub(a: Any, b: Any, *, alpha: Any = 1) -> Value:
+def _sub(a: Any, b: Any, *, alpha: Any = 1) -> ScalarProxy:
     return op("sub", a, b if alpha == 1 else op("mul", b, alpha))
 
 
-def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
+def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
     if rounding_mode == "trunc":
-        raise refuse("div with rounding_mode='trunc': use 'floor'")
+        raise trace_error("div with rounding_mode='trunc': use 'floor'")
     return op("floordiv" if rounding_mode else "div", a, b)
 
 
 def _logical(name: str) -> Callable:
-    return lambda *args: op(name, *(_cast(x, "bool") if isinstance(x, Value) else bool(x) for x in args))
+    def as_bool(x: Any) -> Any:
+        return _cast(x, "bool") if isinstance(x, ScalarProxy) else bool(x)
+
+    return lambda *args: op(name, *map(as_bool, args))
 
 
-def _full(value: Any) -> Callable:
-    def like(x: Value, *args: Any, **kwargs: Any) -> Value:
+def _full_like(value: Any) -> Callable:
+    def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         kwargs.pop("device", None)
         given = args[0] if value is None else value
         node = node_of(x._builder, given)
-        return _to(Value(x._builder, x._builder.cast(node, x._kind)), **kwargs)
+        return _to(ScalarProxy(x._builder, x._builder.cast(node, x._kind)), **kwargs)
 
     return like
 
@@ -109,11 +113,11 @@ def _of(name: str) -> Callable:
     return lambda *args: op(name, *args)
 
 
-def _turned(name: str) -> Callable:
+def _reflected(name: str) -> Callable:
     return lambda a, b: op(name, b, a)
 
 
-# Names of torch functions and methods of tensors. Where one name is both, it means the same.
+# By name, for both torch functions and tensor methods.
 METHODS.update({
     **{x: _of(x) for x in ("floor", "exp", "exp2", "log", "log2", "tanh", "sqrt", "rsqrt", "sigmoid")},
     **{x: _of(x) for x in ("sin", "cos", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne")},
@@ -139,33 +143,33 @@ METHODS.update({
     "to": _to, "type": _to, "type_as": _to,
     "float": lambda x: _cast(x, "float"), "int": lambda x: _cast(x, "int"),
     "long": lambda x: _cast(x, "int"), "bool": lambda x: _cast(x, "bool"),
-    "zeros_like": _full(0), "ones_like": _full(1), "full_like": _full(None),
+    "zeros_like": _full_like(0), "ones_like": _full_like(1), "full_like": _full_like(None),
     "clone": lambda x, **_: x, "detach": lambda x: _detached(x), "contiguous": lambda x: x,
 })  # fmt: skip
 
 
-def _detached(x: Value) -> Value:
-    raise refuse("detach: write score_mod_bwd, which says what the gradient is")
+def _detached(x: ScalarProxy) -> ScalarProxy:
+    raise trace_error("detach: write score_mod_bwd, which defines the gradient")
 
 
 for _method, _handler in METHODS.items():
     for _owner in (torch, Tensor, torch.nn.functional, torch.special):
         if hasattr(_owner, _method):
             TORCH[getattr(_owner, _method)] = _handler
-# Operators of a tensor that was made inside the function, with a value on the right.
+# Python operators of proxies, and of a tensor made inside the mod with a proxy on the right.
 _OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
     "and": "and", "or": "or", "xor": "xor", "lshift": "shl", "rshift": "shr",
 }  # fmt: skip
 for _python, _op in _OPERATORS.items():
-    setattr(Value, f"__{_python}__", _of(_op))
-    setattr(Value, f"__r{_python}__", _turned(_op))
-    for _prefix, _handler in (("", _of(_op)), ("r", _turned(_op))):
+    setattr(ScalarProxy, f"__{_python}__", _of(_op))
+    setattr(ScalarProxy, f"__r{_python}__", _reflected(_op))
+    for _prefix, _handler in (("", _of(_op)), ("r", _reflected(_op))):
         if hasattr(Tensor, f"__{_prefix}{_python}__"):
             TORCH[getattr(Tensor, f"__{_prefix}{_python}__")] = _handler
 for _python, _op in (("lt", "lt"), ("le", "le"), ("gt", "gt"), ("ge", "ge"), ("eq", "eq"), ("ne", "ne")):
-    setattr(Value, f"__{_python}__", _of(_op))
+    setattr(ScalarProxy, f"__{_python}__", _of(_op))
 for _python, _op in (("neg", "neg"), ("abs", "abs"), ("invert", "not")):
-    setattr(Value, f"__{_python}__", _of(_op))
+    setattr(ScalarProxy, f"__{_python}__", _of(_op))
 for _python, _handler in (("pos", lambda x: x), ("pow", _pow), ("rpow", lambda x, base: _pow(base, x))):
-    setattr(Value, f"__{_python}__", _handler)
+    setattr(ScalarProxy, f"__{_python}__", _handler)

@@ -1,0 +1,118 @@
+"""The mods of one call: their graphs, which are compiled in, and their arguments, which are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_flash.score_mod.derive import Gradient, gradient
+from cute_flash.score_mod.graph import Graph
+from cute_flash.score_mod.parse import parse_graph
+from cute_flash.score_mod.trace import BoundMod, bind
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs that a kernel is compiled for. Arguments are passed in the order of the fields."""
+
+    score: Graph | None = None
+    mask: Graph | None = None
+    bwd: Graph | None = None  # of score_mod_bwd
+
+    @cached_property
+    def text(self) -> str:
+        """The argument of torch operators, from which `graphs_of` makes these graphs in any process."""
+        graphs = self.score, self.mask, self.bwd
+        if graphs == (None, None, None):
+            return ""
+        return "[" + ",".join("null" if x is None else x.text for x in graphs) + "]"
+
+    def split(self, captures: Sequence[Any], scalars: Sequence[Any]) -> GraphArguments:
+        """Split the arguments of all graphs, which are concatenated, into those of each graph."""
+        found: list[tuple[tuple, tuple]] = []
+        for graph in (self.score, self.mask, self.bwd):
+            num_captures, num_scalars = (0, 0) if graph is None else (len(graph.captures), len(graph.scalars))
+            found.append((tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
+            captures, scalars = captures[num_captures:], scalars[num_scalars:]
+        return GraphArguments(*found)
+
+    def gradient(self, captures_needing_grad: tuple[int, ...] = ()) -> Gradient:
+        """The gradient of score_mod, whose arguments are `GraphArguments.gradient`."""
+        assert self.score is not None
+        return gradient(self.score, captures_needing_grad, self.bwd)
+
+
+@dataclass(frozen=True)
+class GraphArguments:
+    """(captures, scalars) of each graph."""
+
+    score: tuple[tuple, tuple]
+    mask: tuple[tuple, tuple]
+    bwd: tuple[tuple, tuple]
+
+    @property
+    def gradient(self) -> tuple[tuple, tuple]:
+        return (*self.score[0], *self.bwd[0]), (*self.score[1], *self.bwd[1])
+
+
+@lru_cache(maxsize=1024)
+def graphs_of(text: str) -> Graphs:
+    """Parse `Graphs.text`; the same object for equal texts. `ValueError` for any other text."""
+    if not text:
+        return Graphs()
+    graphs = json.loads(text)
+    if not isinstance(graphs, list) or len(graphs) != 3:
+        raise ValueError("not the text of graphs: expected a list of three")
+    return Graphs(*(None if x is None else parse_graph(x) for x in graphs))
+
+
+@lru_cache(maxsize=1024)
+def _interned(score: Graph | None, mask: Graph | None, bwd: Graph | None) -> Graphs:
+    """The object that `graphs_of` returns for these graphs, so that later lookups compare by identity."""
+    text = Graphs(score, mask, bwd).text
+    graphs = graphs_of(text)
+    assert graphs.text == text
+    return graphs
+
+
+class BoundMods(NamedTuple):
+    """The mods of a call with the values that they captured, concatenated in the order of `Graphs`."""
+
+    graphs: Graphs
+    captures: tuple[Tensor, ...]
+    scalars: tuple[float, ...]
+
+    @staticmethod
+    def of(
+        score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None
+    ) -> BoundMods:
+        if score_mod is None and mask_mod is None and score_mod_bwd is None:
+            return NO_MODS
+        if torch.compiler.is_dynamo_compiling():
+            from cute_flash.score_mod import opaque
+
+            return opaque.bind_mods(score_mod, mask_mod, score_mod_bwd)
+        return bind_mods(score_mod, mask_mod, score_mod_bwd)
+
+
+def bind_mods(
+    score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None
+) -> BoundMods:
+    if score_mod_bwd is not None and score_mod is None:
+        raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
+    score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
+    mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
+    bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
+    graphs = _interned(score.graph, mask.graph, bwd.graph)
+    captures = score.captures + mask.captures + bwd.captures
+    return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)
+
+
+_NO_MOD: Any = BoundMod(None, (), ())  # type: ignore[arg-type]
+NO_MODS = BoundMods(Graphs(), (), ())

@@ -1,0 +1,132 @@
+"""The part of mods, a bias and a block mask that is compiled into a kernel; all else is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from cute_flash.score_mod.bound import Graphs
+from cute_flash.score_mod.graph import ROW, Graph, is_per_score
+from cute_flash.score_mod.limits import LONG_MOD_OPS
+from cute_flash.score_mod.lower import lowered
+
+
+@dataclass(frozen=True)
+class ModSpec:
+    graphs: Graphs = field(default_factory=Graphs)
+    bias_dtype: str = ""  # as a kernel reads it; "": no bias
+    bias_paired_loads: bool = False  # the bias of two neighbouring keys is one aligned load
+    bias_tma: bool = False  # TMA can load tiles of the bias
+    bias_varies_by_row: bool = False  # forward: the bias differs between queries (its stride is not 0)
+    block_mask_tile: tuple[int, int] | None = None  # queries and keys of a tile of the block mask
+    # The gradients that the backward computes: of the bias, and of these captures of score_mod.
+    bias_needs_grad: bool = False
+    captures_needing_grad: tuple[int, ...] = ()
+    bias_varies: int = 0  # backward: ROW and COLUMN, the dimensions in which the bias is larger than 1
+    dbias_dtype: str = ""  # as the backward kernel writes it; "": it writes none
+    dbias_accumulates: bool = False  # an entry of dbias is a sum over scores, rather than the dS of one
+
+    @property
+    def ops_per_score(self) -> int:
+        """The operations of the forward's mods per score."""
+        graphs = self.graphs.score, self.graphs.mask
+        return sum(graph.ops_per_score for graph in graphs if graph is not None)
+
+    @property
+    def fuses_with_exp2(self) -> bool:
+        """Whether the Hopper forward computes the mods in the pass that computes exp2 of full blocks.
+
+        The mods must be short, and must not load a captured element per score. With a block mask, full blocks
+        need no mask_mod.
+        """
+        score, mask = self.graphs.score, self.graphs.mask if self.block_mask_tile is None else None
+        graphs = [graph for graph in (score, mask) if graph is not None]
+        is_short = sum(graph.ops_per_score for graph in graphs) <= LONG_MOD_OPS
+        return bool(graphs or self.bias_dtype) and is_short and not any(map(_loads_per_score, graphs))
+
+    @property
+    def bias_pairs_are_shared(self) -> bool:
+        """Whether all queries share one row of the bias, which is read as 32-bit pairs of keys."""
+        return self.bias_paired_loads and self.bias_dtype != "float32" and not self.bias_varies_by_row
+
+    @property
+    def has_cheap_fusion(self) -> bool:
+        """Whether fusing with exp2 takes hardly a register.
+
+        This holds for a score_mod of a few operations of one instruction each, and for a bias that queries
+        share.
+        """
+        score, is_alone = self.graphs.score, self.graphs.mask is None and self.block_mask_tile is None
+        if not (self.fuses_with_exp2 and is_alone) or (score is not None and self.bias_dtype):
+            return False
+        if score is None:
+            return self.bias_pairs_are_shared
+        ops = {node.op for node, bits in zip(score.nodes, score.depends) if is_per_score(bits)}
+        return score.ops_per_score <= CHEAP_OPS and ops <= _ONE_INSTRUCTION
+
+    @property
+    def bwd_ops_per_score(self) -> int:
+        """The operations of the backward's mods per score; slow ones count as several."""
+        score = 0
+        if self.graphs.score is not None:
+            score = _weighted_ops(self.graphs.gradient(self.captures_needing_grad).graph)
+        return score + (0 if self.graphs.mask is None else _weighted_ops(self.graphs.mask))
+
+    @property
+    def has_cheap_bwd(self) -> bool:
+        """Whether the mods of the backward are short, load little, and need no score for the gradient."""
+        score, mask = self.graphs.score, self.graphs.mask
+        if score is not None:
+            gradient = self.graphs.gradient(self.captures_needing_grad).graph
+            needs_score = any(node.op == "input" and node.value == "score" for node in gradient.nodes)
+            if needs_score or _loads_per_row(score) or _weighted_ops(score) > CHEAP_BWD_OPS:
+                return False
+        if mask is None:
+            return True
+        most = CHEAP_BWD_OPS_WITH_LOADS if _loads_per_row(mask) else CHEAP_BWD_OPS
+        return not _loads_per_score(mask) and _weighted_ops(mask) <= most
+
+    @property
+    def for_forward(self) -> ModSpec:
+        return ModSpec(
+            graphs=Graphs(self.graphs.score, self.graphs.mask),
+            bias_dtype=self.bias_dtype,
+            bias_paired_loads=self.bias_paired_loads,
+            bias_tma=self.bias_tma,
+            bias_varies_by_row=self.bias_varies_by_row,
+            block_mask_tile=self.block_mask_tile,
+        )
+
+    @property
+    def for_backward(self) -> ModSpec:
+        """Without what the backward does not use: it loads the bias without TMA, and has a block mask in
+        tiles of its own.
+        """
+        return replace(
+            self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False
+        )
+
+
+# Operations per score: of a fused score_mod that takes hardly a register; of a mod of the backward that does;
+# and of such a mask_mod that loads an element per query.
+CHEAP_OPS, CHEAP_BWD_OPS, CHEAP_BWD_OPS_WITH_LOADS = 6, 7, 3
+_ONE_INSTRUCTION = {"input", "constant", "add", "sub", "mul", "neg", "abs", "min", "max", "to_float"}
+# Instructions of slow operations on ints.
+_SLOW = {"mod": 10, "floordiv": 10}
+
+
+@lru_cache(maxsize=1024)
+def _weighted_ops(graph: Graph) -> int:
+    found = lowered(graph)
+    nodes = ((node.op, bits) for node, bits in zip(found.nodes, found.depends))
+    per_score = (op for op, bits in nodes if op not in ("input", "constant") and is_per_score(bits))
+    return sum(_SLOW.get(op, 1) for op in per_score)
+
+
+def _loads_per_row(graph: Graph) -> bool:
+    """Whether a captured element is loaded per query, or per score."""
+    return any(node.op == "load" and bits & ROW for node, bits in zip(graph.nodes, graph.depends))
+
+
+def _loads_per_score(graph: Graph) -> bool:
+    return any(node.op == "load" and is_per_score(bits) for node, bits in zip(graph.nodes, graph.depends))
