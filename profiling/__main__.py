@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_mods(mods_command)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
     _add_ncu(commands.add_parser("ncu", help="counters of single launches beside their predictions"))
-    plots = commands.add_parser("plots", help="figures and tables of the documents, from checked-in files; needs no GPU")
+    plots = commands.add_parser("plots", help="figures of the documents, from checked-in files; needs no GPU")
     plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="default: plots/")
     return parser
 

@@ -17,7 +17,7 @@ from cute_flash import compile as compiling
 from profiling import __main__ as cli
 from profiling import host, machine
 from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
-from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, host_tables, has_failed
+from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from profiling.suites import Shape
 from profiling.timing import Contender
 from tests.profiling.fakes import FakeTimer
