@@ -138,10 +138,6 @@ class BlockMask:
             raise ValueError(f"block_map is on {found_device} and q is on {device}: they must agree")
 
 
-# The former name, for one release.
-BlockMap = BlockMask
-
-
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

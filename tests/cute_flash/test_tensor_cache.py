@@ -1,4 +1,4 @@
-"""What is kept of tensors: found by them alone, never stale, and not for long."""
+"""Values cached by tensors: found by identity, never stale, and freed with the tensors."""
 
 from __future__ import annotations
 
