@@ -1,26 +1,30 @@
-"""The call that users make."""
+"""The calls that users make: keywords become one `AttentionArgs`, tensors become (B, H, S, D) or (T, H, D)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cute_flash import general, ops
-from cute_flash.direct import Direct
-from cute_flash.planning.plan import bwd_plan, plan
-from cute_flash.spec.arch import detect
-from cute_flash.spec.args import How, draw_rng
-from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Support, UnsupportedError, check_window
+from cute_flash import ops
+from cute_flash.errors import UnsupportedError
+from cute_flash.runtime.rng import draw_seed
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.describe import describe
+from cute_flash.spec.family import requested_family
+from cute_flash.spec.problem import Support, check_window
 
 if TYPE_CHECKING:
-    from cute_flash.score_mod.block_mask import BlockMap
+    from cute_flash.score_mod.block_mask import BlockMask
 
 LAYOUTS = ("bhsd", "bshd")
+UNBOUNDED = (None, None)
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 def attn(
@@ -29,7 +33,7 @@ def attn(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window: tuple[int | None, int | None] = UNBOUNDED,
     scale: float | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
@@ -45,94 +49,247 @@ def attn(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
-    block_map: BlockMap | None = None,
+    block_mask: BlockMask | None = None,
+    block_map: BlockMask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
     Args:
         q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) likewise. H must be a multiple of Hkv: each K/V head serves
-        H / Hkv query heads. Dv is D or any other width; the output has it.
-        causal: query i sees keys up to its own position (the same as `window=(…, 0)`). window: (left, right),
-        how many keys before and after its own position a query sees; None is unbounded. scale: of the scores
-        before the softmax; 1 / sqrt(D) by default. return_lse: return (out, lse), lse being the logarithm of
-        the sum of the exponentials of each row. layout: order of the dimensions of 4-D tensors, "bhsd" (as in
-        torch SDPA) or "bshd" (as in flash-attn). deterministic: gradients with the same bits every time, also
-        asked for by `torch.use_deterministic_algorithms`.
+            H / Hkv query heads. Dv may differ from D; the output has width Dv.
+        causal: query i sees keys up to its own position (the same as `window=(…, 0)`).
+        window: (left, right), how many keys before and after its own position a query sees; None is unbounded.
+        scale: factor of the scores before the softmax; 1 / sqrt(D) by default.
+        return_lse: also return the log-sum-exp of each row.
+        layout: order of the dimensions of 4-D tensors, "bhsd" (torch SDPA) or "bshd" (flash-attn).
+        deterministic: gradients with the same bits every time; `torch.use_deterministic_algorithms` asks for it too.
+        softcap: scores become softcap · tanh(score / softcap).
+        alibi: slopes, (H) or (B, H), of a bias -slope · |distance| on the scores; has a gradient.
+        sinks: (H), a logit for each head that takes part in the softmax and has no value; has a gradient.
+        dropout: the probability that a weight is dropped, by torch's generator.
+        return_max_logit: also return the largest score of each head as it enters the softmax, (H), as the last
+            result.
+        out_dtype: torch.float32 for an output that is not rounded to the dtype of q, for `merge`.
+        batch_invariant: a query's result has the same bits whatever else is in the call (docs/batch-invariance.md),
+            on CUDA; gradients are `deterministic`.
+        bias: added to the scores; broadcasts with (B, H, Sq, Sk); has a gradient.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the new score (docs/mods.md). It is traced once;
+            captured tensors and numbers are run-time arguments, captured floating-point tensors have gradients.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether a score counts, besides the mask of the window.
+        score_mod_bwd: score_mod_bwd(grad, score, b, h, q_idx, kv_idx) returns the gradient of the score, instead of
+            the derived one.
+        block_mask: the blocks that mask_mod leaves, made before. `block_map` is its former name.
 
-    More than plain attention (docs/semantics.md says exactly what they do):
-        softcap: scores become softcap · tanh(score / softcap). alibi: slopes, (H) or (B, H), of a bias
-        -slope · |distance| on the scores. sinks: (H), a logit for each head that takes part in the softmax
-        and has no value. dropout: the probability that a weight is dropped, by torch's generator.
-        return_max_logit: also return the largest score of each head as it enters the softmax, (H), the last
-        of the results. alibi and sinks have gradients. out_dtype: torch.float32 for an output that is not
-        rounded to the dtype of q, as parts are that `merge` puts together. batch_invariant: a query's result
-        has the same bits whatever else is in the call (docs/batch-invariance.md), on CUDA; its gradients are
-        `deterministic`.
+    Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left <= j
+    <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are zero.
 
-    Your own attention (docs/mods.md), on the CPU and on CUDA:
-        bias: added to the scores, to broadcast with (B, H, Sq, Sk). score_mod(score, b, h, q_idx, kv_idx):
-        what becomes of a score; mask_mod(b, h, q_idx, kv_idx): whether it counts, besides the mask below.
-        Both are traced, once, as FlexAttention's are; captured tensors and numbers are arguments. bias and
-        captured floating-point tensors have gradients. score_mod_bwd(grad, score, b, h, q_idx, kv_idx): the
-        gradient of the score, if not the derived one. block_map: which blocks mask_mod leaves, made before.
+    Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the CPU,
+    by a slower reference path. Under autocast q, k and v are cast to its dtype. Any strides are read in place if the
+    last dimension is contiguous and rows start at multiples of 16 bytes; other tensors are copied first. The output
+    has the dimensions and the stride order of q.
 
-    Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left
-    <= j <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are
-    zero.
-
-    Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the
-    CPU, by a slower reference path. Any strides are read in place if the last dimension is contiguous and
-    rows start at multiples of 16 bytes; other tensors are copied first. The output has the dimensions and the
-    stride order of q.
-
-    Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is
-    summed by atomic additions in no certain order: its bits may change from call to call, unless
-    `deterministic`; above D = 128 that is done by mma.sync on sm_90 too, several times slower.
+    Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is summed
+    by atomic additions in no certain order: its bits may change from call to call, unless `deterministic`; above
+    D = 128 that is done by mma.sync on sm_90 too, several times slower.
 
     Returns:
-        out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq)
-        for 4-D tensors in either layout, (B, Sq) and (Sq,) for the smaller ones.
+        out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) for 4-D
+        tensors in either layout, (B, Sq) and (Sq,) for the smaller ones; with `return_max_logit` also (H).
 
     Raises:
-        ValueError: arguments that contradict each other. UnsupportedError: what no kernel serves. Both before
-        any launch; a gradient that no kernel computes is refused when it is asked for, in `backward()`.
+        ValueError: arguments that contradict each other.
+        UnsupportedError: what no kernel serves. Both before any launch; a gradient that no kernel computes is
+            refused in `backward()`.
     """
-    left, right = _band(causal, window)
+    left, right = (None, 0 if causal else None) if window == UNBOUNDED else _window(causal, window)
     if scale is None:
         scale = _default_scale(q)
-    asked = None
-    if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
-        asked = bias, score_mod, mask_mod, score_mod_bwd, block_map
-    more = asked or alibi is not None or sinks is not None or out_dtype is not None
-    if more or softcap or dropout or return_max_logit or batch_invariant:
-        floats = _wants_floats(q, out_dtype)
-        how = _how(
-            scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit, floats
+    is_plain = (
+        alibi is sinks is out_dtype is bias is score_mod is mask_mod is None
+        and score_mod_bwd is block_mask is block_map is None
+        and not (softcap or dropout or return_max_logit or batch_invariant)
+    )
+    if is_plain and not _is_compiling():
+        args = _plain_args(scale, left, right, deterministic, requested_family())
+    else:
+        args = _args(
+            q, scale, left, right,
+            deterministic=deterministic, softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout,
+            return_max_logit=return_max_logit, out_dtype=out_dtype, batch_invariant=batch_invariant, bias=bias,
+            score_mod=score_mod, mask_mod=mask_mod, score_mod_bwd=score_mod_bwd,
+            block_mask=block_map if block_mask is None else block_mask,
         )  # fmt: skip
-        how = _invariant(how) if batch_invariant else how
-        found = _general(*_to_bhsd(q, k, v, layout), how, asked)
-        return _chosen(
-            *_from_bhsd(found[0], found[1], q.dim(), layout), found[2], return_lse, return_max_logit
-        )
     if layout == "bhsd" and q.dim() == 4:
-        out, lse = _fwd(q, k, v, scale, left, right, deterministic)
-        return (out, lse) if return_lse else out
-    out, lse = _fwd(*_to_bhsd(q, k, v, layout), scale, left, right, deterministic)
-    out, lse = _from_bhsd(out, lse, q.dim(), layout)
+        out, lse, max_logit = _attention(q, k, v, args)
+    else:
+        out, lse, max_logit = _attention(*_to_bhsd(q, k, v, layout), args)
+        out, lse = _from_bhsd(out, lse, q.dim(), layout)
+    if return_max_logit:
+        return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
     return (out, lse) if return_lse else out
 
 
-def supports(
+def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Support:
+    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
+
+    It answers for the forward pass and, with `deterministic`, for the gradients too.
+    """
+    try:
+        layout = arguments.pop("layout", "bhsd")
+        causal, window = arguments.pop("causal", False), arguments.pop("window", UNBOUNDED)
+        scale = arguments.pop("scale", None)
+        arguments.pop("return_lse", None)
+        block_map = arguments.pop("block_map", None)
+        if block_map is not None:
+            arguments["block_mask"] = block_map
+        scale = _default_scale(q) if scale is None else scale
+        args = _args(q, scale, *_window(causal, window), draws_seed=False, **arguments)
+        problem = describe(*_autocast(*_to_bhsd(q, k, v, layout)), args)
+        if q.device.type == "cuda":
+            from cute_flash.planning.plan import plan_backward, plan_forward
+            from cute_flash.spec.arch import detect
+
+            plan_forward(problem, detect(q.device.index))
+            if args.deterministic:
+                plan_backward(problem, detect(q.device.index), True)
+    except ValueError as error:
+        return Support(False, str(error))
+    return Support(True)
+
+
+def attn_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_k: Tensor | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window: tuple[int | None, int | None] = UNBOUNDED,
     scale: float | None = None,
     return_lse: bool = False,
-    layout: str = "bhsd",
+    deterministic: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+    return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    score_mod_bwd: Callable | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """`attn` on sequences of different lengths, one after the other in one tensor.
+
+    Args:
+        q: (Tq, H, D). k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv). H must be a multiple of Hkv.
+        cu_seqlens_q, cu_seqlens_k: (B + 1), int32, on the device of q: where each sequence begins, from 0, and where
+            the last ends. Lengths may be 0, on either side. Tokens after the last offset are padding: they give 0, an
+            LSE of -inf, and gradients of 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if known. A number that is too small is an error on
+            the CPU, where lengths are known; a tensor is accepted and not read.
+        seqused_k: (B), int32: only so many keys of each sequence count; positions are aligned with them.
+        The rest as for `attn`, for each sequence by itself; alibi is (H) or (B, H). To score_mod and mask_mod, b is
+        the sequence, and q_idx and kv_idx count within it.
+
+    On CUDA only kernels read the lengths: there is no host sync, nothing is compiled for new ones, and a captured
+    graph uses those that are written into the same offsets. Offsets that are wrong give wrong results, within the
+    tensors' memory. Gradients as for `attn`; with D above 128 by mma.sync.
+
+    Returns:
+        out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also (H).
+    """
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}: give an int32 tensor of B + 1 offsets")
+    args = _args(
+        q, _default_scale(q) if scale is None else scale, *_window(causal, window),
+        deterministic=deterministic, softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout,
+        return_max_logit=return_max_logit, out_dtype=out_dtype, batch_invariant=batch_invariant,
+        score_mod=score_mod, mask_mod=mask_mod, score_mod_bwd=score_mod_bwd,
+    )._replace(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
+        max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
+    )  # fmt: skip
+    out, lse, max_logit = _attention(q, k, v, args)
+    results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
+    return results if len(results) > 1 else out  # type: ignore[return-value]
+
+
+def attn_nested(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = UNBOUNDED,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """`attn_varlen` on jagged NestedTensors, (B, H, j, D) as in torch SDPA or (B, j, H, D), all three alike.
+
+    The output is jagged as q is, and so is the lse: (B, H, j), or (B, j, H).
+    """
+    ragged = _ragged_dim(q, "q")
+    for name, x in (("k", k), ("v", v)):
+        if _ragged_dim(x, name) != ragged:
+            raise ValueError(f"{name} and q have their lengths in different dimensions: transpose one of them")
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+        raise ValueError("k and v have sequences of different lengths")
+    Q, K, V = (x.transpose(1, 2) if ragged == 2 else x for x in (q, k, v))
+    offsets = q.offsets()
+    out, lse = attn_varlen(
+        Q.values(), K.values(), V.values(), offsets.int(), k.offsets().int(),
+        causal=causal, window=window, scale=scale, return_lse=True, deterministic=deterministic, softcap=softcap,
+        alibi=alibi, sinks=sinks, dropout=dropout,
+    )  # fmt: skip
+    jagged = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in (out, lse.transpose(0, 1)))
+    out, lse = (x.transpose(1, 2) if ragged == 2 else x for x in jagged)
+    return (out, lse) if return_lse else out
+
+
+def _ragged_dim(x: Any, name: str) -> int:
+    if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
+        raise ValueError(f"{name}: expected a NestedTensor with layout=torch.jagged of four dimensions")
+    if x.lengths() is not None:
+        raise UnsupportedError(f"{name} has holes between its sequences: call contiguous() on it")
+    ragged = [dim for dim, size in enumerate(x.shape) if not isinstance(size, int)]
+    if ragged not in ([1], [2]):
+        raise ValueError(f"{name} has its lengths in dimension {ragged}: expected (B, H, j, D) or (B, j, H, D)")
+    return ragged[0]
+
+
+# ---- from keywords to AttentionArgs
+# ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _plain_args(scale: float, left: int | None, right: int | None, deterministic: bool, kernels: str) -> AttentionArgs:
+    """Of a call without features: built once."""
+    return AttentionArgs(
+        scale=scale, window_left=left, window_right=right, deterministic=deterministic, kernels=kernels
+    )
+
+
+def _args(
+    q: Tensor,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    *,
     deterministic: bool = False,
     softcap: float | None = None,
     alibi: Tensor | None = None,
@@ -145,71 +302,70 @@ def supports(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
-    block_map: BlockMap | None = None,
-) -> Support:
-    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
-
-    It speaks of the forward pass only, but of the gradients too with `deterministic`.
-    """
-    try:
-        left, right = _band(causal, window)
-        scale = _default_scale(q) if scale is None else scale
-        floats = _wants_floats(q, out_dtype)
-        how = _how(
-            scale, left, right, deterministic, softcap, alibi, sinks, dropout, return_max_logit, floats
-        )  # fmt: skip
-        how = _invariant(how) if batch_invariant else how
-        tensors = _to_bhsd(q, k, v, layout)
-        problem = general.checked_problem(*tensors, how)
-        if not (bias is score_mod is mask_mod is score_mod_bwd is block_map is None):
-            from cute_flash import custom
-
-            asked = _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map)
-            problem = custom.checked_problem(*tensors, how, asked)
-        if q.device.type == "cuda":
-            plan(problem, detect(q.device.index))
-            if deterministic:
-                bwd_plan(problem, detect(q.device.index), True)
-    except ValueError as error:
-        return Support(False, str(error))
-    return Support(True)
-
-
-def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, deterministic: bool
-) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling():
-        return ops.fwd(q, k, v, scale, left, right, deterministic)
-    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not wants_grad and forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v)
-    if ops.is_direct(q, k, v):
-        # The dispatcher would only call this, later.
-        if wants_grad:
-            return Direct.apply(ops, (scale, left, right, deterministic), q, k, v)
-        return ops.fwd_cuda(q, k, v, scale, left, right)
-    if wants_grad:
-        return ops.fwd(q, k, v, scale, left, right, deterministic)
-    # Nothing to differentiate: step over the operator's autograd layer.
-    with torch._C._AutoDispatchBelowAutograd():
-        return ops.fwd(q, k, v, scale, left, right)
-
-
-def _how(
-    scale, left, right, deterministic, softcap, alibi, sinks, dropout, max_logit, float_out=False
-) -> How:
-    """The rest of a call, without (seed, offset)."""
+    block_mask: BlockMask | None = None,
+    draws_seed: bool = True,
+) -> AttentionArgs:
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
-            raise ValueError(
-                f"{name} is a {type(x).__name__}: give a tensor with a value for each query head"
-            )
-    cap, drop = softcap or 0.0, dropout or 0.0
-    given = scale, left, right, deterministic, cap, alibi, sinks, drop, None, max_logit
-    return How(*given, float_out=float_out)
+            raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
+    args = AttentionArgs(
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=softcap or 0.0,
+        alibi=alibi,
+        sinks=sinks,
+        dropout=dropout or 0.0,
+        rng=draw_seed(q.device) if dropout and draws_seed else None,
+        return_max_logit=return_max_logit,
+        out_fp32=_is_fp32_output(q, out_dtype),
+        # Sums over queries are those of the same queries, in the same order.
+        deterministic=deterministic or batch_invariant,
+        batch_invariant=batch_invariant,
+        kernels=requested_family(),
+    )
+    if bias is score_mod is mask_mod is score_mod_bwd is block_mask is None:
+        return args
+    return _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
 
 
-def _wants_floats(q: Tensor, out_dtype: torch.dtype | None) -> bool:
+def _with_mods(
+    args: AttentionArgs,
+    bias: Any,
+    score_mod: Callable | None,
+    mask_mod: Callable | None,
+    score_mod_bwd: Callable | None,
+    block_mask: BlockMask | None,
+) -> AttentionArgs:
+    from cute_flash.score_mod.block_mask import BlockMask
+    from cute_flash.score_mod.bound import BoundMods
+
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
+    if bias is not None:
+        bias = _four_dimensional(bias)
+    mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
+    is_enabled = torch.is_grad_enabled()
+    return args._replace(
+        bias=bias,
+        score_mod=mods.graphs.text,
+        captures=mods.captures,
+        scalars=mods.scalars,
+        needs_grad=tuple([is_enabled and x is not None and x.requires_grad for x in (bias, *mods.captures)]),
+        block_mask=() if block_mask is None else block_mask.tensors,
+        block_mask_sizes=() if block_mask is None else block_mask.sizes,
+    )
+
+
+def _four_dimensional(bias: Any) -> Tensor:
+    if not isinstance(bias, Tensor):
+        raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
+    if bias.dim() > 4:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: expected at most four dimensions")
+    return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+
+
+def _is_fp32_output(q: Tensor, out_dtype: torch.dtype | None) -> bool:
     if out_dtype is None or out_dtype == q.dtype:
         return False
     if out_dtype != torch.float32:
@@ -217,71 +373,42 @@ def _wants_floats(q: Tensor, out_dtype: torch.dtype | None) -> bool:
     return True
 
 
-def _invariant(how: How) -> How:
-    """Sums over queries are those of the same queries, in the same order."""
-    return how._replace(batch_invariant=True, deterministic=True)
-
-
-def _custom(bias, score_mod, mask_mod, score_mod_bwd, block_map) -> Any:
-    from cute_flash import custom
-
-    return custom.custom_of(bias, custom.Call.of(score_mod, mask_mod, score_mod_bwd), block_map)
-
-
-def _general(
-    q: Tensor, k: Tensor, v: Tensor, how: How, asked: tuple | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    if how.dropout:
-        how = how._replace(rng=draw_rng(q.device))
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        _refuse_tangents(*(x for x in (q, k, v, how.alibi, how.sinks) if x is not None))
-    if asked is not None:
-        from cute_flash import custom
-
-        given = _custom(*asked)
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(*given.tables, *(() if given.bias is None else (given.bias,)))
-        if ops.is_direct(q, k, v, *how.tensors, given.bias, *given.tables):
-            return _direct(custom, (how, given), q, k, v, how.alibi, how.sinks, given.bias, *given.tables)
-        return custom.custom_fwd(q, k, v, *how, *given)
-    if ops.is_direct(q, k, v, *how.tensors):
-        return _direct(general, (how,), q, k, v, how.alibi, how.sinks)
-    return general.general_fwd(q, k, v, *how)
-
-
-def _direct(module: Any, how: tuple, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator of a module does, which the dispatcher would only call later: see `direct.Direct`."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return Direct.apply(module, how, *tensors)
-    return module.fwd_cuda(*tensors[:3], *how)
-
-
-def _chosen(
-    out: Tensor, lse: Tensor, max_logit: Tensor, return_lse: bool, return_max_logit: bool
-) -> Tensor | tuple[Tensor, ...]:
-    wanted = (out, *(lse,) * return_lse, *(max_logit,) * return_max_logit)
-    return wanted if len(wanted) > 1 else out
-
-
-def _refuse_tangents(*inputs: Tensor) -> None:
-    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise UnsupportedError(
-            "forward-mode differentiation of attn: use reverse mode, such as out.backward()"
-        )
-
-
-def _band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+def _window(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     """The two bounds, checked. Causal lowers the right one to 0."""
-    if window == (None, None):
-        return None, 0 if causal else None
     check_window(window)
-    band = Band.of(causal, window)
-    return band.left, band.right
+    left, right = window
+    return left, 0 if causal else right
 
 
 def _default_scale(q: Tensor) -> float:
     return (q.size(-1) or 1) ** -0.5 if q.dim() else 1.0
+
+
+# ---- tensors
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> ops.Outputs:
+    if _is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, *args.differentiable)
+    return ops.attention(q, k, v, args)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+    return casts[0], casts[1], casts[2]
+
+
+def _refuse_tangents(*inputs: Tensor | None) -> None:
+    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,10 +15,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from cute_flash.planning.plan import plan
+from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS, SmemTile
+from cute_flash.spec import arch
+from cute_flash.spec.family import use_kernels
+from cute_flash.spec.problem import Problem
 from layouts.banks import ACCESSES, Phase
 from layouts.draw import conflict_table, kernel_table, svg_banks, svg_picture, text_banks, text_picture
 from layouts.kernels import Use, sm80_tiles, sm80_uses, sm90_tiles, sm90_uses
-from layouts.smem import HOPPER_VARIANTS, VARIANTS, SmemTile
 
 # Kernel -> its variants; tiles and uses of a row of its table of tiles.
 Kernel = tuple[tuple[str, ...], Callable[[Any], dict[str, SmemTile]], Callable[[Any], tuple[Use, ...]]]
@@ -83,11 +87,7 @@ def _has_colour(choice: str) -> bool:
 
 
 def _kernel_tile(args: argparse.Namespace) -> Any:
-    """The row of the kernel's table of tiles. Imported late: a tile without a kernel needs no torch."""
-    from cute_flash.planning.plan import plan, use_kernels
-    from cute_flash.spec import arch
-    from cute_flash.spec.problem import Problem
-
+    """The row of the kernel's table of tiles."""
     with use_kernels(args.kernel.removeprefix("fwd-")):
         return plan(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch)).tile
 

@@ -1,64 +1,21 @@
-"""CuTe's shape:stride algebra in plain Python.
+"""The algebra of shape:stride layouts: coalesce, composition, complement, division.
 
-A layout maps a coordinate to an index by an inner product with its strides. Shapes and strides are equally
-nested tuples of ints; an integer coordinate runs through a nested shape with the first mode fastest. Layouts
-print as in the DSL, so that one printed here can be compared with one printed in a kernel.
+`cute_flash.smem.layout` has the layouts themselves; the kernels need no more than that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from math import prod
-from operator import mul
-from typing import TypeAlias, overload
+from typing import overload
 
-from layouts.swizzle import Swizzle
-
-IntTuple: TypeAlias = "int | tuple[IntTuple, ...]"
-
-
-def flatten(value: IntTuple) -> tuple[int, ...]:
-    """The ints of a nested tuple, left to right."""
-    return (value,) if isinstance(value, int) else tuple(i for part in value for i in flatten(part))
-
-
-def size_of(shape: IntTuple) -> int:
-    return prod(flatten(shape))
-
-
-def _are_congruent(a: IntTuple, b: IntTuple) -> bool:
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int)
-    return len(a) == len(b) and all(map(_are_congruent, a, b))
-
-
-def _spell(value: IntTuple) -> str:
-    return str(value) if isinstance(value, int) else f"({','.join(map(_spell, value))})"
-
-
-def crd2idx(coord: IntTuple, shape: IntTuple, stride: IntTuple) -> int:
-    """The index of `coord`; an integer where the shape is a tuple is split, first mode fastest.
-
-    The last mode is not bounded, as in CuTe: a layout is also a function on indices beyond its size.
-    """
-    if isinstance(coord, int) and isinstance(stride, int):
-        return coord * stride
-    if (
-        isinstance(shape, int)
-        or isinstance(stride, int)
-        or (isinstance(coord, tuple) and len(coord) != len(shape))
-    ):
-        raise ValueError(f"coordinate {_spell(coord)} does not fit shape {_spell(shape)}")
-    if isinstance(coord, int):
-        index = 0
-        for mode, step in zip(shape[:-1], stride[:-1], strict=True):
-            coord, inner = divmod(coord, size_of(mode))
-            index += crd2idx(inner, mode, step)
-        return index + (crd2idx(coord, shape[-1], stride[-1]) if shape else 0)
-    return sum(map(crd2idx, coord, shape, stride))
+from cute_flash.smem.layout import (
+    AnyLayout,
+    ComposedLayout,
+    IntTuple,
+    Layout,
+    flat_modes,
+    join_modes,
+    size_of,
+)
 
 
 def idx2crd(index: int, shape: IntTuple) -> IntTuple:
@@ -72,98 +29,6 @@ def idx2crd(index: int, shape: IntTuple) -> IntTuple:
     return (*coord, idx2crd(index, shape[-1])) if shape else ()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """`shape:stride`, for example `Layout((8, 64), (64, 1))`: 8 rows of 64, row-major."""
-
-    shape: IntTuple
-    stride: IntTuple
-
-    def __post_init__(self) -> None:
-        if not _are_congruent(self.shape, self.stride):
-            raise ValueError(f"layout {self}: shape and stride must be nested alike")
-        if any(extent < 1 or step < 0 for extent, step in _pairs(self)):
-            raise ValueError(f"layout {self}: extents must be 1 or more and strides 0 or more")
-
-    def __call__(self, *coord: IntTuple) -> int:
-        """`layout(5)`, `layout(1, 2)` and `layout((1, 2))` all work."""
-        return crd2idx(coord[0] if len(coord) == 1 else coord, self.shape, self.stride)
-
-    def __str__(self) -> str:
-        return f"{_spell(self.shape)}:{_spell(self.stride)}"
-
-    @cached_property
-    def modes(self) -> tuple[Layout, ...]:
-        if isinstance(self.shape, int) or isinstance(self.stride, int):
-            return (self,)
-        return tuple(map(Layout, self.shape, self.stride))
-
-    @property
-    def rank(self) -> int:
-        return len(self.modes)
-
-    @cached_property
-    def extents(self) -> tuple[int, ...]:
-        """The size of each mode, its nesting removed."""
-        return tuple(mode.size for mode in self.modes)
-
-    @property
-    def size(self) -> int:
-        return size_of(self.shape)
-
-    @property
-    def cosize(self) -> int:
-        """One more than the largest index."""
-        return 1 + sum((extent - 1) * step for extent, step in _pairs(self))
-
-    def select(self, *modes: int) -> Layout:
-        """The layout of the given modes in the given order; `select(1, 0)` transposes."""
-        return _join(*(self.modes[mode] for mode in modes))
-
-
-@dataclass(frozen=True)
-class ComposedLayout:
-    """`coord -> swizzle(offset + layout(coord))`."""
-
-    swizzle: Swizzle
-    offset: int
-    layout: Layout
-
-    def __call__(self, *coord: IntTuple) -> int:
-        return self.swizzle(self.offset + self.layout(*coord))
-
-    def __str__(self) -> str:
-        return f"{self.swizzle} o {self.offset} o {self.layout}"
-
-    @property
-    def rank(self) -> int:
-        return self.layout.rank
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        return self.layout.extents
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    @property
-    def cosize(self) -> int:
-        """Elements to reserve: a swizzle moves an index within its block, so the last block counts whole."""
-        span = self.swizzle.span
-        return -(-(self.offset + self.layout.cosize) // span) * span
-
-    def select(self, *modes: int) -> ComposedLayout:
-        return ComposedLayout(self.swizzle, self.offset, self.layout.select(*modes))
-
-
-AnyLayout: TypeAlias = Layout | ComposedLayout
-
-
-def _join(*modes: Layout) -> Layout:
-    return Layout(tuple(mode.shape for mode in modes), tuple(mode.stride for mode in modes))
-
-
 def _from_pairs(pairs: list[tuple[int, int]]) -> Layout:
     """The flat layout of (extent, stride) pairs; one pair gives an unnested layout."""
     if len(pairs) == 1:
@@ -171,14 +36,10 @@ def _from_pairs(pairs: list[tuple[int, int]]) -> Layout:
     return Layout(tuple(extent for extent, _ in pairs), tuple(step for _, step in pairs))
 
 
-def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:
-    return zip(flatten(layout.shape), flatten(layout.stride), strict=True)
-
-
 def coalesce(layout: Layout) -> Layout:
     """The same function of an integer, with as few modes as possible and no nesting."""
     merged: list[tuple[int, int]] = []
-    for extent, step in _pairs(layout):
+    for extent, step in flat_modes(layout):
         if extent == 1:
             continue
         if merged and step == merged[-1][0] * merged[-1][1]:
@@ -200,12 +61,12 @@ def composition(outer: AnyLayout, inner: Layout) -> AnyLayout:
     if isinstance(outer, ComposedLayout):
         return ComposedLayout(outer.swizzle, outer.offset, composition(outer.layout, inner))
     rest, step = inner.shape, inner.stride
-    *modes, (_, last_stride) = _pairs(coalesce(outer))
+    *modes, (_, last_stride) = flat_modes(coalesce(outer))
     if isinstance(rest, tuple) or isinstance(step, tuple):
         # A single mode is linear, and adds up whatever carries.
         if modes:
             _check_no_carry(outer, inner)
-        return _join(*(composition(outer, mode) for mode in inner.modes))
+        return join_modes(*(composition(outer, mode) for mode in inner.modes))
     if step == 0:
         return inner
     pairs: list[tuple[int, int]] = []
@@ -231,7 +92,9 @@ def composition(outer: AnyLayout, inner: Layout) -> AnyLayout:
 def _check_no_carry(outer: Layout, inner: Layout) -> None:
     """Mode by mode is right only if the modes of `inner` are digits of a number, whose sum never carries."""
     reach = 1
-    for step, extent in sorted((step, extent) for extent, step in _pairs(inner) if extent > 1 and step > 0):
+    for step, extent in sorted(
+        (step, extent) for extent, step in flat_modes(inner) if extent > 1 and step > 0
+    ):
         if step < reach:
             raise ValueError(f"composition {outer} o {inner}: the modes of {inner} overlap at stride {step}")
         reach = step * extent
@@ -241,7 +104,9 @@ def complement(layout: Layout, size: int) -> Layout:
     """The layout of what `layout` leaves out of `[0, size)`: together they reach every index once."""
     pairs: list[tuple[int, int]] = []
     covered = 1
-    for step, extent in sorted((step, extent) for extent, step in _pairs(layout) if extent > 1 and step > 0):
+    for step, extent in sorted(
+        (step, extent) for extent, step in flat_modes(layout) if extent > 1 and step > 0
+    ):
         if step % covered:
             raise ValueError(f"complement of {layout}: stride {step} is not a multiple of {covered}")
         pairs.append((step // covered, covered))
@@ -256,29 +121,8 @@ def logical_divide(layout: Layout, tiler: int | Layout | tuple[int | Layout, ...
         if len(tiler) > layout.rank:
             raise ValueError(f"{len(tiler)} tilers for {layout}, which has {layout.rank} modes")
         divided = tuple(map(logical_divide, layout.modes, tiler))
-        return _join(*divided, *layout.modes[len(tiler) :])
+        return join_modes(*divided, *layout.modes[len(tiler) :])
     tile = Layout(tiler, 1) if isinstance(tiler, int) else tiler
     if layout.size % tile.size:
         raise ValueError(f"tiles of {tile.size} do not divide {layout}, which has {layout.size} elements")
-    return composition(layout, _join(tile, complement(tile, layout.size)))
-
-
-@overload
-def tile_to_shape(atom: Layout, shape: tuple[int, ...]) -> Layout: ...
-@overload
-def tile_to_shape(atom: ComposedLayout, shape: tuple[int, ...]) -> ComposedLayout: ...
-def tile_to_shape(atom: AnyLayout, shape: tuple[int, ...]) -> AnyLayout:
-    """Repeat `atom` to cover `shape`, the first mode first: `cute.tile_to_shape(atom, shape, (0, 1, ...))`.
-
-    The shape may have more modes than the atom: the extra ones count copies (the stages of a pipeline).
-    """
-    if isinstance(atom, ComposedLayout):
-        return ComposedLayout(atom.swizzle, atom.offset, tile_to_shape(atom.layout, shape))
-    modes = (*atom.modes, *[Layout(1, 0)] * (len(shape) - atom.rank))
-    if len(modes) != len(shape) or any(extent % mode.size for extent, mode in zip(shape, modes, strict=True)):
-        raise ValueError(f"shape {_spell(shape)} is not a multiple of the atom {atom}")
-    counts = [extent // mode.size for extent, mode in zip(shape, modes, strict=True)]
-    steps = accumulate(counts[:-1], mul, initial=atom.cosize)
-    # CuTe gives a mode of extent 1 the stride 0.
-    blocks = [Layout(count, step if count > 1 else 0) for count, step in zip(counts, steps, strict=True)]
-    return _join(*(_join(mode, block) for mode, block in zip(modes, blocks, strict=True)))
+    return composition(layout, join_modes(tile, complement(tile, layout.size)))

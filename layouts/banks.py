@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layouts.algebra import AnyLayout
-from layouts.smem import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
+from cute_flash.smem.layout import AnyLayout
+from cute_flash.smem.tile import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
 
 NUM_BANKS = 32
 BANK_BYTES = 4

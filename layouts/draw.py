@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from cute_flash.smem.tile import CHUNK_BYTES, VARIANTS, SmemTile
 from layouts.banks import BANK_BYTES, NUM_BANKS, Phase, tile_report
 from layouts.kernels import Use
-from layouts.smem import CHUNK_BYTES, VARIANTS, SmemTile
 
 NUM_GROUPS = NUM_BANKS * BANK_BYTES // CHUNK_BYTES
 

@@ -14,6 +14,7 @@ from functools import lru_cache, reduce
 from operator import add
 from typing import Protocol
 
+from cute_flash.smem.tile import SmemTile
 from layouts.banks import (
     BANK_BYTES,
     WARP,
@@ -27,9 +28,7 @@ from layouts.banks import (
     load_rows,
     store_fragment,
 )
-from layouts.smem import SmemTile
 
-WARPGROUP_ROWS = 64
 # Where all threads of a warp read one word.
 _BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
 _ONE_THREAD = Access((Phase(BANK_BYTES, ((0, 0),)),))
@@ -53,17 +52,10 @@ class Sm90Tile(Protocol):
     """What decides those of the wgmma kernel."""
 
     @property
-    def head_dim(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
-    @property
     def num_warpgroups(self) -> int: ...
     @property
     def q_stages(self) -> int: ...
-    @property
-    def width_v(self) -> int: ...
-    @property
-    def layout(self) -> str: ...
+    def operand_smem(self, operand: str) -> SmemTile: ...
 
 
 @dataclass(frozen=True)
@@ -157,10 +149,8 @@ def sm80_tiles(tile: Sm80Tile) -> dict[str, SmemTile]:
 
 
 def sm90_tiles(tile: Sm90Tile) -> dict[str, SmemTile]:
-    """Likewise; Q and O of one warpgroup."""
-    rows = {"Q": WARPGROUP_ROWS, "K": tile.tile_n, "V": tile.tile_n, "O": WARPGROUP_ROWS}
-    widths = {"Q": tile.head_dim, "K": tile.head_dim, "V": tile.width_v, "O": tile.width_v}
-    return {name: SmemTile(rows[name], widths[name], variant=tile.layout) for name in rows}
+    """The tiles in shared memory by operand; Q and O of one warpgroup."""
+    return {operand: tile.operand_smem(operand) for operand in "QKVO"}
 
 
 @lru_cache(maxsize=16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -23,6 +22,8 @@ from profiling import (
     features,
     figures,
     host,
+    host_cases,
+    host_report,
     machine,
     mods,
     mods_summary,
@@ -32,8 +33,10 @@ from profiling import (
     ncu_run,
     ranking,
     report,
+    start,
     tune,
 )
+from profiling.arguments import at_least_one, int_list, name_list, num_cores
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
@@ -58,45 +61,26 @@ from profiling.workers import Pool
 OK, FOUND_WANTING, NOT_MEASURED = 0, 1, 2
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in _names(text))
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
-    return value
-
-
-def _add_common(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    parser.add_argument(
-        "--providers",
-        type=_names,
-        default=tuple(names),
-        metavar="A,B",
-        help="default: " + ",".join(names) + "; also " + ",".join(BY_NAME_ONLY),
-    )
-    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m profiling", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="speed and accuracy, interleaved with the peers")
-    _add_common(bench, DEFAULT_NAMES)
+    bench.add_argument(
+        "--providers",
+        type=name_list,
+        default=DEFAULT_NAMES,
+        metavar="A,B",
+        help="default: " + ",".join(DEFAULT_NAMES) + "; also " + ",".join(BY_NAME_ONLY),
+    )
+    bench.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
     bench.add_argument("--suite", choices=SUITES, default="quick")
     bench.add_argument("--direction", choices=DIRECTIONS, default="fwd", help="default: %(default)s")
     bench.add_argument("--dtype", choices=DTYPES, default="bf16")
-    bench.add_argument("--head-dims", type=_integers, metavar="64,128", help="instead of the suite's")
-    bench.add_argument("--masks", type=_names, metavar=",".join(MASKS), help="instead of the suite's")
-    bench.add_argument("--lengths", type=_integers, metavar="512,8192", help="instead of the suite's")
-    bench.add_argument("--rounds", type=_at_least_one, default=6, help="default: %(default)s")
+    bench.add_argument("--head-dims", type=int_list, metavar="64,128", help="instead of the suite's")
+    bench.add_argument("--masks", type=name_list, metavar=",".join(MASKS), help="instead of the suite's")
+    bench.add_argument("--lengths", type=int_list, metavar="512,8192", help="instead of the suite's")
+    bench.add_argument("--rounds", type=at_least_one, default=6, help="default: %(default)s")
     bench.add_argument("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
     bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
     bench.add_argument("--outliers", action="store_true", help="check accuracy on outliers too")
@@ -104,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--reference", default="sdpa-flash", help="peer of ours/ref (default: %(default)s)")
     bench.add_argument("--base", type=Path, metavar="FILE", help="earlier JSON: exit 1 on a regression")
     bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
-    host_command = commands.add_parser("host", help="host time per call, import and first call")
-    _add_common(host_command, host.NAMES)
+    host_command = commands.add_parser("host", help="host time of calls beside SDPA and a floor, with goals")
+    host_cases.add_arguments(host_command, KERNELS)
     of_features = commands.add_parser("features", help="what features cost beside the call without them")
     _add_features(of_features, tuple(features.KINDS))
     mods_command = commands.add_parser("mods", help="users' functions, block maps and biases beside peers")
@@ -120,10 +104,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
     defaults, add = features.Settings(), parser.add_argument
-    add("--kinds", type=_names, default=kinds, metavar=",".join(kinds), help="default: all")
+    add("--kinds", type=name_list, default=kinds, metavar=",".join(kinds), help="default: all")
     add("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
-    add("--head-dims", type=_integers, default=defaults.head_dims, metavar="64,128")
-    add("--rounds", type=_at_least_one, default=defaults.rounds, help="default: %(default)s")
+    add("--head-dims", type=int_list, default=defaults.head_dims, metavar="64,128")
+    add("--rounds", type=at_least_one, default=defaults.rounds, help="default: %(default)s")
     add("--ms", type=float, default=defaults.ms, help="of back-to-back calls (default: %(default)s)")
     add("--seed", type=int, default=defaults.seed)
     add("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
@@ -131,8 +115,8 @@ def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> No
 
 def _add_mods(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--functions", type=_names, default=(), metavar=",".join(mods.FUNCTIONS), help="default: all")
-    add("--peers", type=_names, default=(), metavar=",".join(mods.PEERS), help="default: all")
+    add("--functions", type=name_list, default=(), metavar=",".join(mods.FUNCTIONS), help="default: all")
+    add("--peers", type=name_list, default=(), metavar=",".join(mods.PEERS), help="default: all")
     add("--turns", type=Path, metavar="FILE", help="lock: those that share it compile at once, time in turn")
     add("--parts", type=Path, nargs="+", metavar="FILE", help="JSON of such processes put together; no GPU")
 
@@ -140,10 +124,10 @@ def _add_mods(parser: argparse.ArgumentParser) -> None:
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     kernels = tuple(ncu_case.LAYOUTS)
-    add("--kernels", type=_names, default=kernels, metavar=",".join(kernels), help="default: all")
+    add("--kernels", type=name_list, default=kernels, metavar=",".join(kernels), help="default: all")
     add(
         "--variants",
-        type=_names,
+        type=name_list,
         default=(),
         metavar="swizzled,plain",
         help="layouts of shared memory (default: all that a kernel can have)",
@@ -151,7 +135,7 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     ncu_case.add_shape(parser)
     add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="default: %(default)s")
     add("--ncu", default="ncu", metavar="PROGRAM", help="default: %(default)s, on the path")
-    add("--jobs", type=_at_least_one, default=_num_cores(), help="processes that compile (default: cores)")
+    add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
     add("--predict-only", action="store_true", help="profile nothing; needs no GPU")
     add("--from-exports", action="store_true", help="remake the record from the .csv files in --out; no GPU")
     add("--arch", metavar="sm_xx", help="what --predict-only predicts for (default: the GPU here)")
@@ -169,26 +153,22 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         metavar="EXPR|FILE",
         help='variants, such as "64: 192x{112,128} s{2,4} q2"; default: neighbours of the row of the table',
     )
-    add("--max-variants", type=_at_least_one, default=30, help="neighbours a head dim (default: %(default)s)")
-    add("--head-dims", type=_integers, metavar="64,128", help="default: those of the variants, or 64,128")
-    add("--masks", type=_names, default=MASKS, metavar=",".join(MASKS), help="default: all")
-    add("--lengths", type=_integers, metavar="512,8192", help="default: those of the quick suite")
+    add("--max-variants", type=at_least_one, default=30, help="neighbours a head dim (default: %(default)s)")
+    add("--head-dims", type=int_list, metavar="64,128", help="default: those of the variants, or 64,128")
+    add("--masks", type=name_list, default=MASKS, metavar=",".join(MASKS), help="default: all")
+    add("--lengths", type=int_list, metavar="512,8192", help="default: those of the quick suite")
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--peers", type=_names, default=("sdpa-flash",), metavar="A,B", help="the first is the reference")
-    add("--rounds", type=_at_least_one, default=5, help="default: %(default)s")
+    add("--peers", type=name_list, default=("sdpa-flash",), metavar="A,B", help="the first is the reference")
+    add("--rounds", type=at_least_one, default=5, help="default: %(default)s")
     add("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
     add("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
     add("--seed", type=int, default=0)
-    add("--jobs", type=_at_least_one, default=_num_cores(), help="processes that compile (default: cores)")
+    add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
     add("--resources", action="store_true", help="read registers and spills too: compiles twice")
     add("--compile-only", action="store_true", help="registers, spills and shared memory; needs no GPU")
     add("--arch", metavar="sm_xx", help="what --compile-only compiles for (default: the GPU here)")
     add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels there for later runs")
     add("--out", type=Path, metavar="FILE", help="write everything as JSON, after each cell")
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _available(args: argparse.Namespace, direction: str) -> tuple[list[Provider], dict[str, str]]:
@@ -246,18 +226,27 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _host(args: argparse.Namespace) -> int:
-    available, absent = _available(args, "fwd")
-    if not available:
-        return NOT_MEASURED
-    start = partial(host.start_times, "cuda", args.kernels)
-    data: dict[str, Any] = host.run_host(available, absent, EventTimer(), torch.device("cuda"), start)
-    data.update(machine=machine.facts(), kernels=args.kernels)
+    settings = host_cases.Settings.of(args)
+    # A wrong case is said before anything is measured.
+    settings.chosen()
+    base: dict[str, Any] = json.loads(args.base.read_text()) if args.base else {}
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: there is nothing to measure")
+    environment = {} if args.kernels == "auto" else {"CUTE_FLASH_KERNELS": args.kernels}
+    with progress(1 + args.processes + args.start) as step:
+        run = host.fresh_process(environment)
+        data = host.run_host(settings, run, lambda keys: list(precompile_all(keys, args.jobs)), step, base)
+        starts = start.start_times("cuda", args.kernels) if args.start else {}
+        if args.start:
+            step("start")
+    data.update(machine=machine.facts(), kernels=args.kernels, start=starts)
+    if "error" in starts:
+        data["errors"]["start"] = starts["error"]
     if args.out:
         write_json(data, args.out)
-    show(host.host_tables(data))
-    errors = {**data["errors"], **({"start": data["start"]["error"]} if "error" in data["start"] else {})}
-    print_lines("Failures", [f"{name}: {error}" for name, error in errors.items()])
-    return FOUND_WANTING if errors else OK
+    show([*host_report.host_tables(data), *([start.start_table(starts)] if "cold" in starts else [])])
+    print_lines("Failures", [f"{name}: {error}" for name, error in data["errors"].items()])
+    return FOUND_WANTING if host_report.is_wanting(data) else OK
 
 
 def _features(args: argparse.Namespace) -> int:

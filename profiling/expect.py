@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_flash.planning.plan import Plan
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Problem
@@ -56,7 +56,7 @@ class Expected:
 
 def uses_of(plan: Plan) -> tuple[Use, ...]:
     tile = plan.tile
-    return sm80_uses(tile) if isinstance(tile, FwdTile) else sm90_uses(tile)
+    return sm80_uses(tile) if isinstance(tile, FwdTileSm80) else sm90_uses(tile)
 
 
 def work_of(plan: Plan) -> Work:

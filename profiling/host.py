@@ -1,210 +1,272 @@
-"""What a call costs the host, and what the first call costs.
+"""Host time of a call: cute_flash beside torch's SDPA and beside a floor that is measured in the same run.
 
-Host time: a loop of warm calls that never waits for the GPU, on a shape so small that the GPU keeps up, with
-a synchronisation between loops so that the launch queue never fills. Start time: fresh processes import
-cute_flash after torch and finish one kernel, with an empty compile cache and then with what this left there.
+    case    One kind of call (plain, with a feature, varlen) in one direction. `fwd`: under no_grad; `train`:
+            the forward with gradients recorded; `bwd`: `torch.autograd.grad(out, inputs, dout,
+            retain_graph=True)` of one forward pass.
+    floor   The same allocations and bare launches: the kernels of a warm call, launched again with the
+            arguments of that call. Dropout's seed kernel and the fill of max_logit are part of the floor.
+    SDPA    The flash and the cuDNN backend on the same tensors. The fastest backend is compared.
+
+A loop of calls never waits for the GPU: the shape is so small that the GPU keeps up, and the GPU is
+synchronised between loops, so the launch queue never fills. All contenders of all cases run interleaved in
+one process, in shuffled order, and the value of a contender is the median of its loops. Fresh processes
+repeat this, one after another. The reported value is the median of the processes, with the lowest and the
+highest. Kernels are compiled before the first process starts, and every process loads them from the disk
+cache.
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import json
+import math
 import os
-import pstats
+import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from profiling.accuracy import draw
-from profiling.machine import ROOT
-from profiling.providers import Provider
-from profiling.suites import DTYPES, Shape
-from profiling.terminal import Table
-from profiling.timing import Contender, Failure, Timer, attempt, balanced, describe, repeat
+from profiling.host_cases import MADE_BY_TORCH, Case, Settings, contender
+from profiling.host_report import FLOOR, OURS, Place, Times, case_record, figures_of
+from profiling.terminal import Step
+from profiling.timing import Contender, EventTimer, Failure, Timer, attempt, describe, repeat
+from profiling.workers import Pool, Task, note
 
-SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
-NAMES = ("cute_flash", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
-# Fewer launches than the queue holds, so that the host never waits for a free place.
-CALLS, REPEATS = 200, 20
-WARM_STARTS = 3
-START_SECONDS = 120
-PROFILE_LINES = 15
-
-START = """
-import json, sys, time
-import torch
-device = sys.argv[1]
-q, k, v = (torch.randn(2, 8, 512, 64, device=device).to(torch.bfloat16) for _ in range(3))
-wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-wait()
-marks = [time.perf_counter()]
-import cute_flash
-attn = cute_flash.attn
-marks.append(time.perf_counter())
-for _ in range(2):
-    attn(q, k, v)
-    wait()
-    marks.append(time.perf_counter())
-steps = ("import_ms", "first_call_ms", "second_call_ms")
-print(json.dumps({step: 1e3 * (b - a) for step, a, b in zip(steps, marks, marks[1:])}))
-"""
+# A measuring process that reports nothing for so long counts as hung.
+LIMIT_S = 180.0
 
 
-@dataclass(frozen=True)
-class HostTime:
-    median_us: float
-    lowest_us: float
-    highest_us: float
-    repeat_us: tuple[float, ...]
+# ---- floor
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    key: Any  # CompileKey
+    function: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+@contextmanager
+def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
+    """Record every kernel launch of cute_flash inside the block, in order, with its positional arguments.
+
+    With `is_dry` nothing is compiled or launched: the list shows which kernels the calls need.
+
+    Bound functions of earlier calls are set aside meanwhile: no timed call runs through the recorder.
+    """
+    from cute_flash.runtime.gpu import Gpu, use_gpu
+
+    launches: list[Launch] = []
+
+    class Recorder(Gpu):
+        def kernel(self, key: Any) -> Callable[..., None]:
+            function = (lambda *args: None) if is_dry else super().kernel(key)
+
+            def launch(*args: Any) -> None:
+                launches.append(Launch(key, function, args))
+                function(*args)
+
+            return launch
+
+    with use_gpu(Recorder()):
+        yield launches
+
+
+def floor_of(ours: Contender, made_by_torch: Callable[[], Tensor] | None = None) -> Contender | None:
+    """The allocations and the launches of a call, without anything else; None if it launches no kernel.
+
+    An argument in memory that two calls do not share was allocated by the call. Launches of one stream are
+    ordered, so the floor's launches may share the recorded outputs, workspace and counters.
+    """
+    with ours.context(), recorded_launches() as launches:
+        ours.call()
+        num_first = len(launches)
+        ours.call()
+    first, second = launches[:num_first], launches[num_first:]
+    if [one.key for one in first] != [one.key for one in second]:
+        raise RuntimeError("two calls of one case launch different kernels")
+    if not second:
+        return None
+    shared = set(_memory(first))
+    made = None if made_by_torch is None else made_by_torch()
+    allocations: list[Callable[[], Tensor]] = []
+    for address, x in _memory(second).items():
+        if address in shared:
+            continue
+        is_made = made is not None and (x.shape, x.dtype) == (made.shape, made.dtype)
+        allocations.append(made_by_torch if is_made and made_by_torch else partial(torch.empty_like, x))
+    bare = [partial(one.function, *one.args) for one in second]
+
+    def floor() -> None:
+        _held = [allocate() for allocate in allocations]
+        for launch in bare:
+            launch()
+
+    return Contender(floor, ours.context)
+
+
+def _memory(launches: Sequence[Launch]) -> dict[int, Tensor]:
+    """By the address of their memory, the tensors among the arguments; one of those that share it."""
+    found: dict[int, Tensor] = {}
+    for one in launches:
+        for x in one.args:
+            for tensor in x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(tensor, Tensor):
+                    found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    return found
+
+
+def _call_once(case: Case, settings: Settings) -> None:
+    ours = contender(case, settings)
+    with ours.context():
+        ours.call()
+
+
+def needed_kernels(settings: Settings) -> list[Any]:
+    """The compile keys of all cases, without compiling. `measure` reports the cases that fail."""
+    timer, keys = EventTimer(), {}
+    for case in settings.chosen():
+        note(case.name)
+        with recorded_launches(is_dry=True) as launches:
+            attempt(partial(_call_once, case, settings), timer)
+        keys.update(dict.fromkeys(one.key for one in launches))
+    return list(keys)
+
+
+# ---- one process
+# ---------------------------------------------------------------------------------------------------------
 
 
 def host_times(
-    contenders: Mapping[str, Contender], timer: Timer, clock: Callable[[], float], calls: int, repeats: int
-) -> tuple[dict[str, HostTime], dict[str, str]]:
-    """Microseconds of host time per call, in balanced order, and the errors of the contenders that failed."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    errors: dict[str, str] = {}
+    contenders: Mapping[Place, Contender],
+    timer: Timer,
+    clock: Callable[[], float],
+    calls: int,
+    repeats: int,
+    order: random.Random,
+) -> Times:
+    """Microseconds of host time per call: the median of `repeats` loops, interleaved in shuffled order."""
+    loops: dict[Place, list[float]] = {place: [] for place in contenders}
+    errors: dict[Place, str] = {}
 
-    def one_repeat(contender: Contender) -> float:
-        with contender.context():
-            contender.call()
+    def one_loop(one: Contender) -> float:
+        with one.context():
+            one.call()
             timer.synchronize()
             start = clock()
-            repeat(contender.call, calls)
-            return 1e6 * (clock() - start) / calls
+            repeat(one.call, calls)
+            end = clock()
+            timer.synchronize()
+        return 1e6 * (end - start) / calls
 
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        # One more turn than is kept: the first compiles and loads.
+        # One more turn than is kept: the first compiles, loads and warms up.
         for turn in range(repeats + 1):
-            for name in balanced(list(times), turn):
-                value = attempt(partial(one_repeat, contenders[name]), timer)
-                if isinstance(value, Failure):
-                    errors[name] = value.message
-                    del times[name]
+            note(f"loop {turn} of {repeats}")
+            places = list(loops)
+            order.shuffle(places)
+            for place in places:
+                us = attempt(partial(one_loop, contenders[place]), timer)
+                if isinstance(us, Failure):
+                    errors[place] = us.message
+                    del loops[place]
                 elif turn > 0:
-                    times[name].append(value)
-                timer.synchronize()
+                    loops[place].append(us)
     finally:
         if was_collecting:
             gc.enable()
-    found = {n: HostTime(statistics.median(us), min(us), max(us), tuple(us)) for n, us in times.items()}
-    return found, errors
+    return Times({place: statistics.median(us) for place, us in loops.items()}, errors)
 
 
-def prepare_all(
-    providers: Sequence[Provider], timer: Timer, device: torch.device
-) -> tuple[dict[str, Contender], dict[str, str]]:
-    inputs = draw(SHAPE, DTYPES["bf16"], device, seed=0)
-    contenders: dict[str, Contender] = {}
-    errors: dict[str, str] = {}
-    for provider in providers:
-        call = attempt(partial(provider.prepare, *inputs, SHAPE.causal), timer)
-        if isinstance(call, Failure):
-            errors[provider.name] = call.message
-        else:
-            contenders[provider.name] = Contender(call, provider.context)
-    return contenders, errors
+def measure(settings: Settings, index: int) -> Times:
+    """All contenders of all cases in this process; `index` seeds the order."""
+    timer, device = EventTimer(), torch.device(settings.device)
+    contenders: dict[Place, Contender] = {}
+    errors: dict[Place, str] = {}
+
+    def prepare(place: Place, make: Callable[[], Contender | None]) -> None:
+        note(" ".join(place))
+        found = attempt(make, timer)
+        if isinstance(found, Failure):
+            errors[place] = found.message
+        elif found is not None:
+            contenders[place] = found
+
+    for case in settings.chosen():
+        ours = (case.name, OURS)
+        prepare(ours, partial(contender, case, settings))
+        if ours in contenders and not case.watcher:
+            made_by_torch = MADE_BY_TORCH.get(case.feature)
+            makes = made_by_torch(settings.shape, device) if made_by_torch else None
+            prepare((case.name, FLOOR), partial(floor_of, contenders[ours], makes))
+        for name, backend in case.sdpa.items():
+            prepare((case.name, name), partial(contender, case, settings, backend))
+    order = random.Random(index)
+    times = host_times(contenders, timer, time.perf_counter, settings.calls, settings.repeats, order)
+    return Times(times.us, {**errors, **times.errors})
 
 
-def python_profile(contender: Contender, timer: Timer, calls: int = CALLS) -> list[dict[str, Any]]:
-    """Where the Python time of a warm call goes. The profiler slows every frame: read shares, not times."""
-    profile = cProfile.Profile()
-    with contender.context():
-        contender.call()
-        timer.synchronize()
-        profile.runcall(repeat, contender.call, calls)
-    timer.synchronize()
-    # (file, line, name) -> (primitive calls, calls, own seconds, cumulative seconds, callers)
-    stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profile).stats  # type: ignore
-    rows = sorted(stats.items(), key=lambda item: item[1][2], reverse=True)[:PROFILE_LINES]
-    return [
-        {"where": f"{Path(file).name}:{line}({name})", "calls": n / calls, "own_us": 1e6 * own / calls}
-        for (file, line, name), (_, n, own, _, _) in rows
-    ]
+# ---- all processes
+# ---------------------------------------------------------------------------------------------------------
 
 
-def start_once(cache: Path, device: str, kernels: str, search_path: Path) -> dict[str, float]:
-    """One fresh process: milliseconds of the import, the first and the second call."""
-    paths = [str(search_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUTE_FLASH_CACHE_DIR": str(cache)}
-    if kernels != "auto":
-        environment["CUTE_FLASH_KERNELS"] = kernels
-    done = subprocess.run(
-        (sys.executable, "-c", START, device),
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-        cwd=search_path,
-        env=environment,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"exit {done.returncode}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def fresh_process(environment: Mapping[str, str]) -> Callable[..., Any]:
+    """Calls a function in a process of its own; RuntimeError if it fails."""
+    # The profiler would print lines about itself; read when torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        with Pool(1, environment, LIMIT_S) as pool:
+            (outcome,) = pool.run([Task(function, args)])
+        if outcome.error:
+            raise RuntimeError(f"{outcome.error} (at: {outcome.note})")
+        return outcome.value
+
+    return run
 
 
-def start_times(device: str, kernels: str = "auto", search_path: Path = ROOT) -> dict[str, Any]:
-    """`cold`: an empty cache; `warm`: the median of fresh processes that find the cache it left."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start = partial(start_once, Path(folder), device, kernels, search_path)
-            cold, warm = start(), [start() for _ in range(WARM_STARTS)]
-        except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
-            return {"error": describe(error)}
-    return {"cold": cold, "warm": {step: statistics.median(run[step] for run in warm) for step in cold}}
-
-
-@torch.no_grad()
 def run_host(
-    providers: Sequence[Provider],
-    unavailable: dict[str, str],
-    timer: Timer,
-    device: torch.device,
-    start: Callable[[], dict[str, Any]],
+    settings: Settings,
+    run: Callable[..., Any],
+    compile_all: Callable[[list[Any]], object],
+    step: Step,
+    base: Mapping[str, Any],
 ) -> dict[str, Any]:
-    contenders, errors = prepare_all(providers, timer, device)
-    found, failed = host_times(contenders, timer, time.perf_counter, CALLS, REPEATS)
-    ours = next((p.name for p in providers if p.is_ours and p.name in found), None)
-    profile = [] if ours is None else attempt(partial(python_profile, contenders[ours], timer), timer)
-    has_ours = any(provider.is_ours for provider in providers)
+    """Compile all kernels, then measure in one fresh process after another.
+
+    `run(function, *args)` calls a function in a fresh process. `base`: an earlier result, or nothing.
+    """
+    cases, processes, failed = settings.chosen(), [], {}
+    start = time.perf_counter()
+    try:
+        keys = run(needed_kernels, settings)
+        compile_all(keys)
+        step(f"{len(keys)} kernels compiled or found, {time.perf_counter() - start:.0f} s")
+    except Exception as error:
+        # The processes compile what is missing themselves.
+        failed["compile"] = describe(error)
+        step(f"compile: {failed['compile']}")
+    for index in range(settings.processes):
+        try:
+            processes.append(run(measure, settings, index))
+            us = processes[-1].us.get((cases[0].name, OURS), math.nan)
+            line = f"{cases[0].name} {us:.1f} us"
+        except RuntimeError as error:
+            line = failed[f"process {index + 1}"] = describe(error)
+        step(f"process {index + 1} of {settings.processes}: {line}, {time.perf_counter() - start:.0f} s")
+    errors = {" ".join(place): text for times in processes for place, text in times.errors.items()}
     return {
-        "shape": asdict(SHAPE),
-        "method": f"{CALLS} asynchronous calls x {REPEATS} repeats, synchronised between repeats; median",
-        "host": {name: asdict(value) for name, value in found.items()},
-        "errors": {**errors, **failed},
-        "unavailable": unavailable,
-        "profile": [] if isinstance(profile, Failure) else profile,
-        "start": start() if has_ours else {"error": "cute_flash is not available"},
+        "settings": asdict(settings),
+        "method": "host time per call: median of asynchronous loops in each process, contenders interleaved "
+        "in shuffled order; median of the processes; bwd: torch.autograd.grad with retain_graph=True",
+        "cases": {case.name: case_record(case, figures_of(case, processes), base) for case in cases},
+        "errors": {**failed, **errors},
     }
-
-
-def host_tables(data: dict[str, Any]) -> list[Table]:
-    rows = [
-        (name, *(f"{value[key]:.1f}" for key in ("median_us", "lowest_us", "highest_us")))
-        for name, value in data["host"].items()
-    ]
-    tables = [Table("Host time per warm call, us", ("provider", "median", "lowest", "highest"), tuple(rows))]
-    if "cold" in data["start"]:
-        steps = tuple(data["start"]["cold"])
-        kinds = ("cold", "warm")
-        starts = [(kind, *(f"{data['start'][kind][step]:.0f}" for step in steps)) for kind in kinds]
-        columns = ("compile cache", *(step.removesuffix("_ms").replace("_", " ") for step in steps))
-        tables.append(Table("A fresh process after `import torch`, ms", columns, tuple(starts)))
-    if data["profile"]:
-        lines = [(row["where"], f"{row['calls']:.1f}", f"{row['own_us']:.2f}") for row in data["profile"]]
-        title = "Python time of our call under the profiler, per call (shares, not times)"
-        tables.append(Table(title, ("function", "calls", "own us"), tuple(lines)))
-    return tables

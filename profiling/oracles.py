@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.shapes import lse_dtype
 from profiling.accuracy import Oracle
 
 BLOCK_ROWS, MAX_BLOCKS = 256, 4
@@ -94,7 +95,7 @@ def _gradients(attend: Attend, tensors: Sequence[Tensor], causal: bool) -> tuple
     q, k, v, dout = tensors
     # In low precision the part of each block is rounded, and then their sum, as a product over all rows would
     # be: dk and dv are some 5 % further from exact than without blocks.
-    wide = reference.accumulator_dtype(q.dtype)
+    wide = lse_dtype(q.dtype)
     dq, (dk, dv) = [], (torch.zeros_like(x, dtype=wide) for x in (k, v))
     for start in range(0, q.shape[2], BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, q.shape[2]))

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cute_flash import reference
 from cute_flash.jit.compile import compiled, precompile
 from cute_flash.jit.resources import resources
 from cute_flash.ops import problem_of
 from cute_flash.planning.plan import Plan
-from cute_flash.reference import tiled as reference
 from cute_flash.runtime import counters
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div

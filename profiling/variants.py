@@ -1,7 +1,7 @@
 """Which variants of a kernel are tried: written as compact strings, or found around a row of the tile table.
 
     64: 192x128 s4 q2 c1 t0      fwd_sm90, head dim 64: 192 rows by 128 keys, 4 stages of K and V, 2 of Q,
-                                 sums checked, no turns
+                                 speculative row max, no ping-pong
     64: 128x64 w4 s2 q4          fwd_sm80: 4 warps, 2 stages, 4 steps of Q kept
     128: 128x{48,64} s{1,2}      a set: every combination that is feasible
     128x64 s2                    of every head dim that is tuned; a field left out has the tile's default
@@ -19,11 +19,12 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cute_flash.planning.plan import Plan, plan, use_kernels
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.plan import Plan, plan
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from profiling.suites import MASKS, Shape
 
@@ -47,7 +48,7 @@ class InfeasibleError(ValueError):
     """A well-formed variant that the kernel or the architecture refuses."""
 
 
-Tile = FwdTile | FwdTileSm90
+Tile = FwdTileSm80 | FwdTileSm90
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Family:
     """
 
     kernels: str  # as `use_kernels` takes it
-    tile: type[FwdTile] | type[FwdTileSm90]
+    tile: type[FwdTileSm80] | type[FwdTileSm90]
     letters: Mapping[str, str]  # of the compact form, each with the field of the tile that it sets
     choices: Mapping[str, tuple[int, ...]]  # values of each field worth trying, in ascending order
     max_accumulators: Callable[[Any], int]  # registers of a thread for them, by tile
@@ -77,9 +78,9 @@ FAMILIES = {
         letters={
             "s": "stages",
             "q": "q_stages",
-            "c": "checks_sums",
-            "l": "checks_cut_sums",
-            "t": "takes_turns",
+            "c": "speculative_max",
+            "l": "speculative_max_masked",
+            "t": "ping_pong",
             "d": "head_dim",
         },
         choices={
@@ -87,20 +88,20 @@ FAMILIES = {
             "tile_n": (64, 80, 96, 112, 128, 144, 160, 176, 192),
             "stages": (1, 2, 4, 8),
             "q_stages": (1, 2),
-            "checks_sums": (False, True),
-            "checks_cut_sums": (False, True),
-            "takes_turns": (False, True),
+            "speculative_max": (False, True),
+            "speculative_max_masked": (False, True),
+            "ping_pong": (False, True),
         },
         max_accumulators=lambda tile: tile.registers[1] - SM90_OTHER_REGISTERS,
-        # One warpgroup has nobody to take turns with, and cut blocks alone are not worth looking at.
+        # One warpgroup has no partner for ping-pong; a speculative max in masked blocks only gains nothing.
         is_redundant=lambda tile: (
-            (tile.num_warpgroups == 1 and not tile.takes_turns)
-            or (tile.checks_cut_sums and not tile.checks_sums)
+            (tile.num_warpgroups == 1 and not tile.ping_pong)
+            or (tile.speculative_max_masked and not tile.speculative_max)
         ),
     ),
     "fwd_sm80": Family(
         kernels="sm80",
-        tile=FwdTile,
+        tile=FwdTileSm80,
         letters={"w": "num_warps", "s": "stages", "q": "q_steps", "d": "head_dim"},
         choices={
             "tile_m": (64, 128, 256),

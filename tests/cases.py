@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 

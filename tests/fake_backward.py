@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_flash import backward, ops
 from cute_flash.planning.plan import MAX_SEQLEN, BwdPlan, CompileKey, bwd_plan
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
 from tests.fake_custom import Given
@@ -125,7 +125,7 @@ class Terms(NamedTuple):
         if self.rng is None or self.threshold is None or self.keep_scale is None:
             return 1.0
         dropout = dropped(self.threshold, self.keep_scale, self.rng, heads)
-        return dropout.kept(batch, range(heads), rows, keys) * self.keep_scale
+        return dropout.keep_mask(batch, range(heads), rows, keys) * self.keep_scale
 
     def capped(self, scores: Tensor) -> tuple[Tensor, Tensor | float]:
         """The scores, and by what their gradients grow."""
@@ -136,7 +136,7 @@ class Terms(NamedTuple):
 
 
 def slope_warps(key: CompileKey) -> int:
-    return key.tile.num_warps if isinstance(key.tile, BwdTile) else 8
+    return key.tile.num_warps if isinstance(key.tile, BwdTileSm80) else 8
 
 
 def _main(key, q, k, v, dout, lse_log2, d, sums, *rest) -> None:

@@ -17,7 +17,7 @@ from cute_flash.device.ptx import rederived
 from cute_flash.device.stages import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.planning.tiles.common import WARP_ROWS
-from layouts.smem import SmemTile
+from cute_flash.smem.tile import SmemTile
 
 VALUES = 8  # of a k-step in a thread
 KEYS_OF_WARP = 64  # in one register of all lanes

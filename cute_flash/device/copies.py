@@ -40,13 +40,13 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
     return cute.make_tensor(
-        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride), 1))
+        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride, gX), 1))
     )
 
 
-def _narrow(stride: cutlass.Int64) -> Int32:
+def _narrow(stride: cutlass.Int64, gX: cute.Tensor) -> Int32:
     """Row strides are multiples of the vector: said again, because the conversion to 32 bits forgets it."""
-    return cute.assume(Int32(stride), divby=8)
+    return cute.assume(Int32(stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ class RowTiles:
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)
-        pred = cute.make_rmem_tensor(
-            cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean
-        )
+        pred = cute.make_rmem_tensor(cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean)
         for m in cutlass.range_constexpr(rows if check_rows else 1):
             for k in cutlass.range_constexpr(cols):
                 row, col = tXcX[(0, 0), m, k]

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import warp
 
 from cute_flash.device.ldmatrix import STEP, Landing, Operand, operand
 from cute_flash.device.views import transposed
-from layouts.smem import SmemTile
+from cute_flash.smem.tile import SmemTile
 
 
 @dataclass(frozen=True)

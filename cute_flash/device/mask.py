@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.band import Band
 from cute_flash.device.views import as_mn
-from cute_flash.spec.band import Band
 
 
 def column_offset(c: int) -> int:

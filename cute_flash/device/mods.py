@@ -97,7 +97,7 @@ class CuteArithmetic:
         return TYPES[kind](value)
 
     def load(self, table: cute.Tensor, indices: Sequence[Int32], kind: str) -> Any:
-        found = table[within(table, indices)]
+        found = table[clamp_indices(table, indices)]
         return found != 0 if kind == "bool" else TYPES[kind](found)
 
     def op(self, node: Node, *args: Any) -> Any:
@@ -114,7 +114,7 @@ class CuteArithmetic:
         return TYPES[node.kind](OPS[node.op](*args))
 
 
-def within(table: cute.Tensor, indices: Sequence[Int32]) -> Any:
+def clamp_indices(table: cute.Tensor, indices: Sequence[Int32]) -> Any:
     """The coordinate of an element, moved to the nearest that is there."""
     if not indices:
         return 0

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32
 from cute_flash.device.bias_bwd import BiasBlock, BiasTerms
 from cute_flash.device.entry_list import EntryLists
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mods import CuteArithmetic, within
+from cute_flash.device.mods import CuteArithmetic, clamp_indices
 from cute_flash.device.place import Place
 from cute_flash.device.ptx import pack, select_if
 from cute_flash.device.score_bwd import BlockScores, bits_and, derivative
@@ -123,8 +123,7 @@ class Function:
         offsets = [place.row_offset(r) for r in range(num_rows)]
         key = Float32(place.key)
         self.keys = [
-            self.evaluator.at_column(self.head, place.key + offset, key + Float32(offset))
-            for offset in offsets
+            self.evaluator.at_column(self.head, place.key + offset, key + Float32(offset)) for offset in offsets
         ]
         self.query = Float32(place.query)
 
@@ -376,7 +375,7 @@ class TableSums:
         for i, load in enumerate(self.code.loads):
             grad = self.code.chosen(outputs, load.output, nothing)
             into = self.dtables[self.code.wanted.index(load.capture)]
-            place = within(into, [outputs[j] for j in load.indices])
+            place = clamp_indices(into, [outputs[j] for j in load.indices])
             self.sums.add(i, self.code.depends(load), r, grad, into, place)
 
 

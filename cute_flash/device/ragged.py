@@ -22,7 +22,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from cute_flash.device.smem import byte_swizzle, to_cute
+from cute_flash.smem.tile import SmemTile
 
 WRAP = 1 << 30
 MANY = 0x7FFF0000

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.planning.varlen import HEADER, ITEM, padded_block
+from cute_flash.planning.varlen import TILE_LIST_HEADER, TILE_LIST_WIDTH, padded_block
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ NUMBERS = 5
 class WorkList:
     """What `kernels/prepare.py` has written: see `cute_flash/work.py`."""
 
-    mItems: cute.Tensor  # (HEADER + items, ITEM)
+    mItems: cute.Tensor  # (TILE_LIST_HEADER + items, TILE_LIST_WIDTH)
     heads: Int32
     section: Int32  # heads that run side by side
 
@@ -106,9 +106,9 @@ class WorkList:
 @cute.jit
 def read_item(mItems: cute.Tensor, item: Int32):
     """A tile of the list: block, and the numbers of the sequence."""
-    row = cute.make_rmem_tensor(ITEM, Int32)
-    source = (mItems.iterator + (item + HEADER) * ITEM).align(16)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(ITEM)), row)
+    row = cute.make_rmem_tensor(TILE_LIST_WIDTH, Int32)
+    source = (mItems.iterator + (item + TILE_LIST_HEADER) * TILE_LIST_WIDTH).align(16)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(TILE_LIST_WIDTH)), row)
     uniform = cute.arch.make_warp_uniform
     block, *numbers = (uniform(row[i]) for i in range(1 + NUMBERS))
     return block, tuple(numbers)

@@ -3,8 +3,9 @@
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.planning.tiles.common import SMEM_ALIGN
-from layouts.smem import SmemTile, byte_swizzle, to_cute
+from cute_flash.smem.tile import SmemTile
 
 
 def allocate_stages(smem: SmemAllocator, dtype, one: SmemTile, stages: int) -> cute.Tensor:

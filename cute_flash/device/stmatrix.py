@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from layouts.smem import CHUNK_BYTES, WAVEFRONT_BYTES
+from cute_flash.smem.tile import CHUNK_BYTES, WAVEFRONT_BYTES
 
 MATRIX = 8
 MATRIX_BYTES = MATRIX * WAVEFRONT_BYTES  # rows of the tile that one n8 tile fills

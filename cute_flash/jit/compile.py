@@ -32,42 +32,13 @@ from typing import Any
 
 from cute_flash.jit.disk import CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
-from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.registry import KERNELS
 
-KERNELS = {
-    "fwd_sm80": ("cute_flash.kernels.fwd_sm80", "FwdSm80"),
-    "fwd_sm90": ("cute_flash.kernels.fwd_sm90", "FwdSm90"),
-    "fwd_sm80_general": ("cute_flash.kernels.fwd_general", "FwdSm80General"),
-    "fwd_sm90_general": ("cute_flash.kernels.fwd_general", "FwdSm90General"),
-    "fwd_sm80_custom": ("cute_flash.kernels.fwd_custom", "FwdSm80Custom"),
-    "fwd_sm90_custom": ("cute_flash.kernels.fwd_custom", "FwdSm90Custom"),
-    "prepare_fwd": ("cute_flash.kernels.prepare", "PrepareFwd"),
-    "prepare_fwd_early": ("cute_flash.kernels.prepare", "PrepareFwdEarly"),
-    "prepare_bwd": ("cute_flash.kernels.prepare", "PrepareBwd"),
-    "bwd_sm90": ("cute_flash.kernels.bwd_sm90", "BwdSm90"),
-    "bwd_sm90_wide": ("cute_flash.kernels.bwd_sm90_wide", "BwdSm90Wide"),
-    "bwd_sm90_ordered": ("cute_flash.kernels.bwd_sm90", "BwdSm90Ordered"),
-    "bwd_preprocess": ("cute_flash.kernels.bwd_around", "BwdPreprocess"),
-    "bwd_preprocess_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessWithDLSE"),
-    "bwd_preprocess_ordered": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrdered"),
-    "bwd_preprocess_ordered_dlse": ("cute_flash.kernels.bwd_around", "BwdPreprocessOrderedWithDLSE"),
-    "bwd_postprocess": ("cute_flash.kernels.bwd_around", "BwdPostprocess"),
-    "bwd_sm80": ("cute_flash.kernels.bwd_sm80", "BwdSm80"),
-    "bwd_sm80_ordered": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80Ordered"),
-    "bwd_sm80_ordered_general": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80OrderedGeneral"),
-    "bwd_sm80_general": ("cute_flash.kernels.bwd_general", "BwdSm80General"),
-    "bwd_sm90_general": ("cute_flash.kernels.bwd_general", "BwdSm90General"),
-    "bwd_sm90_ordered_general": ("cute_flash.kernels.bwd_general", "BwdSm90OrderedGeneral"),
-    "bwd_sm80_custom": ("cute_flash.kernels.bwd_custom", "BwdSm80Custom"),
-    "bwd_sm80_ordered_custom": ("cute_flash.kernels.bwd_sm80_ordered", "BwdSm80OrderedCustom"),
-    "bwd_sm90_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90Custom"),
-    "bwd_sm90_ordered_custom": ("cute_flash.kernels.bwd_custom", "BwdSm90OrderedCustom"),
-    "bwd_postprocess_sm80": ("cute_flash.kernels.bwd_sm80_post", "BwdPostprocessSm80"),
-}
 # Files whose text decides the generated code (this one by the compiler's options).
 SOURCES = (
-    "kernels/**/*.py", "device/**/*.py", "score_mod/**/*.py", "spec/**/*.py", "planning/**/*.py",
-    "jit/compile.py", "../layouts/**/*.py",
+    "kernels/**/*.py", "device/**/*.py", "smem/**/*.py", "score_mod/**/*.py", "spec/**/*.py",
+    "planning/**/*.py", "jit/compile.py",
 )  # fmt: skip
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")
@@ -99,13 +70,6 @@ def _count(**more: int) -> None:
 def exclusive() -> AbstractContextManager:
     """Hold the DSL: one compilation at a time in a process."""
     return _lock
-
-
-def compiled(plan: Plan) -> Callable[..., None]:
-    """A plan's launch, on torch's current stream:
-    `f(q, k, v, out, lse, scale, left, right, *plan.launch_arguments)`.
-    """
-    return compiled_kernel(plan.key)
 
 
 def compiled_kernel(key: CompileKey) -> Callable[..., None]:
@@ -214,18 +178,19 @@ def driver_cuda_version() -> int:
 
 def kernel_of(key: CompileKey) -> Any:
     """The kernel object of a key; this is where cutlass is imported."""
-    module, name = KERNELS[key.kernel]
-    return getattr(importlib.import_module(module), name)(key.static, key.tile)
+    module, name = KERNELS[key.kernel].path.split(":")
+    return getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
 
 
 def cute_compile(key: CompileKey, options: str = "") -> Any:
     """Trace and compile; the caller holds the lock."""
     import cutlass.cute as cute
 
-    kernel = kernel_of(key)
+    from cute_flash.kernels.common.fakes import fake_arguments
+
     return cute.compile(
-        kernel,
-        *kernel.fake_arguments(),
+        kernel_of(key),
+        *fake_arguments(KERNELS[key.kernel].operands, key.static, key.tile),
         options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip(),
     )
 

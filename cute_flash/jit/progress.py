@@ -1,4 +1,4 @@
-"""Progress of a slow step on stderr: seconds counted in place on a terminal, plain lines elsewhere."""
+"""Progress of a slow step on stderr: elapsed seconds in place on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-TICK_SECONDS = 0.5
+UPDATE_SECONDS = 0.5
 CLEAR_LINE = "\r\x1b[K"
 
 
 @contextmanager
-def ticking(what: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Say that `what` is under way, and at its end how long it took.
+def progress(step: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Print that a step runs, and at its end how long it took.
 
-    The stream is taken once, here: a step may redirect sys.stderr to read what the compiler prints.
+    `sys.stderr` is read once, at the start: the step may redirect it to capture what the compiler prints.
     """
     stream = stream or sys.stderr
     start, done = time.monotonic(), threading.Event()
     is_terminal = stream.isatty()
 
-    def tick() -> None:
-        while not done.wait(TICK_SECONDS):
-            stream.write(f"{CLEAR_LINE}{what} ... {time.monotonic() - start:.0f} s")
-            stream.flush()
-
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         stream.write(text)
         stream.flush()
 
-    say(f"{what} ..." + ("" if is_terminal else "\n"))
-    thread = threading.Thread(target=tick, daemon=True)
+    def count_seconds() -> None:
+        while not done.wait(UPDATE_SECONDS):
+            write(f"{CLEAR_LINE}{step} ... {time.monotonic() - start:.0f} s")
+
+    write(f"{step} ..." + ("" if is_terminal else "\n"))
+    thread = threading.Thread(target=count_seconds, daemon=True)
     if is_terminal:
         thread.start()
     outcome = "failed after"
@@ -44,4 +43,4 @@ def ticking(what: str, stream: TextIO | None = None) -> Iterator[None]:
         done.set()
         if is_terminal:
             thread.join()
-        say(f"{CLEAR_LINE if is_terminal else ''}{what}: {outcome} {time.monotonic() - start:.1f} s\n")
+        write(f"{CLEAR_LINE if is_terminal else ''}{step}: {outcome} {time.monotonic() - start:.1f} s\n")

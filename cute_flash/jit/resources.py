@@ -87,8 +87,8 @@ class Resources:
 
 
 def resources(plan: Plan) -> Resources:
-    """Compile a plan's kernel for its target and read what it uses. Takes seconds; nothing is cached."""
-    return kernel_resources(plan.key)
+    """Compile the main kernel of a plan and read what it uses. Takes seconds; nothing is cached."""
+    return kernel_resources(plan.main)
 
 
 def kernel_resources(key: CompileKey) -> Resources:

@@ -1,1 +1,1 @@
-"""One file per kernel."""
+"""Kernels, one folder per family, and the parts that both families share."""

@@ -1,44 +1,46 @@
-"""The tiles of a packed batch, written down by a kernel: how many there may be, and in which order they come.
+"""The tile list of a varlen batch: its layout, how many tiles there may be, and in which order they come.
 
-How long the sequences are is known on the GPU only. So a kernel (`kernels/prepare.py`) lists their tiles, and
-all others take theirs from the list. A list is an int32 tensor (HEADER + items, ITEM): row 0 begins with the
-number of items, each other row is one tile:
+Only the GPU knows the lengths of the sequences. A scheduler kernel (`kernels/common/varlen_scheduler.py`) lists
+their tiles, and the other kernels read theirs from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
+TILE_LIST_WIDTH): row 0 begins with the number of tiles, each further row is one tile:
 
     block, sequence, q_begin, q_len, k_begin, k_len
 
-Sequences with the longest tiles come first, and each one's tiles lie side by side, for them to find its keys
-in L2; where a mask makes some of them shorter than half of the longest, those take their place among tiles of
-their own length, for short ones to fill the end. Rows that belong to no sequence, those after the last offset
-and keys that are not used, are sequences too, without a partner: their tiles write zeros, and come last.
+Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they find its keys in
+L2. Where a mask makes some of them shorter than half of the longest, those are listed among tiles of their own
+length, so that short ones fill the end. Rows that belong to no sequence (those after the last offset, and keys
+that are not used) are listed last as sequences without keys or queries; their tiles write zeros.
 
-Functions run on Python ints and on traced DSL integers alike.
+Functions that the scheduler kernel shares take the arithmetic of its traced integers from a `device.band.Band`.
 """
 
 from __future__ import annotations
 
-from cute_flash.spec.band import Band, Index, _max, _min, ceil_div
+from collections.abc import Callable
 
-ITEM = 8
-# How a sequence's tiles lie: from the first on, from the last on, or so, but short ones apart.
-ASCENDS, DESCENDS, BY_LENGTH = 0, 1, 2
-HEADER = 1
-# Classes of length, each of which is one thread's of the kernel.
-BUCKETS = 640
+from cute_flash.spec.band import Band, Index, ceil_div
+
+TILE_LIST_WIDTH = 8
+# Order of the tiles of a sequence: ascending, descending, or the longer end first with short tiles apart.
+ASCENDING, DESCENDING, BY_LENGTH = 0, 1, 2
+TILE_LIST_HEADER = 1
+# Classes of tile length; each is one thread of the scheduler kernel.
+NUM_LENGTH_CLASSES = 640
 _EXACT_BITS, _MAX_BITS = 6, 24
 
 
-def bucket(cost: Index) -> Index:
+def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) -> Index:
     """The class of a tile with so many blocks: exact below 64, from there on 32 classes an octave."""
     shift = 0
     for bits in range(_EXACT_BITS, _MAX_BITS):
-        shift = _min(cost >> bits, 1) + shift
-    return _min(32 * shift + (cost >> shift), BUCKETS - 1)
+        shift = minimum(cost >> bits, 1) + shift
+    return minimum(32 * shift + (cost >> shift), NUM_LENGTH_CLASSES - 1)
 
 
-def most_blocks(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
+def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
     """Blocks of columns of the longest tile of a sequence, near enough to sort by."""
-    last, sizes = _max(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
-    return _max(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
+    last, sizes = band.maximum(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
+    return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
 
 
 def num_blocks(
@@ -52,13 +54,13 @@ def num_blocks(
 def descends_by_length(
     band: Band, num: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
 ) -> Index:
-    """Whether the last of `num` tiles is longer than the first, as DESCENDS or ASCENDS."""
+    """Whether the last of `num` tiles is longer than the first, as DESCENDING or ASCENDING."""
     sizes = (rows, columns, tile_rows, tile_columns)
     more = num_blocks(band, num - 1, *sizes) - num_blocks(band, num * 0, *sizes)
-    return _min(_max(more, ASCENDS), DESCENDS)
+    return band.minimum(band.maximum(more, ASCENDING), DESCENDING)
 
 
-def max_items(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:
+def max_tiles(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:
     """Tiles that sequences of `total` rows together may have: each one's last may be a part of one.
 
     `has_unused`: each may have rows at its end that are not used.

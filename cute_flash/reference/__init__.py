@@ -1,1 +1,24 @@
-"""The CPU path and the oracles."""
+"""Attention in plain PyTorch: the CPU path, the fp64 oracle, and the papers' loop orders.
+
+    forward, backward               the CPU path of `attn`: exact and tiled, O(S) memory at any length
+    dense                           the oracle: fp64, materialises S; every test compares with it
+    dense_low_precision             the same maths in the input's precision: the error that precision explains
+    tiled_q_outer, tiled_kv_outer   the loop orders of FlashAttention 2 and 1, which count the bytes they move
+
+`merge.py` has `merge` and `attention_probs`, which run on any device.
+"""
+
+from cute_flash.reference.cpu import backward, forward
+from cute_flash.reference.dense import dense, dense_low_precision, plain_args
+from cute_flash.reference.loops import Traffic, tiled_kv_outer, tiled_q_outer
+
+__all__ = [
+    "Traffic",
+    "backward",
+    "dense",
+    "dense_low_precision",
+    "forward",
+    "plain_args",
+    "tiled_kv_outer",
+    "tiled_q_outer",
+]

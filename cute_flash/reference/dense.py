@@ -2,48 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from cute_flash.reference.loops import accumulator_dtype, default_scale, group_size
-from cute_flash.reference.score import Score, capped, distance
-from cute_flash.reference.user_mods import PartWritten, Written
+from cute_flash.reference.loops import default_scale, group_size
+from cute_flash.reference.score import Part, ScoreBlock, ScoreFeatures
+from cute_flash.reference.varlen import sequences
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
+from cute_flash.spec.shapes import lse_dtype
+
+
+def plain_args(q: Tensor, band: Band | None = None, scale: float | None = None) -> AttentionArgs:
+    """The arguments of a call without features."""
+    left, right = (None, None) if band is None else band.bounds
+    return AttentionArgs(scale=default_scale(q, scale), window_left=left, window_right=right)
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None = None, score: Score | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band | None = None,
+    scale: float | None = None,
+    *,
+    args: AttentionArgs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The oracle: out and LSE in fp64. Differentiable, also through rows that see no key."""
-    group = group_size(q, k)
-    K, V = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    S = (q.double() @ K.mT) * default_scale(q, scale)
-    S = _modified(S, score)
-    P, lse = _probabilities(S, _mask(q, k, band) & _seen(S, score), score)
-    return _dropped(P, score) @ V, lse
+    """The oracle: out and LSE in fp64. Differentiable, also through rows that see no key.
+
+    `args` describes a call with features, dense or varlen, in place of `band` and `scale`.
+    """
+    args = plain_args(q, band, scale) if args is None else args
+    return _each_sequence(_dense, q, k, v, args)
 
 
 def dense_low_precision(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None = None, score: Score | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band | None = None,
+    scale: float | None = None,
+    *,
+    args: AttentionArgs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same maths as unfused PyTorch does it on a GPU: S, P and out rounded to the input's dtype.
 
     Its distance from `dense` is what that dtype costs a careful implementation; a kernel is right when it is
     no more than twice as far. K takes the scale before the product, which keeps fp16 scores in range. The
     products accumulate in fp32 on every machine: on a CPU without bf16 arithmetic PyTorch would do worse.
-    Softcap and ALiBi are fp32 arithmetic on rounded scores: a bias of thousands rounded to bf16 would be no
-    measure. Differentiable as `dense` is.
+    Score features are fp32 arithmetic on rounded scores: an ALiBi bias of thousands rounded to bf16 would be
+    no measure. Arguments and differentiability as for `dense`.
     """
-    dtype, wide = q.dtype, accumulator_dtype(q.dtype)
-    mask = _mask(q, k, band)
+    args = plain_args(q, band, scale) if args is None else args
+    return _each_sequence(_dense_low_precision, q, k, v, args)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int) -> tuple[Tensor, Tensor]:
     group = group_size(q, k)
+    K, V = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    block = _single_block(q, k, args, sequence, torch.float64)
+    S = block.apply((q.double() @ K.mT) * args.scale)
+    P, lse = _probabilities(S, _mask(S, args.band, block), block.features.sinks)
+    return _drop(P, block) @ V, lse
+
+
+def _dense_low_precision(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, sequence: int) -> tuple[Tensor, Tensor]:
+    dtype, wide, group = q.dtype, lse_dtype(q.dtype), group_size(q, k)
     K, V = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    K = K * default_scale(q, scale)
+    K = K * args.scale
     S = (q.to(wide) @ K.to(wide).mT).to(dtype)
-    if score is not None:
-        S = _modified(S.to(wide), score)
-        P, lse = _probabilities(S, mask & _seen(S, score), score)
-        return (_dropped(P.to(dtype), score).to(wide) @ V.to(wide)).to(dtype), lse
+    block = _single_block(q, k, args, sequence, wide)
+    has_features = args.softcap or args.dropout or args.has_mods or not (args.alibi is args.sinks is None)
+    if has_features:
+        S = block.apply(S.to(wide))
+        P, lse = _probabilities(S, _mask(S, args.band, block), block.features.sinks)
+        return (_drop(P.to(dtype), block).to(wide) @ V.to(wide)).to(dtype), lse
+    mask = _mask(S, args.band, block)
     empty = ~mask.any(dim=-1)
     S = S.masked_fill(~mask, -torch.inf).masked_fill(empty[:, None], 0.0)
     P = torch.softmax(S, dim=-1).masked_fill(~mask, 0.0)
@@ -51,64 +87,69 @@ def dense_low_precision(
     return (P.to(wide) @ V.to(wide)).to(dtype), lse
 
 
-def _modified(S: Tensor, score: Score | None) -> Tensor:
-    """Softcap, ALiBi, bias and score_mod."""
-    if score is None:
-        return S
-    sq, sk = S.shape[2:]
-    if score.softcap is not None:
-        S = capped(S, score.softcap)
-    if score.alibi is not None:
-        i, j = (torch.arange(n, device=S.device) for n in (sq, sk))
-        S = S - score.alibi.to(S.dtype)[:, :, None, None] * distance(i, j, sq, sk, S.dtype)
-    if score.written is not None:
-        S, _ = _whole(S, score.written).apply(S, range(sq), range(sk))
-    return S
+def _each_sequence(
+    attention: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs
+) -> tuple[Tensor, Tensor]:
+    """Dense attention, or that of each sequence of a varlen batch; its padding gives 0 and -inf."""
+    if args.cu_seqlens_q is None:
+        return attention(q, k, v, args, 0)
+    outs, lses, end = [], [], 0
+    for s in sequences(q, k, args):
+        out, lse = attention(s.of_queries(q), s.of_keys(k), s.of_keys(v), args, s.index)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+        end = s.queries.stop
+    outs.append(outs[0].new_zeros(len(q) - end, q.shape[1], v.shape[2]))
+    lses.append(lses[0].new_full((q.shape[1], len(q) - end), -torch.inf))
+    return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def _seen(S: Tensor, score: Score | None) -> Tensor:
-    """What mask_mod and score_mod leave visible, to broadcast with S."""
-    seen = torch.ones((), dtype=torch.bool, device=S.device)
-    if score is None or score.written is None:
-        return seen
-    hidden = _whole(S, score.written).hidden(range(S.shape[2]), range(S.shape[3]), S.device)
-    seen = seen if hidden is None else ~hidden.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)
-    return seen & (S.detach() != -torch.inf)
+def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtype: torch.dtype) -> ScoreBlock:
+    """All scores as one block; every query head has keys and values of its own."""
+    (batch, heads, sq, _), sk = q.shape, k.shape[2]
+    part = Part(batch=range(sequence, sequence + batch), heads_kv=range(heads), group=1)
+    # `in_band`: the band's mask comes from its definition, in `_mask`.
+    return ScoreFeatures(args, part, (sq, sk), dtype, heads).block(range(sq), range(sk), in_band=True)
 
 
-def _whole(S: Tensor, written: Written) -> PartWritten:
-    """All scores as one block."""
-    return PartWritten(written, range(S.shape[0]), range(S.shape[1]), 1, S.dtype)
+def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
+    """True where a score is visible, to broadcast with S: (Sq, Sk) without user mods."""
+    mask = band_mask(band, S.shape[2], S.shape[3], S.device)
+    if block.features.mods is None:
+        return mask
+    # The block lies inside the band, so this is the mask of the user mods alone.
+    mod_mask = block.visible(S.device)
+    if mod_mask is not None:
+        mask = mask & mod_mask.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)
+    # A score_mod masks by -inf.
+    return mask & (S.detach() != -torch.inf)
 
 
-def _probabilities(S: Tensor, mask: Tensor, score: Score | None) -> tuple[Tensor, Tensor]:
-    """P and LSE of modified scores, under the mask and beside the sinks."""
+def band_mask(band: Band, sq: int, sk: int, device: torch.device) -> Tensor:
+    """(Sq, Sk), true where visible: straight from the definition of the band, row by row."""
+    lo = torch.tensor([band.lo(i, sq, sk) for i in range(sq)], dtype=torch.int64, device=device)[:, None]
+    hi = torch.tensor([band.hi(i, sq, sk) for i in range(sq)], dtype=torch.int64, device=device)[:, None]
+    j = torch.arange(sk, device=device)[None, :]
+    return (lo <= j) & (j < hi)
+
+
+def _probabilities(S: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """P and LSE of scores, with the mask and beside the sinks."""
     S = S.masked_fill(~mask, -torch.inf)
-    if score is not None and score.sinks is not None:
-        sink = score.sinks.to(S.dtype)[:, None, None].expand(*S.shape[:3], 1)
-        S = torch.cat([S, sink], dim=-1)
+    if sinks is not None:
+        S = torch.cat([S, sinks.view(-1, 1, 1).expand(*S.shape[:3], 1)], dim=-1)
         mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], dim=-1)
     empty = ~mask.any(dim=-1)
     # Rows without keys get finite scores here, their result below: -inf - (-inf) would poison their gradient.
     S = S.masked_fill(empty[..., None], 0.0)
     lse = S.logsumexp(dim=-1)
     P = torch.exp(S - lse[..., None]).masked_fill(~mask, 0.0)
-    if score is not None and score.sinks is not None:
+    if sinks is not None:
         P = P[..., :-1]
     return P, lse.masked_fill(empty, -torch.inf)
 
 
-def _dropped(P: Tensor, score: Score | None) -> Tensor:
-    if score is None or score.dropout is None:
-        return P
-    batch, heads, sq, sk = P.shape
-    return P * score.dropout.kept(range(batch), range(heads), range(sq), range(sk)) * score.dropout.scale
-
-
-def _mask(q: Tensor, k: Tensor, band: Band) -> Tensor:
-    """(Sq, Sk), true where visible: straight from the definition of the band, row by row."""
-    sq, sk = q.shape[2], k.shape[2]
-    lo = torch.tensor([band.lo(i, sq, sk) for i in range(sq)], dtype=torch.int64, device=q.device)[:, None]
-    hi = torch.tensor([band.hi(i, sq, sk) for i in range(sq)], dtype=torch.int64, device=q.device)[:, None]
-    j = torch.arange(sk, device=q.device)[None, :]
-    return (lo <= j) & (j < hi)
+def _drop(P: Tensor, block: ScoreBlock) -> Tensor:
+    """P after dropout."""
+    mask, dropout = block.dropout_mask(), block.features.dropout
+    return P if mask is None or dropout is None else P * mask * dropout.scale

@@ -24,11 +24,11 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Four words of 32 bits for every counter; words are int64, counters broadcast against each other."""
+    """Compute four 32-bit words for each counter. Words are int64; counters broadcast against each other."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # A product of two words fills 64 bits; int64 keeps all of them, the sign being the uppermost.
+        # The product of two words has 64 bits. int64 holds them all; the sign bit is the uppermost.
         low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             (high >> 32 & WORD) ^ c1 ^ k0,
@@ -42,31 +42,30 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Of one call: the probability, (seed, offset), the number of query heads, the first sequence's index."""
+    """The dropout of one call: probability, (seed, offset), and number of query heads."""
 
     p: float
     rng: Tensor
     heads: int
-    first: int = 0
 
     @property
     def scale(self) -> float:
-        """Of what is kept, so that the mean stays."""
+        """The factor of the weights that stay, so that the expected output does not change."""
         return 1.0 / (1.0 - self.p)
 
-    def kept(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
-        """(batch, heads, rows, keys), true where a score is kept."""
+    def keep_mask(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
+        """The mask of a block, (batch, heads, rows, keys): false where a weight is dropped."""
         seed, offset = (int(x) for x in self.rng)
         device = self.rng.device
 
-        def places(wanted: range, size: int, calls: int) -> Tensor:
-            """Of the calls for whole rectangles."""
-            first, last = wanted.start // size, -(-wanted.stop // size)
-            return torch.arange(first * calls, last * calls, device=device)
+        def counters(wanted: range, size: int, calls: int) -> Tensor:
+            """One word of the counters of all Philox calls whose rectangles overlap `wanted`."""
+            begin, end = wanted.start // size, -(-wanted.stop // size)
+            return torch.arange(begin * calls, end * calls, device=device)
 
-        b = torch.arange(batch.start, batch.stop, device=device)[:, None] + self.first
+        b = torch.arange(batch.start, batch.stop, device=device)[:, None]
         h = torch.arange(heads.start, heads.stop, device=device)
-        i, j = places(rows, ROWS, APART), places(keys, KEYS, APART // 2)
+        i, j = counters(rows, ROWS, APART), counters(keys, KEYS, APART // 2)
         sequence = (b * self.heads + h)[:, :, None, None]
         counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & WORD))
         words = torch.stack(philox_4x32(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
@@ -75,6 +74,6 @@ class Dropout:
         # (b, h, rows' rectangle, row, keys' rectangle, pair of keys, which 16 rows, which 8 rows, which 8
         # keys, key of a pair) to rows and keys in order.
         draws = draws.unflatten(5, (2, 2)).unflatten(3, (-1, APART // 2)).unflatten(2, (-1, APART))
-        whole = draws.permute(0, 1, 2, 6, 7, 3, 4, 8, 5, 9).flatten(6, 9).flatten(2, 5)
+        draws = draws.permute(0, 1, 2, 6, 7, 3, 4, 8, 5, 9).flatten(6, 9).flatten(2, 5)
         top, left = rows.start % ROWS, keys.start % KEYS
-        return whole[:, :, top : top + len(rows), left : left + len(keys)] >= threshold(self.p)
+        return draws[:, :, top : top + len(rows), left : left + len(keys)] >= threshold(self.p)

@@ -1,6 +1,6 @@
 """The two loop orders of FlashAttention as the papers write them, counting the bytes they move.
 
-Q is cut into Tr tiles of Br rows, K and V into Tc blocks of Bc keys: what shared memory holds at a time.
+Q is split into Tr tiles of Br rows, K and V into Tc blocks of Bc keys: what shared memory holds at a time.
 
     tiled_q_outer    FlashAttention-2, Algorithm 1: for each Q tile all K/V blocks; O, m, l stay on the chip
     tiled_kv_outer   FlashAttention, Algorithm 1: for each K/V block all Q tiles; O, m, l travel every time
@@ -23,30 +23,26 @@ import torch
 from torch import Tensor
 
 from cute_flash.spec.band import Band, BlockRange, ceil_div
+from cute_flash.spec.shapes import lse_dtype
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a loop order moved between device memory and the chip, and how often it rescaled."""
+    """The bytes that a loop order moves between device memory and the chip, and how often it rescales."""
 
     read_bytes: int
-    written_bytes: int
+    write_bytes: int
     # Rows whose maximum grew in a later block, so that their accumulator was multiplied by exp(m - m').
     rescales: int
-    # Steps in which at least one row of the tile did: a kernel that tests once per step cannot skip these.
+    # Steps in which at least one row of the tile rescaled: a kernel that tests once per step executes these.
     block_rescales: int
     blocks_visited: int
-    # Those that needed a mask: cut by the band or by the end of the keys.
+    # Blocks that needed a mask: the edge of the band or the end of the keys is inside them.
     blocks_masked: int
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What S, P, O, m, l and the LSE are kept in: fp32, and fp64 for fp64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def default_scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    return (q.shape[-1] or 1) ** -0.5 if scale is None else scale
 
 
 def group_size(q: Tensor, k: Tensor) -> int:
@@ -55,15 +51,15 @@ def group_size(q: Tensor, k: Tensor) -> int:
 
 
 def visible(band: Band, rows: range, keys: range, sq: int, sk: int, device: torch.device) -> Tensor:
-    """The band's mask of one block: (len(rows), len(keys)), true where the row sees the key."""
+    """The band's mask of a block, (rows, keys): true where the row sees the key."""
     diagonal = torch.arange(rows.start, rows.stop, device=device)[:, None] + (sk - sq)
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
-    seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=device)
+    mask = torch.ones(len(rows), len(keys), dtype=torch.bool, device=device)
     if band.left is not None:
-        seen &= j >= diagonal - band.left
+        mask &= j >= diagonal - band.left
     if band.right is not None:
-        seen &= j <= diagonal + band.right
-    return seen
+        mask &= j <= diagonal + band.right
+    return mask
 
 
 def softmax_step(S: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,19 +78,17 @@ def divisor(l: Tensor) -> Tensor:
 
 
 class _Loop:
-    """What the two orders share: inputs in the accumulator's precision, one block of scores, the counters."""
+    """The parts that both loop orders share: inputs in the accumulator's precision, scores, counters."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None, Br: int, Bc: int
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None, Br: int, Bc: int) -> None:
         self.band, self.scale, self.Br, self.Bc = band, default_scale(q, scale), Br, Bc
-        self.dtype = accumulator_dtype(q.dtype)
+        self.dtype = lse_dtype(q.dtype)
         self.sq, self.sk = q.shape[2], k.shape[2]
         self.Q = q.to(self.dtype)
         # Every query head reads the keys and values of its group itself, and pays for them.
         self.K, self.V = (x.to(self.dtype).repeat_interleave(group_size(q, k), dim=1) for x in (k, v))
         self.element_bytes = q.element_size()
-        self.read_bytes = self.written_bytes = self.rescales = self.block_rescales = 0
+        self.read_bytes = self.write_bytes = self.rescales = self.block_rescales = 0
         self.blocks_visited = self.blocks_masked = 0
 
     def rows(self, i: int) -> range:
@@ -114,7 +108,7 @@ class _Loop:
 
     def store(self, x: Tensor, at: range, tile: Tensor) -> None:
         x[:, :, at.start : at.stop] = tile
-        self.written_bytes += tile.numel() * self.element_bytes
+        self.write_bytes += tile.numel() * self.element_bytes
 
     def load_statistic(self, x: Tensor, at: range) -> Tensor:
         """Rows `at` of m, l or the LSE, which lie in device memory in the accumulator's precision."""
@@ -124,17 +118,17 @@ class _Loop:
 
     def store_statistic(self, x: Tensor, at: range, tile: Tensor) -> None:
         x[:, :, at.start : at.stop] = tile
-        self.written_bytes += tile.numel() * tile.element_size()
+        self.write_bytes += tile.numel() * tile.element_size()
 
     def scores(self, Qi: Tensor, Kj: Tensor, i: int, j: int, blocks: BlockRange) -> Tensor:
-        """S = scale Q Kᵀ of tile i and block j, masked where the block is not wholly inside the band."""
+        """S = scale Q Kᵀ of tile i and block j, masked if the block is not inside the band."""
         heads = Qi.shape[0] * Qi.shape[1]
         self.blocks_visited += heads
         S = (Qi @ Kj.mT) * self.scale
         if not blocks.full_begin <= j < blocks.full_end:
             self.blocks_masked += heads
-            seen = visible(self.band, self.rows(i), self.keys(j), self.sq, self.sk, S.device)
-            S = S.masked_fill(~seen, -torch.inf)
+            mask = visible(self.band, self.rows(i), self.keys(j), self.sq, self.sk, S.device)
+            S = S.masked_fill(~mask, -torch.inf)
         return S
 
     def count_rescales(self, m: Tensor, m_new: Tensor) -> None:
@@ -148,7 +142,7 @@ class _Loop:
     def traffic(self) -> Traffic:
         return Traffic(
             self.read_bytes,
-            self.written_bytes,
+            self.write_bytes,
             self.rescales,
             self.block_rescales,
             self.blocks_visited,

@@ -1,6 +1,6 @@
-"""Partial results: put together what was computed over parts of the keys, and look at single rows of P.
+"""Merge attention over parts of the keys; compute the attention probabilities of some rows.
 
-Plain torch on any device, differentiable by autograd; nothing here launches a kernel of ours.
+Plain torch on any device, differentiable by autograd; no kernel of cute_flash is launched.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import check_heads, check_window
 
-# out is (B, H, S, D), (B, S, H, D) or packed (T, H, D); the LSE is (B, H, S), or (H, T).
+# out is (B, H, S, D), (B, S, H, D), or (T, H, D) of a varlen batch; the LSE is (B, H, S), or (H, T).
 LAYOUTS = ("bhsd", "bshd", "thd")
-# Scores of `attention_probs` that are in flight at a time.
+# Scores that `attention_probs` computes at a time.
 MAX_SCORES = 1 << 24
 
 
@@ -23,12 +23,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd
     """Attention over all keys from attention over disjoint parts of them: (out, lse).
 
     Args:
-        outs, lses: what `attn(..., return_lse=True)` gave for the same queries and each part of the keys; a
-        tensor that stacks them along its first dimension will do. Sinks belong to one part only.
+        outs, lses: the results of `attn(..., return_lse=True)` for the same queries and each part of the
+        keys, as sequences or as tensors stacked along the first dimension. Only one part may have the sinks.
         layout: the order of dimensions of each out: "bhsd", "bshd", or "thd" for `attn_varlen`.
 
     With w = exp(lse_i - lse), lse = log Σ exp(lse_i): out = Σ w out_i, summed in fp32 (fp64 for fp64) and
-    returned in the dtype of the parts. Rows that no part saw a key for stay 0, with an LSE of -inf.
+    returned in the dtype of the parts. A row that sees no key in any part gives 0, with an LSE of -inf.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
@@ -42,10 +42,10 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd
             )
     stacked = torch.stack(tuple(lses))
     empty = (stacked == -torch.inf).all(dim=0)
-    # Finite where nothing was seen: -inf - (-inf) would poison gradients.
-    known = stacked.masked_fill(empty, 0.0)
-    lse = known.logsumexp(dim=0)
-    weights = torch.exp(known - lse).masked_fill(empty, 0.0)
+    # Finite where a row sees no key: -inf - (-inf) would poison gradients.
+    finite = stacked.masked_fill(empty, 0.0)
+    lse = finite.logsumexp(dim=0)
+    weights = torch.exp(finite - lse).masked_fill(empty, 0.0)
     wide = lse.dtype
     total = sum(
         (out.to(wide) * _like_out(w, layout)[..., None] for out, w in zip(outs, weights, strict=True)),
@@ -62,8 +62,8 @@ def _like_out(lse: Tensor, layout: str) -> Tensor:
 def _lse_shape(out: Tensor, layout: str) -> tuple[int, ...]:
     if out.dim() != (3 if layout == "thd" else 4):
         raise ValueError(f"an out of shape {tuple(out.shape)} with layout={layout!r}")
-    *first, a, b, _ = out.shape
-    return (*first, a, b) if layout == "bhsd" else (*first, b, a)
+    *batch, a, b, _ = out.shape
+    return (*batch, a, b) if layout == "bhsd" else (*batch, b, a)
 
 
 def attention_probs(
@@ -78,19 +78,17 @@ def attention_probs(
     softcap: float | None = None,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """The weights of some rows, exactly as `attn` used them: exp(score - lse), (B, H, len(rows), Sk), fp32.
+    """The attention probabilities of some rows: exp(score - lse), (B, H, len(rows), Sk), in fp32.
 
     Args:
-        q, k: (B, H, Sq, D) and (B, Hkv, Sk, D), those of the call. lse: (B, H, Sq), what it returned.
-        rows: which queries, by their number from 0 or, negative, from the end; all by default.
-        causal, window, scale, softcap, alibi: those of the call. Sinks are in its lse: with them rows sum to
-        less than 1. Weights are those before dropout. In fp64 for fp64 inputs.
+        q, k: (B, H, Sq, D) and (B, Hkv, Sk, D), those of the call. lse: (B, H, Sq), its result.
+        rows: indices of queries, negative ones from the end; all by default.
+        causal, window, scale, softcap, alibi: those of the call. Sinks are part of the lse: with them rows
+        sum to less than 1. Probabilities are those before dropout. In fp64 for fp64 inputs.
     """
     check_window(window)
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}: expected (B, H, Sq, D) and (B, Hkv, Sk, D)"
-        )
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: expected (B, H, Sq, D) and (B, Hkv, Sk, D)")
     (batch, heads, sq, d), (_, heads_kv, sk, _) = q.shape, k.shape
     check_heads(heads, heads_kv)
     if lse.shape != (batch, heads, sq):
@@ -102,37 +100,37 @@ def attention_probs(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = (d or 1) ** -0.5 if scale is None else scale
     K = k.to(wide).unsqueeze(2)
-    band, chosen = Band.of(causal, window), _rows(rows, sq, q.device)
+    band, indices = Band.of(causal, window), _row_indices(rows, sq, q.device)
     slopes = None if alibi is None else alibi.to(wide).expand(batch, heads)[:, :, None, None]
     step = max(1, MAX_SCORES // max(1, batch * heads * sk))
     parts = []
-    for i in chosen.split(step):
-        # S = scale Q Kᵀ, the heads of a group together: no key is copied for its group.
+    for i in indices.split(step):
+        # S = scale Q Kᵀ. The heads of a group share one product, so that no key is copied for its group.
         Q = q[:, :, i].to(wide).unflatten(1, (heads_kv, heads // max(heads_kv, 1)))
         S = ((Q * scale) @ K.mT).flatten(1, 2)
         if softcap:
             S = torch.tanh(S / softcap) * softcap
-        away = torch.arange(sk, device=q.device) - (i[:, None] + (sk - sq))
+        distance = torch.arange(sk, device=q.device) - (i[:, None] + (sk - sq))
         if slopes is not None:
-            S = S - slopes * away.abs().to(wide)
-        hidden = torch.zeros_like(away, dtype=torch.bool)
+            S = S - slopes * distance.abs().to(wide)
+        is_masked = torch.zeros_like(distance, dtype=torch.bool)
         if band.left is not None:
-            hidden |= away < -band.left
+            is_masked |= distance < -band.left
         if band.right is not None:
-            hidden |= away > band.right
+            is_masked |= distance > band.right
         L = lse[:, :, i, None].to(wide)
-        # Before the exponential: exp of a hidden score may overflow, and its gradient be NaN.
-        S = (S - L.masked_fill(L == -torch.inf, 0.0)).masked_fill(hidden, -torch.inf)
+        # Before the exponential: exp of a masked score may overflow, and its gradient be NaN.
+        S = (S - L.masked_fill(L == -torch.inf, 0.0)).masked_fill(is_masked, -torch.inf)
         parts.append(S.exp().masked_fill(L == -torch.inf, 0.0))
     return torch.cat(parts, dim=2) if parts else q.new_zeros(batch, heads, 0, sk, dtype=wide)
 
 
-def _rows(rows: range | slice | Sequence[int] | Tensor | None, sq: int, device: torch.device) -> Tensor:
-    every = torch.arange(sq, device=device)
+def _row_indices(rows: range | slice | Sequence[int] | Tensor | None, sq: int, device: torch.device) -> Tensor:
+    all_rows = torch.arange(sq, device=device)
     if rows is None:
-        return every
+        return all_rows
     if isinstance(rows, slice):
-        return every[rows]
+        return all_rows[rows]
     if not isinstance(rows, Tensor):
         wrong = [i for i in rows if not -sq <= i < sq]
         if wrong:
@@ -140,4 +138,4 @@ def _rows(rows: range | slice | Sequence[int] | Tensor | None, sq: int, device: 
         rows = torch.tensor(list(rows), dtype=torch.int64)
     if rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
         raise ValueError(f"rows is {rows.dtype} of shape {tuple(rows.shape)}: expected whole numbers, (N)")
-    return every[rows.to(device)]
+    return all_rows[rows.to(device)]

@@ -1,4 +1,4 @@
-"""What may happen to a score between Q Kᵀ and P V, by value; whether it happens is `problem.Features`.
+"""Everything between Q Kᵀ and P V on one block of scores, in torch: mask, score features and their gradients.
 
 For row i and key j of sequence b and query head h, in this order:
 
@@ -8,120 +8,169 @@ For row i and key j of sequence b and query head h, in this order:
     s = score_mod(s + bias[b, h, i, j], b, h, i, j)
     s = -inf outside the band, and where mask_mod(b, h, i, j) is false
     p = exp(s - LSE),   LSE = log(exp(sinks[h]) + Σ exp(s))
-    p = p / (1 - dropout), or 0 where the mask of `philox.Dropout` drops it
+    p = p / (1 - dropout), or 0 where the mask of `dropout.Dropout` drops it
+
+Blocks are (batch, Hkv, group * rows, keys): the query heads that share a K/V head are rows of one matrix
+product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cute_flash.reference.dropout import Dropout
-from cute_flash.reference.user_mods import PartWritten, Written
+from cute_flash.reference.grads import FeatureGrads
+from cute_flash.reference.loops import visible
+from cute_flash.reference.user_mods import UserMods
+from cute_flash.spec.args import AttentionArgs
 
 
-@dataclass(frozen=True, eq=False)
-class Score:
-    """None: not there. Tensors are in any floating dtype."""
+@dataclass(frozen=True)
+class Part:
+    """The sequences and K/V heads of a call that are computed together."""
 
-    softcap: float | None = None
-    alibi: Tensor | None = None  # (B, H)
-    sinks: Tensor | None = None  # (H)
-    dropout: Dropout | None = None
-    written: Written | None = None
+    batch: range  # indices of sequences in the whole call
+    heads_kv: range
+    group: int  # query heads of each K/V head
 
     @property
-    def extra_blocks(self) -> int:
-        """Temporaries of a block of scores beyond those of plain attention, in elements of fp32 a score."""
-        written = 0 if self.written is None else self.written.extra_blocks
-        numbers = 2 * (self.softcap is not None) + 3 * (self.alibi is not None)
-        return numbers + 16 * (self.dropout is not None) + written
+    def heads(self) -> range:
+        return range(self.heads_kv.start * self.group, self.heads_kv.stop * self.group)
 
 
-def distance(rows: Tensor, keys: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
-    """(rows, keys): how far each key is from its row's own position."""
-    return (rows[:, None] + (sk - sq) - keys).abs().to(dtype)
+def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
+    """fp32 temporaries per score of a block, beyond those of plain attention."""
+    num = 2 * bool(args.softcap) + 3 * (args.alibi is not None) + 16 * bool(args.dropout)
+    if not args.has_mods:
+        return num
+    num += 2
+    graphs = args.mods
+    if graphs.score is not None:
+        num += 2 * graphs.score.ops_per_score
+        if with_grad:
+            num += 2 * graphs.gradient(args.captures_needing_grad).graph.ops_per_score
+    return num if graphs.mask is None else num + 2 * graphs.mask.ops_per_score
 
 
-def capped(S: Tensor, softcap: float) -> Tensor:
-    return torch.tanh(S / softcap) * softcap
+class ScoreFeatures:
+    """The mask and the score features of a call, for one part of its batch and K/V heads."""
 
+    def __init__(
+        self, args: AttentionArgs, part: Part, seqlens: tuple[int, int], dtype: torch.dtype, heads: int
+    ) -> None:
+        self.part, self.seqlens, self.dtype = part, seqlens, dtype
+        self.band, self.softcap = args.band, args.softcap
+        self.slopes = self.sinks = self.dropout = self.mods = None
+        b, h = (slice(x.start, x.stop) for x in (part.batch, part.heads))
+        shape = len(part.heads_kv), part.group
+        if args.alibi is not None:
+            slopes = args.alibi[b, h] if args.alibi.dim() == 2 else args.alibi[None, h]
+            self.slopes = slopes.to(dtype).unflatten(1, shape)[..., None, None]
+        if args.sinks is not None:
+            self.sinks = args.sinks[h].to(dtype).view(1, *shape, 1, 1)
+        if args.dropout:
+            assert args.rng is not None
+            self.dropout = Dropout(args.dropout, args.rng, heads)
+        if args.has_mods:
+            self.mods = UserMods(args, part.batch, part.heads, shape, dtype)
 
-class PartScore:
-    """The values for one part of the batch and key heads, on blocks (batch, Hkv, group * rows, keys)."""
+    def block(self, rows: range, keys: range, in_band: bool = False) -> ScoreBlock:
+        """`in_band`: the block lies inside the band."""
+        return ScoreBlock(self, rows, keys, in_band)
 
-    def __init__(self, score: Score, b: range, h: range, group: int, dtype: torch.dtype) -> None:
-        self.score, self.batch, self.num_kv = score, b, len(h)
-        self.heads = range(h.start * group, h.stop * group)
-        self.slopes = self.sinks = None
-        self.written = None if score.written is None else PartWritten(score.written, b, h, group, dtype)
-        if score.alibi is not None:
-            slopes = score.alibi[b.start : b.stop, self.heads.start : self.heads.stop].to(dtype)
-            self.slopes = slopes.unflatten(1, (len(h), group))[..., None, None]
-        if score.sinks is not None:
-            sinks = score.sinks[self.heads.start : self.heads.stop].to(dtype)
-            self.sinks = sinks.view(1, len(h), group, 1, 1)
-
-    def first(self, m: Tensor, l: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """The statistics (batch, Hkv, group * rows, 1) before the first key: the sink's, if there is one."""
+    def initial_stats(self, m: Tensor, l: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key: those of the sink."""
         if self.sinks is None:
             return m, l
-        sinks = self.sinks.expand(m.shape[0], -1, -1, rows, 1).flatten(2, 3)
+        sinks = self.sinks.expand(m.shape[0], -1, -1, len(rows), 1).flatten(2, 3)
         return sinks.clone(), torch.ones_like(l)
 
-    def apply_(self, S: Tensor, distance: Tensor | None) -> Tensor | None:
-        """Softcap and ALiBi, in place; the tangent of the softcap, which its derivative is made of."""
-        tangent = None
-        if self.score.softcap is not None:
-            tangent = S.div_(self.score.softcap).tanh_().clone()
-            S.mul_(self.score.softcap)
-        if self.slopes is not None and distance is not None:
-            S.unflatten(2, (-1, len(distance))).sub_(self.slopes * distance)
-        return tangent
-
-    def finish(self, S: Tensor, rows: range, keys: range) -> tuple[Tensor, Tensor | None]:
-        """Bias and score_mod, after the rest; and the scores before score_mod, if there is one."""
-        return (S, None) if self.written is None else self.written.apply(S, rows, keys)
-
-    def hide_(self, block: Tensor, rows: range, keys: range, value: float) -> None:
-        """Overwrite what mask_mod hides."""
-        if self.written is not None:
-            self.written.hide_(block, rows, keys, value)
-
-    def blind(self, like: Tensor, rows: range, seen: Callable) -> Tensor:
-        """Which rows (batch, Hkv, group * rows, 1) mask_mod leaves no key of those that the band shows."""
-        found = torch.zeros_like(like, dtype=torch.bool)
-        if self.written is None or not self.written.hides:
-            return found
-        found = ~found.unflatten(2, (-1, len(rows)))
-        for keys, shown in seen(like.device):
-            hidden = self.written.hidden(rows, keys, like.device)
-            assert hidden is not None
-            found = found & ~(shown & ~hidden).any(dim=-1, keepdim=True)
-        return found.flatten(2, 3)
-
-    def dfinish(self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range) -> Tensor:
-        """The gradient of S before `finish`."""
-        return dS if self.written is None else self.written.differentiate(dS, before, P, rows, keys)
-
-    def dslopes(self, dS: Tensor, distance: Tensor) -> Tensor:
-        """(batch, heads) of a block."""
-        return -(dS.unflatten(2, (-1, len(distance))) * distance).sum(dim=(-2, -1)).flatten(1, 2)
-
     def dsinks(self, lse: Tensor, delta: Tensor) -> Tensor:
-        """(heads) of the rows of a tile, (batch, Hkv, group * rows, 1)."""
+        """The gradients of the part's sinks, (heads), from rows (batch, Hkv, group * rows, 1)."""
         assert self.sinks is not None
-        group = self.sinks.shape[2]
-        lse, delta = (x.unflatten(2, (group, -1)) for x in (lse, delta))
+        lse, delta = (x.unflatten(2, (self.part.group, -1)) for x in (lse, delta))
         return -((self.sinks - lse).exp() * delta).sum(dim=(0, 3, 4)).flatten()
 
-    def factors(self, rows: range, keys: range, dtype: torch.dtype) -> Tensor | None:
-        """What dropout multiplies a block by: 0, or the scale of what is kept."""
-        dropout = self.score.dropout
-        if dropout is None:
+
+class ScoreBlock:
+    """The scores of some rows and keys.
+
+    `apply` saves what `backward` needs. Both work out of place, so that autograd can go through `apply`.
+    """
+
+    def __init__(self, features: ScoreFeatures, rows: range, keys: range, in_band: bool) -> None:
+        self.features, self.rows, self.keys, self.in_band = features, rows, keys, in_band
+        self.tanh: Tensor | None = None
+        self.distance: Tensor | None = None
+        self.before_mod: Tensor | None = None
+
+    def by_head(self, block: Tensor) -> Tensor:
+        """A view of a block as (batch, Hkv, group, rows, keys)."""
+        return block.unflatten(2, (self.features.part.group, len(self.rows)))
+
+    def apply(self, S: Tensor) -> Tensor:
+        """Apply softcap, ALiBi, bias and score_mod to S = scale Q Kᵀ."""
+        features = self.features
+        if features.softcap:
+            self.tanh = torch.tanh(S / features.softcap)
+            S = self.tanh * features.softcap
+        if features.slopes is not None:
+            self.distance = self._distance(S.device)
+            S = (self.by_head(S) - features.slopes * self.distance).flatten(2, 3)
+        if features.mods is not None:
+            after, before = features.mods.apply(self.by_head(S), self.rows, self.keys)
+            S, self.before_mod = after.flatten(2, 3), before
+        return S
+
+    def _distance(self, device: torch.device) -> Tensor:
+        """(rows, keys): how far each key is from the position of its row."""
+        sq, sk = self.features.seqlens
+        i, j = (torch.arange(x.start, x.stop, device=device) for x in (self.rows, self.keys))
+        return (i[:, None] + (sk - sq) - j).abs().to(self.features.dtype)
+
+    def visible(self, device: torch.device) -> Tensor | None:
+        """The mask, which broadcasts against `by_head`: false where a score is masked. None: nothing is."""
+        features = self.features
+        mask = None
+        if features.mods is not None:
+            mask = features.mods.visible(self.rows, self.keys, device)
+        if not self.in_band:
+            in_band = visible(features.band, self.rows, self.keys, *features.seqlens, device)
+            mask = in_band if mask is None else mask & in_band
+        return mask
+
+    def apply_mask_(self, block: Tensor, value: float) -> None:
+        """Overwrite the masked entries of a block, in place."""
+        mask = self.visible(block.device)
+        if mask is not None:
+            self.by_head(block).masked_fill_(~mask, value)
+
+    def dropout_mask(self) -> Tensor | None:
+        """The mask of dropout, shaped like the block: false where a weight is dropped."""
+        features = self.features
+        if features.dropout is None:
             return None
-        kept = dropout.kept(self.batch, self.heads, rows, keys)
-        return kept.unflatten(1, (self.num_kv, -1)).flatten(2, 3).to(dtype).mul_(dropout.scale)
+        mask = features.dropout.keep_mask(features.part.batch, features.part.heads, self.rows, self.keys)
+        return mask.unflatten(1, (len(features.part.heads_kv), -1)).flatten(2, 3)
+
+    def dropout_factors(self) -> Tensor | None:
+        """What dropout multiplies the weights of a block by."""
+        mask, dropout = self.dropout_mask(), self.features.dropout
+        return None if mask is None or dropout is None else mask.to(self.features.dtype).mul_(dropout.scale)
+
+    def backward(self, dS: Tensor, P: Tensor, grads: FeatureGrads) -> Tensor:
+        """The gradient of S before `apply`, from that after it; adds the block's share to `grads`."""
+        features, part = self.features, self.features.part
+        if features.mods is not None:
+            mods = features.mods
+            dS, P = self.by_head(dS), self.by_head(P)
+            dS = mods.backward(dS, self.before_mod, P, self.rows, self.keys, grads).flatten(2, 3)
+        if self.distance is not None:
+            assert grads.alibi is not None
+            dslopes = -(self.by_head(dS) * self.distance).sum(dim=(-2, -1)).flatten(1, 2)
+            b, h = (slice(x.start, x.stop) for x in (part.batch, part.heads))
+            grads.alibi[b, h] += dslopes
+        return dS if self.tanh is None else dS * (1 - self.tanh.square())

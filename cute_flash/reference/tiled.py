@@ -1,16 +1,8 @@
-"""Attention in plain PyTorch: the oracle, the yardstick of its rounding, and the CPU path of the op.
+"""Tiled attention in plain PyTorch, exact and in O(S) memory at any length: the loops of the CPU path.
 
-    dense                 fp64, materialises S: what every test compares with
-    dense_low_precision   the same maths in the input's precision: how much error that precision explains
-    forward, backward     exact and tiled, O(S) memory at any length: what `attn` runs on the CPU
-    tiled_q_outer, tiled_kv_outer   the papers' two loop orders with byte counters (in `loops.py`)
-
-The first two are in `dense.py`.
-
-Tensors are q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); query head h uses key head
-h // (H // Hkv). Row i sees the keys of `band`; a row that sees none gives out = 0 and LSE = -inf. The LSE,
-(B, H, Sq), is the natural logarithm of Σ exp(scale q·k), in fp32 (fp64 for fp64 inputs). A `Score` adds
-softcap, ALiBi, sinks, dropout, a bias and what users write.
+Tensors are q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of any strides; query head h uses K/V head
+h // (H // Hkv). A row that sees no key gives out = 0 and LSE = -inf. The LSE, (B, H, Sq), is the natural
+logarithm, in fp32 (fp64 for fp64 inputs); so are the accumulators. `score.py` defines the scores.
 """
 
 from __future__ import annotations
@@ -21,44 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_flash.reference.dense import dense, dense_low_precision
-from cute_flash.reference.loops import (
-    Traffic,
-    accumulator_dtype,
-    default_scale,
-    divisor,
-    group_size,
-    softmax_step,
-    tiled_kv_outer,
-    tiled_q_outer,
-    visible,
-)
-from cute_flash.reference.score import PartScore, Score, distance
-from cute_flash.spec.band import Band, BlockRange, ceil_div
+from cute_flash.reference.grads import FeatureGrads
+from cute_flash.reference.loops import divisor, group_size, softmax_step
+from cute_flash.reference.score import Part, ScoreBlock, ScoreFeatures, num_temporaries
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import BlockRange, ceil_div
+from cute_flash.spec.shapes import lse_dtype
 
-__all__ = [
-    "Score",
-    "Traffic",
-    "accumulator_dtype",
-    "backward",
-    "dense",
-    "dense_low_precision",
-    "forward",
-    "tiled_kv_outer",
-    "tiled_q_outer",
-]
-
-# What the temporaries of `forward` and of one step of `backward` may add up to, whatever the shape.
+# Memory that the temporaries of `forward`, and of one step of `backward`, may take, whatever the shape.
 MAX_TEMPORARY_BYTES = 64 << 20
-# Long enough for efficient matrix products; more rows than keys: K and V are converted once per row chunk.
+# Long enough for efficient matrix products. More rows than keys: each row chunk converts K and V once.
 MAX_ROWS, MAX_KEYS = 512, 256
-# Fewer heads at a time rather than fewer rows than this.
+# Chunks have fewer heads rather than fewer rows than this.
 FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How much is in flight: `batch` x `heads` key heads, `rows` queries of each query head, `keys` keys."""
+    """Sizes of what is computed at a time: sequences, K/V heads, rows of each query head, keys."""
 
     batch: int
     heads: int
@@ -66,14 +38,14 @@ class _Chunks:
     keys: int
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, score: Score | None) -> _Chunks:
+    def of(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, with_grad: bool) -> _Chunks:
         (batch, _, sq, d), (_, heads_kv, sk, _) = q.shape, k.shape
         group, width = group_size(q, k), max(d, v.shape[-1])
-        element_bytes = torch.finfo(accumulator_dtype(q.dtype)).bits // 8
+        element_bytes = torch.finfo(lse_dtype(q.dtype)).bits // 8
         keys = min(max(sk, 1), MAX_KEYS)
         # Live at once in `backward`, which holds more than `forward`: per row q, dO, dq and two products, and
         # S, P, dP, dS; per key k and v as converted and as laid out for the product, and two products.
-        blocks = 4 if score is None else 4 + score.extra_blocks
+        blocks = 4 + num_temporaries(args, with_grad)
         row_bytes = element_bytes * group * (5 * width + blocks * keys)
         key_bytes = element_bytes * keys * 6 * width
         few_rows = min(max(sq, 1), FEW_ROWS)
@@ -84,7 +56,7 @@ class _Chunks:
         return _Chunks(batches, heads, min(max(rows, 1), MAX_ROWS, max(sq, 1)), keys)
 
     def parts(self, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """The slices of batch and key heads to go through one after the other."""
+        """The slices of batch and K/V heads, which are computed one after the other."""
         for b in range(0, k.shape[0], self.batch):
             for h in range(0, k.shape[1], self.heads):
                 yield slice(b, min(b + self.batch, k.shape[0])), slice(h, min(h + self.heads, k.shape[1]))
@@ -92,33 +64,35 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class _Tile:
-    """The rows of one chunk of queries, for one part of the batch and heads, and the key blocks they visit.
+    """The rows of one chunk of queries, for one part of the batch and heads, and the K/V blocks they visit.
 
-    Query heads are grouped under their key head, and group and row are one axis of every matrix product:
-    (batch, heads_kv, group * rows, D) against (batch, heads_kv, keys, D). So no key is copied for its group.
+    Query heads are grouped under their K/V head, and group and row are one axis of every matrix product:
+    (batch, Hkv, group * rows, D) times (batch, Hkv, keys, D)ᵀ. So no key is copied for its group.
     """
 
-    band: Band
+    features: ScoreFeatures
     rows: range
-    sq: int
-    sk: int
-    keys: int
-    blocks: BlockRange
+    block_size: int
+    n_blocks: BlockRange
 
     @staticmethod
-    def all_of(band: Band, chunks: _Chunks, sq: int, sk: int) -> Iterator[_Tile]:
+    def all_of(features: ScoreFeatures, chunks: _Chunks) -> Iterator[_Tile]:
+        sq, sk = features.seqlens
         for i in range(ceil_div(sq, chunks.rows)):
             rows = range(i * chunks.rows, min((i + 1) * chunks.rows, sq))
-            yield _Tile(band, rows, sq, sk, chunks.keys, band.blocks(i, chunks.rows, chunks.keys, sq, sk))
+            n_blocks = features.band.blocks(i, chunks.rows, chunks.keys, sq, sk)
+            yield _Tile(features, rows, chunks.keys, n_blocks)
 
-    def key_ranges(self) -> Iterator[tuple[range, bool]]:
-        """The key blocks to visit, and whether each needs a mask."""
-        for j in range(self.blocks.begin, self.blocks.end):
-            keys = range(j * self.keys, min((j + 1) * self.keys, self.sk))
-            yield keys, not self.blocks.full_begin <= j < self.blocks.full_end
+    def blocks(self) -> Iterator[ScoreBlock]:
+        """The blocks of scores that the tile computes."""
+        n_blocks = self.n_blocks
+        for j in range(n_blocks.begin, n_blocks.end):
+            keys = range(j * self.block_size, min((j + 1) * self.block_size, self.features.seqlens[1]))
+            in_band = n_blocks.full_begin <= j < n_blocks.full_end
+            yield self.features.block(self.rows, keys, in_band)
 
     def of(self, grouped: Tensor) -> Tensor:
-        """The view of this tile's rows in a (batch, heads_kv, group, Sq, ...) tensor."""
+        """The view of this tile's rows in a (batch, Hkv, group, Sq, ...) tensor."""
         return grouped[:, :, :, self.rows.start : self.rows.stop]
 
     def load(self, grouped: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,193 +101,139 @@ class _Tile:
     def store(self, grouped: Tensor, values: Tensor) -> None:
         self.of(grouped).copy_(values.unflatten(2, (-1, len(self.rows))))
 
-    def distance(self, keys: range, like: Tensor) -> Tensor:
-        """(rows, keys), of ALiBi."""
-        i, j = (torch.arange(x.start, x.stop, device=like.device) for x in (self.rows, keys))
-        return distance(i, j, self.sq, self.sk, like.dtype)
-
-    def seen(self, device: torch.device) -> Iterator[tuple[range, Tensor]]:
-        """Key blocks with what the band shows of them, (rows, keys)."""
-        for keys, _ in self.key_ranges():
-            yield keys, visible(self.band, self.rows, keys, self.sq, self.sk, device)
-
-    def blind(self, like: Tensor) -> Tensor:
-        """Which rows see no key, as (group * rows, 1)."""
-        bounds = [(self.band.lo(i, self.sq, self.sk), self.band.hi(i, self.sq, self.sk)) for i in self.rows]
-        rows = torch.tensor([hi <= lo for lo, hi in bounds], dtype=torch.bool, device=like.device)
-        return rows.repeat(like.shape[2] // len(rows))[:, None]
-
-    def hide_(self, block: Tensor, keys: range, value: float) -> None:
-        """Overwrite what lies outside the band in a (batch, heads_kv, group * rows, keys) block."""
-        seen = visible(self.band, self.rows, keys, self.sq, self.sk, block.device)
-        block.unflatten(2, (-1, len(self.rows))).masked_fill_(~seen, value)
+    def rows_without_keys(self, like: Tensor) -> Tensor:
+        """Which rows see no key, shaped like the statistics (batch, Hkv, group * rows, 1)."""
+        is_empty = torch.ones_like(like, dtype=torch.bool).unflatten(2, (-1, len(self.rows)))
+        for block in self.blocks():
+            mask = block.visible(like.device)
+            if mask is None:
+                return torch.zeros_like(like, dtype=torch.bool)
+            is_empty = is_empty & ~mask.any(dim=-1, keepdim=True)
+        return is_empty.flatten(2, 3)
 
 
-def _part(score: Score | None, b: slice, h: slice, group: int, dtype: torch.dtype) -> PartScore | None:
-    if score is None:
-        return None
-    return PartScore(score, range(b.start, b.stop), range(h.start, h.stop), group, dtype)
+def _features(args: AttentionArgs, q: Tensor, k: Tensor, b: slice, h: slice, sequence: int) -> ScoreFeatures:
+    part = Part(
+        batch=range(sequence + b.start, sequence + b.stop),
+        heads_kv=range(h.start, h.stop),
+        group=group_size(q, k),
+    )
+    return ScoreFeatures(args, part, (q.shape[2], k.shape[2]), lse_dtype(q.dtype), q.shape[1])
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    band: Band,
-    scale: float | None = None,
-    score: Score | None = None,
+    args: AttentionArgs,
+    out: Tensor,
+    lse: Tensor,
     max_logit: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Exact attention in O(S) memory: out (B, H, Sq, Dv), contiguous, and the LSE (B, H, Sq).
+    sequence: int = 0,
+) -> None:
+    """Write out (B, H, Sq, Dv) and lse (B, H, Sq), both of any strides.
 
-    `max_logit` (H), if given, is raised to the largest score of each head, as it enters the softmax.
-    `out_dtype`: of out; q's by default.
+    `max_logit` (H) is raised to the largest score of each head, as it enters the softmax. `sequence` is the
+    index of the first sequence here in the call's batch.
     """
-    dtype, scale = accumulator_dtype(q.dtype), default_scale(q, scale)
-    sq, sk, group = q.shape[2], k.shape[2], group_size(q, k)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=out_dtype)
-    lse = q.new_empty(q.shape[:3], dtype=dtype)
-    chunks = _Chunks.of(q, k, v, score)
+    dtype, group = lse_dtype(q.dtype), group_size(q, k)
+    chunks = _Chunks.of(q, k, v, args, with_grad=False)
     for b, h in chunks.parts(k):
         Q, O, LSE = (x.unflatten(1, (-1, group))[b, h] for x in (q, out, lse[..., None]))
         K, V = k[b, h], v[b, h]
-        part = _part(score, b, h, group, dtype)
-        for tile in _Tile.all_of(band, chunks, sq, sk):
-            Qi = tile.load(Q, dtype) * scale
+        features = _features(args, q, k, b, h, sequence)
+        for tile in _Tile.all_of(features, chunks):
+            Qi = tile.load(Q, dtype) * args.scale
             Oi = Qi.new_zeros((*Qi.shape[:3], V.shape[-1]))
             m, l = Qi.new_full((*Qi.shape[:3], 1), -torch.inf), Qi.new_zeros((*Qi.shape[:3], 1))
-            if part is not None:
-                m, l = part.first(m, l, len(tile.rows))
-            for keys, is_masked in tile.key_ranges():
-                Kj, Vj = (x[:, :, keys.start : keys.stop].to(dtype) for x in (K, V))
+            m, l = features.initial_stats(m, l, tile.rows)
+            for block in tile.blocks():
+                Kj, Vj = (x[:, :, block.keys.start : block.keys.stop].to(dtype) for x in (K, V))
                 # S = scale Q Kᵀ
-                S = Qi @ Kj.mT
-                if part is not None:
-                    part.apply_(S, None if part.slopes is None else tile.distance(keys, S))
-                    S, _ = part.finish(S, tile.rows, keys)
-                    part.hide_(S, tile.rows, keys, -torch.inf)
-                if is_masked:
-                    tile.hide_(S, keys, -torch.inf)
+                S = block.apply(Qi @ Kj.mT)
+                block.apply_mask_(S, -torch.inf)
                 if max_logit is not None:
                     _raise_(max_logit.unflatten(0, (-1, group))[h], S)
                 P, alpha, m, l = softmax_step(S, m, l)
-                Z = None if part is None else part.factors(tile.rows, keys, dtype)
+                Z = block.dropout_factors()
                 # O = α O + (P ∘ Z) V
                 Oi.mul_(alpha).add_((P if Z is None else P.mul_(Z)) @ Vj)
             tile.store(O, Oi.div_(divisor(l)))
             tile.store(LSE, m + l.log())
-    return out, lse
 
 
-def _raise_(most: Tensor, S: Tensor) -> None:
-    """(heads_kv, group), to the largest scores of a block."""
-    found = S.unflatten(2, (most.shape[1], -1)).amax(dim=(0, 3, 4))
-    torch.maximum(most, found, out=most)
+def _raise_(max_logit: Tensor, S: Tensor) -> None:
+    """Raise (Hkv, group) to the largest scores of a block."""
+    largest = S.unflatten(2, (max_logit.shape[1], -1)).amax(dim=(0, 3, 4))
+    torch.maximum(max_logit, largest, out=max_logit)
 
 
 def backward(
     dout: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    band: Band,
-    scale: float | None = None,
-    dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in O(S) memory: P is recomputed from the LSE, block by block.
+    args: AttentionArgs,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    grads: FeatureGrads,
+    sequence: int = 0,
+) -> None:
+    """Write dq, dk and dv, and add to `grads`; P is recomputed from the LSE, block by block.
 
-    With Δ = rowsum(dO ∘ O) - dLSE and P = exp(S - LSE):
-
-        dV = Pᵀ dO    dS = P ∘ (dO Vᵀ - Δ)    dQ = scale dS K    dK = scale dSᵀ Q
-
-    Rows whose LSE is -inf saw no key: they give and receive exactly 0, whatever their dO and dLSE hold.
-    """
-    return backward_with(None, (dout, dlse), q, k, v, out, lse, band, scale)[:3]
-
-
-def backward_with(
-    score: Score | None,
-    douts: tuple[Tensor, Tensor | None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`backward` of (dout, dlse) with a score's features: dq, dk, dv, dalibi (B, H) and dsinks (H).
-
-    With t = tanh(s / softcap), Z the factors of dropout, A the distances of ALiBi:
+    With Δ = rowsum(dO ∘ O) - dLSE, P = exp(S - LSE), t = tanh(s / softcap), Z the factors of dropout and A
+    the distances of ALiBi:
 
         dV = (P ∘ Z)ᵀ dO    dS' = P ∘ (Z ∘ dO Vᵀ - Δ)    dS = dS' ∘ (1 - t²)
+        dQ = scale dS K     dK = scale dSᵀ Q
         dalibi = -Σ dS' ∘ A    dsinks = -Σ exp(sinks - LSE) Δ
 
-    The last two are 0 where there is no such feature. Gradients of a bias and of what users' functions
-    capture are added to the score's own sums.
+    A row that sees no key has no influence on dq, dk and dv, whatever its dO and dLSE hold.
     """
-    dtype, scale = accumulator_dtype(q.dtype), default_scale(q, scale)
-    sq, sk, group = q.shape[2], k.shape[2], group_size(q, k)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dalibi, dsinks = q.new_zeros(q.shape[:2], dtype=dtype), q.new_zeros(q.shape[1], dtype=dtype)
-    dout, dlse = douts[0], torch.zeros_like(lse) if douts[1] is None else douts[1]
-    chunks = _Chunks.of(q, k, v, score)
+    dtype, group = lse_dtype(q.dtype), group_size(q, k)
+    chunks = _Chunks.of(q, k, v, args, with_grad=True)
     for b, h in chunks.parts(k):
-        per_row = (q, dq, out, dout, lse[..., None], dlse[..., None])
-        Q, dQ, O, dO, LSE, dLSE = (x.unflatten(1, (-1, group))[b, h] for x in per_row)
+        Q, dQ, O, dO, LSE = (x.unflatten(1, (-1, group))[b, h] for x in (q, dq, out, dout, lse[..., None]))
+        dLSE = None if dlse is None else dlse[..., None].unflatten(1, (-1, group))[b, h]
         K, V = k[b, h], v[b, h]
         dK, dV = (x.new_zeros(x.shape, dtype=dtype) for x in (K, V))
-        part = _part(score, b, h, group, dtype)
-        heads = slice(h.start * group, h.stop * group)
-        for tile in _Tile.all_of(band, chunks, sq, sk):
-            Qi, LSEi = tile.load(Q, dtype) * scale, tile.load(LSE, dtype)
+        features = _features(args, q, k, b, h, sequence)
+        for tile in _Tile.all_of(features, chunks):
+            Qi, LSEi = tile.load(Q, dtype) * args.scale, tile.load(LSE, dtype)
             empty = LSEi == -torch.inf
             # exp(S - inf) = 0: an empty row needs no other care.
             LSEi = LSEi.masked_fill(empty, torch.inf)
-            dLSEi = tile.load(dLSE, dtype).masked_fill(empty, 0.0)
-            sinks = None if part is None else part.sinks
-            if part is not None and sinks is not None:
+            dLSEi = None if dLSE is None else tile.load(dLSE, dtype).masked_fill(empty, 0.0)
+            if grads.sinks is not None:
                 # A sink alone gives a row an LSE, and still no key.
-                empty = empty | tile.blind(LSEi) | part.blind(LSEi, tile.rows, tile.seen)
+                empty = empty | tile.rows_without_keys(LSEi)
             dOi = tile.load(dO, dtype).masked_fill(empty, 0.0)
-            delta = (dOi * tile.load(O, dtype)).sum(dim=-1, keepdim=True).sub_(dLSEi)
-            if part is not None and sinks is not None:
-                dsinks[heads] += part.dsinks(LSEi, delta)
-                delta = delta.masked_fill_(empty, 0.0)
+            delta = (dOi * tile.load(O, dtype)).sum(dim=-1, keepdim=True)
+            if dLSEi is not None:
+                delta.sub_(dLSEi)
+            if grads.sinks is not None:
+                grads.sinks[h.start * group : h.stop * group] += features.dsinks(LSEi, delta)
+                delta.masked_fill_(empty, 0.0)
             dQi = torch.zeros_like(Qi)
-            for keys, is_masked in tile.key_ranges():
-                Kj, Vj, dKj, dVj = (x[:, :, keys.start : keys.stop] for x in (K, V, dK, dV))
+            for block in tile.blocks():
+                Kj, Vj, dKj, dVj = (x[:, :, block.keys.start : block.keys.stop] for x in (K, V, dK, dV))
                 Kj, Vj = Kj.to(dtype), Vj.to(dtype)
-                S = Qi @ Kj.mT
-                Z = tangent = away = before = None
-                if part is not None:
-                    Z = part.factors(tile.rows, keys, dtype)
-                    away = None if part.slopes is None else tile.distance(keys, S)
-                    tangent = part.apply_(S, away)
-                    S, before = part.finish(S, tile.rows, keys)
+                Z = block.dropout_factors()
                 # P = exp(S - LSE)
-                P = S.sub_(LSEi).exp_()
-                if part is not None:
-                    part.hide_(P, tile.rows, keys, 0.0)
-                if is_masked:
-                    tile.hide_(P, keys, 0.0)
+                P = block.apply(Qi @ Kj.mT).sub_(LSEi).exp_()
+                block.apply_mask_(P, 0.0)
                 # dV += (P ∘ Z)ᵀ dO
                 dVj.add_((P if Z is None else P * Z).mT @ dOi)
                 # dS = P ∘ (Z ∘ dO Vᵀ - Δ)
                 dP = dOi @ Vj.mT
                 dS = (dP if Z is None else dP.mul_(Z)).sub_(delta).mul_(P)
-                if part is not None:
-                    dS = part.dfinish(dS, before, P, tile.rows, keys)
-                    if away is not None:
-                        dalibi[b, heads] += part.dslopes(dS, away)
-                    if tangent is not None:
-                        dS.mul_(1 - tangent.square_())
+                dS = block.backward(dS, P, grads)
                 # dQ += scale dS K;  dK += dSᵀ (scale Q)
                 dQi.add_(dS @ Kj)
                 dKj.add_(dS.mT @ Qi)
-            tile.store(dQ, dQi.mul_(scale))
+            tile.store(dQ, dQi.mul_(args.scale))
         dk[b, h], dv[b, h] = dK, dV
-    return dq, dk, dv, dalibi, dsinks

@@ -1,118 +1,143 @@
-"""The arguments of the general operators after their tensors, as one value."""
+"""Everything a call asks for besides q, k and v, as one value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_flash import operands
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Features
 
 if TYPE_CHECKING:
-    from cute_flash.reference.score import Score
+    from cute_flash.score_mod.bound import Graphs
 
 
-def draw_rng(device: torch.device) -> Tensor:
-    """(seed, offset) of one call, int64, from torch's generator of the device; no host sync."""
-    return torch.randint((1 << 63) - 1, (2,), dtype=torch.int64, device=device)
+class AttentionArgs(NamedTuple):
+    """The arguments of both operators after their tensors, in the order of `SCHEMA`.
 
-
-class How(NamedTuple):
-    """The arguments of both operators after their tensors; 0 and None: not asked for."""
+    It is built by keyword in `api.py` and passed on whole. Tensors are those of the call; the family of kernels
+    is here because threads of autograd and compiled graphs do not see context variables.
+    """
 
     scale: float
-    window_left: int | None
-    window_right: int | None
-    deterministic: bool = False
-    softcap: float = 0.0
-    alibi: Tensor | None = None  # (H) or (B, H)
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0  # 0: none
+    alibi: Tensor | None = None  # slopes, (H) or (B, H)
     sinks: Tensor | None = None  # (H)
     dropout: float = 0.0
-    rng: Tensor | None = None  # (seed, offset), int64
-    max_logit: bool = False
-    cu_seqlens_q: Tensor | None = None  # (B + 1), int32
+    rng: Tensor | None = None  # (seed, offset) of dropout, int64
+    return_max_logit: bool = False
+    bias: Tensor | None = None  # four dimensions, those that broadcast of size 1
+    score_mod: str = ""  # text of the graphs of score_mod, mask_mod and score_mod_bwd
+    captures: tuple[Tensor, ...] = ()  # tensors that those functions captured, one graph after the other
+    scalars: tuple[float, ...] = ()  # numbers that they captured
+    needs_grad: tuple[bool, ...] = ()  # whether the bias, and each captured tensor, needs a gradient
+    block_mask: tuple[Tensor, ...] = ()  # `BlockMask.tensors`
+    block_mask_sizes: tuple[int, ...] = ()  # `BlockMask.sizes`
+    cu_seqlens_q: Tensor | None = None  # (B + 1), int32: q, k, v are then (T, H, D)
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B), int32
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    float_out: bool = False  # out in fp32, whatever q is
+    out_fp32: bool = False
+    deterministic: bool = False  # gradients with the same bits every time
     batch_invariant: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of `TENSORS`."""
-        return self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
-
-    @property
-    def has_tensors(self) -> bool:
-        return bool([x for x in self.tensors if x is not None])
-
-    @property
-    def without_tensors(self) -> How:
-        nothing: dict[str, Any] = dict.fromkeys(TENSORS)
-        return self._replace(**nothing) if self.has_tensors else self
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> How:
-        """Of one that has none."""
-        if not [x for x in tensors if x is not None]:
-            return self
-        given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(**given)
-
-    @property
-    def described(self) -> tuple[Any, ...]:
-        """All that a check of it asks about, to look up by."""
-        if not self.has_tensors:
-            return self
-        return tuple([operands.described(x) if isinstance(x, Tensor) else x for x in self])
-
-    def out_dtype(self, q: Tensor) -> torch.dtype:
-        return torch.float32 if self.float_out else q.dtype
+    kernels: str = ""  # family of kernels; "": the best one for the GPU
 
     @property
     def band(self) -> Band:
         return Band(self.window_left, self.window_right)
 
     @property
-    def features(self) -> Features:
-        return Features(
-            softcap=self.softcap != 0,
-            alibi=self.alibi is not None,
-            sinks=self.sinks is not None,
-            dropout=self.dropout != 0,
-            return_max_logit=self.max_logit,
-            varlen=self.cu_seqlens_q is not None,
-            seqused_k=self.seqused_k is not None,
-            out_dtype=self.float_out,
-            batch_invariant=self.batch_invariant,
+    def mods(self) -> Graphs:
+        from cute_flash.score_mod.bound import graphs_of
+
+        return graphs_of(self.score_mod)
+
+    @property
+    def has_mods(self) -> bool:
+        """Whether there is a bias, a user function or a block mask."""
+        return self.bias is not None or bool(self.score_mod) or bool(self.block_mask)
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that may have a gradient, in the order in which the backward operator returns it."""
+        return self.alibi, self.sinks, self.bias, *self.captures
+
+    @property
+    def bias_needs_grad(self) -> bool:
+        return bool(self.needs_grad) and self.needs_grad[0] and self.bias is not None
+
+    @property
+    def captures_needing_grad(self) -> tuple[int, ...]:
+        """Indices of captured tensors of score_mod that need a gradient."""
+        graph = self.mods.score
+        if graph is None or not any(self.needs_grad[1:]):
+            return ()
+        captures = enumerate(graph.captures)
+        return tuple(i for i, x in captures if x.is_differentiable and self.needs_grad[1 + i])
+
+    def out_dtype(self, q: Tensor) -> torch.dtype:
+        return torch.float32 if self.out_fp32 else q.dtype
+
+    @property
+    def has_tensors(self) -> bool:
+        return not (
+            self.alibi is self.sinks is self.rng is self.bias is self.cu_seqlens_q is None
+            and not self.captures
+            and not self.block_mask
         )
 
-    def score(self, batch: int, heads: int, sequence: int | None = None) -> Score | None:
-        """The values, of the whole batch or of one sequence of a packed one."""
-        if not (self.softcap or self.dropout or self.alibi is not None or self.sinks is not None):
-            return None
-        from cute_flash.reference.dropout import Dropout
-        from cute_flash.reference.score import Score
-
-        alibi = None if self.alibi is None else self.alibi.expand(batch, heads)
-        first = 0
-        if sequence is not None:
-            first, alibi = sequence, None if alibi is None else alibi[sequence : sequence + 1]
-        dropout = None
-        if self.dropout:
-            assert self.rng is not None
-            dropout = Dropout(self.dropout, self.rng, heads, first)
-        return Score(self.softcap or None, alibi, self.sinks, dropout)
+    def key(self) -> tuple[Any, ...]:
+        """What a plan depends on, besides q, k and v: tensors by shape, strides, type and device; no value that
+        is an argument of the kernels and needs no check.
+        """
+        numbers = (
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit,
+            self.score_mod, self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic,
+            self.batch_invariant, self.kernels,
+        )  # fmt: skip
+        if not self.has_tensors:
+            return numbers
+        tensors = (self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k)
+        bias = self.bias
+        return (
+            numbers,
+            # How a bias is fetched depends on its strides and address.
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
+            *[None if x is None else (x.shape, x.dtype, x.device) for x in (*tensors, *self.captures)],
+            *[(x.shape, x.dtype, x.device) for x in self.block_mask],
+        )
 
 
 SCHEMA = (
-    "float scale, SymInt? window_left, SymInt? window_right, bool deterministic, float softcap, "
-    "Tensor? alibi, Tensor? sinks, float dropout, Tensor? rng, bool max_logit, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "bool float_out=False, bool batch_invariant=False"
+    "float scale, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
+    "Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, Tensor? bias=None, "
+    'str score_mod="", Tensor[]? captures=None, float[]? scalars=None, bool[]? needs_grad=None, '
+    "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
 )
-TENSORS = ("alibi", "sinks", "rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+# Fields that are lists to the dispatcher and tuples here.
+LISTS = ("captures", "scalars", "needs_grad", "block_mask", "block_mask_sizes")
+_LIST_PLACES = tuple(AttentionArgs._fields.index(name) for name in LISTS)
+# Tensors without a gradient, which the backward needs too.
+SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+
+
+def from_schema(values: tuple[Any, ...]) -> AttentionArgs:
+    """From what an operator's implementation is called with."""
+    args = list(AttentionArgs(*values))
+    for i in _LIST_PLACES:
+        args[i] = tuple(args[i] or ())
+    return AttentionArgs(*args)
+
+
+def to_schema(args: AttentionArgs) -> tuple[Any, ...]:
+    """What an operator is called with: no list rather than an empty one."""
+    values: list[Any] = list(args)
+    for i in _LIST_PLACES:
+        values[i] = list(values[i]) or None
+    return tuple(values)

@@ -1,4 +1,4 @@
-"""`cute-flash`: try the kernels, find out what is wrong with an installation, and see what a shape costs."""
+"""`cute-flash`: run the kernels, check an installation, and show what a shape costs."""
 
 from __future__ import annotations
 
@@ -18,42 +18,39 @@ if TYPE_CHECKING:
     from cute_flash.spec.band import Band
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# Presence of a bound is compiled in, its value is not: 0 stands for any.
+# A kernel is compiled for the presence of a bound, not for its value: 0 stands for any.
 MASKS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
     "causal": (None, 0),
     "window": (0, 0),
     "left": (0, None),
 }
-# Long enough for the tile of long sequences; otherwise no part of a compiled kernel.
+# Long enough for the tile of long sequences. Lengths are not compiled in.
 LENGTH = 1 << 16
 
 
-class Refused(Exception):
-    """Arguments that no kernel serves, or that contradict each other."""
+class UsageError(Exception):
+    """Arguments that contradict each other, or that no kernel serves."""
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """Around checks and planning only: a ValueError from later work is a bug and keeps its traceback."""
+def _usage_errors() -> Iterator[None]:
+    """Turn a ValueError of checks and planning into a `UsageError`.
+
+    A ValueError from later steps is a bug and keeps its traceback.
+    """
     try:
         yield
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 fine, 1 a bad answer (a wrong result, a spill, something broken), 2 a wrong argument."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["layouts"]:
-        # It has a parser of its own, and argparse cannot pass on options it does not know.
-        from layouts.__main__ import main as layouts_main
-
-        return layouts_main(argv[1:])
+    """Returns the exit status: 0 success, 1 a wrong result, a spill or a broken installation, 2 a wrong argument."""
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
-    except Refused as error:
+    except UsageError as error:
         print(f"cute-flash: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -64,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
-    """B,H,S,D; B,S,D and S,D mean one head, as for `attn`."""
+    """B,H,S,D; B,S,D and S,D have one head, as for `attn`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -83,7 +80,7 @@ def _side(text: str) -> int | None:
     if text.lower() in ("none", "inf"):
         return None
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no side of a window: write a number of keys, or none")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window size: write a number of keys, or none")
     return int(text)
 
 
@@ -130,9 +127,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    add("demo", _demo, "run attention here, check it against torch, and show what the kernels cost")
+    add("demo", _demo, "run attention, check it against torch, and show what the kernels cost")
 
-    sub = add("doctor", _doctor, "what is installed, what is wrong, and how to put it right")
+    sub = add("doctor", _doctor, "check the installation, with a remedy for each problem")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("explain", _explain, "plan, FLOPs, bytes and roofline position of a shape on a GPU")
@@ -144,17 +141,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--gpu", help="A100, A10, L40S, H100, H200 or sm_xx (default: the GPU here, else A100)")
     sub.add_argument("--json", action="store_true", help="print a JSON list, one entry a shape")
 
-    sub = add("inspect", _inspect, "registers, spills and instructions of a kernel, compiled without a GPU")
+    sub = add("inspect", _inspect, "registers, spills and instructions of a kernel; compiles, needs no GPU")
     sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="default: %(default)s")
     _add_mask(sub)
     sub.add_argument(
-        "--seqlen-k", type=_positive, metavar="S", help="short sequences may have a tile of their own"
+        "--seqlen-k", type=_positive, metavar="S", help="keys: short sequences may use another tile"
     )
     sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here, else sm_80")
     sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly")
     sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
 
-    sub = add("precompile", _precompile, "compile kernels into the cache, without a GPU")
+    sub = add("precompile", _precompile, "compile kernels into the cache; needs no GPU")
     sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here")
     sub.add_argument("--head-dims", type=_positives, default="64,128", help="default: %(default)s")
     sub.add_argument("--dtypes", type=_list_of(DTYPES), default="bf16,fp16", help="default: %(default)s")
@@ -162,19 +159,17 @@ def _parser() -> argparse.ArgumentParser:
         "--masks",
         type=_list_of(MASKS),
         default="full,causal,window",
-        help=f"of {', '.join(MASKS)} (default: %(default)s); window: both sides, left: that side alone",
+        help=f"of {', '.join(MASKS)} (default: %(default)s); window: both bounds, left: the left bound alone",
     )
     sub.add_argument("--jobs", type=_positive, default=1, help="processes, about 1 GB each (default: 1)")
 
-    sub = add("cache", _cache, "where compiled kernels are kept, and how many")
+    sub = add("cache", _cache, "folder and size of the kernel cache")
     sub.add_argument("--clear", action="store_true", help="delete them")
-
-    commands.add_parser("layouts", help="draw a shared-memory layout and count its bank conflicts")
     return parser
 
 
 def _arch(name: str | None) -> ArchSpec | None:
-    """The one named, else that of CUTE_FLASH_ARCH, else that of the first GPU here, else none."""
+    """The architecture named, else that of CUTE_FLASH_ARCH, else that of the first GPU, else None."""
     from cute_flash.spec import arch
     from cute_flash.spec.arch import by_name
 
@@ -184,20 +179,20 @@ def _arch(name: str | None) -> ArchSpec | None:
 
 
 def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan]:
-    """A plan for each kernel that a problem of this head dim, dtype and kind of mask may run."""
-    from cute_flash.planning.plan import plan
+    """A plan for each forward kernel that problems of this head dim, dtype and kind of mask can run."""
+    from cute_flash.planning.plan import plan_forward
     from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
     from cute_flash.spec.problem import Problem
 
-    # Short sequences may have a tile of their own, and so may the few rows of heads that share keys.
+    # Short sequences may use another tile; one query of many heads is packed (pack_gqa).
     lengths = [LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys})]
-    shapes = [(heads, rows, keys) for keys in lengths for heads, rows in ((1, LENGTH), (64, 1))]
-    problems = [Problem(1, heads, 1, rows, keys, head_dim, dtype, band) for heads, rows, keys in shapes]
-    found: dict[CompileKey, Plan] = {}
-    for problem in problems:
-        chosen = plan(problem, arch, is_packable=True)
-        found.setdefault(chosen.key, chosen)
-    return list(found.values())
+    plans: dict[CompileKey, Plan] = {}
+    for seqlen_k in lengths:
+        for heads, seqlen_q in ((1, LENGTH), (64, 1)):
+            problem = Problem(1, heads, 1, seqlen_q, seqlen_k, head_dim, dtype, band)
+            plan = plan_forward(problem, arch, can_pack_gqa=True)
+            plans.setdefault(plan.main, plan)
+    return list(plans.values())
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -220,51 +215,49 @@ def _explain(args: argparse.Namespace) -> int:
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import Explanation
 
-    found = []
-    with _refusing():
+    explanations = []
+    with _usage_errors():
         arch, band = _arch(args.gpu) or SM_80, Band.of(args.causal, args.window)
         for batch, heads, length, head_dim in args.shapes:
             heads_kv, length_k = args.kv_heads or heads, args.seqlen_k or length
             sizes, width_v = (batch, heads, heads_kv, length, length_k, head_dim), args.value_dim
             problem = Problem(*sizes, DTYPES[args.dtype], band, None if width_v == head_dim else width_v)
-            found.append(Explanation.of(problem, arch))
+            explanations.append(Explanation.of(problem, arch))
     if args.json:
-        print(json.dumps([one.as_dict() for one in found], indent=2))
+        print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))
     else:
-        print("\n\n".join("\n".join(one.lines()) for one in found))
+        print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from cute_flash.jit.progress import ticking
-    from cute_flash.jit.resources import disassemble, nvdisasm, resources
-    from cute_flash.planning import plan as planning
+    from cute_flash.jit.progress import progress
+    from cute_flash.jit.resources import disassemble, kernel_resources, nvdisasm
+    from cute_flash.planning.plan import plan_forward
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import aligned
 
     if args.sass and nvdisasm() is None:
-        raise Refused("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
-    with _refusing():
+        raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
+    with _usage_errors():
         sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
         problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
-        plan = planning.plan(problem, _arch(args.arch) or SM_80)
-    with ticking(f"compiling {plan.key.kernel} for {plan.key.target}"):
-        found = resources(plan)
-    lines = [f"kernel {plan.key.kernel}", f"tile {plan.tile}", *found.lines()]
-    if found.serialised_wgmma:
-        lines.append(
-            f"wgmma serialised, or registers not moved, by ptxas: {', '.join(found.serialised_wgmma)}"
-        )
+        key = plan_forward(problem, _arch(args.arch) or SM_80).main
+    with progress(f"compiling {key.kernel} for {key.target}"):
+        resources = kernel_resources(key)
+    lines = [f"kernel {key.kernel}", f"tile {key.tile}", *resources.lines()]
+    if resources.serialised_wgmma:
+        lines.append(f"ptxas serialised wgmma or ignored setmaxnreg: {', '.join(resources.serialised_wgmma)}")
     print("\n".join(aligned(lines)))
     if args.sass:
-        args.sass.write_text(disassemble(found.cubin))
+        args.sass.write_text(disassemble(resources.cubin))
     if args.ptx:
-        args.ptx.write_text(found.ptx)
+        args.ptx.write_text(resources.ptx)
     for path in filter(None, (args.sass, args.ptx)):
         print(f"wrote {path}")
-    return 1 if found.spill_bytes or found.serialised_wgmma else 0
+    return 1 if resources.spill_bytes or resources.serialised_wgmma else 0
 
 
 def _precompile(args: argparse.Namespace) -> int:
@@ -274,31 +267,31 @@ def _precompile(args: argparse.Namespace) -> int:
     from cute_flash.jit.disk import DiskCache
     from cute_flash.spec.band import Band
 
-    wanted = itertools.product(args.head_dims, args.dtypes, args.masks)
-    with _refusing():
+    choices = itertools.product(args.head_dims, args.dtypes, args.masks)
+    with _usage_errors():
         arch = _arch(args.arch)
         if arch is None:
-            raise Refused("no GPU here: name the one to compile for, such as --arch sm_80")
-        # All plans first: an unsupported head dim is refused before any time is spent.
+            raise UsageError("no GPU here: name an architecture, such as --arch sm_80")
+        # All plans first: an unsupported head dim is refused before anything is compiled.
         plans = [
             (f"D={dim} {dtype} {mask}", plan)
-            for dim, dtype, mask in wanted
+            for dim, dtype, mask in choices
             for plan in _kernels(arch, dim, DTYPES[dtype], Band(*MASKS[mask]))
         ]
     cache = DiskCache.default()
     if not cache.is_persistent:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
         return 1
-    compiled = 0
-    targets = ", ".join(sorted({plan.key.target for _, plan in plans}))
+    num_compiled = 0
+    targets = ", ".join(sorted({plan.main.target for _, plan in plans}))
     print(f"{len(plans)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
-    results = precompile_all([plan.key for _, plan in plans], args.jobs)
+    results = precompile_all([plan.main for _, plan in plans], args.jobs)
     for i, (is_new, (name, plan)) in enumerate(zip(results, plans), 1):
-        compiled += is_new
-        tile = f"{plan.tile.tile_m}x{plan.tile.tile_n}{' packed' if plan.packs_heads else ''}"
+        num_compiled += is_new
+        tile = f"{plan.tile.tile_m}x{plan.tile.tile_n}{' pack_gqa' if plan.pack_gqa else ''}"
         state = "compiled" if is_new else "already there"
         print(f"[{i}/{len(plans)}] {name} {tile}: {state}", file=sys.stderr, flush=True)
-    print(f"{cache.folder}: {compiled} kernel(s) compiled, {len(plans) - compiled} already there")
+    print(f"{cache.folder}: {num_compiled} kernel(s) compiled, {len(plans) - num_compiled} already there")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""`cute-flash demo`: attention on this machine, checked and costed.
+"""`cute-flash demo`: run attention on this machine, check it, and show what it costs.
 
-With a GPU: the kernel, its error beside torch's own attention, and its time beside the roofline. Without one:
-the CPU path of the same call, and the GPU kernels compiled for Ampere and Hopper, with what their code uses.
+With a GPU it shows the kernel's error beside that of torch SDPA, and its time beside the roofline. Without one it
+runs the CPU path, compiles the kernels for Ampere and Hopper, and shows their registers and shared memory.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cute_flash import reference
 from cute_flash.api import attn
-from cute_flash.jit.progress import ticking
-from cute_flash.planning.plan import Plan, plan
-from cute_flash.reference import tiled as reference
+from cute_flash.errors import UnsupportedError
+from cute_flash.jit.progress import progress
+from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Problem, UnsupportedError
+from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 from cute_flash.tools.explain import Explanation
 
 PROBLEM = Problem(2, 8, 2, 1024, 1024, 128, "bfloat16", Band(None, 0))
-# The same kernel: a length is not compiled in.
+# It runs the same kernel: lengths are not compiled in.
 LONG_PROBLEM = replace(PROBLEM, batch=4, heads=16, heads_kv=4, seqlen_q=4096, seqlen_k=4096)
 COMPILED_ARCHS, COMPILED_HEAD_DIMS = ("sm_80", "sm_90"), (64, 128)
 MAX_TIMES_YARDSTICK = 2.0
 WARM_UP, LAUNCHES = 5, 20
-# About 10 ms in which the host gets ahead, so that launches follow each other without a gap.
+# About 10 ms, in which the host enqueues launches ahead of the GPU.
 SLEEP_CYCLES = 20_000_000
 
 
 def demo() -> int:
-    """Run it; 1 if the result is wrong."""
+    """Run the demo; returns 1 if the result is wrong."""
     gpu, reason = _gpu()
     comparison = _on_cpu(reason) if gpu is None else _on_gpu(gpu)
     path, result = "CPU" if gpu is None else "GPU", "right" if comparison.is_right else "WRONG"
@@ -45,7 +46,7 @@ def demo() -> int:
 
 
 def _gpu() -> tuple[arch.ArchSpec | None, str]:
-    """The first GPU, or why there is none to use."""
+    """The first GPU, or None and the reason."""
     if not torch.cuda.is_available():
         return None, "torch sees no CUDA GPU"
     try:
@@ -55,13 +56,14 @@ def _gpu() -> tuple[arch.ArchSpec | None, str]:
 
 
 def _on_gpu(gpu: arch.ArchSpec) -> Comparison:
-    from cute_flash.jit.compile import cache_info, compiled
+    from cute_flash.jit.compile import cache_info, compiled_kernel
 
     print(f"GPU path: the kernel runs on {gpu.gpu} ({gpu.name}).\n")
     explanation = Explanation.of(PROBLEM, gpu)
     print("\n".join(explanation.lines()), flush=True)
-    with ticking(f"loading {explanation.plan.key.kernel}, compiling it if it is not in the cache"):
-        compiled(explanation.plan)
+    key = explanation.plan.main
+    with progress(f"loading {key.kernel}, compiling it if it is not in the cache"):
+        compiled_kernel(key)
     inputs = _inputs(PROBLEM, "cuda")
     comparison = Comparison.of(*inputs)
     print("\n".join(["", *comparison.lines(), ""]))
@@ -88,20 +90,20 @@ def _on_cpu(reason: str) -> Comparison:
         spec = arch.by_name(name)
         print("\n" + "\n".join(Explanation.of(PROBLEM, spec).lines()), flush=True)
         for head_dim in COMPILED_HEAD_DIMS:
-            print(_resource_line(plan(replace(PROBLEM, head_dim=head_dim), spec)), flush=True)
+            print(_resource_line(plan_forward(replace(PROBLEM, head_dim=head_dim), spec)), flush=True)
     return comparison
 
 
-def _resource_line(chosen: Plan) -> str:
-    from cute_flash.jit.resources import resources
+def _resource_line(plan: Plan) -> str:
+    from cute_flash.jit.resources import kernel_resources
 
-    head_dim = chosen.problem.head_dim
-    with ticking(f"compiling {chosen.key.kernel} D={head_dim} for {chosen.key.target}"):
-        found = resources(chosen)
+    key, head_dim = plan.main, plan.problem.head_dim
+    with progress(f"compiling {key.kernel} D={head_dim} for {key.target}"):
+        resources = kernel_resources(key)
     return (
-        f"compiled    D={head_dim} for {found.target}: {found.registers_text} registers a thread, "
-        f"{found.spill_bytes} bytes spilled, {found.mma}, {found.smem_bytes / 1024:.0f} KB shared; "
-        f"tile {chosen.tile}"
+        f"compiled    D={head_dim} for {key.target}: {resources.registers_text} registers a thread, "
+        f"{resources.spill_bytes} bytes spilled, {resources.mma}, {resources.smem_bytes / 1024:.0f} KB shared; "
+        f"tile {key.tile}"
     )
 
 
@@ -117,21 +119,23 @@ def _inputs(problem: Problem, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Torch's attention; in fp32 on the CPU, where 16 bits can take a minute and attn widens them too."""
+    """Torch SDPA; in fp32 on the CPU, where 16 bits can take a minute and attn accumulates in fp32 too."""
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     Q, K, V = (x.to(dtype) for x in (q, k, v))
     return scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=True).to(q.dtype)
 
 
 @dataclass(frozen=True)
-class Distance:
+class Error:
+    """The largest and the mean absolute difference of two tensors."""
+
     largest: float
     mean: float
 
     @staticmethod
-    def between(a: Tensor, b: Tensor) -> Distance:
-        apart = (a.double() - b.double()).abs()
-        return Distance(apart.max().item(), apart.mean().item())
+    def between(a: Tensor, b: Tensor) -> Error:
+        difference = (a.double() - b.double()).abs()
+        return Error(difference.max().item(), difference.mean().item())
 
     def __str__(self) -> str:
         return f"{self.largest:.1e} (mean {self.mean:.1e})"
@@ -139,30 +143,30 @@ class Distance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances of attn and of torch from exact attention in fp64, and from each other."""
+    """Errors of attn and of torch SDPA against exact attention in fp64."""
 
-    attn: Distance
-    sdpa: Distance
-    apart: Distance
-    yardstick: Distance  # of the same maths, unfused and in the input's precision
+    attn: Error
+    sdpa: Error
+    difference: Error  # between attn and SDPA
+    yardstick: Error  # of the same maths, unfused and in the input's precision
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> Comparison:
-        """All causal."""
+        """With a causal mask."""
         ours, torchs = attn(q, k, v, causal=True), _sdpa(q, k, v, causal=True)
         assert isinstance(ours, Tensor)
         exact, _ = reference.dense(q, k, v, Band(None, 0))
         rough, _ = reference.dense_low_precision(q, k, v, Band(None, 0))
         return Comparison(
-            Distance.between(ours, exact),
-            Distance.between(torchs, exact),
-            Distance.between(ours, torchs),
-            Distance.between(rough, exact),
+            attn=Error.between(ours, exact),
+            sdpa=Error.between(torchs, exact),
+            difference=Error.between(ours, torchs),
+            yardstick=Error.between(rough, exact),
         )
 
     @property
     def is_right(self) -> bool:
-        # The mean too: the largest errors of a causal output sit in its first rows, whatever the others hold.
+        # The mean too: the largest errors of a causal output are in its first rows, whatever the other rows hold.
         return (
             self.attn.largest <= MAX_TIMES_YARDSTICK * self.yardstick.largest
             and self.attn.mean <= MAX_TIMES_YARDSTICK * self.yardstick.mean
@@ -173,7 +177,7 @@ class Comparison:
         limit = f"{MAX_TIMES_YARDSTICK:.0f} x {self.yardstick}"
         return [
             f"max error   attn {self.attn}, torch SDPA {self.sdpa}, against exact attention in fp64",
-            f"difference  {self.apart} between attn and torch SDPA",
+            f"difference  {self.difference} between attn and torch SDPA",
             f"check       {verdict} {limit}, the error of unfused attention in this precision",
         ]
 
@@ -190,7 +194,7 @@ def _timing(problem: Problem, gpu: arch.ArchSpec) -> str:
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """Time of one call among many that follow each other on the GPU."""
+    """GPU time of one call in a sequence of back-to-back calls."""
     for _ in range(WARM_UP):
         function()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""`cute-flash doctor`: what is installed, what is wrong with it, and the remedy of each."""
+"""`cute-flash doctor`: check the installation, and name a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from cute_flash.planning.plan import use_kernels
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import check_family
 from cute_flash.spec import arch
-from cute_flash.spec.problem import UnsupportedError
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
-# What proves that a requirement is not only recorded but works.
+# Modules whose import shows that a requirement works.
 MODULES = {
     "torch": "torch",
     "nvidia-cutlass-dsl": "cutlass.cute",
@@ -29,7 +29,7 @@ MODULES = {
     "cuda-bindings": "cuda.bindings.driver",
     "nvtx": "nvtx",
 }
-# Flavours of the DSL: the least driver of each, as the driver spells its CUDA version and as it is sold.
+# Flavours of the DSL: the CUDA version of the oldest driver of each, and the release of that driver.
 FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
 VARIABLES = ("CUTE_FLASH_ARCH", "CUTE_FLASH_CACHE_DIR", "CUTE_FLASH_KERNELS", "CUTE_FLASH_NVTX")
 COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
@@ -41,12 +41,12 @@ PYTORCH_PAGE = "https://pytorch.org/get-started/locally"
 class Check:
     name: str
     status: str
-    found: str
+    detail: str
     remedy: str = ""
 
 
 def examine() -> list[Check]:
-    """All checks. Nothing is compiled or launched."""
+    """Run all checks. Nothing is compiled or launched."""
     return [
         _python(),
         *_requirements(),
@@ -78,12 +78,12 @@ def verdict(checks: list[Check]) -> str:
 
 def lines(checks: list[Check]) -> list[str]:
     name_width = max(len(check.name) for check in checks)
-    found = []
+    texts = []
     for check in checks:
-        found.append(f"{check.status:<7} {check.name:<{name_width}}  {check.found}")
+        texts.append(f"{check.status:<7} {check.name:<{name_width}}  {check.detail}")
         if check.remedy:
-            found.append(f"{'':<7} {'':<{name_width}}  -> {check.remedy}")
-    return [*found, "", verdict(checks)]
+            texts.append(f"{'':<7} {'':<{name_width}}  -> {check.remedy}")
+    return [*texts, "", verdict(checks)]
 
 
 def as_dict(checks: list[Check]) -> dict[str, Any]:
@@ -96,13 +96,16 @@ def as_dict(checks: list[Check]) -> dict[str, Any]:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether "4.8.1+cpu" is in ">=4.8,<4.9". Only numbers count: "4.9.0rc1" is a 4.9.0."""
+    """Whether a version such as "4.8.1+cpu" is in a range such as ">=4.8,<4.9".
+
+    Only the release numbers count: "4.9.0rc1" is 4.9.0.
+    """
     clauses = re.findall(r"([<>=]=?)\s*([\d.]+)", wanted)
     return all(COMPARISONS[sign](_compared(version, limit), 0) for sign, limit in clauses)
 
 
 def _compared(a: str, b: str) -> int:
-    """-1, 0 or 1; missing places are zeros."""
+    """-1, 0 or 1 as a < b, a == b or a > b; missing numbers are 0."""
     for x, y in zip_longest(_release(a), _release(b), fillvalue=0):
         if x != y:
             return 1 if x > y else -1
@@ -122,27 +125,27 @@ def _version(package: str) -> str | None:
 
 
 def _python() -> Check:
-    found = f"{sys.version.split()[0]} on {sys.platform}"
+    detail = f"{sys.version.split()[0]} on {sys.platform}"
     try:
         wanted = importlib.metadata.metadata("cute-flash")["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
-        return Check("Python", NOTE, f"{found}; cute-flash runs from its source tree", "pip install -e .")
+        return Check("Python", NOTE, f"{detail}; cute-flash runs from its source tree", "pip install -e .")
     if sys.platform != "linux":
-        return Check("Python", BROKEN, found, "use Linux (or WSL): the kernels are built for nothing else")
-    if not satisfies(found, wanted):
-        return Check("Python", BROKEN, found, f"use a Python {wanted}")
-    return Check("Python", OK, found)
+        return Check("Python", BROKEN, detail, "use Linux (or WSL): the kernels are built for nothing else")
+    if not satisfies(detail, wanted):
+        return Check("Python", BROKEN, detail, f"use a Python {wanted}")
+    return Check("Python", OK, detail)
 
 
 def _requirements() -> Iterator[Check]:
-    """The packages that cute-flash's own metadata asks for."""
+    """The packages that the metadata of cute-flash requires."""
     try:
         required = importlib.metadata.requires("cute-flash") or []
     except importlib.metadata.PackageNotFoundError:
         return
     for requirement in required:
         match = re.fullmatch(r"([\w.-]+)\s*([^;]*)", requirement)
-        # Those with a condition belong to an extra.
+        # Requirements with a condition belong to an extra.
         if match:
             yield _requirement(match[1], match[2].strip())
 
@@ -158,8 +161,8 @@ def _requirement(package: str, wanted: str) -> Check:
         module = importlib.import_module(MODULES.get(package, package))
     # A broken native library can raise anything.
     except Exception as error:
-        found = f"{version}, but {type(error).__name__}: {error}"
-        return Check(package, BROKEN, found, f"{remedy} --force-reinstall")
+        detail = f"{version}, but {type(error).__name__}: {error}"
+        return Check(package, BROKEN, detail, f"{remedy} --force-reinstall")
     build = ""
     if package == "torch":
         build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", CPU build"
@@ -167,27 +170,27 @@ def _requirement(package: str, wanted: str) -> Check:
 
 
 def _flavours() -> Iterator[Check]:
-    """Compiled parts of the DSL, of which one must suit the driver."""
+    """The installed flavours of the DSL (cu12, cu13): one must match the driver."""
     from cute_flash.jit.compile import driver_cuda_version, runtime_library
 
     dsl, driver = _version("nvidia-cutlass-dsl"), driver_cuda_version()
     installed = {name: _version(f"nvidia-cutlass-dsl-libs-{name}") for name in FLAVOURS}
-    found = ", ".join(f"{name} {version}" for name, version in installed.items() if version) or "none"
+    detail = ", ".join(f"{name} {version}" for name, version in installed.items() if version) or "none"
     stale = [name for name, version in installed.items() if version not in (None, dsl)]
     if stale:
         remedy = f"pip install --force-reinstall 'nvidia-cutlass-dsl[cu13]=={dsl}'"
-        yield Check("DSL flavours", BROKEN, f"{found}, but the DSL is {dsl}", remedy)
+        yield Check("DSL flavours", BROKEN, f"{detail}, but the DSL is {dsl}", remedy)
         return
     try:
         chosen = runtime_library().parents[1].name
     except ModuleNotFoundError as error:
-        yield Check("DSL flavours", BROKEN, f"{found}: {error}", "pip install 'cute-flash[cu13]' brings both")
+        yield Check("DSL flavours", BROKEN, f"{detail}: {error}", "pip install 'cute-flash[cu13]' brings both")
         return
     if driver >= FLAVOURS["cu13"][0] and chosen == "cu12":
         remedy = "pip install 'cute-flash[cu13]'"
-        yield Check("DSL flavours", NOTE, f"{found}; the driver serves cu13 too", remedy)
+        yield Check("DSL flavours", NOTE, f"{detail}; the driver serves cu13 too", remedy)
     else:
-        yield Check("DSL flavours", OK, f"{found}; {chosen} is used")
+        yield Check("DSL flavours", OK, f"{detail}; {chosen} is used")
 
 
 def _driver() -> Check:
@@ -197,19 +200,19 @@ def _driver() -> Check:
     if not version:
         remedy = "on a machine with a GPU: install its driver"
         return Check("driver", NOTE, "no NVIDIA driver: attention runs on the CPU", remedy)
-    found = f"{_driver_release()}CUDA {version // 1000}.{version % 1000 // 10}"
+    detail = f"{_driver_release()}CUDA {version // 1000}.{version % 1000 // 10}"
     least, release = FLAVOURS["cu12"]
     if version < least:
-        return Check("driver", BROKEN, f"{found} is too old", f"install driver {release} or newer")
+        return Check("driver", BROKEN, f"{detail} is too old", f"install driver {release} or newer")
     code, _ = _visible_to_driver()
     if code not in (0, CUDA_NO_DEVICE):
         remedy = "see whether nvidia-smi works; after an update of the driver, reboot"
-        return Check("driver", BROKEN, f"{found}, cuInit fails with error {code}", remedy)
-    return Check("driver", OK, found)
+        return Check("driver", BROKEN, f"{detail}, cuInit fails with error {code}", remedy)
+    return Check("driver", OK, detail)
 
 
 def _driver_release() -> str:
-    """Such as "575.57.08, "; empty where the kernel does not tell."""
+    """Such as "575.57.08, "; empty if /proc does not tell."""
     try:
         match = re.search(r"\s(\d{3,}\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -218,7 +221,7 @@ def _driver_release() -> str:
 
 
 def _visible_to_driver() -> tuple[int, int]:
-    """Result of cuInit, and the number of GPUs, CUDA_VISIBLE_DEVICES considered."""
+    """The result of cuInit, and the number of GPUs that CUDA_VISIBLE_DEVICES allows."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -231,7 +234,7 @@ def _visible_to_driver() -> tuple[int, int]:
 def _gpus() -> Iterator[Check]:
     try:
         import torch
-    # Reported where the packages are.
+    # `_requirements` reports it.
     except Exception:
         return
     if torch.cuda.is_available():
@@ -243,11 +246,11 @@ def _gpus() -> Iterator[Check]:
         remedy = "in a container: start it with --gpus all; see CUDA_VISIBLE_DEVICES"
         yield Check("GPUs", NOTE, "none: attention runs on the CPU", remedy)
     elif torch.version.cuda is None:
-        found = f"the driver sees {visible}, but this torch is a CPU build"
-        yield Check("GPUs", BROKEN, found, f"install a CUDA build of torch: {PYTORCH_PAGE}")
+        detail = f"the driver sees {visible}, but this torch is a CPU build"
+        yield Check("GPUs", BROKEN, detail, f"install a CUDA build of torch: {PYTORCH_PAGE}")
     else:
-        found = f"the driver sees {visible}, but torch, built for CUDA {torch.version.cuda}, cannot use them"
-        yield Check("GPUs", BROKEN, found, f"update the driver, or install a torch for it: {PYTORCH_PAGE}")
+        detail = f"the driver sees {visible}, but torch, built for CUDA {torch.version.cuda}, cannot use them"
+        yield Check("GPUs", BROKEN, detail, f"update the driver, or install a torch for it: {PYTORCH_PAGE}")
 
 
 def _gpu(index: int) -> Check:
@@ -261,38 +264,38 @@ def _gpu(index: int) -> Check:
 def _linker() -> Check:
     from cute_flash.jit.compile import LINKERS, linker
 
-    found = linker()
-    if found is None:
+    path = linker()
+    if path is None:
         remedy = "apt install binutils (or the like); without it cached kernels load a second or two slower"
         return Check("linker", NOTE, f"none of {', '.join(LINKERS)} on the path", remedy)
-    return Check("linker", OK, found)
+    return Check("linker", OK, path)
 
 
 def _nvdisasm() -> Check:
     from cute_flash.jit.resources import nvdisasm
 
-    found = nvdisasm()
-    if found is None:
+    path = nvdisasm()
+    if path is None:
         remedy = "pip install nvidia-cuda-nvdisasm; only `inspect` needs it, to count instructions"
         return Check("nvdisasm", NOTE, "not found", remedy)
-    return Check("nvdisasm", OK, found)
+    return Check("nvdisasm", OK, path)
 
 
 def _cache() -> Check:
-    """The folder as the kernels' loader sees it; its warnings say what is wrong with it."""
+    """The kernel cache; the warnings of its constructor say what is wrong with the folder."""
     from cute_flash.jit.disk import DiskCache
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache = DiskCache.default()
     if not cache.is_persistent:
-        found = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
+        detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
         remedy = "make it yours alone, or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
-        return Check("kernel cache", BROKEN, found, remedy)
+        return Check("kernel cache", BROKEN, detail, remedy)
     entries = cache.entries()
     size = sum(path.stat().st_size for path in entries)
-    found = f"{cache.folder}, private, {len(entries)} kernel(s), {size / 1e6:.1f} MB"
-    return Check("kernel cache", OK, found)
+    detail = f"{cache.folder}, private, {len(entries)} kernel(s), {size / 1e6:.1f} MB"
+    return Check("kernel cache", OK, detail)
 
 
 def _environment() -> Iterator[Check]:
@@ -301,18 +304,17 @@ def _environment() -> Iterator[Check]:
         if name not in VARIABLES:
             yield Check(name, NOTE, f"{value!r} has no effect", f"there are {', '.join(VARIABLES)}")
             continue
-        problem = _refusal(name, value) if value else ""
-        yield Check(name, BROKEN, problem, "correct or unset it") if problem else Check(name, OK, repr(value))
+        error = _variable_error(name, value) if value else ""
+        yield Check(name, BROKEN, error, "correct or unset it") if error else Check(name, OK, repr(value))
 
 
-def _refusal(name: str, value: str) -> str:
-    """What reading the variable will raise; empty if nothing."""
+def _variable_error(name: str, value: str) -> str:
+    """The error that the variable causes; empty if it is valid."""
     try:
         if name == "CUTE_FLASH_ARCH":
             arch.by_name(value)
         elif name == "CUTE_FLASH_KERNELS":
-            with use_kernels(value):
-                pass
+            check_family(value)
     except UnsupportedError as error:
         return str(error)
     return ""

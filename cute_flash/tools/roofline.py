@@ -1,9 +1,9 @@
-"""What a problem costs, and which unit of a GPU it keeps busy: FLOPs, bytes, exponentials, and the roofline.
+"""FLOPs, bytes and exponentials of a problem, and the roofline of a GPU: which unit bounds its time.
 
-Pure arithmetic on a `Problem` and an `ArchSpec`, exact under any band: nothing is estimated by halving. Three
-units can be the limit: the tensor cores (two products of 2 D FLOPs per visible pair), the memory (every
-tensor once, or K and V once per row tile), and the exponential units (one exp2 per visible pair), which small
-head dims exhaust first.
+Pure arithmetic on a `Problem` and an `ArchSpec`, exact under any band: visible pairs are counted, not estimated by
+halving. Three units can be the bound: the tensor cores (two products of 2 D FLOPs per visible pair), the memory
+(every tensor once, or K and V once per query tile), and the exponential units (one exp2 per visible pair), which
+bound small head dims.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.dtypes import DTYPES
 from cute_flash.spec.problem import Problem
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # m, l and the LSE are fp32.
 STATISTIC_BYTES = 4
 
 
 def visible_pairs(problem: Problem) -> int:
-    """(query, key) pairs inside the band, of one head."""
+    """(query, key) pairs of one head inside the band."""
     sq, sk, left, right = problem.seqlen_q, problem.seqlen_k, problem.band.left, problem.band.right
-    # Σ hi(i) - Σ lo(i): lo never exceeds hi, for a row that sees nothing has lo = hi = 0.
+    # Σ hi(i) - Σ lo(i). A row that sees no key has lo = hi = 0, so lo never exceeds hi.
     upper = sq * sk if right is None else _clamped_sum(sk - sq + right + 1, sq, sk)
     lower = 0 if left is None else _clamped_sum(sk - sq - left, sq, sk)
     return upper - lower
@@ -37,53 +37,53 @@ def _clamped_sum(first: int, count: int, cap: int) -> int:
 
 
 def _widths(problem: Problem) -> int:
-    """Of Q and K, and of V and O, together."""
+    """The head dim of Q and K plus that of V and O."""
     return problem.head_dim + problem.width_v
 
 
 def flops(problem: Problem) -> int:
-    """Multiplications and additions of Q Kᵀ and P V over the visible pairs only: what no kernel can skip."""
+    """Multiplications and additions of Q Kᵀ and P V over the visible pairs, which no kernel can skip."""
     return 2 * problem.batch * problem.heads * _widths(problem) * visible_pairs(problem)
 
 
 def flops_nominal(problem: Problem) -> int:
-    """The papers' convention, in which TFLOP/s are published: every pair, half of them when causal."""
+    """FLOPs as the papers count them for published TFLOP/s: every pair, half of them if causal."""
     p = problem
     every_pair = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * _widths(p)
     return every_pair // 2 if p.band.right == 0 else every_pair
 
 
 def exp_count(problem: Problem) -> int:
-    """Exponentials of P: one per visible pair (rescaling adds at most one per row and key block)."""
+    """Exponentials of P: one per visible pair. Rescaling adds at most one per row and K/V block."""
     return problem.batch * problem.heads * visible_pairs(problem)
 
 
 def hbm_bytes(problem: Problem) -> int:
-    """The least any kernel moves: Q, K, V read once, O and the LSE written once."""
+    """The least bytes that a forward moves: Q, K, V read once, O and the LSE written once."""
     p = problem
     rows = p.heads * p.seqlen_q + p.heads_kv * p.seqlen_k
-    return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
+    return p.batch * rows * _widths(p) * DTYPES[p.dtype].bytes + _lse_bytes(p)
 
 
 def hbm_bytes_backward(problem: Problem) -> int:
-    """Likewise for the gradients: Q, K, V, O, dO and the LSE read once, dQ, dK and dV written once."""
-    # dO and dQ beside O and Q, dK and dV beside K and V: every tensor of the forward has its equal in size.
+    """The least bytes that a backward moves: Q, K, V, O, dO and the LSE read once, dQ, dK, dV written once."""
+    # Each of Q, K, V and O has a gradient of its own size.
     return 2 * hbm_bytes(problem) - _lse_bytes(problem)
 
 
 def standard_bytes(problem: Problem) -> int:
-    """Unfused attention: besides Q, K, V and O, all of S written and read, and all of P written and read."""
+    """Bytes of unfused attention, which also writes and reads S and P."""
     p = problem
-    matrix = p.batch * p.heads * p.seqlen_q * p.seqlen_k * ELEMENT_BYTES[p.dtype]
+    matrix = p.batch * p.heads * p.seqlen_q * p.seqlen_k * DTYPES[p.dtype].bytes
     return hbm_bytes(p) - _lse_bytes(p) + 4 * matrix
 
 
 def fa_bytes(problem: Problem, tile_m: int) -> int:
-    """FlashAttention, Q outermost, no cache: each head reads its visible K and V once per tile of rows."""
+    """Bytes of FlashAttention without a cache: each head reads its visible K and V once per query tile."""
     p = problem
     keys_read = sum(last - first for first, last in _key_hulls(p, tile_m))
     rows = p.heads * (p.seqlen_q + keys_read)
-    return p.batch * rows * _widths(p) * ELEMENT_BYTES[p.dtype] + _lse_bytes(p)
+    return p.batch * rows * _widths(p) * DTYPES[p.dtype].bytes + _lse_bytes(p)
 
 
 def _lse_bytes(problem: Problem) -> int:
@@ -91,31 +91,31 @@ def _lse_bytes(problem: Problem) -> int:
 
 
 def _key_hulls(problem: Problem, tile_m: int) -> Iterator[tuple[int, int]]:
-    """For each tile of rows the keys `[first, last)` that its rows see together."""
+    """For each query tile, the keys `[first, last)` that its rows see."""
     sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
     for row in range(0, sq, tile_m):
         yield band.lo(row, sq, sk), band.hi(min(row + tile_m, sq) - 1, sq, sk)
 
 
 def max_rescales(problem: Problem, tile_m: int, tile_n: int) -> int:
-    """How often the accumulator of one row can be rescaled: once per key block it visits after the first."""
+    """The most rescales of a row's accumulator: one per K/V block that it visits after the first."""
     sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
     ranges = (band.blocks(m_block, tile_m, tile_n, sq, sk) for m_block in range(ceil_div(sq, tile_m)))
     return max((max(blocks.end - blocks.begin - 1, 0) for blocks in ranges), default=0)
 
 
 def sram_bytes(Br: int, Bc: int, d: int, element_bytes: int) -> int:
-    """What must be on the chip at once: the tiles of Q, K, V, S and O, and m and l of each row.
+    """On-chip memory by the papers' formula: tiles of Q, K, V, S and O, and m and l of each row.
 
-    The textbook bound `(Br d + 2 Bc d + Br Bc + Br d) bytes + 2 Br statistics <= SRAM`. The kernels need less
-    shared memory: S, O, m and l live in registers.
+    `(Br d + 2 Bc d + Br Bc + Br d) bytes + 2 Br statistics <= SRAM`. The kernels need less shared memory: S, O, m
+    and l are in registers.
     """
     return (2 * Br * d + 2 * Bc * d + Br * Bc) * element_bytes + 2 * Br * STATISTIC_BYTES
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Where a problem stands on a GPU: times are lower bounds, each unit alone and never waiting."""
+    """A problem on a GPU. Times are lower bounds: each unit runs alone and never waits."""
 
     problem: Problem
     arch: ArchSpec
@@ -123,8 +123,7 @@ class Roofline:
     bytes: int
     exps: int
     standard_bytes: int
-    # None without a tile: a rescale happens per key block.
-    max_rescales: int | None = None
+    max_rescales: int | None = None  # None without a tile: there is a rescale per K/V block
 
     @property
     def intensity(self) -> float:
@@ -149,12 +148,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Predicted time: the slowest unit, with the others wholly hidden behind it."""
+        """Time of the slowest unit, if the others overlap with it completely."""
         return max(self.tensor_seconds, self.memory_seconds, self.exp2_seconds)
 
     @property
     def bound(self) -> str:
-        """The unit that takes longest: "tensor", "memory" or "exp2"."""
+        """The slowest unit: "tensor", "memory" or "exp2"."""
         times = {"tensor": self.tensor_seconds, "memory": self.memory_seconds, "exp2": self.exp2_seconds}
         return max(times, key=times.__getitem__)
 
@@ -182,9 +181,9 @@ class Roofline:
 def roofline(
     problem: Problem, arch: ArchSpec, tile_m: int | None = None, tile_n: int | None = None
 ) -> Roofline:
-    """The roofline with the least possible traffic or, given `tile_m`, with K and V read once per row tile.
+    """The roofline with the least traffic or, given `tile_m`, with K and V read once per query tile.
 
-    The truth lies between: the L2 cache serves most of those reads when the tiles of a head run together.
+    The traffic of a kernel is between the two: if the tiles of a head run together, L2 serves most of those reads.
     """
     rescales = None if tile_m is None or tile_n is None else max_rescales(problem, tile_m, tile_n)
     return Roofline(

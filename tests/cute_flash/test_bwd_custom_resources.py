@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import BwdPlan, use_kernels
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.plan import BwdPlan
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from tests import mod_gradients
 from tests.backward_capture import Request, capture, case_of
 from tests.gates import kernel_resources
@@ -40,7 +41,7 @@ def test_kernel_keeps_everything_in_registers(family: str, target: str, kind: st
     assert found.serialised_wgmma == ()
     assert found.smem_bytes <= the_plan.arch.smem_per_block
     tile = the_plan.tile
-    if nvdisasm() is not None and not isinstance(tile, BwdTile):
+    if nvdisasm() is not None and not isinstance(tile, BwdTileSm80):
         s, dkv = tile.head_dim // 16, tile.tile_m // 16
         assert found.num_mma == 3 * (2 * s + 2 * dkv + tile.dq_part[0] // 64 * (tile.tile_n // 16))
 

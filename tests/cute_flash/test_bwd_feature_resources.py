@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import BwdPlan, bwd_plan, use_kernels
-from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTile
+from cute_flash.planning.plan import BwdPlan, bwd_plan
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_SCORE
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW
@@ -60,15 +61,15 @@ def test_kernel_keeps_everything_in_registers(gate: Gate) -> None:
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert found.serialised_wgmma == ()
     assert found.smem_bytes <= the_plan.arch.smem_per_block
-    if isinstance(tile, BwdTile):
+    if isinstance(tile, BwdTileSm80):
         assert tile.accumulator_registers < found.registers <= 255
     if nvdisasm() is None:
         pytest.skip("no disassembler: the instructions were not counted")
-    if not isinstance(tile, BwdTile):
+    if not isinstance(tile, BwdTileSm80):
         s, dkv = tile.head_dim // 16, tile.tile_m // 16
         assert found.num_mma == 3 * (2 * s + 2 * dkv + tile.dq_part[0] // 64 * (tile.tile_n // 16))
     # In every copy of the loop at least one call: seven rounds of two products, and four of words.
-    copies = 1 if isinstance(tile, BwdTile) else 3
+    copies = 1 if isinstance(tile, BwdTileSm80) else 3
     if "dropout" in names:
         assert found.sass["IMAD"] >= 18 * copies
 

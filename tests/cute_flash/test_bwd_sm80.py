@@ -12,25 +12,26 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device import ldmatrix
 from cute_flash.device.mask import column_offset
+from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.bwd_sm80 import BwdSm80
-from cute_flash.planning.tiles.bwd_sm80 import BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
-from layouts.smem import SmemTile, byte_swizzle, to_cute
 
 # Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
 
 TILES = [
-    BwdTile(64, 128, 128, 2, 4, 4, 4),
-    BwdTile(96, 64, 128, 1, 8, 8, 4),
-    BwdTile(128, 32, 128, 1, 4, 4, 2),
-    BwdTile(192, 64, 96, 1, 2, 2, 2),
-    BwdTile(256, 32, 32, 1, 2, 1, 1, 4),
+    BwdTileSm80(64, 128, 128, 2, 4, 4, 4),
+    BwdTileSm80(96, 64, 128, 1, 8, 8, 4),
+    BwdTileSm80(128, 32, 128, 1, 4, 4, 2),
+    BwdTileSm80(192, 64, 96, 1, 2, 2, 2),
+    BwdTileSm80(256, 32, 32, 1, 2, 1, 1, 4),
 ]
 tiles = pytest.mark.parametrize("tile", TILES, ids=str)
 
@@ -52,7 +53,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ldmatrix, "rederived", lambda value: value)
 
 
-def kernel(tile: BwdTile) -> BwdSm80:
+def kernel(tile: BwdTileSm80) -> BwdSm80:
     return BwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)
 
 
@@ -111,7 +112,7 @@ def stores(landing, fragment):  # type: ignore[no-untyped-def]
 
 @tiles
 @pytest.mark.parametrize("name", OPERANDS)
-def test_ldmatrix_reads_what_the_product_needs(tile: BwdTile, name: str) -> None:
+def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> None:
     product, side, turned, where = OPERANDS[name]
     bwd = kernel(tile)
     grid, smem = getattr(bwd, f"{product}_grid"), getattr(bwd, f"{where}_tile")
@@ -168,7 +169,7 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTile, name: str) -> None
 
 
 @tiles
-def test_scores_land_where_they_are_read(tile: BwdTile) -> None:
+def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
     bwd = kernel(tile)
     smem = bwd.s_tile
 
@@ -199,7 +200,7 @@ def test_scores_land_where_they_are_read(tile: BwdTile) -> None:
 
 
 @tiles
-def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTile) -> None:
+def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
     bwd = kernel(tile)
 
     @cute.jit
@@ -219,7 +220,7 @@ def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTile) -> None:
 
 def test_scores_are_an_operand_where_they_are() -> None:
     """All warps along the keys: what a thread holds of S^T is what it must hold of A, in the same order."""
-    tile = next(tile for tile in TILES if tile.keeps_p)
+    tile = next(tile for tile in TILES if tile.p_in_registers)
     bwd = kernel(tile)
 
     @cute.jit
@@ -242,7 +243,7 @@ def test_scores_are_an_operand_where_they_are() -> None:
 
 @tiles
 @pytest.mark.parametrize("product", ["kv", "q"])
-def test_gradients_leave_in_order(tile: BwdTile, product: str) -> None:
+def test_gradients_leave_in_order(tile: BwdTileSm80, product: str) -> None:
     """What the epilogue writes to an element of the tile is that element's accumulator."""
     bwd = kernel(tile)
     grid = getattr(bwd, f"{product}_grid")

@@ -17,8 +17,8 @@ from cutlass.cute.runtime import from_dlpack
 from cute_flash.device.barriers import WARPGROUP_THREADS
 from cute_flash.device.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
+from cute_flash.smem.tile import SmemTile
 from layouts.banks import Phase
-from layouts.smem import SmemTile
 from tests.cute_flash.test_device_sm90 import FOR_HOPPER, tiled_mma
 
 

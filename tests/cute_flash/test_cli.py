@@ -51,7 +51,8 @@ def test_installed_command_and_light_import() -> None:
     command = Path(sys.executable).with_name("cute-flash")
     found = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert found.stdout == f"cute-flash {cute_flash.__version__}\n"
-    code = "import sys, cute_flash.cli; print({'cutlass', 'tvm_ffi', 'rich'} & set(sys.modules) or 'light')"
+    heavy = "{'cutlass', 'tvm_ffi', 'rich'}"
+    code = f"import sys, cute_flash.tools.cli; print({heavy} & set(sys.modules) or 'light')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "light\n"
 
@@ -363,17 +364,3 @@ def test_a_nan_or_a_bad_mean_is_wrong() -> None:
     ):
         assert demo.Comparison(right, right, right, right).is_right
         assert not demo.Comparison(bad, right, right, right).is_right
-
-
-# layouts
-
-
-def test_layouts_is_passed_on(capsys: pytest.CaptureFixture) -> None:
-    from layouts.__main__ import main as layouts_main
-
-    argv = ["--rows", "32", "--variant", "padded", "--color", "never"]
-    assert layouts_main(argv) == 0
-    expected = capsys.readouterr().out
-    assert main(["layouts", *argv]) == 0
-    assert capsys.readouterr().out == expected != ""
-    assert main(["layouts", "--phase", "99"]) == 2

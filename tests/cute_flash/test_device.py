@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -23,19 +24,18 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.fwd_sm80 import FwdSm80
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 # Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
 
 # Two tiles that differ in rows per warp, warps and columns.
-TILES = [FwdTile(64, 128, 32, 4, 1), FwdTile(96, 128, 64, 8, 1)]
+TILES = [FwdTileSm80(64, 128, 32, 4, 1), FwdTileSm80(96, 128, 64, 8, 1)]
 tiles = pytest.mark.parametrize("tile", TILES, ids=["4 warps", "8 warps"])
 
 
-def tiled_mma(tile: FwdTile):  # type: ignore[no-untyped-def]
+def tiled_mma(tile: FwdTileSm80):  # type: ignore[no-untyped-def]
     return FwdSm80(Static("bfloat16", tile.head_dim, True, True), tile)._tiled_mma()
 
 
@@ -103,7 +103,7 @@ def test_grid_order(
 
 
 @tiles
-def test_accumulators_as_rows_and_columns(tile: FwdTile) -> None:
+def test_accumulators_as_rows_and_columns(tile: FwdTileSm80) -> None:
     """A row of the (m, n) view is a row of the tile, and all threads together hold every element once."""
 
     @cute.jit
@@ -133,7 +133,7 @@ def test_accumulators_as_rows_and_columns(tile: FwdTile) -> None:
 
 
 @tiles
-def test_probabilities_are_an_operand_where_they_are(tile: FwdTile) -> None:
+def test_probabilities_are_an_operand_where_they_are(tile: FwdTileSm80) -> None:
     """P stays in registers: what a thread holds of S is what it must hold of A, in the same order."""
 
     @cute.jit
@@ -158,7 +158,7 @@ def test_probabilities_are_an_operand_where_they_are(tile: FwdTile) -> None:
 
 
 def masked_tile(
-    tile: FwdTile, has_left: bool, has_right: bool, wraps: bool = False
+    tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool = False
 ) -> Callable[..., torch.Tensor]:
     """`f(sq, sk, left, right, first_row, first_col)`: a tile of ones after all threads have masked theirs."""
 
@@ -189,7 +189,7 @@ def masked_tile(
 
 @tiles
 @pytest.mark.parametrize(("has_left", "has_right"), list(itertools.product((False, True), repeat=2)))
-def test_mask_is_the_band(tile: FwdTile, has_left: bool, has_right: bool) -> None:
+def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) -> None:
     run = masked_tile(tile, has_left, has_right)
     for sq, sk, left, right in ((300, 500, 20, 30), (500, 300, 0, 0), (128, 64, 500, 7), (129, 65, 1, 200)):
         band = Band(left if has_left else None, right if has_right else None)
@@ -331,7 +331,7 @@ def test_constants_of_the_softmax() -> None:
 @pytest.mark.parametrize(
     ("tile", "head_dim"), [(TILES[0], 64), (TILES[0], 40), (TILES[1], 72), (TILES[1], 8)]
 )
-def test_copies_stay_inside_the_matrix(tile: FwdTile, head_dim: int, check_rows: bool) -> None:
+def test_copies_stay_inside_the_matrix(tile: FwdTileSm80, head_dim: int, check_rows: bool) -> None:
     """Every vector of the tile is one thread's, and is copied where it lies inside the matrix."""
     row_elements = 64 if tile.head_dim % 64 == 0 else 32
     vectors = tile.head_dim // 8

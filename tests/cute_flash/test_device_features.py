@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
@@ -23,14 +24,13 @@ from cute_flash.device.score import Score
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
-from cute_flash.kernels.fwd_sm80 import FwdSm80
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 FOR_HOPPER = "--gpu-arch sm_90a"
 # (rows, columns, threads, MMA) of a tile of scores: mma.sync with one and two row tiles a warp, and wgmma.
-ONE, TWO = FwdTile(64, 64, 32, 4, 1), FwdTile(64, 128, 48, 4, 1)
+ONE, TWO = FwdTileSm80(64, 64, 32, 4, 1), FwdTileSm80(64, 128, 48, 4, 1)
 SHAPES: dict[str, tuple[int, int, int, Callable[[], Any]]] = {
     "one row tile": (64, 32, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), ONE)._tiled_mma()),
     "two row tiles": (128, 48, 128, lambda: FwdSm80(Static("bfloat16", 64, True, True), TWO)._tiled_mma()),

@@ -139,9 +139,9 @@ def test_rows_are_stored_where_they_exist(monkeypatch: pytest.MonkeyPatch, width
 # The softmax in steps
 
 
-@pytest.mark.parametrize("checks_sums", [False, True])
+@pytest.mark.parametrize("speculative_max", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.5, 60.0, -60.0])
-def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, checks_sums: bool) -> None:
+def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, speculative_max: bool) -> None:
     """As the main loop does it: P of a block by the old maximum, once more if its sums outgrew that."""
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
@@ -163,13 +163,13 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, checks_
                 as_mn(acc_S)[r, c] = scores[block, r, c]
             block_sum.fill(0.0)
             grew = cutlass.Boolean(False)
-            if cutlass.const_expr(not checks_sums):
+            if cutlass.const_expr(not speculative_max):
                 grew = softmax.is_outgrown(as_mn(acc_S), block_max, block * cols)
                 if grew:
                     softmax.raise_max(block_max)
             for k in cutlass.range_constexpr(steps):
                 softmax.exponentiate_steps(*views, range(k, k + 1), False)
-            if cutlass.const_expr(checks_sums):
+            if cutlass.const_expr(speculative_max):
                 if softmax.is_suspicious(block_sum):
                     softmax.block_max(as_mn(acc_S), block_max)
                     if softmax.is_outweighed(block_max, block_sum):

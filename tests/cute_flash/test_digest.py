@@ -14,13 +14,14 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit.compile import digest
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, plan
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 
-ROOT = Path(compiling.__file__).parents[1]
+PACKAGE = Path(compiling.__file__).parents[1]
 
 
 def key_of(family: str = "sm80", head_dim: int = 64) -> CompileKey:
@@ -52,7 +53,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     ampere_tile |= {"max_bounds": 0, "layout": "plain"}
-    hopper_tile |= {"layout": "interleaved", "draw_stages": 2, "bias_stages": 1}
+    hopper_tile |= {"layout": "interleaved", "dropout_stages": 2, "bias_stages": 1}
     for key, values in ((ampere, ampere_tile), (hopper, hopper_tile)):
         flags = {f.name for f in fields(key.tile) if f.compare and isinstance(f.default, bool)}
         values |= {name: not getattr(key.tile, name) for name in flags}
@@ -76,8 +77,7 @@ def test_digest_does_not_change_with_evidence(family: str) -> None:
 def test_digest_changes_with_the_text_of_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
 ) -> None:
-    for package in ("cute_flash", "layouts"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, tmp_path / "cute_flash", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(compiling, "__file__", str(tmp_path / "cute_flash" / "jit" / "compile.py"))
 
     def digest_now() -> str:
@@ -91,13 +91,16 @@ def test_digest_changes_with_the_text_of_the_sources(
         *kernels,
         "device/mask.py",
         "device/tma.py",
+        "device/smem.py",
+        "smem/tile.py",
+        "smem/swizzle.py",
         "spec/band.py",
         "planning/tiles/fwd_sm90.py",
         "spec/problem.py",
         "jit/compile.py",
     ]
-    for name in (*(f"cute_flash/{name}" for name in deciding), "layouts/smem.py", "layouts/swizzle.py"):
-        with open(tmp_path / name, "a") as file:
+    for name in deciding:
+        with open(tmp_path / "cute_flash" / name, "a") as file:
             file.write("# one more line\n")
         seen.append(digest_now())
         assert len(set(seen)) == len(seen), name

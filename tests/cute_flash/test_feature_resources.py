@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import Plan, plan, use_kernels
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.plan import Plan, plan
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests.cute_flash.test_resources import (
     CAUSAL,
@@ -74,7 +75,7 @@ def test_kernel_keeps_everything_in_registers(gate: Gate) -> None:
         assert tile.accumulator_registers < found.registers <= 255
     if nvdisasm() is None:
         pytest.skip("no disassembler: the instructions were not counted")
-    if isinstance(tile, FwdTile):
+    if isinstance(tile, FwdTileSm80):
         check_instructions(found, the_plan)
     else:
         check_hopper_instructions(found, the_plan)

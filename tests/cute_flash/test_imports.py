@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_flash.jit.compile import SOURCES
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cute_flash", "layouts")
 
@@ -23,7 +25,7 @@ RANKS = (
 # The DSL takes seconds to import. These rooms are made of it; those import it when they first need it.
 DSL = ("cutlass", "tvm_ffi", "cuda")
 MADE_OF_DSL = ("cute_flash.device", "cute_flash.kernels")
-DSL_ON_DEMAND = ("cute_flash.jit.compile", "cute_flash.spec.band", "layouts.smem")
+DSL_ON_DEMAND = ("cute_flash.jit.compile", "cute_flash.spec.band")
 
 
 def module_name(path: Path) -> str:
@@ -64,15 +66,11 @@ def rank(module: str) -> int:
     return RANKS.index(folder(module))
 
 
-def first_party(name: str) -> bool:
-    return name.partition(".")[0] in (*PACKAGES, "profiling", "tests")
-
-
 def test_imports_are_read() -> None:
     found = dict(imports(MODULES["cute_flash.ops"]))
     assert found["cute_flash.planning.plan"] is False
     assert found["cute_flash.jit.compile"] is True
-    assert dict(imports(MODULES["layouts.smem"]))["cutlass.cute"] is True
+    assert dict(imports(MODULES["cute_flash.jit.compile"]))["cutlass.cute"] is True
 
 
 RANKED = [name for name in MODULES if name.startswith("cute_flash.") and folder(name) in RANKS]
@@ -97,6 +95,28 @@ def test_the_dsl_stays_in_its_rooms(module: str) -> None:
         if name.partition(".")[0] in DSL:
             assert module in DSL_ON_DEMAND, f"{module} imports {name}"
             assert in_function, f"{module} imports {name} before anyone needs it"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("cute_flash")])
+def test_the_wheel_stands_alone(module: str) -> None:
+    """The wheel holds `cute_flash` only, so nothing there imports another folder of the repository."""
+    outside = {"layouts", "profiling", "tests"}
+    assert not outside & {name.partition(".")[0] for name, _ in imports(MODULES[module])}
+
+
+def test_the_cache_digest_covers_what_kernels_import() -> None:
+    """Kernels are traced: any module below them may decide machine code."""
+    pending = [name for name in MODULES if name.startswith(MADE_OF_DSL)]
+    reached: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name.startswith("cute_flash.") and name not in reached:
+            reached.add(name)
+            pending += (found for found, _ in imports(MODULES[name]))
+    package = ROOT / "cute_flash"
+    covered = {module_name(path) for pattern in SOURCES for path in package.glob(pattern)}
+    # Ranges of a profiler's timeline decide no code.
+    assert reached - covered <= {"cute_flash.jit.nvtx"}
 
 
 # CPU time, which a busy machine does not stretch; torch itself is not ours.

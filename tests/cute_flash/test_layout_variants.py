@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
-from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTile
+from cute_flash.planning.plan import CompileKey, plan
+from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem, UnsupportedError
 from layouts import HOPPER_VARIANTS, VARIANTS, sm80_uses, sm90_uses
 from tests.gates import kernel_resources
@@ -35,11 +36,11 @@ def test_hopper_refuses_what_wgmma_cannot_read(layout: str) -> None:
 
 def test_ampere_refuses_what_is_not_built() -> None:
     with pytest.raises(UnsupportedError, match=r"layout='interleaved'.*swizzled, padded, plain"):
-        FwdTile(128, 128, 48, 4, 2, layout="interleaved")
+        FwdTileSm80(128, 128, 48, 4, 2, layout="interleaved")
 
 
 def test_padding_takes_room() -> None:
-    tile = FwdTile(128, 128, 48, 4, 2)
+    tile = FwdTileSm80(128, 128, 48, 4, 2)
     padded, plain = replace(tile, layout="padded"), replace(tile, layout="plain")
     assert plain.smem_bytes == tile.smem_bytes == (128 + 4 * 48) * 256
     # 16 bytes for each row but the last of a tile; the next tile begins at a multiple of 1024.
@@ -54,7 +55,7 @@ def test_padding_takes_room() -> None:
 def test_ampere_variants_are_the_same_kernel(layout: str) -> None:
     """The instructions that layouts.kernels counts, no more: what a layout changes is addresses."""
     key = key_of("sm80", 64, layout)
-    assert isinstance(key.tile, FwdTile)
+    assert isinstance(key.tile, FwdTileSm80)
     found, warps = kernel_resources(key), key.tile.num_warps
     assert found.spill_bytes == 0
     assert found.symbol.endswith("128x64_0" if layout == "swizzled" else f"128x64_{layout}_0")

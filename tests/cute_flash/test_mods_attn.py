@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.custom import custom_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
 from cute_flash import BlockMask, attn, attn_varlen, masks, supports
-from cute_flash.custom import custom_of
 from cute_flash.reference import tiled as reference
 from cute_flash.reference.score import Score
 from cute_flash.score_mod.bound import BoundMods

@@ -17,7 +17,7 @@ from cute_flash.planning.plan import (
     requested_family,
     use_kernels,
 )
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
@@ -194,7 +194,7 @@ def test_a_detected_gpu_has_the_key_of_its_architecture() -> None:
 def test_the_family_is_the_first_that_the_gpu_can_run(arch: ArchSpec) -> None:
     found = plan(Problem(1, 1, 1, 10, 10, 64), arch)
     assert found.family == {"sm_80": "sm80", "sm_86": "sm80", "sm_89": "sm80", "sm_90": "sm90"}[arch.name]
-    assert isinstance(found.tile, FwdTileSm90 if found.family == "sm90" else FwdTile)
+    assert isinstance(found.tile, FwdTileSm90 if found.family == "sm90" else FwdTileSm80)
 
 
 def test_use_kernels_nests_and_ends() -> None:
@@ -206,7 +206,7 @@ def test_use_kernels_nests_and_ends() -> None:
             assert plan(Problem(1, 1, 1, 10, 10, 64), H100).family == "sm90"
         assert requested_family() == "sm80"
         found = plan(Problem(1, 1, 1, 10, 10, 64), H100)
-        assert (found.family, type(found.tile), found.key.kernel) == ("sm80", FwdTile, "fwd_sm80")
+        assert (found.family, type(found.tile), found.key.kernel) == ("sm80", FwdTileSm80, "fwd_sm80")
     assert requested_family() is None
     with pytest.raises(RuntimeError, match="inside"), use_kernels("sm80"):
         raise RuntimeError("inside")

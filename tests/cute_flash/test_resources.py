@@ -10,14 +10,15 @@ import pytest
 
 from cute_flash.jit import resources as reading
 from cute_flash.jit.resources import Resources, disassemble, nvdisasm, resources
-from cute_flash.planning.plan import Plan, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import Plan, bwd_plan, plan
 from cute_flash.planning.tiles import fwd_tile
-from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTile
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, BwdTileSm90, BwdTileSm90Wide
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler
@@ -121,7 +122,7 @@ def test_kernel_keeps_everything_in_registers(gate: tuple[str, int, Band, str]) 
     target, head_dim, _, dtype = gate
     found = kernel_resources(the_plan.key)
     arch, tile = the_plan.arch, the_plan.tile
-    assert isinstance(tile, FwdTile)
+    assert isinstance(tile, FwdTileSm80)
     assert found.target == target
     # What a profiler shows, and what steers ptxas: see `FwdSm80.name`.
     assert found.symbol.startswith(f"cute_flash_fwd_sm80_d{head_dim}_{dtype}_")
@@ -140,7 +141,7 @@ def test_kernel_keeps_everything_in_registers(gate: tuple[str, int, Band, str]) 
 
 def check_instructions(found: Resources, the_plan: Plan) -> None:
     tile = the_plan.tile
-    assert isinstance(tile, FwdTile)
+    assert isinstance(tile, FwdTileSm80)
     # One m16n8k16 of each warp per 16 x 8 x 16 of Q Kᵀ and of P V, in each copy of the main loop's body.
     per_block = 2 * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8) * (tile.head_dim // 16)
     bodies, rest = divmod(found.num_mma, per_block)
@@ -177,7 +178,7 @@ def test_hopper_kernel_keeps_everything_in_registers(gate: tuple[FwdTileSm90, Ba
 
 def check_registers(found: Resources, tile: FwdTileSm90) -> None:
     *for_others, for_mma = found.setmaxnreg
-    assert len(for_others) == 1 + tile.draws
+    assert len(for_others) == 1 + tile.dropout_producer
     # What the instruction takes.
     assert all(24 <= count <= 256 and count % 8 == 0 for count in found.setmaxnreg)
     # Given out by 8 to a thread. Warpgroups can only take what others gave: more would be waited for forever.
@@ -301,10 +302,10 @@ REQUESTS = [
 # Numbers of stages and warpgroups that the table does not have; with an odd number of barriers, what follows
 # them is aligned.
 TILES = [
-    {"head_dim": 32, "tile_m": 128, "tile_n": 16, "stages": 8, "q_stages": 2, "takes_turns": False},
+    {"head_dim": 32, "tile_m": 128, "tile_n": 16, "stages": 8, "q_stages": 2, "ping_pong": False},
     {"head_dim": 64, "tile_m": 64, "tile_n": 80, "stages": 4, "q_stages": 2},
     {"head_dim": 64, "tile_m": 64, "tile_n": 80, "stages": 4},
-    {"head_dim": 96, "tile_m": 192, "tile_n": 48, "stages": 1, "head_dim_v": 192, "checks_sums": True},
+    {"head_dim": 96, "tile_m": 192, "tile_n": 48, "stages": 1, "head_dim_v": 192, "speculative_max": True},
 ]
 
 
@@ -386,7 +387,7 @@ def test_backward_keeps_everything_in_registers(target: str, head_dim: int) -> N
     band, dtype = (CAUSAL, "bfloat16") if head_dim % 128 else (WINDOW, "float16")
     with use_kernels("sm80"):
         the_plan = bwd_plan(Problem(2, 8, 4, 1000, 1000, head_dim, dtype, band), ARCHS[target])
-    assert isinstance(the_plan.tile, BwdTile) and the_plan.tile in SM80_BWD[target]
+    assert isinstance(the_plan.tile, BwdTileSm80) and the_plan.tile in SM80_BWD[target]
     found = kernel_resources(the_plan.main)
     assert found.target == target and found.symbol.startswith(f"cute_flash_bwd_sm80_d{head_dim}_{dtype}_")
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.arch import ARCHS, SM_80, SM_90
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
@@ -59,7 +59,7 @@ def test_fa_bytes_are_what_the_loop_moves(band: Band, sq: int, sk: int) -> None:
     # The loop does not read Q tiles that see no key.
     unread = sum(band.hi(row + 15, sq, sk) == 0 for row in range(0, sq, 16)) * 2 * 4 * 16 * 8 * 2
     found = roofline.fa_bytes(case.problem(torch.float16), tile_m=16)
-    assert found == traffic.read_bytes + traffic.written_bytes + unread
+    assert found == traffic.read_bytes + traffic.write_bytes + unread
 
 
 def test_max_rescales_bounds_what_the_loop_does() -> None:

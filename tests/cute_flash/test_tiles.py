@@ -8,13 +8,14 @@ import itertools
 
 import pytest
 
-from cute_flash.planning.plan import FAMILIES, plan, use_kernels
+from cute_flash.planning.plan import plan
 from cute_flash.planning.tiles import bwd_tile, fwd_tile
-from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTile
-from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTile
-from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_DRAWS, FwdTileSm90
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTileSm80
+from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import FAMILIES, use_kernels
 from cute_flash.spec.problem import Features, Problem, UnsupportedError
 
 # Registers a thread can have at most, and those that addresses, loop counters and row statistics take.
@@ -24,14 +25,14 @@ OTHER_HOPPER_REGISTERS = 28
 
 
 SM_90 = ARCHS["sm_90"]
-Tile = FwdTile | FwdTileSm90
+Tile = FwdTileSm80 | FwdTileSm90
 # (name of the table, architecture, row) of every table.
 Entry = tuple[str, ArchSpec, Tile]
-AMPERE: list[tuple[str, ArchSpec, FwdTile]] = [
+AMPERE: list[tuple[str, ArchSpec, FwdTileSm80]] = [
     ("SM80_FWD", ARCHS[arch], row) for arch, rows in SM80_FWD.items() for row in rows
 ]
 HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [
-    ("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DRAWS)
+    ("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DROPOUT)
 ]
 ROWS: list[Entry] = [*AMPERE, *HOPPER]
 MASKS = (Band(), Band(None, 0), Band(5, None), Band(100, 100))
@@ -40,25 +41,26 @@ RUNNABLE = [(f, a.name) for f, least in FAMILIES.items() for a in ARCHS.values()
 
 def row_id(entry: Entry) -> str:
     name, arch, row = entry
-    draws = isinstance(row, FwdTileSm90) and row.draws
-    return f"{name}-{arch.name}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-draws' * draws}"
+    dropout = isinstance(row, FwdTileSm90) and row.dropout_producer
+    return f"{name}-{arch.name}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-dropout' * dropout}"
 
 
 def test_there_is_a_table_for_every_architecture() -> None:
     assert set(SM80_FWD) == set(ARCHS)
     # Tried in order: a row after a wider one would never be taken.
-    equal_widths = [[row for row in rows if row.head_dim_v is None] for rows in (SM90_FWD, SM90_FWD_DRAWS)]
+    equal_widths = [[row for row in rows if row.head_dim_v is None] for rows in (SM90_FWD, SM90_FWD_DROPOUT)]
     for rows in (*SM80_FWD.values(), *equal_widths):
         widths = [row.head_dim for row in rows]
         assert widths == sorted(widths)
         assert widths[-1] == 256
     # Any width of the values with any width of the keys.
-    for rows in (SM90_FWD, SM90_FWD_DRAWS):
+    for rows in (SM90_FWD, SM90_FWD_DROPOUT):
         assert max((row.head_dim, row.width_v) for row in rows if row.head_dim_v) == (256, 256)
-    assert all(row.draws for row in SM90_FWD_DRAWS) and not any(row.draws for row in SM90_FWD)
+    assert all(row.dropout_producer for row in SM90_FWD_DROPOUT)
+    assert not any(row.dropout_producer for row in SM90_FWD)
 
 
-# Of every weight; a map, whose blocks not all tiles divide.
+# Of every feature cost; a block mask, whose blocks not all tiles divide.
 FEATURES = (
     Features(alibi=True),
     Features(dropout=True),
@@ -92,7 +94,7 @@ def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
         with_them = [dataclasses.replace(problem, features=features) for problem in problems]
         found = [fwd_tile(family, arch, problem) for problem in with_them]
         # Never without the registers that they need.
-        assert all(one.max_weight >= features.weight for one in found)
+        assert all(one.max_feature_cost >= features.weight for one in found)
         taken += found
     assert any(one is row for one in taken)
 
@@ -105,7 +107,7 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
 
 @pytest.mark.parametrize("entry", AMPERE, ids=row_id)
 def test_row_fits_the_shared_memory_and_registers_of_its_table(
-    entry: tuple[str, ArchSpec, FwdTile],
+    entry: tuple[str, ArchSpec, FwdTileSm80],
 ) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
@@ -125,7 +127,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
     _, arch, row = entry
     keys = row.stages * row.tile_n
     matrices = 2 * (row.head_dim * (row.q_stages * row.tile_m + keys) + row.width_v * keys)
-    matrices += 2 * row.tile_m * row.tile_n * row.draws * row.draw_stages
+    matrices += 2 * row.tile_m * row.tile_n * row.dropout_producer * row.dropout_stages
     # What tells when they are full and empty is small beside them.
     assert matrices < row.smem_bytes < matrices + 1024
     assert row.smem_bytes <= arch.smem_per_block
@@ -134,7 +136,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
     # 64 x 8 accumulators over 128 threads are 4 registers; P, in 16 bits, lives beside the next S.
     registers = row.width_v // 2 + row.tile_n // 2 + row.tile_n // 4
     assert row.accumulator_registers == registers
-    for_others = 128 * (24 + row.draws * row.registers_to_draw)
+    for_others = 128 * (24 + row.dropout_producer * row.dropout_producer_registers)
     room = (arch.registers_per_sm - for_others) // (128 * row.num_warpgroups)
     assert registers + OTHER_HOPPER_REGISTERS <= min(room, MAX_REGISTERS)
 
@@ -170,7 +172,7 @@ def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
 
 def test_the_family_decides_the_kind_of_tile() -> None:
     problem = problem_of(128, Band(None, 0))
-    assert isinstance(fwd_tile("sm80", SM_90, problem), FwdTile)
+    assert isinstance(fwd_tile("sm80", SM_90, problem), FwdTileSm80)
     assert isinstance(fwd_tile("sm90", SM_90, problem), FwdTileSm90)
     # Rows of the other family are no way out, and wgmma is nothing that shared memory makes up for.
     roomy = dataclasses.replace(ARCHS["sm_80"], smem_per_block=1 << 20)
@@ -236,21 +238,21 @@ def test_a_wrong_tile_names_the_value(
     head_dim: int, tile_m: int, tile_n: int, num_warps: int, stages: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        FwdTile(head_dim, tile_m, tile_n, num_warps, stages)
+        FwdTileSm80(head_dim, tile_m, tile_n, num_warps, stages)
 
 
 @pytest.mark.parametrize(
     ("tile", "threads", "copy_rows", "smem_bytes", "registers"),
     [
-        (FwdTile(64, 128, 64, 4, 2), 128, 16, 48 << 10, 128),
-        (FwdTile(96, 64, 32, 4, 1), 128, 32, 24 << 10, 64),
-        (FwdTile(128, 128, 64, 8, 1), 256, 32, 64 << 10, 96),
-        (FwdTile(256, 64, 64, 4, 2), 128, 16, 160 << 10, 160),
+        (FwdTileSm80(64, 128, 64, 4, 2), 128, 16, 48 << 10, 128),
+        (FwdTileSm80(96, 64, 32, 4, 1), 128, 32, 24 << 10, 64),
+        (FwdTileSm80(128, 128, 64, 8, 1), 256, 32, 64 << 10, 96),
+        (FwdTileSm80(256, 64, 64, 4, 2), 128, 16, 160 << 10, 160),
     ],
     ids=str,
 )
 def test_derived_numbers(
-    tile: FwdTile, threads: int, copy_rows: int, smem_bytes: int, registers: int
+    tile: FwdTileSm80, threads: int, copy_rows: int, smem_bytes: int, registers: int
 ) -> None:
     assert tile.num_threads == threads
     assert tile.copy_rows == copy_rows
@@ -289,8 +291,8 @@ def test_a_wrong_hopper_tile_names_the_value(
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (192, 64), (128, 80)])
 def test_masks_are_drawn_for_two_warpgroups_and_pairs_of_steps(tile_m: int, tile_n: int) -> None:
-    with pytest.raises(ValueError, match=r"draws=True: for 2 warpgroups, and .* a multiple of 32"):
-        FwdTileSm90(64, tile_m, tile_n, 2, draws=True)
+    with pytest.raises(ValueError, match=r"dropout_producer=True: for 2 warpgroups, and .* a multiple of 32"):
+        FwdTileSm90(64, tile_m, tile_n, 2, dropout_producer=True)
 
 
 @pytest.mark.parametrize("head_dim_v", [8, 72, 288])
@@ -307,11 +309,11 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
         (FwdTileSm90(64, 192, 128, 4, 2), 3, 512, (176 << 10) + 8 * (2 * 10 + 6) + 32),
         (FwdTileSm90(128, 128, 128, 2, 2), 2, 384, (192 << 10) + 8 * (2 * 6 + 4) + 32),
         (FwdTileSm90(256, 128, 80, 2), 2, 384, (224 << 10) + 8 * (2 * 5 + 2) + 32),
-        (FwdTileSm90(32, 64, 256, 1, 2, takes_turns=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
+        (FwdTileSm90(32, 64, 256, 1, 2, ping_pong=False), 1, 256, (40 << 10) + 8 * (2 * 4 + 2) + 32),
         (FwdTileSm90(64, 64, 64, 2), 1, 256, (40 << 10) + 8 * (2 * 5 + 1 + 1) + 32),
         (FwdTileSm90(192, 128, 128, 2, 1, head_dim_v=128), 2, 384, (208 << 10) + 8 * (2 * 5 + 2) + 32),
         # Two bytes a score, and two barriers more a warpgroup.
-        (FwdTileSm90(128, 128, 128, 2, 2, draws=True), 2, 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
+        (FwdTileSm90(128, 128, 128, 2, 2, dropout_producer=True), 2, 512, (224 << 10) + 8 * (2 * 8 + 4) + 32),
     ],
     ids=str,
 )
@@ -333,22 +335,22 @@ def test_hopper_tiles_need_wgmma_and_fit_exactly() -> None:
 
 def test_hopper_tiles_say_what_they_are() -> None:
     text = str(FwdTileSm90(128, 192, 80, 2, 2))
-    for part in ("192x80x128,", "1 + 3 warpgroups", "2 K/V stages, 2 of Q", "in turns"):
+    for part in ("192x80x128,", "1 + 3 warpgroups", "2 K/V stages, 2 of Q", "ping-pong"):
         assert part in text
-    assert "1 + 2 + 1 warpgroups" in str(FwdTileSm90(64, 128, 64, 2, draws=True))
-    plain = str(FwdTileSm90(128, 64, 80, 1, takes_turns=False, checks_sums=True, head_dim_v=64))
+    assert "1 + 2 + 1 warpgroups" in str(FwdTileSm90(64, 128, 64, 2, dropout_producer=True))
+    plain = str(FwdTileSm90(128, 64, 80, 1, ping_pong=False, speculative_max=True, head_dim_v=64))
     assert "64x80x128/64," in plain and "1 K/V stage, 1 of Q" in plain
-    assert "turns" not in plain and "sums" in plain and "sums" not in text
+    assert "ping-pong" not in plain and "speculative max" in plain and "speculative max" not in text
 
 
 def test_fits_is_exact() -> None:
-    tile = FwdTile(128, 128, 64, 4, 1)
+    tile = FwdTileSm80(128, 128, 64, 4, 1)
     arch = ARCHS["sm_80"]
     assert tile.fits(dataclasses.replace(arch, smem_per_block=tile.smem_bytes))
     assert not tile.fits(dataclasses.replace(arch, smem_per_block=tile.smem_bytes - 1))
 
 
-@pytest.mark.parametrize("tile", [FwdTile(64, 128, 64, 4, 2), FwdTileSm90(64, 128, 64, 2)], ids=str)
+@pytest.mark.parametrize("tile", [FwdTileSm80(64, 128, 64, 4, 2), FwdTileSm90(64, 128, 64, 2)], ids=str)
 def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
     when = {"max_keys": 512, "is_bounded": True} if isinstance(tile, FwdTileSm90) else {}
     cited = dataclasses.replace(tile, measured="H200, bf16, 16 K, 700 TFLOP/s", **when)  # type: ignore[arg-type]
@@ -364,7 +366,7 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
     assert set(SM80_BWD) == set(ARCHS)
     for head_dim in range(8, 257, 8):
         tile = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band()))
-        assert isinstance(tile, BwdTile) and tile in SM80_BWD[arch]
+        assert isinstance(tile, BwdTileSm80) and tile in SM80_BWD[arch]
         assert tile.head_dim >= head_dim
         assert tile.fits(ARCHS[arch])
         # The next narrower row would do for no wider problem than its own.
@@ -393,6 +395,6 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
     ],
 )
 def test_backward_tiles_check_themselves(change: dict[str, int], message: str) -> None:
-    good = BwdTile(128, 64, 128, 2, 4, 4, 2)
+    good = BwdTileSm80(128, 64, 128, 2, 4, 4, 2)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(good, **change)

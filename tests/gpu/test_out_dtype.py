@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from tests import cases
 from tests.gpu import float_cases, varlen_cases
 from tests.gradients import assert_gradients, gradients, weighted

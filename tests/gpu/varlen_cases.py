@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Features, Problem
 from tests.packed_model import Lengths

@@ -7,6 +7,7 @@ from cutlass import cute
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from cute_flash.smem.layout import IntTuple, flatten
 from layouts import (
     ComposedLayout,
     Layout,
@@ -20,7 +21,6 @@ from layouts import (
     tile_to_shape,
     to_cute,
 )
-from layouts.algebra import IntTuple, flatten
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=80)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
 from cute_flash.spec.arch import ARCHS
 from layouts import HOPPER_VARIANTS, VARIANTS, Count, Use, Work, predict, sm80_uses, sm90_uses
 
 ONE = Work(row_tiles=1, key_blocks=1)
-TILE = FwdTile(128, 128, 48, 4, 2)
+TILE = FwdTileSm80(128, 128, 48, 4, 2)
 
 
 def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
@@ -21,7 +21,7 @@ def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
 
 # Architectures share most of their tiles.
 @pytest.mark.parametrize("row", dict.fromkeys(row for arch in ARCHS for row in SM80_FWD[arch]), ids=str)
-def test_default_kernels_have_no_conflicts(row: FwdTile) -> None:
+def test_default_kernels_have_no_conflicts(row: FwdTileSm80) -> None:
     assert not any(count.conflicts for count in predict(sm80_uses(row), ONE).values())
 
 
@@ -62,7 +62,7 @@ def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
 
 def test_padding_fails_where_rows_end_within_the_banks() -> None:
     """Rows of 192 bytes are read 64 bytes at a time, two rows together; 16 bytes are too short a shift."""
-    wide = FwdTile(96, 128, 64, 4, 2, q_steps=2, layout="padded")
+    wide = FwdTileSm80(96, 128, 64, 4, 2, q_steps=2, layout="padded")
     found = predict(sm80_uses(wide), ONE)
     assert found["ldmatrix"].conflicts == found["st.shared"].conflicts == 0
     assert found["cp.async"].conflicts * 15 == found["cp.async"].wavefronts * 7

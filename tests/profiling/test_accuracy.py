@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from profiling.accuracy import OUTLIER_RATE, draw, draw_dout, relative_distance
 from profiling.oracles import forward_oracle

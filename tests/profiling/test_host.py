@@ -2,115 +2,363 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
-from profiling import host
+import cute_flash
+from cute_flash import arch, counters, operands, ops
+from cute_flash import compile as compiling
+from profiling import __main__ as cli
+from profiling import host, machine
+from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
+from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, host_tables, is_wanting
+from profiling.suites import Shape
 from profiling.timing import Contender
-from tests.profiling.fakes import FakeProvider, FakeTimer
+from tests.profiling.fakes import FakeTimer
 
-STUB = """
-import os, pathlib, time
-cache = pathlib.Path(os.environ["CUTE_FLASH_CACHE_DIR"]) / "kernel.o"
-compiled = False
-def attn(q, k, v):
-    global compiled
-    if not compiled and not cache.exists():
-        time.sleep(0.3)
-        cache.write_text("compiled")
-    compiled = True
-    return q
-"""
+TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)
 
 
-# Instead of the real one, which takes seconds to import.
-TORCH = """
-bfloat16 = None
-class Tensor:
-    def to(self, dtype):
-        return self
-def randn(*size, device):
-    return Tensor()
-"""
+def settings(*cases: str, **fields: Any) -> Settings:
+    return Settings(cases=cases, processes=2, calls=2, repeats=1, shape=TINY, device="cpu", **fields)
 
 
-def test_host_time_is_the_median_of_warm_repeats_without_the_synchronisation():
-    timer, order = FakeTimer(), []
+def in_this_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a fresh process would return."""
+    function, args = pickle.loads(pickle.dumps((function, args)))
+    return pickle.loads(pickle.dumps(function(*args)))
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(host, "EventTimer", FakeTimer)
+
+
+# ---- statistics
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
+    timer, calls = FakeTimer(), []
 
     class WaitingTimer(FakeTimer):
         def synchronize(self) -> None:
             # The GPU is far behind: none of this may be counted.
             timer.now_ms += 1000.0
 
-    def contender(name: str, call_ms: float) -> Contender:
+    def counting(name: str, call_ms: tuple[float, ...]) -> Contender:
         def call() -> None:
-            order.append(name)
-            # The first call compiles.
-            timer.now_ms += call_ms if order.count(name) > 1 else 5000.0
+            calls.append(name)
+            loop = calls.count(name) // 5 - 1
+            # The first loop compiles.
+            timer.now_ms += call_ms[loop] if loop >= 0 else 5000.0
 
         return Contender(call)
 
-    contenders = {"a": contender("a", 0.010), "b": contender("b", 0.030)}
-    found, errors = host.host_times(
-        contenders, WaitingTimer(), lambda: timer.now_ms / 1e3, calls=4, repeats=3
-    )
-    assert errors == {}
-    assert [round(found[name].median_us, 3) for name in "ab"] == [10.0, 30.0]
-    assert len(found["a"].repeat_us) == 3
-    # One call before each loop of four, in rotating order.
-    assert order == list("aaaaabbbbbbbbbbaaaaaaaaaabbbbbbbbbbaaaaa")
+    contenders = {("x", "a"): counting("a", (0.010,) * 9), ("x", "b"): counting("b", (0.030,) * 9)}
+    seconds = lambda: timer.now_ms / 1e3  # noqa: E731
+    times = host.host_times(contenders, WaitingTimer(), seconds, 4, 5, random.Random(0))
+    assert times.errors == {}
+    assert {side: round(us, 3) for (_, side), us in times.us.items()} == {"a": 10.0, "b": 30.0}
+    # One call before each loop of four; each contender once a turn, in changing order.
+    turns = [calls[i : i + 10 : 5] for i in range(0, len(calls), 10)]
+    assert len(turns) == 6 and all(sorted(turn) == ["a", "b"] for turn in turns)
+    assert ["a", "b"] in turns and ["b", "a"] in turns
     assert gc.isenabled()
 
 
-def test_one_that_fails_leaves():
-    timer = FakeTimer()
-
+def test_a_contender_that_fails_is_left_out():
     def fail() -> None:
         raise RuntimeError("no kernel")
 
-    contenders = {"bad": Contender(fail), "good": Contender(lambda: None)}
-    found, errors = host.host_times(contenders, timer, lambda: 0.0, calls=2, repeats=2)
-    assert list(found) == ["good"] and errors == {"bad": "RuntimeError: no kernel"}
+    contenders = {("x", "bad"): Contender(fail), ("x", "good"): Contender(lambda: None)}
+    times = host.host_times(contenders, FakeTimer(), lambda: 0.0, 2, 2, random.Random(0))
+    assert list(times.us) == [("x", "good")] and times.errors == {("x", "bad"): "RuntimeError: no kernel"}
 
 
-def test_cold_and_warm_start_of_fresh_processes(tmp_path):
-    (tmp_path / "torch.py").write_text(TORCH)
-    (tmp_path / "cute_flash.py").write_text(STUB)
-    found = host.start_times("cpu", search_path=tmp_path)
-    assert set(found) == {"cold", "warm"}, found
-    assert found["cold"]["first_call_ms"] >= 300 > found["warm"]["first_call_ms"]
-    assert found["cold"]["second_call_ms"] < 300 and found["warm"]["import_ms"] < 300
+def test_a_case_is_compared_by_the_medians_of_its_processes():
+    case, sides = Case(), (OURS, FLOOR, "sdpa-flash", "sdpa-cudnn")
+    of_processes = [(20, 10, 30, 26), (11, 9, 28, 22), (12, 8, 27, 25), (13, 9, 29, 21), (14, 9, 25, 24)]
+    processes = [Times({(case.name, s): us for s, us in zip(sides, one)}) for one in of_processes]
+    figures = figures_of(case, processes)
+    assert [figures.us(side) for side in sides] == [13, 9, 28, 24]
+    assert figures.fastest_sdpa == "sdpa-cudnn"
+    assert figures.over_floor_us == 4 and figures.ratio == 13 / 24
 
 
-def test_the_kernel_family_reaches_the_fresh_process(tmp_path, monkeypatch):
+def test_goals():
+    figures = Figures({OURS: (15.0,), FLOOR: (9.0,), "sdpa-flash": (20.0,)})
+    assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.75).bounds(None)) is True
+    assert figures.meets(Goal(over_floor_us=5.9, of_sdpa=0.75).bounds(None)) is False
+    assert figures.meets(Goal(over_floor_us=6.0, of_sdpa=0.7).bounds(None)) is False
+    assert figures.meets(Goal(is_as_base=True).bounds(0.72)) is True
+    assert figures.meets(Goal(is_as_base=True).bounds(0.71)) is False
+    # Nothing to judge by is no failure; a figure that was not measured is one.
+    assert figures.meets(Goal(is_as_base=True).bounds(None)) is None
+    assert Figures({OURS: (15.0,)}).meets(Goal(over_floor_us=6.0).bounds(None)) is False
+
+
+def test_every_goal_has_its_cases():
+    goals = {case.name: case.goal for case in CASES}
+    assert len(goals) == len(CASES)
+    assert goals["plain-fwd"] == Goal(over_floor_us=6.0, of_sdpa=1.0)
+    assert goals["plain-train"] == Goal(of_sdpa=0.9) and goals["plain-bwd"] == Goal(of_sdpa=0.75)
+    one_feature = {name for name, goal in goals.items() if goal == Goal(over_floor_us=10.0)}
+    features = "softcap alibi sinks dropout max_logit bias mask_mod window score_mod"
+    assert one_feature == {f"{feature}-fwd" for feature in features.split()}
+    watched = {name for name, goal in goals.items() if goal.is_as_base}
+    assert watched == {f"plain-train-{name}" for name in ("profiler", "dispatch_mode", "function_mode")}
+    unjudged = {name for name, goal in goals.items() if goal == Goal()}
+    assert unjudged == {"varlen-fwd", "varlen-bwd"} | {
+        f"{feature}-{direction}" for feature in ("softcap", "score_mod") for direction in ("train", "bwd")
+    }
+
+
+# ---- floor
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[tuple[Any, tuple[Any, ...]]]:
+    """A GPU of kernels that do nothing, on CPU tensors that say they are on it: what was launched."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+    monkeypatch.setattr(compiling, "compiled_kernel", lambda key: lambda *args: found.append((key, args)))
+    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_90"])
+    monkeypatch.setattr(counters, "counter", lambda index: (None, 1 << 40))
+    monkeypatch.setattr(operands, "current_device", lambda: None)
+    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
-    (tmp_path / "torch.py").write_text(TORCH)
-    (tmp_path / "cute_flash.py").write_text("import os\nraise ImportError(os.environ['CUTE_FLASH_KERNELS'])")
-    assert host.start_times("cpu", "sm80", tmp_path)["error"].endswith("ImportError: sm80")
-    assert host.start_times("cpu", "auto", tmp_path)["error"].endswith("KeyError: 'CUTE_FLASH_KERNELS'")
+    return found
 
 
-def test_a_start_that_fails_tells_why(tmp_path):
-    (tmp_path / "torch.py").write_text(TORCH)
-    (tmp_path / "cute_flash.py").write_text("raise ImportError('no driver')")
-    assert host.start_times("cpu", search_path=tmp_path) == {"error": "RuntimeError: ImportError: no driver"}
+@pytest.fixture
+def allocated(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of tensors that were allocated like another."""
+    found: list[tuple[int, ...]] = []
+
+    def empty_like(x: Tensor, real: Any = torch.empty_like, **options: Any) -> Tensor:
+        found.append(tuple(x.shape))
+        return real(x, **options)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    return found
+
+
+def floor_of(case: Case) -> Contender:
+    ours = contender(case, settings())
+    made = MADE_BY_TORCH.get(case.feature)
+    floor = host.floor_of(ours, made(TINY, torch.device("cpu")) if made else None)
+    assert floor is not None
+    return floor
+
+
+Q, LSE = (2, 2, 16, 16), (2, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "shapes"),
+    [
+        (Case(), 1, [Q, LSE]),
+        (Case(direction="train"), 1, [Q, LSE]),
+        (Case("alibi"), 1, [Q, LSE]),
+        (Case("bias"), 1, [Q, LSE]),
+        (Case("score_mod"), 1, [Q, LSE]),
+        # The seed and the largest logits are made by torch, not allocated beforehand.
+        (Case("dropout"), 1, [Q, LSE]),
+        (Case("max_logit"), 1, [Q, LSE]),
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else "",
+)
+def test_a_floor_repeats_the_launches_and_allocates_what_the_call_allocates(
+    launched, allocated, case, kernels, shapes
+):
+    floor = floor_of(case)
+    key, args = launched[-1]
+    launched.clear()
+    allocated.clear()
+    floor.call()
+    assert len(launched) == kernels and launched[-1][0] == key
+    assert all(x is y for x, y in zip(launched[-1][1], args, strict=True))
+    assert sorted(allocated) == sorted(shapes)
+
+
+def test_the_floor_of_a_backward_allocates_gradients_and_workspace(launched, allocated):
+    floor = floor_of(Case(direction="bwd"))
+    keys = [key for key, _ in launched[-3:]]
+    launched.clear()
+    allocated.clear()
+    floor.call()
+    assert [key for key, _ in launched] == keys
+    assert [key.kernel for key in keys] == ["bwd_preprocess", "bwd_sm90", "bwd_postprocess"]
+    # dq, dk and dv; the LSE, D and the sums of dQ, padded to tiles.
+    assert sum(shape == Q for shape in allocated) == 3 and len(allocated) == 6
+
+
+def test_the_floor_of_varlen_has_the_tile_list(launched, allocated):
+    floor = floor_of(Case("varlen"))
+    allocated.clear()
+    floor.call()
+    assert [key.kernel.startswith("prepare_fwd") for key, _ in launched[-2:]] == [True, False]
+    assert len(allocated) == 3
+
+
+def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, allocated):
+    made = []
+
+    def seed() -> Tensor:
+        made.append("seed")
+        return torch.zeros(2, dtype=torch.int64)
+
+    for feature, count in (("dropout", 1), ("softcap", 0)):
+        floor = host.floor_of(contender(Case(feature), settings()), seed)
+        assert floor is not None
+        made.clear()
+        floor.call()
+        assert len(made) == count
+
+
+def test_timed_calls_do_not_run_through_the_recorder(launched):
+    ours = contender(Case(), settings())
+    ours.call()
+    launches, compiled_kernel = dict(ops._launches), compiling.compiled_kernel
+    host.floor_of(ours)
+    assert ops._launches == launches and compiling.compiled_kernel is compiled_kernel
+    with host.recorded_launches() as recorded:
+        assert not ops._launches
+    ours.call()
+    assert recorded == [] and ops._launches == launches
+
+
+def test_needed_kernels_are_found_without_compiling(launched):
+    cases = settings("plain-fwd", "plain-train", "plain-bwd", "softcap-fwd", "score_mod-bwd", "varlen-bwd")
+    keys = host.needed_kernels(cases)
+    assert launched == []
+    names = [key.kernel for key in keys]
+    assert names.count("fwd_sm90") == 1 and names.count("bwd_sm90") == 1
+    assert {"fwd_sm90_general", "fwd_sm90_custom", "bwd_sm90_custom", "prepare_bwd"} <= set(names)
+    assert pickle.loads(pickle.dumps(keys)) == keys
+
+
+def test_calls_that_differ_have_no_floor(launched):
+    lengths = iter((16, 8))
+
+    def call() -> None:
+        q = torch.zeros(1, 1, next(lengths), 16, dtype=torch.bfloat16)
+        cute_flash.attn(q, q, q, softcap=2.0 if len(q[0, 0]) == 8 else None)
+
+    with pytest.raises(RuntimeError, match="different kernels"):
+        host.floor_of(Contender(call))
+
+
+# ---- the whole run
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_cases_run_on_the_cpu():
+    times = host.measure(Settings(shape=TINY, device="cpu", calls=1, repeats=1), 0)
+    ours = {case for case, side in times.us if side == OURS}
+    assert ours == {case.name for case in CASES}
+    # Nothing is launched, so there is no floor; cuDNN does not run there.
+    assert {side for _, side in times.us} == {OURS, "sdpa-flash"}
+    assert {side for _, side in times.errors} == {"sdpa-cudnn"}
 
 
 def test_a_whole_run_is_json_and_tables(monkeypatch):
-    monkeypatch.setattr(host, "CALLS", 3)
-    monkeypatch.setattr(host, "REPEATS", 2)
-    timer = FakeTimer()
-    providers = [FakeProvider("cute_flash", timer, is_ours=True), FakeProvider("fa3", timer)]
-    steps = {"import_ms": 40.0, "first_call_ms": 2500.0, "second_call_ms": 0.1}
-    data = host.run_host(
-        providers,
-        {"fa4": "no module"},
-        timer,
-        torch.device("cpu"),
-        start=lambda: {"cold": steps, "warm": {**steps, "first_call_ms": 30.0}},
+    lines: list[str] = []
+    cases = settings("plain-fwd", "plain-train-function_mode", "softcap-bwd")
+    base = {"cases": {"plain-train-function_mode": {"ratio": 1e9}}}
+    data = host.run_host(cases, in_this_process, lambda keys: None, lines.append, base)
+    assert len(lines) == 3 and lines[1].startswith("process 1 of 2: plain-fwd ")
+    data = json.loads(json.dumps(data))
+    plain, mode, softcap = data["cases"].values()
+    assert plain["fastest_sdpa"] == "sdpa-flash" and len(plain["sides"][OURS]["process_us"]) == 2
+    assert plain["is_met"] is False and mode["is_met"] is True and softcap["is_met"] is None
+    assert is_wanting(data)
+    table, backends = host_tables(data)
+    assert table.columns == (
+        "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "ratio", "goal, at most", "ok"
+    )  # fmt: skip
+    assert [row[0] for row in table.rows] == list(data["cases"])
+    assert [row[-1] for row in table.rows] == ["NO", "yes", "-"]
+    assert table.rows[0][6] == "floor + 6, 1 x SDPA" and table.rows[0][4].endswith("(flash)")
+    assert {row[1] for row in backends.rows} == {"sdpa-flash"}
+
+
+def test_a_process_that_fails_is_reported_and_the_others_count():
+    def run(function: Any, *args: Any) -> Any:
+        if function is host.needed_kernels:
+            raise RuntimeError("no disk")
+        if args[1] == 0:
+            raise RuntimeError("nothing was heard of it")
+        return Times({("plain-fwd", OURS): 3.0, ("plain-fwd", FLOOR): 2.0, ("plain-fwd", "sdpa-flash"): 4.0})
+
+    data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})
+    assert set(data["errors"]) == {"compile", "process 1"}
+    assert data["cases"]["plain-fwd"]["sides"][OURS]["process_us"] == (3.0,)
+    assert data["cases"]["plain-fwd"]["is_met"] and is_wanting(data)
+
+
+def test_a_backend_of_sdpa_that_fails_is_no_failure_of_ours():
+    place = ("plain-fwd", "sdpa-cudnn")
+    times = Times(
+        {("plain-fwd", OURS): 3.0, ("plain-fwd", FLOOR): 2.0, ("plain-fwd", "sdpa-flash"): 4.0},
+        {place: "RuntimeError: no engine"},
     )
-    assert json.loads(json.dumps(data))["unavailable"] == {"fa4": "no module"}
-    times, starts, profile = host.host_tables(data)
-    assert [row[0] for row in times.rows] == ["cute_flash", "fa3"]
-    assert starts.rows == (("cold", "40", "2500", "0"), ("warm", "40", "30", "0"))
-    assert any("clone" in row[0] for row in profile.rows)
+    run = lambda function, *args: [] if function is host.needed_kernels else times  # noqa: E731
+    data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})
+    assert data["errors"] == {"plain-fwd sdpa-cudnn": "RuntimeError: no engine"} and not is_wanting(data)
+
+
+@pytest.fixture
+def command(monkeypatch) -> Callable[..., int]:
+    """`python -m profiling host` with measured values that are given."""
+
+    def run(*args: str, ours: float = 14.0) -> int:
+        sides = {OURS: ours, FLOOR: 9.0, "sdpa-flash": 24.0, "sdpa-cudnn": 18.0}
+
+        def one(function: Any, chosen: Settings, *index: int) -> Any:
+            if function is host.needed_kernels:
+                return ["a key"]
+            return Times({(case, side): us for case in chosen.cases for side, us in sides.items()})
+
+        monkeypatch.setattr(host, "fresh_process", lambda environment: one)
+        monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+        monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True]))
+        monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake", "git_commit": "abc"})
+        return cli.main(("host", *args))
+
+    return run
+
+
+def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, capsys):
+    out = tmp_path / "host.json"
+    assert command("--cases", "plain-fwd,softcap-fwd", "--processes", "3", "--out", str(out)) == cli.OK
+    printed = capsys.readouterr()
+    assert "| plain-fwd   | 14.0 (14.0 to 14.0) |" in printed.out and "18.0 (cudnn)" in printed.out
+    assert "[4/4] process 3 of 3" in printed.err
+    data = json.loads(out.read_text())
+    assert data["machine"]["git_commit"] == "abc" and data["settings"]["processes"] == 3
+    assert data["cases"]["plain-fwd"]["over_floor_us"] == 5.0
+
+
+def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path):
+    assert command("--cases", "plain-fwd", ours=15.5) == cli.FOUND_WANTING
+    base, case = tmp_path / "base.json", "plain-train-profiler"
+    assert command("--cases", case, "--out", str(base)) == cli.OK
+    assert command("--cases", case, "--base", str(base), ours=14.5) == cli.OK
+    assert command("--cases", case, "--base", str(base), ours=15.0) == cli.FOUND_WANTING
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+def test_without_a_gpu_or_with_a_wrong_case_nothing_is_measured(capsys):
+    assert cli.main(("host",)) == cli.NOT_MEASURED
+    assert "no CUDA device" in capsys.readouterr().err
+    assert cli.main(("host", "--cases", "plain")) == cli.NOT_MEASURED
+    assert "choose from plain-fwd, plain-train" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
-from layouts.smem import HOPPER_VARIANTS, VARIANTS
 from profiling import __main__ as cli
 from profiling import machine, ncu, ncu_case, ncu_report, ncu_run
 from profiling.expect import expected, work_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from cute_flash import reference
 from cute_flash.planning.plan import CompileKey, Plan
-from cute_flash.reference import tiled as reference
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
@@ -69,7 +69,8 @@ class World:
             assert (left, right) == (0, 0) and arguments == (*plan.launch_arguments, *counter)
             self.launched.append(text)
             self.timer.now_ms += self.call_ms.get(text, 1.0)
-            exact = reference.forward(q, k, v, Band(None, 0 if plan.key.static.has_right else None), scale)
+            band = Band(None, 0 if plan.key.static.has_right else None)
+            exact = reference.forward(q, k, v, reference.plain_args(q, band, scale))
             out.copy_(exact[0])
             lse.copy_(exact[1])
             self.spoil.get(text, lambda out, lse: None)(out, lse)

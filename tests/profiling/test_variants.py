@@ -6,12 +6,12 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from cute_flash.planning.plan import FAMILIES as KERNEL_FAMILIES
 from cute_flash.planning.plan import plan as plan_of
-from cute_flash.planning.plan import use_kernels
-from cute_flash.planning.tiles.fwd_sm80 import FwdTile
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import FAMILIES as KERNEL_FAMILIES
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import UnsupportedError
 from profiling.variants import (
     FAMILIES,
@@ -38,10 +38,10 @@ runnable = pytest.mark.parametrize(("family", "arch"), RUNNABLE, ids=[f"{f}-{a.n
 @pytest.mark.parametrize(
     ("family", "head_dim", "text", "tile"),
     [
-        (FAMILY, 64, "128x64 w4 s2 q4", FwdTile(64, 128, 64, 4, 2, q_steps=4)),
-        (FAMILY, 128, "128x48 w4 s2", FwdTile(128, 128, 48, 4, 2)),
-        (FAMILY, 72, "64x32 w4 s1", FwdTile(96, 64, 32, 4, 1)),
-        (FAMILY, 160, "64x64 w4 s1 q12 d192", FwdTile(192, 64, 64, 4, 1, q_steps=12)),
+        (FAMILY, 64, "128x64 w4 s2 q4", FwdTileSm80(64, 128, 64, 4, 2, q_steps=4)),
+        (FAMILY, 128, "128x48 w4 s2", FwdTileSm80(128, 128, 48, 4, 2)),
+        (FAMILY, 72, "64x32 w4 s1", FwdTileSm80(96, 64, 32, 4, 1)),
+        (FAMILY, 160, "64x64 w4 s1 q12 d192", FwdTileSm80(192, 64, 64, 4, 1, q_steps=12)),
         (HOPPER, 64, "192x128 s4 q2", FwdTileSm90(64, 192, 128, 4, 2)),
         (HOPPER, 128, "128x176 s2", FwdTileSm90(128, 128, 176, 2)),
         (HOPPER, 128, "128x80 s2 q2 c1 t0", FwdTileSm90(128, 128, 80, 2, 2, True, False)),
@@ -68,7 +68,7 @@ def test_every_field_of_a_tile_can_be_written(family):
     for dropout or a bias.
     """
     known = FAMILIES[family]
-    others = {"max_bounds", "head_dim_v", "layout", "draws", "draw_stages", "bias_stages"}
+    others = {"max_bounds", "head_dim_v", "layout", "dropout_producer", "dropout_stages", "bias_stages"}
     deciding = {f.name for f in fields(known.tile) if f.compare} - others
     assert {"tile_m", "tile_n", *known.letters.values()} == deciding
     assert set(known.choices) == deciding - {"head_dim"}
@@ -120,8 +120,8 @@ def test_mistakes_are_named(text, part):
     [
         ("128x64 w4 s2", "no number after one of s, q, c, l, t, d, and no file"),
         ("128x64", "s (stages) missing"),
-        ("128x64 s2 t2", "'t2': takes_turns is 0 or 1"),
-        ("128x64 s2 c3", "'c3': checks_sums is 0 or 1"),
+        ("128x64 s2 t2", "'t2': ping_pong is 0 or 1"),
+        ("128x64 s2 c3", "'c3': speculative_max is 0 or 1"),
         ("96x64 s2", "self.tile_m=96 must be 64 times 1, 2 or 3"),
         ("128x72 s2", "self.tile_n=72 must be a multiple of 16"),
         ("128x64 s3", "self.stages=3"),
@@ -200,7 +200,7 @@ def test_neighbours_respect_the_limits_and_begin_with_the_rows(family, arch, hea
         if family == HOPPER:
             limit = {64: 256, 128: 240, 192: 160}[variant.tile.tile_m] - SM90_OTHER_REGISTERS
             # Turns are for two.
-            assert variant.tile.takes_turns or variant.tile.tile_m > 64
+            assert variant.tile.ping_pong or variant.tile.tile_m > 64
         assert variant.tile.accumulator_registers <= limit
     # The nearest differs in one field.
     nearest, names = found[len(rows)].tile, FAMILIES[family].choices

@@ -1,36 +1,31 @@
-"""Tiles of the mma.sync backward, and the tables that choose one per GPU and head dimension."""
+"""Tiles of the mma.sync backward, and their tables for each architecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cute_flash.planning.tiles.common import (
-    ELEMENT_BYTES,
-    WARP_KEYS,
-    WARP_ROWS,
-    copy_rows,
-)
+from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, copy_rows
 from cute_flash.spec.arch import ArchSpec
 
 
 @dataclass(frozen=True)
-class BwdTile:
+class BwdTileSm80:
     """`tile_n` keys against blocks of `tile_m` queries, on mma.sync.
 
-    The warps share the tile of each product in their own way: so many along its rows, the others along its
-    columns. Where all lie along the keys, P and dS pass from product to product in registers; else through
-    shared memory, and fewer operands are read twice.
+    Each product has its own grid of warps: `warps_*` along its rows, the others along its columns. If all
+    warps lie along the keys, P and dS stay in registers as operands of the next product. Otherwise they go
+    through shared memory, and fewer operands are read twice.
     """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
-    stages: int  # buffers of Q, and of dO; with 1 their copies overlap with dQ only
+    stages: int  # of Q, and of dO; with 1 their copies overlap only the product dQ
     warps_s: int = 8  # along the keys of S^T and dP^T (keys x queries)
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
-    measured: str = field(default="", compare=False)
+    measured: str = field(default="not measured: chosen by the rules above the table", compare=False)
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
@@ -61,68 +56,70 @@ class BwdTile:
         return 32 * self.num_warps
 
     @property
-    def keeps_p(self) -> bool:
-        """P and dS are operands of dV and dK where they are made, in registers."""
+    def p_in_registers(self) -> bool:
+        """Whether P and dS stay in registers as operands of dV and dK."""
         return self.warps_s == self.warps_kv == self.num_warps
 
     @property
     def smem_bytes(self) -> int:
-        """K and V, stages of Q and dO with their fp32 statistics, dS and, unless it stays in registers, P."""
+        """K and V, the stages of Q and dO with their statistics, dS, and P unless it stays in registers."""
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
-        scores = (1 if self.keeps_p else 2) * self.tile_m * self.tile_n
+        scores = (1 if self.p_in_registers else 2) * self.tile_m * self.tile_n
         statistics = 2 * self.stages * self.tile_m
         return (rows * self.head_dim + scores) * ELEMENT_BYTES + 4 * statistics
 
     @property
     def accumulator_registers(self) -> int:
-        """fp32 registers a thread needs for dK, dV, S and dP."""
+        """Registers of a thread for dK, dV, S and dP in fp32."""
         return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
 
     def fits(self, arch: ArchSpec) -> bool:
         return self.smem_bytes <= arch.smem_per_block
 
-    def fetches_bias_early(self, inner: int) -> bool:
-        """As that of `BwdTileSm90`."""
-        return inner <= 24
+    def prefetches_bias(self, mod_ops: int) -> bool:
+        """See `BwdTileSm90.prefetches_bias`."""
+        return mod_ops <= 24
 
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''} of Q and dO"
-        where = "P in registers" if self.keeps_p else "P in shared memory"
+        where = "P in registers" if self.p_in_registers else "P in shared memory"
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}"
 
 
-_BY_RULE = "not measured: chosen by the rules above the table"
-# Rules for the backward on mma.sync, timed on sm_90 only, and not against other tiles: many keys (a tile of
-# them reads all of Q and dO, and adds to all of dQ), warps arranged to read little shared memory per MMA, two
-# stages where they fit, no spills.
+# Rules: many keys, because each tile of keys reads all of Q and dO and adds to all of dQ; warp grids that
+# read little shared memory per MMA; two stages where they fit; no spills. The rows were timed on sm_90 only,
+# and not against other tiles. The numbers in table names are the KB of shared memory that a CTA may have.
+# fmt: off
 _BWD_163 = (
-    BwdTile(64, 128, 128, 2, 4, 4, 4, measured=_BY_RULE),
-    BwdTile(96, 64, 128, 2, 4, 4, 4, measured=_BY_RULE),
-    BwdTile(128, 64, 128, 2, 4, 4, 2, measured=_BY_RULE),
-    BwdTile(192, 64, 64, 2, 4, 2, 2, measured=_BY_RULE),
-    BwdTile(256, 64, 64, 1, 4, 2, 2, measured=_BY_RULE),
+    BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
+    BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=2),
+    BwdTileSm80(head_dim=192, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
+    BwdTileSm80(head_dim=256, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
 )
 _BWD_99 = (
-    BwdTile(64, 64, 128, 2, 4, 4, 4, measured=_BY_RULE),
-    BwdTile(96, 64, 128, 1, 8, 8, 4, measured=_BY_RULE),
-    BwdTile(128, 32, 128, 1, 4, 4, 2, measured=_BY_RULE),
-    BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
-    BwdTile(256, 32, 32, 1, 2, 1, 1, 4, measured=_BY_RULE),
+    BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
+    BwdTileSm80(head_dim=96, tile_m=64, tile_n=128, stages=1, warps_s=8, warps_kv=8, warps_q=4),
+    BwdTileSm80(head_dim=128, tile_m=32, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=2),
+    BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
+    BwdTileSm80(head_dim=256, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=1, warps_q=1),
 )
 SM80_BWD = {"sm_80": _BWD_163, "sm_86": _BWD_99, "sm_89": _BWD_99, "sm_90": _BWD_163}
-# With softcap, ALiBi or dropout, and in order where the batch is packed: smaller tiles, to spill nothing.
+# With softcap, ALiBi or dropout, and deterministic with varlen: smaller tiles, which do not spill.
 _SCORE_163 = (
     _BWD_99[0],
-    BwdTile(96, 64, 64, 2, 4, 4, 4, measured=_BY_RULE),
-    BwdTile(128, 64, 64, 2, 4, 2, 2, measured=_BY_RULE),
-    BwdTile(192, 32, 64, 2, 4, 2, 2, measured=_BY_RULE),
-    BwdTile(256, 64, 32, 1, 2, 2, 2, measured=_BY_RULE),
+    BwdTileSm80(head_dim=96, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
+    BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=2, warps_s=4, warps_kv=2, warps_q=2),
+    BwdTileSm80(head_dim=256, tile_m=64, tile_n=32, stages=1, warps_s=2, warps_kv=2, warps_q=2),
 )
 _SCORE_99 = (
     *_SCORE_163[:2],
-    BwdTile(128, 64, 64, 1, 4, 2, 2, measured=_BY_RULE),
-    BwdTile(192, 32, 64, 1, 4, 2, 2, measured=_BY_RULE),
-    BwdTile(256, 64, 16, 1, 1, 1, 2, 4, measured=_BY_RULE),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
+    BwdTileSm80(head_dim=192, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2),
+    BwdTileSm80(head_dim=256, tile_m=64, tile_n=16, num_warps=4, stages=1, warps_s=1, warps_kv=1, warps_q=2),
 )
 SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_86": _SCORE_99, "sm_89": _SCORE_99, "sm_90": _SCORE_163}
-LONG_FUNCTION_64 = BwdTile(64, 64, 64, 2, 4, 4, 4, measured=_BY_RULE)
+# For user functions with more than `MAX_MOD_OPS` operations, at head dims up to 64.
+SM80_BWD_LONG_MOD = BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4)
+# fmt: on

@@ -1,19 +1,28 @@
-"""Sizes and limits that tiles of all kernels share."""
+"""Sizes, costs and limits that the tiles of all kernels share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cute_flash.spec.problem import BLOCK_MASK_MULTIPLE, Static, UnsupportedError
+from cute_flash.errors import UnsupportedError
+from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE
+from cute_flash.spec.problem import Static
 
 ELEMENT_BYTES = 2
 SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
-# How much a row has registers for beside plain attention (`Features.weight`): a sink; a slope; softcap, or a
-# slope and a sink; dropout, or one of a bias and functions; all but those; everything.
-ONE, LIGHT, MEDIUM, HEAVY, MOST, ANY_WEIGHT = 1, 2, 3, 4, 11, 99
+
+# Feature cost: how many more registers a thread needs than in plain attention (`spec.features.feature_cost`). The unit
+# is the cost of an attention sink, the cheapest feature; costs were ranked by hand, and they add up. A row of
+# a table serves calls that cost at most its `max_feature_cost`; beyond it the kernel would spill.
+COST_ALIBI = 2
+COST_SOFTCAP = 3
+COST_DROPOUT = 4
+COST_USER_MOD = 4  # one of a bias, a score_mod and a mask_mod
+COST_ALL_SCORE_FEATURES = 11  # softcap, ALiBi, a sink, dropout and max_logit together
+COST_ANY = 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -21,15 +30,19 @@ def copy_rows(head_dim: int, num_threads: int) -> int:
     return num_threads * 16 // (128 if head_dim % 64 == 0 else 64)
 
 
-def _aligned(num_bytes: int) -> int:
+def align_smem(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of `SMEM_ALIGN`."""
     return -(-num_bytes // SMEM_ALIGN) * SMEM_ALIGN
 
 
-def _check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
+def check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
+    """Raise `UnsupportedError` for a shared-memory layout that a kernel cannot be built with."""
     if layout not in possible:
         raise UnsupportedError(f"{layout=}: {why}; choose one of {', '.join(possible)}")
 
 
-def divides_map(tile: Any, static: Static) -> bool:
-    divides = not (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n)
-    return divides or not static.features.block_map
+def divides_block_mask(tile: Any, static: Static) -> bool:
+    """Whether the blocks of a block mask, if there is one, are whole numbers of tiles."""
+    return not (
+        static.block_sparse and (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n)
+    )

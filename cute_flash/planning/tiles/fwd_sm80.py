@@ -1,46 +1,43 @@
-"""Tiles of the mma.sync forward, and the table that chooses one per GPU and head dimension."""
+"""Tiles of the mma.sync forward, and their table for each architecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cute_flash.planning.tiles.common import (
-    ANY_WEIGHT,
+    COST_ALIBI,
+    COST_ALL_SCORE_FEATURES,
+    COST_ANY,
+    COST_DROPOUT,
     ELEMENT_BYTES,
-    HEAVY,
-    LIGHT,
-    MOST,
     WARP_KEYS,
     WARP_ROWS,
-    _aligned,
-    _check_layout,
+    align_smem,
+    check_layout,
     copy_rows,
+    divides_block_mask,
 )
+from cute_flash.smem.tile import VARIANTS, SmemTile
 from cute_flash.spec.arch import ArchSpec
-from layouts.variants import VARIANTS
-
-if TYPE_CHECKING:
-    from layouts.smem import SmemTile
+from cute_flash.spec.problem import Problem
 
 
 @dataclass(frozen=True)
-class FwdTile:
-    """`tile_m` query rows, in `num_warps` warps stacked along them, against blocks of `tile_n` keys."""
+class FwdTileSm80:
+    """`tile_m` query rows, split among `num_warps` warps, against K/V blocks of `tile_n` keys.
+
+    Fields that do not compare say when a row of the table is taken, and why; they are no part of the kernel.
+    """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
     num_warps: int
-    stages: (
-        int  # K/V buffers; 1 overlaps K's copy with P V and V's with Q K^T, 2 prefetch a whole block ahead
-    )
-    q_steps: int = (
-        0  # steps of 16 columns whose Q fragments stay in registers instead of being re-read for every block
-    )
-    max_bounds: int = 2  # sides of the band it can mask; with more the registers would spill
-    layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
-    max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
+    stages: int  # K/V stages; 1: the copy of K overlaps P V, that of V overlaps Q K^T; 2: one block ahead
+    q_steps: int = 0  # steps of 16 columns of Q that stay in registers; the others are read for every block
+    max_bounds: int = 2  # sides of the band that it can mask; more would spill
+    layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; others are for study
+    max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -64,7 +61,7 @@ class FwdTile:
             raise ValueError(f"{self.stages=} must be 1 or 2")
         if not 0 <= self.q_steps <= self.head_dim // 16:
             raise ValueError(f"{self.q_steps=} must be 0 to {self.head_dim // 16}, the steps of 16 columns")
-        _check_layout(self.layout, VARIANTS, "not among those that mma.sync kernels are built with")
+        check_layout(self.layout, VARIANTS, "not among those that mma.sync kernels are built with")
 
     @property
     def num_threads(self) -> int:
@@ -72,29 +69,40 @@ class FwdTile:
 
     @property
     def copy_rows(self) -> int:
+        """Rows that all threads copy at once."""
         return copy_rows(self.head_dim, self.num_threads)
 
     def smem(self, rows: int) -> SmemTile:
         """A tile of Q, K or V in shared memory."""
-        from layouts.smem import SmemTile
-
         return SmemTile(rows, self.head_dim, ELEMENT_BYTES, self.layout)
 
     @property
     def smem_bytes(self) -> int:
-        """Q (whose space O takes over at the end) + K and V stages."""
+        """Q, whose space O takes at the end, and the stages of K and V."""
         q, kv = self.smem(self.tile_m).bytes, self.stages * self.smem(self.tile_n).bytes
-        return _aligned(q) + _aligned(kv) + kv
+        return align_smem(q) + align_smem(kv) + kv
 
     @property
     def accumulator_registers(self) -> int:
-        """fp32 registers a thread needs for O and S; with Q's fragments if they stay."""
+        """Registers of a thread for O and S in fp32, and for the fragments of Q that stay."""
         rows = self.tile_m // self.num_warps
         registers = rows * (self.head_dim + self.tile_n) // 32
         return registers + rows * self.q_steps // 4
 
     def fits(self, arch: ArchSpec) -> bool:
         return self.smem_bytes <= arch.smem_per_block
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether the row is wide enough and has registers for the mask and the features of a problem."""
+        static = problem.static
+        bounds = static.has_left + static.has_right
+        if bounds and (static.varlen or static.batch_invariant):
+            # The lengths of a sequence are in registers; those of other calls are kernel arguments.
+            bounds = 2
+        # All warps read the index lists of a block mask.
+        cost = static.feature_cost + static.block_sparse
+        has_registers = self.max_bounds >= bounds and self.max_feature_cost >= cost
+        return self.head_dim >= static.widest and has_registers and divides_block_mask(self, static)
 
     def __str__(self) -> str:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
@@ -104,83 +112,91 @@ class FwdTile:
 
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
-_WITH_ROOM = "not measured: for softcap and dropout, which would spill in the row before"
-_FOR_MAPS = (
-    "for functions and block maps: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
-)
-_FOR_FUNCTIONS = "not measured: for functions and a bias together, which would spill in the rows before"
+_FOR_FEATURES = "not measured: for softcap and dropout, which would spill in the row before"
+_FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
-# Rows are tried in order; the first one that is wide enough, fits and can mask is taken. Rules for parts that
-# are not at hand: two blocks of four warps on an SM if shared memory allows, 32 rows a warp while O and S fit
-# in registers (the fewer rows, the more shared memory is read per MMA), no spills.
+# The first row that serves a problem and fits is taken. Rules for parts that were not measured: two CTAs of
+# four warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer
+# rows read more shared memory per MMA; no spills.
+# fmt: off
 _SM_80 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 2, q_steps=2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 2, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
-    FwdTile(128, 128, 48, 4, 2, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=12, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(192, 64, 64, 4, 1, q_steps=6, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(256, 128, 64, 8, 1, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(256, 128, 32, 8, 1, measured=_FOR_FUNCTIONS),
+    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,
+                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
+    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=64, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=4, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
+                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2,
+                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=32, num_warps=4, stages=2,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=96, tile_m=64, tile_n=64, num_warps=4, stages=2, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=128, tile_m=128, tile_n=48, num_warps=4, stages=2,
+                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
+    FwdTileSm80(head_dim=128, tile_m=128, tile_n=32, num_warps=4, stages=2,
+                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
+    FwdTileSm80(head_dim=128, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=8, measured=_BY_RULE),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=12,
+                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=6,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=256, tile_m=128, tile_n=64, num_warps=8, stages=1,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=256, tile_m=128, tile_n=32, num_warps=8, stages=1, measured=_FOR_MODS),
 )
-# 99 KB a block and 100 KB an SM: smaller key blocks keep two blocks alive.
+# 99 KB of shared memory for a CTA and 100 KB for an SM: smaller K/V blocks leave room for two CTAs.
 _SM_86 = (
-    FwdTile(64, 128, 64, 4, 2, q_steps=4, max_weight=LIGHT, measured=_BY_RULE),
-    FwdTile(64, 128, 64, 4, 2, q_steps=2, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(64, 64, 64, 4, 2, q_steps=4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(96, 128, 32, 4, 1, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(96, 64, 64, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(128, 128, 32, 4, 1, max_weight=HEAVY, measured=_BY_RULE),
-    FwdTile(128, 64, 64, 4, 1, q_steps=8, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, q_steps=12, max_weight=MOST, measured=_BY_RULE),
-    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(256, 128, 32, 8, 1, measured=_BY_RULE),
+    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,
+                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
+    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=64, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=4, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=1,
+                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=32, num_warps=4, stages=1,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=96, tile_m=64, tile_n=64, num_warps=4, stages=1, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=128, tile_m=128, tile_n=32, num_warps=4, stages=1,
+                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
+    FwdTileSm80(head_dim=128, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=8, measured=_BY_RULE),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, q_steps=12,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=256, tile_m=128, tile_n=32, num_warps=8, stages=1, measured=_BY_RULE),
 )
 _SM_90 = (
-    FwdTile(64, 128, 64, 4, 2, 4, max_weight=LIGHT, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTile(64, 128, 64, 4, 2, 2, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(64, 64, 32, 4, 2, 4, measured=_FOR_FUNCTIONS),
-    FwdTile(96, 128, 64, 4, 2, 2, max_weight=LIGHT, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTile(96, 128, 64, 4, 2, max_weight=HEAVY, measured=_WITH_ROOM),
-    FwdTile(96, 128, 32, 4, 2, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(96, 64, 64, 4, 2, measured=_FOR_FUNCTIONS),
-    FwdTile(
-        128,
-        128,
-        48,
-        4,
-        2,
-        max_bounds=1,
-        max_weight=LIGHT,
-        measured=_H200 + "310/376/398; 221/322/408 TFLOP/s",
-    ),
-    FwdTile(128, 128, 32, 4, 2, max_weight=HEAVY, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
-    FwdTile(128, 64, 64, 4, 2, q_steps=8, measured=_WITH_ROOM),
-    FwdTile(192, 64, 64, 4, 1, 12, max_weight=LIGHT, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTile(192, 64, 64, 4, 1, 6, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(192, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
-    FwdTile(
-        256,
-        64,
-        64,
-        4,
-        1,
-        6,
-        1,
-        max_weight=LIGHT,
-        measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s",
-    ),
-    FwdTile(256, 64, 64, 4, 1, 4, max_weight=LIGHT, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
-    FwdTile(256, 64, 64, 4, 1, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTile(256, 64, 32, 4, 1, measured=_FOR_FUNCTIONS),
+    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,
+                max_feature_cost=COST_ALIBI, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
+    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80(head_dim=64, tile_m=64, tile_n=32, num_warps=4, stages=2, q_steps=4, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
+                max_feature_cost=COST_ALIBI, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2,
+                max_feature_cost=COST_DROPOUT, measured=_FOR_FEATURES),
+    FwdTileSm80(head_dim=96, tile_m=128, tile_n=32, num_warps=4, stages=2,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80(head_dim=96, tile_m=64, tile_n=64, num_warps=4, stages=2, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=128, tile_m=128, tile_n=48, num_warps=4, stages=2, max_bounds=1,
+                max_feature_cost=COST_ALIBI, measured=_H200 + "310/376/398; 221/322/408 TFLOP/s"),
+    FwdTileSm80(head_dim=128, tile_m=128, tile_n=32, num_warps=4, stages=2,
+                max_feature_cost=COST_DROPOUT, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
+    FwdTileSm80(head_dim=128, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=8, measured=_FOR_FEATURES),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=12,
+                max_feature_cost=COST_ALIBI, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=6,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
+    FwdTileSm80(head_dim=256, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=6, max_bounds=1,
+                max_feature_cost=COST_ALIBI, measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
+    FwdTileSm80(head_dim=256, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=4,
+                max_feature_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
+    FwdTileSm80(head_dim=256, tile_m=64, tile_n=64, num_warps=4, stages=1,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80(head_dim=256, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
 )
+# fmt: on
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}

@@ -1,49 +1,51 @@
-"""Tiles of the Hopper forward (TMA, wgmma), and the tables that choose one."""
+"""Tiles of the Hopper forward (TMA, wgmma), and their tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from cute_flash.planning.tiles.common import (
-    ANY_WEIGHT,
+    COST_ALIBI,
+    COST_ALL_SCORE_FEATURES,
+    COST_ANY,
+    COST_DROPOUT,
+    COST_SOFTCAP,
+    COST_USER_MOD,
     ELEMENT_BYTES,
-    HEAVY,
-    LIGHT,
-    MEDIUM,
-    MOST,
     WARP_KEYS,
     WARPGROUP_ROWS,
-    _check_layout,
-    divides_map,
+    check_layout,
+    divides_block_mask,
 )
+from cute_flash.smem.tile import HOPPER_VARIANTS, SmemTile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.problem import Problem
-from layouts.variants import HOPPER_VARIANTS
 
 
 @dataclass(frozen=True)
 class FwdTileSm90:
-    """`tile_m` query rows, 64 to a warpgroup, against blocks of `tile_n` keys; one block an SM.
+    """`tile_m` query rows, 64 for each consumer warpgroup, against K/V blocks of `tile_n` keys.
 
-    What does not compare says when a row of the table is taken, and why; it is no part of the kernel.
+    An SM runs one CTA. Fields that do not compare say when a row of the table is taken, and why; they are no
+    part of the kernel.
     """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
-    stages: int  # buffers of K, and of V
-    q_stages: int = 1  # 2: the next tile begins beside the end of this one; O leaves through Q's stage
-    checks_sums: bool = False  # whole blocks look at sums instead of maxima; S stays in registers until then
-    takes_turns: bool = True  # warpgroups issue their MMAs one after the other, so that softmaxes alternate
-    head_dim_v: int | None = None  # width of V and of the output, where it is another one
-    checks_cut_sums: bool = False  # so do the last blocks, which a bound cuts
-    draws: bool = False  # a warpgroup more draws for dropout, and leaves masks in shared memory
-    draw_stages: int = 1  # buffers of those masks
-    bias_stages: int = 0  # buffers of a bias that the copy engine fetches; 0: it does not
-    layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others only for study
-    max_keys: int | None = field(default=None, compare=False)  # for shorter sequences only
+    stages: int  # of K, and of V
+    q_stages: int = 1  # 2: the next tile starts while this one ends, and O leaves through Q's stage
+    speculative_max: bool = False  # full blocks use the old row max and check row sums; S is kept until then
+    ping_pong: bool = True  # warpgroups take turns to issue MMAs, so that their softmaxes alternate
+    head_dim_v: int | None = None  # width of V and of the output, if it differs
+    speculative_max_masked: bool = False  # masked blocks do so too
+    dropout_producer: bool = False  # one more warpgroup writes dropout masks to shared memory
+    dropout_stages: int = 1  # of dropout masks
+    bias_stages: int = 0  # of a bias that TMA loads; 0: it does not
+    layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others are for study
+    max_keys: int | None = field(default=None, compare=False)  # only for so many keys or fewer
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
-    max_weight: int = field(default=ANY_WEIGHT, compare=False)  # of features; with more it would spill
+    max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -58,11 +60,13 @@ class FwdTileSm90:
             raise ValueError(f"{self.stages=} must be 1, 2, 4 or 8, and {self.q_stages=} 1 or 2")
         if self.q_stages == 2 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
-        if self.draws and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
-            raise ValueError(f"{self.draws=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
+        if self.dropout_producer and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
+            raise ValueError(
+                f"{self.dropout_producer=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32"
+            )
         if self.bias_stages not in (0, 1, 2, 4):
             raise ValueError(f"{self.bias_stages=} must be 0, 1, 2 or 4")
-        _check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
+        check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
 
     @property
     def width_v(self) -> int:
@@ -70,33 +74,39 @@ class FwdTileSm90:
 
     @property
     def num_warpgroups(self) -> int:
-        """Those that multiply; one more loads and stores, and one may draw."""
+        """Consumer warpgroups. A producer warpgroup comes on top, and a dropout producer if there is one."""
         return self.tile_m // WARPGROUP_ROWS
 
     @property
     def num_threads(self) -> int:
-        return 128 * (1 + self.num_warpgroups + self.draws)
+        return 128 * (1 + self.num_warpgroups + self.dropout_producer)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """What a thread of the loading warpgroup, and one of those that multiply, may use."""
-        if self.draws:
+        """Registers of a thread of the producer warpgroup, and of the consumer warpgroups."""
+        if self.dropout_producer:
             return 24, 216
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_warpgroups]
 
     @property
-    def registers_to_draw(self) -> int:
-        """The same of those that draw."""
+    def dropout_producer_registers(self) -> int:
+        """Registers of a thread of the dropout producer."""
         return 56
+
+    def operand_smem(self, operand: str) -> SmemTile:
+        """The tile in shared memory of Q, K, V or O; for Q and O, that of one warpgroup."""
+        rows = self.tile_n if operand in ("K", "V") else WARPGROUP_ROWS
+        width = self.width_v if operand in ("V", "O") else self.head_dim
+        return SmemTile(rows, width, ELEMENT_BYTES, self.layout)
 
     @property
     def columns_pv(self) -> int:
-        """Of an instruction of P V: all, unless they take more than the registers a thread has at launch."""
-        return self.width_v // 2 if self.draws and self.width_v == 256 else self.width_v
+        """Columns of one wgmma of P V: all, unless they need more registers than a thread has at launch."""
+        return self.width_v // 2 if self.dropout_producer and self.width_v == 256 else self.width_v
 
     @property
     def accumulator_registers(self) -> int:
-        """Registers a thread for O, S and P; addresses, barriers and temporaries come on top."""
+        """Registers of a thread for O, S and P; addresses, barriers and temporaries come on top."""
         return self.width_v // 2 + self.tile_n // 2 + self.tile_n // 4
 
     @property
@@ -105,177 +115,195 @@ class FwdTileSm90:
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
         masks = 0
-        if self.draws:
-            barriers += 2 * self.num_warpgroups * self.draw_stages
-            masks = self.draw_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
+        if self.dropout_producer:
+            barriers += 2 * self.num_warpgroups * self.dropout_stages
+            masks = self.dropout_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
         bias = self.bias_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
         barriers += 2 * self.bias_stages * self.num_warpgroups
-        # Two tiles are written down, in 16 bytes each, from a multiple of 16 on.
+        # Two slots of 16 bytes, aligned to 16, in which the producer publishes tiles.
         return columns * ELEMENT_BYTES + masks + bias + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
         stages = f"{self.stages} K/V stage{'s' if self.stages > 1 else ''}, {self.q_stages} of Q"
         stages += f", {self.bias_stages} of a bias" if self.bias_stages else ""
-        ways = (", sums checked" if self.checks_sums else "") + (", in turns" if self.takes_turns else "")
+        ways = ", speculative max" * self.speculative_max + ", ping-pong" * self.ping_pong
         study = "" if self.layout == HOPPER_VARIANTS[0] else f", {self.layout}"
-        groups = f"1 + {self.num_warpgroups}{' + 1' if self.draws else ''} warpgroups"
+        groups = f"1 + {self.num_warpgroups}{' + 1' if self.dropout_producer else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
 
     def serves(self, problem: Problem) -> bool:
-        """Whether this row of the table is meant for a problem."""
+        """Whether the row of the table is meant for a problem."""
         static = problem.static
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
-        # Which row it is may not depend on the length of others, nor on whether they are packed.
-        is_fixed = static.features.batch_invariant
+        # With batch_invariant the row must not depend on the lengths of other sequences, nor on varlen.
+        is_fixed = static.batch_invariant
         is_short_enough = self.max_keys is None or (not is_fixed and problem.usual_keys <= self.max_keys)
-        is_bounded = static.has_left or static.has_right
-        is_meant = self.is_bounded is None or self.is_bounded == is_bounded
-        has_room = self.max_weight >= static.weight and divides_map(self, static)
+        is_meant = self.is_bounded is None or self.is_bounded == static.is_bounded
+        has_room = self.max_feature_cost >= static.feature_cost and divides_block_mask(self, static)
         return is_wide_enough and is_as_wide and is_short_enough and is_meant and has_room
 
 
-_WITH_ROOM = "not measured: for softcap and dropout, which would spill in the row before"
-_FOR_MAPS = (
-    "for functions and block maps: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
-)
-_FOR_FUNCTIONS = "not measured: for functions and a bias together, which would spill in the rows before"
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, S=512/1024/8192, sweeps of 2026-11-15, version 7: "
 _SHORT_256 = _SWEEP + "523/610/706 TFLOP/s"
-_DRAWS = "not measured: for dropout"
-_FETCHES = "not measured: for a bias"
+_BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
+_FOR_FEATURES = "not measured: for features that would spill in the row before"
+_FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
+_FOR_BLOCK_MASKS = (
+    "user functions and block masks: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
+)
+_DROPOUT = "not measured: for dropout"
+_DROPOUT_128 = (
+    "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
+)
+_BIAS = "not measured: for a bias"
 _BIAS_64 = (
-    "H200, bf16, B=4, S=4096, hidden 2048: of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
+    "H200, bf16, B=4, S=4096, hidden 2048: bias of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
 )
-_BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, of all pairs: 1.09 ms; 2 stages of Q: 1 of the bias 1.33"
-_BY_WIDTH = "not measured: as its neighbours, as far as registers and shared memory allow"
-# Rows are tried in order, the first that serves is taken.
+_BIAS_128 = (
+    "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
+)
+
+# The first row that serves a problem and fits is taken.
+# fmt: off
 SM90_FWD = (
-    FwdTileSm90(
-        64,
-        128,
-        128,
-        4,
-        2,
-        True,
-        checks_cut_sums=True,
-        max_keys=1024,
-        is_bounded=True,
-        max_weight=LIGHT,
-        measured=_SWEEP + "causal 261/353/484 TFLOP/s",
-    ),
-    FwdTileSm90(
-        64,
-        192,
-        128,
-        4,
-        2,
-        True,
-        checks_cut_sums=True,
-        max_weight=MEDIUM,
-        measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s",
-    ),
-    FwdTileSm90(64, 128, 128, 4, 2, True, checks_cut_sums=True, max_weight=HEAVY, measured=_FOR_MAPS),
-    FwdTileSm90(64, 128, 96, 4, 2, True, checks_cut_sums=True, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 64, 4, 2, True, checks_cut_sums=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(96, 128, 128, 2, 2, True, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(96, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(96, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(
-        128,
-        128,
-        128,
-        2,
-        2,
-        True,
-        max_weight=HEAVY,
-        measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s",
-    ),
-    FwdTileSm90(128, 128, 96, 2, 2, True, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(128, 128, 64, 2, 2, True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 96, 2, 1, max_weight=MOST, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 64, 2, 1, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(
-        256, 128, 64, 2, 1, is_bounded=True, max_weight=MOST, measured=_SWEEP + "causal 363/492/690 TFLOP/s"
-    ),
-    FwdTileSm90(256, 128, 64, 2, 1, max_keys=2048, is_bounded=False, max_weight=MOST, measured=_SHORT_256),
-    # 80 keys spill under a bound.
-    FwdTileSm90(
-        256, 128, 80, 2, 1, is_bounded=False, max_weight=LIGHT, measured=_SWEEP + "507/605/712 TFLOP/s"
-    ),
-    FwdTileSm90(256, 128, 64, 2, 1, is_bounded=False, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(256, 128, 32, 2, 1, measured=_FOR_FUNCTIONS),
-    # Values narrower or wider than keys.
-    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(64, 128, 80, 2, 1, True, head_dim_v=128, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(64, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_weight=LIGHT, measured=_BY_WIDTH),
-    FwdTileSm90(128, 128, 96, 2, 2, True, head_dim_v=64, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(128, 128, 64, 2, 2, True, head_dim_v=64, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_weight=MEDIUM, measured=_BY_WIDTH),
-    FwdTileSm90(192, 128, 80, 2, 1, True, head_dim_v=128, max_weight=MOST, measured=_WITH_ROOM),
-    FwdTileSm90(192, 128, 64, 2, 1, True, head_dim_v=128, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, max_weight=MOST, measured=_BY_WIDTH),
-    FwdTileSm90(256, 128, 32, 2, 1, head_dim_v=256, measured=_FOR_FUNCTIONS),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
+                speculative_max=True, speculative_max_masked=True, max_keys=1024, is_bounded=True,
+                max_feature_cost=COST_ALIBI, measured=_SWEEP + "causal 261/353/484 TFLOP/s"),
+    FwdTileSm90(head_dim=64, tile_m=192, tile_n=128, stages=4, q_stages=2,
+                speculative_max=True, speculative_max_masked=True, max_feature_cost=COST_SOFTCAP,
+                measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s"),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
+                speculative_max=True, speculative_max_masked=True, max_feature_cost=COST_USER_MOD,
+                measured=_FOR_BLOCK_MASKS),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=96, stages=4, q_stages=2,
+                speculative_max=True, speculative_max_masked=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=64, stages=4, q_stages=2,
+                speculative_max=True, speculative_max_masked=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, max_feature_cost=COST_ALIBI, measured=_BY_WIDTH),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=96, stages=2, q_stages=2,
+                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=64, stages=2, q_stages=2,
+                speculative_max=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, max_feature_cost=COST_USER_MOD,
+                measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s"),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=96, stages=2, q_stages=2,
+                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=64, stages=2, q_stages=2,
+                speculative_max=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=192, tile_m=128, tile_n=96, stages=2, q_stages=1,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(head_dim=192, tile_m=128, tile_n=64, stages=2, q_stages=1, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                is_bounded=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_SWEEP + "causal 363/492/690 TFLOP/s"),
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                max_keys=2048, is_bounded=False, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_SHORT_256),
+    # With a bound, 80 keys would spill.
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=80, stages=2, q_stages=1,
+                is_bounded=False, max_feature_cost=COST_ALIBI, measured=_SWEEP + "507/605/712 TFLOP/s"),
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                is_bounded=False, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=32, stages=2, q_stages=1, measured=_FOR_MODS),
+    # V narrower or wider than K.
+    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
+                speculative_max=True, max_feature_cost=COST_SOFTCAP, measured=_BY_WIDTH),
+    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=80, stages=2, q_stages=1,
+                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                speculative_max=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, max_feature_cost=COST_ALIBI, measured=_BY_WIDTH),
+    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=96, stages=2, q_stages=2,
+                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=64, stages=2, q_stages=2,
+                speculative_max=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
+                speculative_max=True, max_feature_cost=COST_SOFTCAP, measured=_BY_WIDTH),
+    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=80, stages=2, q_stages=1,
+                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                speculative_max=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=32, stages=2, q_stages=1,
+                measured=_FOR_MODS),
 )
-# The same with dropout.
-SM90_FWD_DRAWS = (
-    FwdTileSm90(
-        64,
-        128,
-        128,
-        4,
-        2,
-        True,
-        checks_cut_sums=True,
-        draws=True,
-        draw_stages=2,
-        max_weight=HEAVY + LIGHT,
-        measured=_DRAWS,
-    ),
-    FwdTileSm90(64, 128, 96, 4, 2, True, draws=True, draw_stages=2, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(64, 128, 64, 4, 2, True, draws=True, draw_stages=2, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(96, 128, 128, 2, 2, True, draws=True, max_weight=HEAVY + LIGHT, measured=_DRAWS),
-    FwdTileSm90(96, 128, 96, 2, 2, True, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(96, 128, 64, 2, 2, True, draws=True, measured=_FOR_FUNCTIONS),
-    # A second stage of masks is worth more than one of Q where tiles are long.
-    FwdTileSm90(
-        128,
-        128,
-        128,
-        2,
-        1,
-        True,
-        draws=True,
-        draw_stages=2,
-        is_bounded=False,
-        max_weight=HEAVY + LIGHT,
-        measured="H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; 2 stages of Q and 1 of masks: 1.25 ms",
-    ),
-    FwdTileSm90(128, 128, 128, 2, 2, True, draws=True, max_weight=HEAVY + LIGHT, measured=_DRAWS),
-    FwdTileSm90(128, 128, 96, 2, 2, True, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(128, 128, 64, 2, 2, True, draws=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 96, 2, 1, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(192, 128, 64, 2, 1, draws=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(256, 128, 64, 2, 1, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(256, 128, 32, 2, 1, draws=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(64, 128, 128, 2, 1, True, head_dim_v=128, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(64, 128, 64, 2, 1, True, head_dim_v=128, draws=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(128, 128, 64, 2, 2, True, head_dim_v=64, draws=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(192, 128, 96, 2, 1, head_dim_v=128, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(192, 128, 64, 2, 1, head_dim_v=128, draws=True, measured=_FOR_FUNCTIONS),
-    FwdTileSm90(256, 128, 64, 2, 1, head_dim_v=256, draws=True, max_weight=MOST, measured=_DRAWS),
-    FwdTileSm90(256, 128, 32, 2, 1, head_dim_v=256, draws=True, measured=_FOR_FUNCTIONS),
+# With dropout.
+SM90_FWD_DROPOUT = (
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
+                speculative_max=True, speculative_max_masked=True, dropout_producer=True, dropout_stages=2,
+                max_feature_cost=COST_DROPOUT + COST_ALIBI, measured=_DROPOUT),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=96, stages=4, q_stages=2,
+                speculative_max=True, dropout_producer=True, dropout_stages=2,
+                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=64, stages=4, q_stages=2,
+                speculative_max=True, dropout_producer=True, dropout_stages=2, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, max_feature_cost=COST_DROPOUT + COST_ALIBI,
+                measured=_DROPOUT),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=96, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_DROPOUT),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=64, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
+    # Long tiles gain more from a second stage of dropout masks than from one of Q.
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
+                speculative_max=True, dropout_producer=True, dropout_stages=2, is_bounded=False,
+                max_feature_cost=COST_DROPOUT + COST_ALIBI, measured=_DROPOUT_128),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, max_feature_cost=COST_DROPOUT + COST_ALIBI,
+                measured=_DROPOUT),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=96, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_DROPOUT),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=64, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=192, tile_m=128, tile_n=96, stages=2, q_stages=1,
+                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
+    FwdTileSm90(head_dim=192, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                dropout_producer=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
+    FwdTileSm90(head_dim=256, tile_m=128, tile_n=32, stages=2, q_stages=1,
+                dropout_producer=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
+                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_DROPOUT),
+    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_DROPOUT),
+    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=64, stages=2, q_stages=2,
+                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=96, stages=2, q_stages=1,
+                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
+    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                dropout_producer=True, measured=_FOR_MODS),
+    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
+                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
+    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=32, stages=2, q_stages=1,
+                dropout_producer=True, measured=_FOR_MODS),
 )
-# With a bias that the copy engine fetches.
+# With a bias that TMA loads.
 SM90_FWD_BIAS = (
-    FwdTileSm90(64, 192, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_BIAS_64),
-    FwdTileSm90(64, 128, 128, 2, 2, True, bias_stages=2, max_weight=MOST, measured=_FETCHES),
-    FwdTileSm90(96, 128, 128, 2, 2, True, bias_stages=2, max_weight=HEAVY, measured=_FETCHES),
-    FwdTileSm90(128, 128, 128, 2, 1, True, bias_stages=2, max_weight=HEAVY, measured=_BIAS_128),
+    FwdTileSm90(head_dim=64, tile_m=192, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, bias_stages=2, max_feature_cost=COST_USER_MOD, measured=_BIAS_64),
+    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, bias_stages=2, max_feature_cost=COST_ALL_SCORE_FEATURES,
+                measured=_BIAS),
+    FwdTileSm90(head_dim=96, tile_m=128, tile_n=128, stages=2, q_stages=2,
+                speculative_max=True, bias_stages=2, max_feature_cost=COST_USER_MOD, measured=_BIAS),
+    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
+                speculative_max=True, bias_stages=2, max_feature_cost=COST_USER_MOD, measured=_BIAS_128),
 )
+# fmt: on

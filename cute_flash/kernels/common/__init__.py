@@ -1,0 +1,1 @@
+"""Kernels and parameters that both families share."""

@@ -1,0 +1,192 @@
+"""Fake arguments, of which a kernel is compiled: one for each operand of its row in `planning.registry`.
+
+Sizes and strides are dynamic but for the head dims. An operand that a kernel's `Static` does not ask for is
+None. In a varlen batch rows are (T, H, D) instead of (B, H, S, D), and statistics (H, T); the batch of the
+workspace is 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from cute_flash.planning.varlen import TILE_LIST_WIDTH
+from cute_flash.spec.dtypes import DTYPES, ROW_ALIGN_BYTES
+from cute_flash.spec.features import FEATURES, Operand
+from cute_flash.spec.problem import Static
+
+# Element types, as the DSL calls those of torch. Kernels read captured bools as bytes and doubles as floats.
+CUTE_DTYPES = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": Float32,
+    "float64": Float32,
+    "int32": Int32,
+    "int64": Int64,
+    "bool": cutlass.Uint8,
+}
+SCALARS = {"f32": Float32, "i32": Int32, "i64": Int64}
+ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
+# Names of sizes that are those of the batch: always, and unless the batch is varlen.
+_BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
+# Operands that are there if a field of `Static` says so.
+_IF_STATIC = {
+    "dq_semaphore": "deterministic",
+    "dlse": "has_dlse",
+    "seqused_k": "seqused_k",
+    "q_tile_list": "varlen",
+    "kv_tile_list": "varlen",
+    "block_indices": "block_sparse",
+}
+_OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
+
+
+def fake_arguments(operands: tuple[Operand, ...], static: Static, tile: Any) -> tuple:
+    """The fakes of a launch, in order, and that of the stream, which is torch's current one."""
+    fakes = Fakes(static, tile)
+    arguments = [fakes.make(operand) if is_present(operand, static) else None for operand in operands]
+    return *arguments, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def is_present(operand: Operand, static: Static) -> bool:
+    """Whether a kernel takes an operand, so far as the call's features and geometry decide it."""
+    name = operand.name
+    if name in _IF_STATIC:
+        return getattr(static, _IF_STATIC[name])
+    if name not in _OF_FEATURES:
+        return True
+    features = [feature for feature in FEATURES if feature.name in static.features]
+    return any(name == one.name for feature in features for one in (*feature.fwd, *feature.bwd))
+
+
+def out_dtype(static: Static) -> str:
+    """The element type of the output, and of its gradient as a caller gives it."""
+    return "float32" if static.out_fp32 else static.dtype
+
+
+class Fakes:
+    """Makes the fakes of one launch: dimensions of one name are one symbol."""
+
+    def __init__(self, static: Static, tile: Any) -> None:
+        self.static, self.tile = static, tile
+        self.sizes: dict[str, Any] = {"D": static.head_dim, "Dv": static.width_v}
+
+    def make(self, operand: Operand) -> Any:
+        layout, _, element = operand.type.partition(" ")
+        if layout in SCALARS:
+            return SCALARS[layout](1)
+        if not element:
+            return getattr(self, layout)(operand)
+        own = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
+        return getattr(self, layout)(own.get(element) or ELEMENTS[element], operand.dims)
+
+    def size(self, name: str) -> Any:
+        if name.isdigit():
+            return int(name)
+        if name in _BATCH or (name in _DENSE_BATCH and not self.static.varlen):
+            name = "B"
+        if name not in self.sizes:
+            self.sizes[name] = cute.sym_int()
+        return self.sizes[name]
+
+    def shape(self, dims: tuple[str, ...]) -> tuple:
+        return tuple(self.size(name) for name in dims)
+
+    # ---- layouts
+
+    def rows(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
+        """(B, H, S, D), or (T, H, D), with rows that begin at multiples of 16 bytes."""
+        if self.static.varlen:
+            _batch, heads, seqlen, width = dims
+            dims = seqlen, heads, width
+        step = DTYPES[dtype].row_align
+        strides = (*(cute.sym_int64(divisibility=step) for _ in dims[1:]), 1)
+        return make_fake_tensor(CUTE_DTYPES[dtype], self.shape(dims), strides, assumed_align=ROW_ALIGN_BYTES)
+
+    def statistics(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
+        """(B, H, S), or (H, T), contiguous."""
+        return _compact(CUTE_DTYPES[dtype], self.shape(dims[1:] if self.static.varlen else dims))
+
+    def compact(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
+        # Rows that are padded to whole tiles are copied by 16 bytes at a time.
+        align = ROW_ALIGN_BYTES if any(name.startswith("padded") for name in dims) else None
+        return _compact(CUTE_DTYPES[dtype], self.shape(dims), align)
+
+    def strided(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
+        return _strided(CUTE_DTYPES[dtype], self.shape(dims))
+
+    # ---- named kinds
+
+    def tile_list(self, operand: Operand) -> cute.Tensor:
+        """See `planning.varlen`."""
+        return _compact(Int32, (cute.sym_int(), TILE_LIST_WIDTH), ROW_ALIGN_BYTES)
+
+    def dq_accum(self, operand: Operand) -> cute.Tensor:
+        """Accumulators of blocks of queries, fp32, in the order of the registers."""
+        elements = self.tile.tile_m * self.tile.head_dim
+        return _compact(Float32, (*self.shape(operand.dims), elements), ROW_ALIGN_BYTES)
+
+    def bias(self, operand: Operand) -> cute.Tensor:
+        mods = self.static.mods
+        dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1
+        strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
+        last = 1 if mods.bias_paired_loads else cute.sym_int64()
+        shape, align = self.shape(operand.dims), step * dtype.width // 8
+        return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=align)
+
+    def dbias(self, operand: Operand) -> cute.Tensor | None:
+        """None if the bias needs no gradient."""
+        name = self.static.mods.dbias_dtype
+        return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
+
+    def captures(self, operand: Operand) -> list[cute.Tensor] | None:
+        """Tensors that user mods captured, those of one graph after the other; None without any."""
+        tables = [table for graph in self.graphs() for table in graph.captures]
+        return [_capture(table) for table in tables] or None
+
+    def scalars(self, operand: Operand) -> list | None:
+        kinds = [kind for graph in self.graphs() for kind in graph.scalars]
+        return [Float32(1.0) if kind == "float" else Int32(1) for kind in kinds] or None
+
+    def dcaptures(self, operand: Operand) -> list[cute.Tensor] | None:
+        """fp32 sums, of the captured tensors of score_mod that need a gradient."""
+        mods = self.static.mods
+        ranks = [max(1, mods.graphs.score.captures[i].rank) for i in mods.captures_needing_grad]
+        shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
+        return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
+
+    def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
+        """Number (B, H, blocks) and indices (B, H, blocks, others) of full blocks, then of partial ones."""
+        heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
+        return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
+
+    def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
+        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile."""
+        heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
+        return [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
+
+    def graphs(self) -> list:
+        """Those of the user mods; the forward has none of score_mod_bwd."""
+        graphs = self.static.mods.graphs
+        return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
+
+
+def _compact(dtype: Any, shape: tuple, align: int | None = None, **more: Any) -> cute.Tensor:
+    order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **more)
+
+
+def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
+    """With strides of any size; `last`: the stride of the last dimension, if it is known."""
+    *strides, end = (cute.sym_int64() for _ in shape)
+    strides = (*strides, end if last is None else last)
+    return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
+
+
+def _capture(table: Any) -> cute.Tensor:
+    dtype, rank = CUTE_DTYPES[table.dtype], max(1, table.rank)
+    return _strided(dtype, tuple(cute.sym_int() for _ in range(rank)))

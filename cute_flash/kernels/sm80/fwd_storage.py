@@ -1,0 +1,131 @@
+"""What the parts of the mma.sync forward share: its arguments, shared memory, operands and products."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from cute_flash.device.band import Band
+from cute_flash.device.block_iterator import BlockSparseIterator
+from cute_flash.device.copies import RowTiles
+from cute_flash.device.ldmatrix import Operand, operand
+from cute_flash.device.mask import Mask
+from cute_flash.device.philox import Dropout
+from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.sequence import WorkList
+from cute_flash.device.softmax import Softmax
+from cute_flash.device.stages import allocate_stages
+from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
+from cute_flash.spec.band import BlockRange
+
+
+@dataclass(frozen=True)
+class Params:
+    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
+    are (1, H, T, D).
+    """
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor  # (B, H, Sq)
+    scale_log2: Float32
+    band: Band
+    order: TileOrder | None
+    work: WorkList | None  # of a packed batch
+    copy_in: cute.TiledCopy
+    copy_out: cute.TiledCopy
+    tiled_mma: cute.TiledMma
+    score_params: ScoreParams
+
+
+@dataclass(frozen=True)
+class Main:
+    """What one block of the main loop works on."""
+
+    load_k: RowTiles
+    load_v: RowTiles
+    gK: cute.Tensor  # (Sk, head_dim) of this head
+    gV: cute.Tensor
+    sK: cute.Tensor  # (tile_n, tile_d, stage)
+    sV: cute.Tensor
+    q: Operand
+    k: Operand
+    v: Operand
+    tiled_mma: cute.TiledMma
+    acc_O: cute.Tensor
+    softmax: Softmax
+    mask: Mask
+    blocks: BlockRange
+    head: HeadScoreParams
+    dropout: Dropout | None
+    sequence: Int32  # b H + h
+    block_iter: BlockSparseIterator | None  # of a block map
+
+
+def allocate(tile: FwdTileSm80, dtype):
+    """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
+    stages_of = partial(allocate_stages, SmemAllocator(), dtype)
+    q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
+    return stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
+
+
+def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
+    """Q, K and V^T as MMA operands; V's rows are keys, and ldmatrix.trans makes them columns."""
+    thr_mma, dtype = tiled_mma.get_slice(thread), sQ.element_type
+    plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
+    copy_Q = cute.make_tiled_copy_A(plain, tiled_mma)
+    copy_K = cute.make_tiled_copy_B(plain, tiled_mma)
+    copy_V = cute.make_tiled_copy_B(trans, tiled_mma)
+
+    sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+    rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
+    rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
+    rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
+    q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
+    return (
+        operand(copy_Q, thread, sQ, q_tile, 16 * tile.num_warps, rQ),
+        operand(copy_K, thread, sK, kv_tile, 16, rK),
+        operand(copy_V, thread, sVt, kv_tile, 16, rV, is_transposed=True),
+    )
+
+
+@cute.jit
+def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int32, q_steps: cutlass.Constexpr):
+    """acc += A B with B from shared memory, and A too but for the first `q_steps` that stay in registers.
+
+    Loads stand right before their use: ptxas hoists them over earlier MMAs as far as registers allow,
+    and an explicit double buffer only takes that choice away.
+    """
+    a, b = operands
+    for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
+        if cutlass.const_expr(k >= q_steps):
+            a.load(k, 0)
+        b.load(k, stage)
+        cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
+
+
+@cute.jit
+def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
+    """acc += A B with A in registers, a few n-tiles of B at a time and all k-steps of them.
+
+    All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate
+    offsets. Two n-tiles at a time are what the tile table was measured with.
+    """
+    group = 2
+    # One ldmatrix.x4 fills the operands of two n8 tiles.
+    acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
+    b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
+    for n in cutlass.range_constexpr(cute.size(b.view, mode=[1]) // group):
+        for i in cutlass.range_constexpr(group):
+            b.load(n * group + i, stage)
+        acc_n = acc_groups[None, None, (None, n)]
+        for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
+            cute.gemm(tiled_mma, acc_n, rA[None, None, k], b_groups[None, (None, n), k], acc_n)

@@ -1,0 +1,1 @@
+"""Kernels with wgmma, TMA and specialised warps: Hopper."""

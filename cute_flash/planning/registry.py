@@ -1,0 +1,107 @@
+"""The kernels: where each class is, and the operands of its launch, in order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cute_flash.spec import features
+from cute_flash.spec.features import Operand
+
+
+class KernelSpec(NamedTuple):
+    """`path` is "module:class" below `cute_flash.kernels`. A class is made of (Static, tile); its `__call__`
+    takes the operands by these names, in this order, and then the stream.
+    """
+
+    path: str
+    operands: tuple[Operand, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple([operand.name for operand in self.operands])
+
+
+def _rows(name: str, *dims: str, element: str = "dtype") -> Operand:
+    return Operand(name, f"rows {element}", dims)
+
+
+def _scalars(type: str, *names: str) -> tuple[Operand, ...]:
+    return tuple(Operand(name, type) for name in names)
+
+
+# ---- operands of every call
+# ----------------------------------------------------------------------------------------------------------
+
+Q, K, V = (
+    _rows("q", "B", "H", "Sq", "D"),
+    _rows("k", "B", "Hkv", "Sk", "D"),
+    _rows("v", "B", "Hkv", "Sk", "Dv"),
+)
+OUT = _rows("out", "B", "H", "Sq", "Dv", element="out")
+LSE = Operand("lse", "statistics f32", ("B", "H", "Sq"))
+SCALE, WINDOW = Operand("scale", "f32"), _scalars("i32", "window_left", "window_right")
+# Heads whose K and V (in the backward Q, dO and dQ) share L2: their tiles run side by side.
+L2_GROUP = Operand("heads_per_l2_group", "i32")
+# Of the kernels on Hopper: CTAs of the grid, and the address of the tile counter of a dynamic scheduler.
+NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i64")
+# Rows of a sequence, where those of several heads are packed into one tile (pack_gqa).
+POSITIONS = Operand("seqlen_q", "i32")
+# Index lists of a block mask: the forward has those of full blocks, then of partial ones.
+FWD_BLOCKS, BWD_BLOCKS = (
+    Operand("block_indices", "fwd_block_indices"),
+    Operand("block_indices", "bwd_block_indices"),
+)
+# Tiles of a varlen batch, written by the scheduler kernel.
+Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
+# Gradients. dQ is accumulated in fp32 tiles, in the order of the accumulators.
+DOUT = _rows("dout", "B", "H", "Sq", "Dv", element="out")
+DOUT_CAST = _rows("dout_cast", "B", "H", "Sq", "Dv")  # in the type of q
+DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
+LSE_LOG2 = Operand("lse_log2", "compact f32", ("B", "H", "padded Sq"))
+DELTA = Operand("delta", "compact f32", ("B", "H", "padded Sq"))
+DQ_ACCUM = Operand("dq_accum", "dq_accum", ("B", "H", "m_blocks"))
+DQ_SEMAPHORE = Operand("dq_semaphore", "compact i32", ("B", "H", "m_blocks"))
+DQ = _rows("dq", "B", "H", "Sq", "D")
+DK, DV = _rows("dk", "B", "Hkv", "Sk", "D"), _rows("dv", "B", "Hkv", "Sk", "Dv")
+DQ_SCALE = Operand("dq_scale", "f32")
+
+
+def _of_features(direction: str) -> tuple[Operand, ...]:
+    """The operands of all score features, each once, in the order of the table."""
+    found: dict[str, Operand] = {}
+    for feature in features.FEATURES:
+        found |= {operand.name: operand for operand in getattr(feature, direction)}
+    return tuple(found.values())
+
+
+_FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
+_FWD_MORE = (*_of_features("fwd"), FWD_BLOCKS, Q_TILES)
+_BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DK, DV, SCALE, *WINDOW, L2_GROUP)
+_BWD_MORE = (*_of_features("bwd"), BWD_BLOCKS, KV_TILES)
+_POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
+_OFFSETS = (
+    Operand("cu_seqlens_q", "compact i32", ("B + 1",)),
+    Operand("cu_seqlens_k", "compact i32", ("B + 1",)),
+    Operand("seqused_k", "compact i32", ("B",)),
+)
+_SCHEDULER = _scalars(
+    "i32", "total_q", "total_k", "tile_m", "tile_n", "scheduler_left", "scheduler_right", "tile_order"
+)
+
+KERNELS = {
+    "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_MORE)),
+    "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, POSITIONS, TILE_COUNTER, *_FWD_MORE)),
+    "bwd_sm80": KernelSpec("sm80.bwd:BwdSm80", (*_BWD, *_BWD_MORE)),
+    "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_MORE)),
+    "bwd_sm90_wide": KernelSpec("sm90.bwd_wide:BwdSm90Wide", (*_BWD, NUM_CTAS, TILE_COUNTER)),
+    "bwd_preprocess": KernelSpec(
+        "common.preprocess:BwdPreprocess",
+        (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES),
+    ),
+    "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
+    "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
+    "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenSchedulerFwd", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
+    "varlen_scheduler_bwd": KernelSpec(
+        "common.varlen_scheduler:VarlenSchedulerBwd", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)
+    ),
+}

@@ -1,0 +1,77 @@
+"""The CPU implementation of the attention operators, for every feature, dense and varlen.
+
+It runs on any device that torch computes on; the tests on a GPU use it there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_flash.reference import tiled
+from cute_flash.reference.grads import FeatureGrads
+from cute_flash.reference.varlen import sequences
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.describe import check_rng, describe
+from cute_flash.spec.shapes import outputs
+
+Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor | None]]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention in O(S) memory: out, lse and, if the call asks for it, max_logit (H).
+
+    q, k, v are (B, H, S, D) and lse is (B, H, Sq), or (T, H, D) and (H, Tq) with `args.cu_seqlens_q`. out has
+    the stride order of q. Raises `ValueError` for calls that `spec.describe` refuses and for wrong offsets.
+    """
+    describe(q, k, v, args)
+    check_rng(args)
+    out, lse, max_logit = outputs(q, v, args)
+    if max_logit is not None:
+        max_logit.fill_(-torch.inf)
+    if args.cu_seqlens_q is None:
+        tiled.forward(q, k, v, args, out, lse, max_logit)
+        return out, lse, max_logit
+    # Padding has no sequence that would write it.
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for s in sequences(q, k, args):
+        qkv = s.of_queries(q), s.of_keys(k), s.of_keys(v)
+        tiled.forward(*qkv, args, s.of_queries(out), s.of_rows(lse), max_logit, s.index)
+    return out, lse, max_logit
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: AttentionArgs,
+) -> Gradients:
+    """dq, dk, dv, and the gradients of `args.differentiable`, in its order: None where there is none.
+
+    Gradients have the dtype and the stride order of the tensors that they belong to.
+    """
+    check_rng(args)
+    if args.cu_seqlens_q is None:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        grads = FeatureGrads.zeros(args, q.shape[0], q)
+        tiled.backward(dout, dlse, q, k, v, out, lse, args, dq, dk, dv, grads)
+        return dq, dk, dv, grads.result(args)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    grads = FeatureGrads.zeros(args, args.cu_seqlens_q.shape[0] - 1, q)
+    dsinks = grads.sinks
+    for s in sequences(q, k, args):
+        if dsinks is not None:
+            # Each sequence is summed by itself, so that its share does not depend on the others.
+            grads.sinks = torch.zeros_like(dsinks)
+        douts = s.of_queries(dout), None if dlse is None else s.of_rows(dlse)
+        inputs = s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse)
+        tiled.backward(*douts, *inputs, args, s.of_queries(dq), s.of_keys(dk), s.of_keys(dv), grads, s.index)
+        if dsinks is not None and grads.sinks is not None:
+            dsinks += grads.sinks
+    grads.sinks = dsinks
+    return dq, dk, dv, grads.result(args)

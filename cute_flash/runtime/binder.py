@@ -1,0 +1,350 @@
+"""Writes the Python function that runs a plan, as source: allocations, launches, finalizers.
+
+A launch passes up to thirty arguments. Looking each of them up through tables would cost the host more than the
+launch itself, so the function is generated once per kind of plan, with the operands of each kernel in place by
+name. The source is registered with `linecache`: tracebacks and debuggers show it, and `source_of` returns it.
+
+The function of a plain forward call on Hopper:
+
+    def forward(q, k, v, args):
+        if current_device() != device_index:
+            return on_device(device_index, forward, q, k, v, args)
+        scale = args.scale
+        out = empty_like(q)
+        lse = empty_strided(lse_shape, lse_stride, dtype=float32, device=device)
+        if not MIN_SCALE <= scale < inf:
+            q, scale = positive_scale(q, scale)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            q, k, v = ensure_aligned(q), ensure_aligned(k), ensure_aligned(v)
+        fwd_sm90(q, k, v, out, lse, scale, 0, 0, heads_per_l2_group, num_ctas, seqlen_q, 0, None, …)
+        return out, lse, None
+
+Nothing in it holds a tensor, a counter or an address: it may run on any stream and inside a captured graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+
+from cute_flash.jit import nvtx
+from cute_flash.planning.plan import Buffer, CompileKey, Plan
+from cute_flash.planning.registry import KERNELS
+from cute_flash.runtime import finalizers, operands
+from cute_flash.runtime.gpu import current_gpu
+from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
+from cute_flash.spec.features import FEATURE, Operand
+from cute_flash.spec.shapes import out_like
+
+# What generated functions call; looked up here when they are made.
+_HELPERS: dict[str, Any] = {
+    "empty_like": torch.empty_like,
+    "empty_strided": torch.empty_strided,
+    "zeros": torch.zeros,
+    "full": torch.full,
+    "contiguous_format": torch.contiguous_format,
+    "int64": torch.int64,
+    "out_like": out_like,
+    "inf": math.inf,
+    "MIN_SCALE": operands.MIN_SCALE,
+    "MAX_WINDOW": operands.MAX_WINDOW,
+    **{
+        name: getattr(operands, name)
+        for name in (
+            "aligned_like", "capture_operands", "clamp_window", "ensure_aligned", "pack_gqa",
+            "positive_scale", "scalar_operands",
+        )
+    },
+    **{
+        name: getattr(finalizers, name)
+        for name in (
+            "alibi_gradient", "bias_gradient", "captures_gradient", "rows_of_sequences", "sinks_gradient",
+        )
+    },
+}  # fmt: skip
+
+
+class Function:
+    """The source of one function, line by line, and the values that its free names stand for."""
+
+    def __init__(self, name: str, parameters: str, plan: Plan, device: torch.device) -> None:
+        self.name, self.plan, self.gpu = name, plan, current_gpu()
+        self.lines = [f"def {name}({parameters}):"]
+        # Names that differ from call signature to call signature, and their values.
+        self.values: dict[str, Any] = {
+            "current_device": self.gpu.current_device,
+            "on_device": self.gpu.on_device,
+            "device": device,
+            "device_index": device.index,
+            "problem": plan.problem,
+            "tile_m": plan.tile.tile_m,
+            "tile_n": plan.tile.tile_n,
+            **plan.sizes,
+        }
+        self.locals = {name.strip() for name in parameters.split(",")}
+        self.add(f"if current_device() != device_index:\n    return on_device(device_index, {name}, {parameters})")
+
+    def add(self, text: str) -> None:
+        self.lines += [f"    {line}" for line in text.split("\n")]
+
+    def assign(self, name: str, expression: str) -> None:
+        self.add(f"{name} = {expression}")
+        self.locals.add(name)
+
+    def allocate(self, buffer: Buffer) -> None:
+        name, dtype = buffer.name, f"{buffer.name}_dtype"
+        self.values[dtype] = getattr(torch, buffer.dtype)
+        if buffer.init == "empty":
+            self.values |= {f"{name}_shape": buffer.shape, f"{name}_stride": compact_strides(buffer.shape)}
+            call = f"empty_strided({name}_shape, {name}_stride"
+        else:
+            self.values[f"{name}_shape"] = buffer.shape
+            call = f"zeros({name}_shape" if buffer.init == "zeros" else f"full({name}_shape, {buffer.init}"
+        self.assign(name, f"{call}, dtype={dtype}, device=device)")
+
+    def call(self, function: Callable[..., Any], **renamed: str) -> str:
+        """A call of a helper with the locals that its parameters name."""
+        names = inspect.signature(function).parameters
+        self.values.setdefault(function.__name__, function)
+        return f"{function.__name__}({', '.join(renamed.get(name, name) for name in names)})"
+
+    def launch(self, key: CompileKey, **renamed: str) -> None:
+        """A launch of a kernel with its operands; `renamed`: locals that stand for an operand."""
+        self.values[key.kernel] = self.gpu.kernel(key)
+        direction = "fwd" if key.kernel.startswith("fwd") else "bwd"
+        of_features = {
+            operand.name: operand for name in key.static.features for operand in getattr(FEATURE[name], direction)
+        }
+        arguments = [self._operand(x, key, of_features, renamed) for x in KERNELS[key.kernel].operands]
+        self.add(f"{key.kernel}({', '.join(arguments)})")
+
+    def _operand(
+        self, operand: Operand, key: CompileKey, of_features: dict[str, Operand], renamed: dict[str, str]
+    ) -> str:
+        name = operand.name
+        if name in renamed:
+            return renamed[name]
+        if operand.value is not None:
+            return self.call(operand.value) if name in of_features else "None"
+        return name if name in self.locals or name in self.values else "None"
+
+    def window(self) -> dict[str, str]:
+        """The bounds as kernels take them: 0 where there is none."""
+        band = self.plan.problem.band
+        return {
+            f"window_{side}": "0" if bound is None else f"clamp_window(args.window_{side})"
+            for side, bound in (("left", band.left), ("right", band.right))
+        }
+
+    def tile_counter(self) -> None:
+        """Before the first launch: nothing may come between launches that overlap."""
+        if self.plan.is_dynamic:
+            self.values["fetch_counter"] = self.gpu.tile_counter
+            self.add("counter, tile_counter = fetch_counter(device_index)")
+            self.locals |= {"counter", "tile_counter"}
+        elif self.plan.family == "sm90":
+            self.assign("tile_counter", "0")
+
+    def mods(self, backward: bool) -> None:
+        """The operands of user functions and block masks."""
+        spec = self.plan.problem.mods
+        if spec is None:
+            return
+        graphs = [spec.graphs.score, spec.graphs.mask, *([spec.graphs.bwd] if backward else [])]
+        num_captures = sum(len(graph.captures) for graph in graphs if graph is not None)
+        kinds = tuple(kind for graph in graphs if graph is not None for kind in graph.scalars)
+        if num_captures:
+            self.assign("captures", f"capture_operands(args.captures[:{num_captures}])")
+        if kinds:
+            self.values["scalar_kinds"] = kinds
+            self.assign("scalars", "scalar_operands(scalar_kinds, args.scalars)")
+        if self.plan.problem.block_sparse:
+            from cute_flash.runtime.block_masks import backward_block_indices, forward_block_indices
+
+            lists = backward_block_indices if backward else forward_block_indices
+            self.assign("block_indices", self.call(lists))
+
+    def offsets(self) -> None:
+        """The operands of the varlen scheduler."""
+        band = self.plan.problem.band
+        self.assign("cu_seqlens_q", "args.cu_seqlens_q.contiguous()")
+        self.assign("cu_seqlens_k", "args.cu_seqlens_k.contiguous()")
+        if self.plan.problem.seqused_k:
+            self.assign("seqused_k", "args.seqused_k.contiguous()")
+        for side, bound in (("left", band.left), ("right", band.right)):
+            text = "MAX_WINDOW" if bound is None else f"clamp_window(args.window_{side})"
+            self.assign(f"scheduler_{side}", text)
+
+    def bind(self) -> Callable[..., Any]:
+        """The function; its source is compiled once for all plans that differ in values only."""
+        if nvtx.LAUNCH_RANGES:
+            self.values["marked"] = nvtx.marked
+            first, *body = self.lines
+            self.lines = [first, '    with marked("launch"):', *(f"    {line}" for line in body)]
+        return _factory("\n".join(self.lines), self.name, tuple(self.values))(*self.values.values())
+
+
+_numbers = count()
+
+
+@lru_cache(maxsize=1024)
+def _factory(source: str, name: str, values: tuple[str, ...]) -> Callable[..., Callable[..., Any]]:
+    """A function of the values that returns the generated function."""
+    indented = "\n".join(f"    {line}" for line in source.split("\n"))
+    text = f"def bind({', '.join(values)}):\n{indented}\n    return {name}\n"
+    filename = f"<cute_flash {name} {next(_numbers)}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    namespace = dict(_HELPERS)
+    exec(compile(text, filename, "exec"), namespace)
+    return namespace["bind"]
+
+
+def source_of(launch: Callable[..., Any]) -> str:
+    """The source of a bound function."""
+    return "".join(linecache.getlines(launch.__code__.co_filename))
+
+
+def compact_strides(shape: Iterable[int]) -> tuple[int, ...]:
+    shape = tuple(shape)
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_output: bool) -> Callable[..., Any]:
+    """`copies_inputs`, `copies_output`: strides that kernels cannot read, or store to."""
+    problem = plan.problem
+    f = Function("forward", "q, k, v, args", plan, device)
+    f.assign("scale", "args.scale")
+    f.values["out_dtype"] = torch.float32 if problem.out_fp32 else getattr(torch, problem.dtype)
+    if problem.varlen:
+        f.allocate(Buffer("out", (problem.seqlen_q, problem.heads, problem.width_v), _name(f.values["out_dtype"])))
+        f.allocate(Buffer("lse", (problem.heads, problem.seqlen_q)))
+    else:
+        is_like_q = problem.head_dim_v is None and not problem.out_fp32
+        f.assign("out", "empty_like(q)" if is_like_q else "out_like(q, v, out_dtype)")
+        f.allocate(Buffer("lse", (problem.batch, problem.heads, problem.seqlen_q)))
+    f.add("if not MIN_SCALE <= scale < inf:\n    q, scale = positive_scale(q, scale)")
+    _align(f, ("q", "k", "v"), copies_inputs)
+    for buffer in plan.workspace:
+        f.allocate(buffer)
+    f.mods(backward=False)
+    renamed = f.window()
+    if copies_output:
+        f.assign("target", "empty_like(out, memory_format=contiguous_format)")
+        renamed["out"] = "target"
+    if plan.pack_gqa:
+        f.values |= {
+            "group": problem.group,
+            "lse_packed": (problem.batch, problem.heads_kv, problem.group * problem.seqlen_q),
+        }
+        renamed |= {
+            "q": "pack_gqa(q, group)",
+            "out": f"pack_gqa({renamed.get('out', 'out')}, group)",
+            "lse": "lse.view(lse_packed)",
+        }
+    if problem.varlen:
+        f.offsets()
+    f.tile_counter()
+    for key in plan.launches:
+        f.launch(key, **renamed)
+    if copies_output:
+        f.add("out.copy_(target)")
+    if problem.varlen and "sinks" in problem.features:
+        # To the kernel, rows after the last sequence are those of one without keys.
+        f.add("lse.masked_fill_(~rows_of_sequences(args, q), -inf)")
+    f.add(f"return out, lse, {'max_logit' if 'return_max_logit' in problem.features else None}")
+    return f.bind()
+
+
+def bind_backward(
+    plan: Plan,
+    device: torch.device,
+    copies_inputs: bool,
+    copies_gradients: bool,
+    captures: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """`captures`: indices of captured tensors with a gradient."""
+    problem = plan.problem
+    f = Function("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
+    f.assign("dq", "empty_like(q)")
+    f.assign("dk", "empty_like(k)")
+    f.assign("dv", "empty_like(v)")
+    f.assign("scale", "args.scale")
+    f.assign("dq_scale", "scale")
+    # The forward has folded the sign of the scale into q.
+    f.add(
+        "if not MIN_SCALE <= scale < inf:\n"
+        "    q, scale = positive_scale(q, scale)\n"
+        "    dq_scale = -scale if dq_scale < 0 else scale"
+    )
+    _align(f, ("q", "k", "v", "out", "dout"), copies_inputs)
+    f.assign("lse", "lse.contiguous()")
+    main = plan.main
+    has_dlse = plan.launch("bwd_preprocess").static.has_dlse
+    if has_dlse:
+        f.assign("dlse", "dlse.contiguous()")
+    else:
+        f.locals.discard("dlse")
+    f.assign("dout_cast", "dout.to(q.dtype, memory_format=contiguous_format)" if problem.out_fp32 else "dout")
+    for buffer in plan.workspace:
+        f.allocate(buffer)
+    renamed = f.window()
+    if copies_gradients:
+        for name in ("dq", "dk", "dv"):
+            f.assign(f"{name}_target", f"aligned_like({name})")
+            renamed[name] = f"{name}_target"
+    f.mods(backward=True)
+    if any(buffer.name == "dbias" for buffer in plan.workspace):
+        renamed["dbias"] = "dbias.expand(problem.batch, problem.heads, -1, -1)"
+    if captures:
+        f.assign("dcaptures", f"[{', '.join(f'dcapture_{i}' for i in captures)}]")
+    if "dropout" in main.static.features and "dropout" not in problem.features:
+        # A kernel with dropout of which no draw is below the threshold; see `tiles.pads_with_dropout`.
+        f.add("args = args._replace(rng=zeros(2, dtype=int64, device=device))")
+    if problem.varlen:
+        f.offsets()
+    f.tile_counter()
+    for key in plan.launches:
+        f.launch(key, **renamed)
+    if copies_gradients:
+        for name in ("dq", "dk", "dv"):
+            f.add(f"if {name}_target is not {name}:\n    {name}.copy_({name}_target)")
+    f.add(f"return dq, dk, dv, ({_gradients(f, captures)})")
+    return f.bind()
+
+
+def _gradients(f: Function, captures: tuple[int, ...]) -> str:
+    """The expressions of `AttentionArgs.differentiable`'s gradients."""
+    features, names = f.plan.problem.features, {buffer.name for buffer in f.plan.workspace}
+    if not f.plan.finalizers and "dbias" not in names and not captures:
+        return "None, None, None, *(None,) * len(args.captures)" if f.plan.problem.mods else "None, None, None"
+    dlse = "dlse" if "dlse" in f.locals else "None"
+    f.values["capture_indices"] = captures
+    of_captures = "*captures_gradient(args, capture_indices, dcaptures)" if captures else ""
+    return ", ".join(
+        (
+            f.call(finalizers.alibi_gradient) if "alibi" in features else "None",
+            f.call(finalizers.sinks_gradient, dlse=dlse) if "sinks" in features else "None",
+            f.call(finalizers.bias_gradient) if "dbias" in names else "None",
+            of_captures or "*(None,) * len(args.captures)",
+        )
+    )
+
+
+def _align(f: Function, names: tuple[str, ...], copies: bool) -> None:
+    aligned = f"{', '.join(names)} = {', '.join(f'ensure_aligned({name})' for name in names)}"
+    if copies:
+        f.add(aligned)
+    else:
+        addresses = " | ".join(f"{name}.data_ptr()" for name in names)
+        f.add(f"if ({addresses}) % {ROW_ALIGN_BYTES}:\n    {aligned}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

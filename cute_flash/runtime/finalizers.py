@@ -1,0 +1,134 @@
+"""Torch work after the kernels of the backward: the gradients of slopes, sinks, a bias and captured tensors.
+
+    dalibi = sums of the partial sums that K/V blocks left
+    dsinks = -Σ exp(sink - LSE) Δ over rows;  a query that sees no key has Δ = -dLSE
+    dbias  = sums over the dimensions that broadcast
+
+Sums are in a fixed order and need no look at offsets from the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.planning.varlen import padded_block
+from cute_flash.runtime.operands import MAX_WINDOW
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.problem import Problem
+from cute_flash.spec.shapes import like
+
+
+def alibi_gradient(
+    args: AttentionArgs, problem: Problem, dalibi_partial: Tensor, tile_n: int, dalibi_warps: int
+) -> Tensor:
+    assert args.alibi is not None
+    if problem.varlen:
+        partial = dalibi_partial.unflatten(2, (-1, dalibi_warps))
+        grad = _varlen_dalibi(partial, args, problem.seqlen_k, tile_n)
+    elif args.alibi.dim() == 1:
+        grad = dalibi_partial.sum(dim=(0, 2))
+    else:
+        grad = dalibi_partial.sum(dim=-1)
+    return like(args.alibi, grad)
+
+
+def _varlen_dalibi(partial: Tensor, args: AttentionArgs, total_k: int, tile_n: int) -> Tensor:
+    """(B, H) or (H). `partial` is (1, H, K/V blocks, warps): the blocks of a sequence are contiguous, and 0 where
+    no query sees a key.
+    """
+    assert args.alibi is not None and args.cu_seqlens_k is not None
+    by_block = partial[0].sum(dim=-1)
+    if args.alibi.dim() == 1:
+        return by_block.sum(dim=1)
+    offsets = args.cu_seqlens_k.clamp(0, total_k)
+    number = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
+    # Offsets may be wrong, but offsets that fall would stop the GPU.
+    first = padded_block(offsets, number, tile_n).cummax(0).values
+    return torch.segment_reduce(by_block.T.contiguous(), "sum", offsets=first, unsafe=True, initial=0)
+
+
+def sinks_gradient(
+    args: AttentionArgs, problem: Problem, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, tile_m: int
+) -> Tensor:
+    """`delta` is None if no kernel ran: no query sees a key."""
+    assert args.sinks is not None
+    if problem.varlen:
+        return like(args.sinks, _varlen_dsinks(lse, delta, dlse, args, tile_m))
+    delta = None if delta is None else delta[:, :, : problem.seqlen_q]
+    return like(args.sinks, _dense_dsinks(args.sinks, lse, delta, dlse, num_blind_queries(problem)))
+
+
+def num_blind_queries(problem: Problem) -> int:
+    """Queries that see no key: the first ones, where the right bound hides all keys."""
+    right, sq, sk = problem.band.right, problem.seqlen_q, problem.seqlen_k
+    if sk == 0:
+        return sq
+    return 0 if right is None else min(sq, max(0, sq - sk - right))
+
+
+def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int) -> Tensor:
+    # A blind query without a sink has an LSE of -inf, and no weight.
+    weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    if delta is None:
+        total = sinks.new_zeros(sinks.shape, dtype=torch.float32)
+    else:
+        total = -(weights * delta)[:, :, num_blind:].sum(dim=(0, 2))
+    if dlse is not None and num_blind:
+        total += (weights * dlse)[:, :, :num_blind].sum(dim=(0, 2))
+    return total
+
+
+def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args: AttentionArgs, tile_m: int) -> Tensor:
+    """(H). `lse` and `dlse` are (H, Tq), `delta` is (1, H, rows) with every sequence padded to whole blocks."""
+    assert args.sinks is not None and args.cu_seqlens_q is not None
+    offsets, total = args.cu_seqlens_q, lse.shape[1]
+    batch = len(offsets) - 1
+    if batch == 0:
+        return lse.new_zeros(len(lse))
+    row = torch.arange(total, device=lse.device)
+    # Rows after the last sequence count as one more.
+    sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
+    row = row - offsets[sequence]
+    flow = torch.zeros_like(lse) if dlse is None else -dlse
+    if delta is not None:
+        at = padded_block(offsets[sequence], sequence, tile_m) * tile_m + row
+        row_delta = delta[0][:, at.clamp(0, delta.shape[2] - 1)]
+        flow = torch.where(_is_blind(row, sequence.clamp(max=batch - 1), args), flow, row_delta)
+    weights = torch.exp(args.sinks.float()[:, None] - lse)
+    # A row outside all sequences, or one without keys and without a sink, has no weight.
+    counts = (sequence < batch) & (lse != -torch.inf)
+    return -torch.where(counts, weights * flow, 0.0).sum(dim=1)
+
+
+def _is_blind(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
+    """Which queries of a varlen batch see no key."""
+    assert args.cu_seqlens_q is not None and args.cu_seqlens_k is not None
+    sq = args.cu_seqlens_q.diff()[sequence]
+    sk = (args.cu_seqlens_k.diff() if args.seqused_k is None else args.seqused_k)[sequence]
+    is_blind = sk <= 0
+    if args.window_right is not None:
+        is_blind = is_blind | (row + (sk - sq) + min(args.window_right, MAX_WINDOW) < 0)
+    return is_blind
+
+
+def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
+    """From what the kernel wrote, of the bias's shape or (B, H, Sq, Sk)."""
+    assert args.bias is not None
+    broadcast = [i for i in range(4) if dbias.shape[i] != args.bias.shape[i]]
+    return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
+
+
+def captures_gradient(args: AttentionArgs, indices: tuple[int, ...], dcaptures: list[Tensor]) -> list[Tensor | None]:
+    grads: list[Any] = [None] * len(args.captures)
+    for i, grad in zip(indices, dcaptures, strict=True):
+        grads[i] = like(args.captures[i], grad.view(args.captures[i].shape))
+    return grads
+
+
+def rows_of_sequences(args: AttentionArgs, q: Tensor) -> Tensor:
+    """(Tq): whether a row of a varlen batch belongs to a sequence."""
+    assert args.cu_seqlens_q is not None
+    return torch.arange(q.shape[0], device=q.device) < args.cu_seqlens_q[-1]

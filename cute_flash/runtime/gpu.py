@@ -1,0 +1,66 @@
+"""What launches need of a GPU, in one replaceable object.
+
+Tools that record launches and tests without a GPU put their own in its place with `use_gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.jit.compile import compiled_kernel
+from cute_flash.planning.plan import CompileKey
+from cute_flash.runtime import counters
+from cute_flash.spec.arch import ArchSpec, detect
+
+
+class Gpu:
+    """CUDA through torch, and kernels from the compile cache."""
+
+    # There is a CUDA tensor, so torch has set up CUDA: what `torch.cuda.current_device` would make sure of.
+    current_device = staticmethod(getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device))
+
+    def arch(self, index: int | None) -> ArchSpec:
+        """The architecture of one device."""
+        return detect(index)
+
+    def kernel(self, key: CompileKey) -> Callable[..., None]:
+        """The launch of a kernel on the current stream; it takes the operands of the key, in order."""
+        return compiled_kernel(key)
+
+    def tile_counter(self, index: int) -> tuple[Tensor, int]:
+        """A zeroed counter for a dynamic tile scheduler on the current stream, and its address."""
+        return counters.counter(index)
+
+    def on_device(self, index: int, launch: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a launch with another current device."""
+        with torch.cuda.device(index):
+            return launch(*arguments)
+
+
+_gpu = Gpu()
+# Functions bound by the launcher for the GPU in use, by signature.
+bound: dict[tuple, Callable[..., Any]] = {}
+
+
+def current_gpu() -> Gpu:
+    return _gpu
+
+
+@contextmanager
+def use_gpu(gpu: Gpu) -> Iterator[Gpu]:
+    """Launch through another `Gpu`; functions that were bound before come back afterwards."""
+    global _gpu
+    before, _gpu = _gpu, gpu
+    functions = dict(bound)
+    bound.clear()
+    try:
+        yield gpu
+    finally:
+        _gpu = before
+        bound.clear()
+        bound.update(functions)

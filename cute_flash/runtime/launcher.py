@@ -1,0 +1,217 @@
+"""Calls on CUDA: plan once per signature, bind the plan to one Python function, call it.
+
+`forward` and `backward` look up the function that was bound for a call's signature: the shapes, strides, types
+and devices of its tensors, and which features it has. On a miss the call is described, planned and compiled, and
+`runtime.binder` writes the function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.jit import nvtx
+from cute_flash.planning.plan import Buffer, plan_backward, plan_forward
+from cute_flash.runtime import binder
+from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
+from cute_flash.runtime.gpu import bound, current_gpu
+from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.describe import check_rng, describe
+from cute_flash.spec.features import BIAS, BIAS_DTYPES
+from cute_flash.spec.problem import Problem
+from cute_flash.spec.shapes import outputs
+
+Outputs = tuple[Tensor, Tensor, Tensor | None]
+# dq, dk, dv, and the gradients of `AttentionArgs.differentiable`.
+Gradients = tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]
+
+# A program that never repeats a shape must not grow without bound.
+MAX_SIGNATURES = 4096
+# Of a captured tensor with a gradient: kernels count its elements in 32 bits.
+MAX_CAPTURE_ELEMENTS = (1 << 31) - 1
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
+    """out, lse, and the largest logits of each head if the call asks for them."""
+    signature = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), args.key(),
+    )  # fmt: skip
+    launch = bound.get(signature)
+    if launch is None:
+        launch = _remember(signature, _bind_forward(q, k, v, args))
+    return launch(q, k, v, args)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: AttentionArgs,
+) -> Gradients:
+    # The kernels check the shapes and types of dout, out, lse and dlse by themselves.
+    signature = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
+        k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key(),
+        is_mode_deterministic(),
+    )  # fmt: skip
+    launch = bound.get(signature)
+    if launch is None:
+        launch = _remember(signature, _bind_backward(dout, dlse, q, k, v, out, args))
+    return launch(dout, dlse, q, k, v, out, lse, args)
+
+
+def _remember(signature: tuple, launch: Callable[..., Any]) -> Callable[..., Any]:
+    if len(bound) >= MAX_SIGNATURES:
+        bound.clear()
+    bound[signature] = launch
+    return launch
+
+
+def is_mode_deterministic() -> bool:
+    """Whether torch was told to be deterministic, and not just to warn."""
+    return torch.are_deterministic_algorithms_enabled() and (not torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+# ---- forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Callable[..., Outputs]:
+    check_rng(args)
+    problem = describe(q, k, v, args)
+    if problem.is_empty:
+        return _empty_forward
+    problem = _with_bias(problem, args)
+    out, _lse, _max_logit = outputs(q, v, args)
+    can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
+    with nvtx.marked("plan"):
+        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernels, can_pack)
+    return binder.bind_forward(
+        plan,
+        q.device,
+        copies_inputs=not all(map(has_aligned_strides, (q, k, v))),
+        copies_output=not has_aligned_strides(out),
+    )
+
+
+def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
+    """No keys, or no rows: the rows of sequences give 0 and the sink, or -inf."""
+    out, lse, max_logit = outputs(q, v, args)
+    out.zero_()
+    lse.fill_(-math.inf)
+    if args.sinks is not None:
+        sinks = args.sinks.to(lse.dtype)[:, None]
+        varlen = args.cu_seqlens_q is not None
+        lse = torch.where(rows_of_sequences(args, q), sinks, lse) if varlen else lse.copy_(sinks.expand_as(lse))
+    return out, lse, None if max_logit is None else max_logit.fill_(-math.inf)
+
+
+# ---- bias
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
+    """What the memory of a bias decides: how kernels load it."""
+    if args.bias is None:
+        return problem
+    assert BIAS.value is not None
+    bias = BIAS.value(args, problem)
+    *others, row, last = bias.stride()
+    paired = last == 1 and not any(x % 2 for x in (*others, row, bias.shape[3]))
+    # TMA wants 16 bits and rows of their own at multiples of 16 bytes. It decides tiles, and the memory of a
+    # bias may differ from batch to batch.
+    begins = (*others, row, bias.data_ptr() // 2)
+    tma = bias.element_size() == 2 and last == 1 and row > 0 and not any(x % 8 for x in begins)
+    mods = replace(
+        problem.mods,
+        bias_dtype=str(bias.dtype).removeprefix("torch."),
+        bias_paired_loads=paired and bias.data_ptr() % (2 * bias.element_size()) == 0,
+        bias_tma=tma and not problem.batch_invariant,
+        bias_varies_by_row=row != 0,
+    )
+    return replace(problem, mods=mods)
+
+
+def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> tuple[Problem, Buffer | None]:
+    """What the backward kernel writes of the gradient of a bias.
+
+    The gradient of a bias that does not broadcast is written as it is. Another one is a sum: fp32 additions in
+    any order or, where gradients are deterministic, torch's sum over all of it afterwards.
+    """
+    bias = args.bias
+    if bias is None:
+        return problem, None
+    from cute_flash.score_mod.graph import COLUMN, ROW
+
+    varies = ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1)
+    mods = replace(problem.mods, bias_varies=varies)
+    if not args.bias_needs_grad:
+        return replace(problem, mods=mods), None
+    whole = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    if tuple(bias.shape) == whole:
+        # Blocks that are not visited write nothing.
+        visits_all = not problem.static.isbounded and not problem.block_sparse
+        dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
+        init = "empty" if visits_all else "zeros"
+        buffer = Buffer("dbias", whole, dtype.removeprefix("torch."), init)
+    else:
+        buffer = Buffer("dbias", whole if deterministic else tuple(bias.shape), init="zeros")
+    accumulates = tuple(bias.shape) != whole and not deterministic
+    mods = replace(mods, dbias_dtype=buffer.dtype, dbias_accumulates=accumulates)
+    return replace(problem, mods=mods), buffer
+
+
+# ---- backward
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _bind_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: AttentionArgs
+) -> Callable[..., Gradients]:
+    check_rng(args)
+    problem = describe(q, k, v, args)
+    deterministic = args.deterministic or is_mode_deterministic()
+    if problem.is_empty:
+        return _empty_backward
+    problem, dbias = _with_dbias(_with_bias(problem, args), args, deterministic)
+    captures = args.captures_needing_grad
+    if any(args.captures[i].numel() > MAX_CAPTURE_ELEMENTS for i in captures):
+        raise UnsupportedError(
+            f"the gradient of a captured tensor of more than {MAX_CAPTURE_ELEMENTS} elements on cuda"
+        )
+    with nvtx.marked("plan"):
+        gpu = current_gpu().arch(q.device.index)
+        plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernels)
+    buffers = [] if dbias is None else [dbias]
+    for i in captures:
+        buffers.append(Buffer(f"dcapture_{i}", tuple(args.captures[i].shape) or (1,), init="zeros"))
+    return binder.bind_backward(
+        replace(plan, workspace=(*plan.workspace, *buffers)),
+        q.device,
+        copies_inputs=not all(map(has_aligned_strides, (q, k, v, out, dout))),
+        copies_gradients=not all(has_aligned_strides(torch.empty_like(x)) for x in (q, k, v)),
+        captures=captures,
+    )
+
+
+def _empty_backward(dout, dlse, q, k, v, out, lse, args: AttentionArgs) -> Gradients:
+    """No keys, or no queries: the gradient of the LSE, to the sinks, is all there may be."""
+    grads = [None if x is None else torch.zeros_like(x) for x in args.differentiable]
+    if args.sinks is not None:
+        grads[1] = sinks_gradient(args, describe(q, k, v, args), lse, None, dlse, 1)
+    needs = args.needs_grad or (False,) * (1 + len(args.captures))
+    for i, needed in enumerate(needs):
+        grads[2 + i] = grads[2 + i] if needed else None
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), tuple(grads)

@@ -1,0 +1,173 @@
+"""From tensors and arguments to a checked `Problem`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.features import features_of
+from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Problem:
+    """Describe a call; refuse what contradicts itself, or what the device has no kernel for."""
+    varlen = args.cu_seqlens_q is not None
+    _check_tensors(q, k, v, 3 if varlen else 4)
+    _check_numbers(args)
+    if varlen:
+        batch, seqlen_q, seqlen_k = _check_offsets(q, k, args), q.shape[0], k.shape[0]
+    else:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+    heads, heads_kv = q.shape[1], k.shape[1]
+    _check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
+    _check_per_head("sinks", args.sinks, q, [(heads,)])
+    if args.has_mods:
+        _check_mods(q, args, (batch, heads, seqlen_q, seqlen_k))
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=q.shape[-1],
+        dtype=str(q.dtype).removeprefix("torch."),
+        band=args.band,
+        head_dim_v=None if v.shape[-1] == q.shape[-1] else v.shape[-1],
+        features=features_of(args),
+        mods=_mod_spec(args) if args.has_mods else None,
+        varlen=varlen,
+        seqused_k=args.seqused_k is not None,
+        block_sparse=bool(args.block_mask),
+        out_fp32=args.out_fp32,
+        batch_invariant=args.batch_invariant,
+    )
+    device = "cpu" if q.device.type in ("cpu", "meta") else "cuda"
+    problem.check(device)
+    if device == "cuda":
+        check_softcap(args.softcap)
+        check_dropout(args.dropout)
+    return problem
+
+
+def _mod_spec(args: AttentionArgs) -> Any:
+    """A `ModSpec` without what the memory of the bias decides, which only the launch knows."""
+    from cute_flash.score_mod.mod_spec import ModSpec
+
+    sizes = args.block_mask_sizes
+    return ModSpec(
+        graphs=args.mods,
+        block_mask_tile=(sizes[0], sizes[1]) if args.block_mask else None,
+        bias_needs_grad=args.bias_needs_grad,
+        captures_needing_grad=args.captures_needing_grad,
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    expected = "(B, H, S, D)" if rank == 4 else "sequences one after the other, (T, H, D)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != rank:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {expected}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must agree")
+        _check_device(name, x, q)
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all but the last must agree")
+    if q.shape[-1] != k.shape[-1] or (rank == 4 and q.shape[0] != k.shape[0]):
+        raise ValueError(f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree")
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} and q is on {q.device}: they must agree")
+
+
+def _check_numbers(args: AttentionArgs) -> None:
+    check_scale(args.scale)
+    if not 0 <= args.softcap < math.inf:
+        raise ValueError(f"softcap={args.softcap}: use a positive number, or None for no cap")
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"dropout={args.dropout}: use a probability from 0 up to, not including, 1")
+    rng = args.rng
+    if rng is not None and (rng.dtype != torch.int64 or rng.shape != (2,)):
+        raise ValueError(f"rng is {rng.dtype} of shape {tuple(rng.shape)}: expected int64, (2)")
+
+
+def check_rng(args: AttentionArgs) -> None:
+    """Before a computation: a description needs no seed."""
+    if args.dropout and args.rng is None:
+        raise ValueError("dropout needs rng: (seed, offset)")
+
+
+def check_scale(scale: float) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not finite")
+
+
+def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:
+    """The number of sequences."""
+    cu_q, cu_k = args.cu_seqlens_q, args.cu_seqlens_k
+    assert cu_q is not None
+    if cu_k is None:
+        raise ValueError("cu_seqlens_k is missing")
+    _check_int32("cu_seqlens_q", cu_q, q, "B + 1")
+    _check_int32("cu_seqlens_k", cu_k, q, "B + 1")
+    batch = cu_q.shape[0] - 1
+    if cu_k.shape[0] != batch + 1:
+        raise ValueError(f"cu_seqlens_q has {batch + 1} offsets and cu_seqlens_k has {cu_k.shape[0]}")
+    if args.seqused_k is not None:
+        _check_int32("seqused_k", args.seqused_k, q, "B")
+        if args.seqused_k.shape[0] != batch:
+            raise ValueError(f"seqused_k has {args.seqused_k.shape[0]} lengths for {batch} sequences")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        value = getattr(args, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value} is negative")
+    return batch
+
+
+def _check_int32(name: str, x: Tensor, q: Tensor, size: str) -> None:
+    if x.dim() != 1 or (size == "B + 1" and x.shape[0] == 0):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected ({size})")
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} is {x.dtype}: use torch.int32")
+    _check_device(name, x, q)
+
+
+def _check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if x is None:
+        return
+    if tuple(x.shape) not in shapes:
+        choices = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, by query head")
+    _check_device(name, x, q)
+    _check_float(name, x)
+
+
+def _check_float(name: str, x: Tensor) -> None:
+    if str(x.dtype).removeprefix("torch.") not in CPU_DTYPES:
+        raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
+
+
+def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[Any, ...]) -> None:
+    if args.cu_seqlens_q is not None:
+        for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
+            if present:
+                raise UnsupportedError(f"{name} of varlen sequences: use score_mod and mask_mod, or attn")
+    bias = args.bias
+    if bias is not None:
+        if any(own not in (1, size) for own, size in zip(bias.shape, sizes, strict=True)):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
+        _check_device("bias", bias, q)
+        _check_float("bias", bias)
+    for x in args.captures:
+        _check_device("a captured tensor", x, q)
+    if args.block_mask:
+        from cute_flash.score_mod.block_mask import BlockMask
+
+        mask = BlockMask.of_tensors(list(args.block_mask), list(args.block_mask_sizes))
+        mask.check(*sizes, q.device)
