@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_flash.api import attn, attn_nested, attn_varlen, supports
 from cute_flash.errors import TraceError, UnsupportedError
-from cute_flash.planning.plan import use_kernels
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Support
 from cute_flash.version import __version__
 

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from cute_flash import ops
-from cute_flash.planning.plan import BwdPlan, CompileKey, Plan, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import BwdPlan, CompileKey, Plan, bwd_plan, plan
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.family import use_kernels
 from profiling.suites import DTYPES, MASKS, Shape
 from profiling.trial import launch_plan
 

@@ -19,11 +19,12 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cute_flash.planning.plan import Plan, plan, use_kernels
+from cute_flash.planning.plan import Plan, plan
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from profiling.suites import MASKS, Shape
 

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from cute_flash.custom import Custom
 from torch import Tensor
 
 from cute_flash import BlockMask, custom, custom_cuda, masks
-from cute_flash.custom import Custom
 from cute_flash.reference.score import Score
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.args import How

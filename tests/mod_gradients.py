@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from cute_flash import attn, backward_custom, custom
-from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan, use_kernels
+from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan
 from cute_flash.reference import tiled as reference
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import How
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import UnsupportedError
 from tests import cases, mod_cases
 from tests.gradients import largest

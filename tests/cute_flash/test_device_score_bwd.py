@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
@@ -22,7 +23,6 @@ from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import make_mma
-from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.reference import dropout as philox
 from cute_flash.spec.band import Band

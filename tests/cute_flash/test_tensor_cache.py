@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.custom import custom_of
 
 from cute_flash import BlockMask, custom_cuda, masks
-from cute_flash.custom import custom_of
 from cute_flash.score_mod import block_mask, block_sparse
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.tensor_cache import TensorCache, versions

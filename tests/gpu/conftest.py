@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_flash.planning.plan import FAMILIES
+from cute_flash.spec.family import FAMILIES
 from tests.gpu import families
 from tests.gpu.poison import poisoned_memory as poisoned_memory
 

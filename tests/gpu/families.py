@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_flash import ops
-from cute_flash.planning.plan import FAMILIES, use_kernels
+from cute_flash.spec.family import FAMILIES, use_kernels
 
 # wgmma is on this architecture alone: not on those after it.
 ONLY_ON = {"sm90": (9, 0)}

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, bwd_plan, plan
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import PLAIN, UnsupportedError
 from tests.combinations import Combination, PackedCombination
 from tests.feature_gradients import AnyCombination

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, bwd_plan, plan
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from tests.cases import CAUSAL, FULL, Case
 from tests.gpu import varlen_cases

@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 
 from cute_flash.jit.compile import precompile_all
-from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, bwd_plan, plan
 from cute_flash.spec.arch import detect
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import PLAIN, Problem, UnsupportedError
 from profiling.ncu_case import LAYOUTS
 from tests import cases, mod_cases, mod_gradients

@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
+from cute_flash.kernels.arguments import DTYPES, fake_rows
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
@@ -11,7 +12,6 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import unpacked
 from cute_flash.device.smem import byte_swizzle, to_cute
-from cute_flash.kernels.arguments import DTYPES, fake_rows
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Features, Static
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cute_flash.jit.compile import precompile
-from cute_flash.planning.plan import plan, use_kernels
+from cute_flash.planning.plan import plan
 from cute_flash.spec.arch import detect
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from profiling.expect import expected
 from profiling.ncu import NotPermittedError, Tool
 from profiling.ncu_case import LAYOUTS, Case

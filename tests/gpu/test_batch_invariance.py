@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, plan
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
