@@ -11,7 +11,8 @@ from cute_flash.version import __version__
 if TYPE_CHECKING:
     from cute_flash import masks
     from cute_flash.reference.merge import attention_probs, merge
-    from cute_flash.score_mod.block_mask import BlockMap, BlockMask
+    from cute_flash.score_mod.block_mask import BlockMask
+    from cute_flash.score_mod.block_mask import BlockMask as BlockMap
 
 __all__ = [
     "BlockMap",
@@ -32,7 +33,6 @@ __all__ = [
 
 # Imported on first use, so that `import cute_flash` stays light.
 _ON_DEMAND = {
-    "BlockMap": "score_mod.block_mask",
     "BlockMask": "score_mod.block_mask",
     "attention_probs": "reference.merge",
     "merge": "reference.merge",
@@ -42,6 +42,8 @@ _ON_DEMAND = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    if name == "BlockMap":  # the former name of BlockMask, for one release
+        name = "BlockMask"
     if name == "masks":
         return import_module("cute_flash.masks")
     if name not in _ON_DEMAND:

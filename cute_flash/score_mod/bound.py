@@ -89,9 +89,7 @@ class BoundMods(NamedTuple):
     scalars: tuple[float, ...]
 
     @staticmethod
-    def of(
-        score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None
-    ) -> BoundMods:
+    def of(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
         if score_mod is None and mask_mod is None and score_mod_bwd is None:
             return NO_MODS
         if torch.compiler.is_dynamo_compiling():
@@ -101,9 +99,7 @@ class BoundMods(NamedTuple):
         return bind_mods(score_mod, mask_mod, score_mod_bwd)
 
 
-def bind_mods(
-    score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None
-) -> BoundMods:
+def bind_mods(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
     if score_mod_bwd is not None and score_mod is None:
         raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
     score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")

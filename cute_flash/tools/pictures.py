@@ -1,4 +1,4 @@
-"""Pictures of a mask and its block mask: the keys that each query sees, and the blocks that a kernel skips."""
+"""Pictures of a mask and its block mask: the keys that each query sees, and the blocks that kernels skip."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMask, visible_pairs
 from cute_flash.score_mod.trace import bind
 
-# Colours of a block (ANSI 256-colour code, SVG), and of a visible pair in it (SVG).
+# (ANSI 256-colour code, the same colour for SVG) of a block, by status.
 _COLOURS = {EMPTY: (255, "#eeeeee"), PARTIAL: (229, "#ffffaf"), FULL: (157, "#afffaf")}
+# The colour of a visible (query, key) pair in a block, by status.
 _VISIBLE = {PARTIAL: "#d7af5f", FULL: "#5faf5f"}
 _NAMES = {FULL: "full", PARTIAL: "partial", EMPTY: "empty"}
 
@@ -46,28 +47,24 @@ def draw(
     as_svg: bool = False,
     has_colour: bool = False,
 ) -> str:
-    """A picture of a mask and its block mask, one row per query, as text or as SVG.
+    """Draw a mask and its block mask as text or as SVG; rows are queries.
 
-    In text, `#` is a visible pair in a full block, `+` a visible pair in a partial block, `.` a masked pair in a
-    partial block, and a blank a pair in an empty block.
-
-    Args:
-        place: the (b, h) to show.
-        causal, window: as for `attn`.
+    In text, `#` is a visible (query, key) pair in a full block, `+` a visible and `.` a masked pair in a
+    partial block; empty blocks are blank. `place`: the (b, h) to show; causal, window: as for `attn`.
     """
-    bounds = window[0], 0 if causal else window[1]
-    picture = _picture(mask_mod, seqlen_q, seqlen_k, tile, bounds, place, title)
+    window = window[0], 0 if causal else window[1]
+    picture = _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title)
     return _svg(picture) if as_svg else _text(picture, has_colour)
 
 
-def _picture(mask_mod, seqlen_q, seqlen_k, tile, bounds, place, title) -> _Picture:
+def _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title) -> _Picture:
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
     device = mask.captures[0].device if mask is not None and mask.captures else torch.device("cpu")
     rows, keys = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
-    visible = visible_pairs(mask, bounds, rows, keys, (seqlen_q, seqlen_k), place)
+    visible = visible_pairs(mask, window, rows, keys, (seqlen_q, seqlen_k), place)
     shape = (place[0] + 1, place[1] + 1, seqlen_q, seqlen_k)
-    status = BlockMask.of(mask_mod, shape, tile=tile, window=bounds, device=device).status
+    status = BlockMask.of(mask_mod, shape, tile=tile, window=window, device=device).status
     b, h = (min(i, n - 1) for i, n in zip(place, status.shape))
     name = title or getattr(mask_mod, "__qualname__", "mask").partition(".<locals>")[0]
     return _Picture(visible.cpu(), status[b, h].cpu(), tile, name)
@@ -114,7 +111,7 @@ def _svg(picture: _Picture) -> str:
 
 
 def _runs(picture: _Picture, cell: int, left: int, top: int) -> list[str]:
-    """The visible pairs of partial blocks; a run of pairs in a row is one box."""
+    """The visible pairs of partial blocks, with neighbours in a row merged into one box."""
     tile_m, tile_n = picture.tile
     boxes = []
     for i, row in enumerate(picture.visible.tolist()):
