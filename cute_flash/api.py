@@ -110,7 +110,8 @@ def attn(
         and score_mod_bwd is block_mask is block_map is None
         and not (softcap or dropout or return_max_logit or batch_invariant)
     )
-    if is_plain and not _is_compiling():
+    is_compiling = _is_compiling()
+    if is_plain and not is_compiling:
         args = _plain_args(scale, left, right, deterministic, requested_family())
     else:
         args = _args(
@@ -121,9 +122,9 @@ def attn(
             block_mask=block_map if block_mask is None else block_mask,
         )  # fmt: skip
     if layout == "bhsd" and q.dim() == 4:
-        out, lse, max_logit = _attention(q, k, v, args)
+        out, lse, max_logit = _attention(q, k, v, args, is_compiling)
     else:
-        out, lse, max_logit = _attention(*_to_bhsd(q, k, v, layout), args)
+        out, lse, max_logit = _attention(*_to_bhsd(q, k, v, layout), args, is_compiling)
         out, lse = _from_bhsd(out, lse, q.dim(), layout)
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
@@ -219,9 +220,9 @@ def attn_varlen(
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
     )  # fmt: skip
-    out, lse, max_logit = _attention(q, k, v, args)
+    out, lse, max_logit = _attention(q, k, v, args, _is_compiling())
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
-    return results if len(results) > 1 else out  # type: ignore[return-value]
+    return results if len(results) > 1 else out
 
 
 def attn_nested(
@@ -388,12 +389,12 @@ def _default_scale(q: Tensor) -> float:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> ops.Outputs:
+def _attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_compiling: bool) -> ops.Outputs:
     if _is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v, *args.differentiable)
-    return ops.attention(q, k, v, args)
+    return ops.compiled_attention(q, k, v, args) if is_compiling else ops.attention(q, k, v, args)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
