@@ -20,7 +20,7 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.features import FEATURES
 from cute_flash.spec.problem import Problem
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 # (seed, offset) of dropout in tests.
 RNG = (0x1234_5678_9ABC_DEF0, 77)

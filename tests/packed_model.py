@@ -4,9 +4,7 @@ sequences of one class.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,44 +41,6 @@ class Item(NamedTuple):
     q_len: int
     k_begin: int
     k_len: int
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Of the sequences of a packed batch; of the tokens after the last one."""
-
-    queries: list[int]
-    keys: list[int]
-    used: list[int] | None = None
-    padding: tuple[int, int] = (0, 0)
-
-    @staticmethod
-    def drawn(seed: int, most: int = 300) -> Lengths:
-        """With empty sequences on either side; the same for the same seed."""
-        pick = random.Random(seed)
-        batch = pick.choice([1, 2, 3, 7, 20])
-        sizes = [0, 1, 2, 17, 63, 64, 65, 128, pick.randrange(1, most), pick.randrange(1, most)]
-        queries, keys = ([pick.choice(sizes) for _ in range(batch)] for _ in range(2))
-        if pick.random() < 0.3:
-            keys = queries
-        used = [pick.randrange(k + 1) for k in keys] if pick.random() < 0.4 else None
-        return Lengths(queries, keys, used, (pick.choice([0, 0, 5, 200]), pick.choice([0, 0, 9, 150])))
-
-    @property
-    def cu_q(self) -> Tensor:
-        return torch.tensor([0, *self.queries]).cumsum(0).int()
-
-    @property
-    def cu_k(self) -> Tensor:
-        return torch.tensor([0, *self.keys]).cumsum(0).int()
-
-    @property
-    def used_k(self) -> Tensor | None:
-        return None if self.used is None else torch.tensor(self.used).int()
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        return sum(self.queries) + self.padding[0], sum(self.keys) + self.padding[1]
 
 
 def runs(

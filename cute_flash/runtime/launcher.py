@@ -162,7 +162,7 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     whole = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     if tuple(bias.shape) == whole:
         # Blocks that are not visited write nothing.
-        visits_all = not problem.static.isbounded and not problem.block_sparse
+        visits_all = not problem.static.is_bounded and not problem.block_sparse
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
         buffer = Buffer("dbias", whole, dtype.removeprefix("torch."), init)

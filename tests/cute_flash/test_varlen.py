@@ -17,7 +17,7 @@ from cute_flash import api, attn, attn_nested, attn_varlen, general, merge, refe
 from cute_flash.reference import tiled
 from tests.combinations import RNG, Combination, PackedCombination, normal, results
 from tests.feature_gradients import assert_feature_gradients
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 

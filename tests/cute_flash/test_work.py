@@ -24,7 +24,8 @@ from cute_flash.planning.varlen import (
 )
 from cute_flash.spec.band import Band, ceil_div
 from tests import packed_model
-from tests.packed_model import Item, Lengths
+from tests.lengths import Lengths
+from tests.packed_model import Item
 
 BANDS = [Band(), Band(None, 0), Band(40, 0), Band(40, None), Band(3, 70)]
 

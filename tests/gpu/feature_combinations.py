@@ -19,7 +19,7 @@ from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import PLAIN, UnsupportedError
 from tests.combinations import Combination, PackedCombination
 from tests.feature_gradients import AnyCombination
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SOFTCAP: dict[str, Any] = {"softcap": 2.0}

@@ -10,7 +10,7 @@ from tests import cases
 from tests.gpu import varlen_cases
 from tests.gpu.captured import Captured
 from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, OTHER_WIDTHS, Packed
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 

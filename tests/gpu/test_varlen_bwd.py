@@ -17,7 +17,7 @@ from tests.gpu.captured import Captured
 from tests.gpu.feature_combinations import PACKED_CASES, has_gradients
 from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, ORDERED_DIMS, OTHER_WIDTHS, Packed, unused_keys
 from tests.gradients import gradients, largest, weighted
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 

@@ -10,7 +10,7 @@ import cute_flash
 from cute_flash import reference
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Features, Problem
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 CAUSAL, WINDOW = Band(None, 0), Band(100, 37)
 

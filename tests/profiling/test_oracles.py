@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.accuracy import Oracle, draw, draw_dout
+from profiling.accuracy import Oracle, random_dout, random_inputs
 from profiling.oracles import GRADIENTS, backward_oracles
 from profiling.suites import Shape
 
@@ -26,8 +26,8 @@ ids = [shape.id for shape in SHAPES]
 
 def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, distribution: str = "normal") -> list[Tensor]:
     """q, k, v, dout"""
-    inputs = draw(shape, dtype, CPU, seed=1, distribution=distribution)
-    return [*inputs, draw_dout(shape, dtype, CPU, seed=1)]
+    inputs = random_inputs(shape, dtype, CPU, seed=1, distribution=distribution)
+    return [*inputs, random_dout(shape, dtype, CPU, seed=1)]
 
 
 def exact(inputs: list[Tensor], causal: bool) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from tests.cases import CAUSAL, FULL, assert_close, assert_error_within
 from tests.combinations import RNG, Combination, PackedCombination, gradients, normal, qkv, results
 from tests.feature_gradients import assert_feature_gradients, by_cpu_path
 from tests.gradients import largest
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 from tests.reference.memory import Memory
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
