@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from cute_flash.jit.compile import precompile
-from cute_flash.planning.plan import plan
+from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import detect
 from cute_flash.spec.band import Band
-from cute_flash.spec.family import use_kernels
+from profiling.accuracy import nan_in_new_memory
 from profiling.expect import expected
 from profiling.ncu import NotPermittedError, Tool
 from profiling.ncu_case import LAYOUTS, Case
 from profiling.ncu_metrics import Profile
 from profiling.suites import Shape
-from profiling.trial import launch_plan
+from profiling.trial import forward_of
 from tests import cases
 from tests.gpu import families
 
@@ -92,15 +92,13 @@ STUDIED = [
 @pytest.mark.parametrize("case", STUDIED, ids=lambda case: case.id)
 def test_layouts_do_not_change_a_bit(case: cases.Case, family: str) -> None:
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
-    with use_kernels(family):
-        default = plan(case.problem(torch.bfloat16), detect(0))
+    problem, arch = case.problem(torch.bfloat16), detect(0)
+    tile = plan_forward(problem, arch, family).tile
     results = []
     for layout in LAYOUTS[f"fwd-{family}"]:
-        tile = replace(default.tile, layout=layout)
-        out = torch.full_like(q, torch.nan)
-        lse = torch.full(q.shape[:3], torch.nan, dtype=torch.float32, device="cuda")
-        launch_plan(replace(default, tile=tile))(q, k, v, out, lse)
-        results.append((out, lse))
+        plan = plan_forward(problem, arch, family, tile=replace(tile, layout=layout))
+        with nan_in_new_memory():
+            results.append(forward_of(plan, q.device)(q, k, v))
     cases.assert_is_attention(*results[0], q, k, v, case.band)
     for (out, lse), layout in zip(results[1:], LAYOUTS[f"fwd-{family}"][1:], strict=True):
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), layout
