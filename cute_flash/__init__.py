@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from cute_flash.api import attn, supports
+from cute_flash.api import attn, attn_nested, attn_varlen, supports
 from cute_flash.errors import TraceError, UnsupportedError
 from cute_flash.planning.plan import use_kernels
 from cute_flash.spec.problem import Support
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from cute_flash import masks
     from cute_flash.reference.merge import attention_probs, merge
     from cute_flash.score_mod.block_mask import BlockMap, BlockMask
-    from cute_flash.varlen import attn_nested, attn_varlen
 
 __all__ = [
     "BlockMap",
@@ -37,8 +36,6 @@ _ON_DEMAND = {
     "BlockMask": "score_mod.block_mask",
     "attention_probs": "reference.merge",
     "merge": "reference.merge",
-    "attn_nested": "varlen",
-    "attn_varlen": "varlen",
 }
 
 

@@ -53,7 +53,7 @@ class UserMods:
             is_zero = P == 0
             for load in gradient.loads:
                 share = outputs[load.output].masked_fill(is_zero, 0.0)
-                _add_at(grads.captures[load.table], [outputs[i] for i in load.indices], share)
+                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], share)
             dS = outputs[0].masked_fill(is_zero, 0.0)
         if grads.bias is not None:
             total = self._slice(grads.bias, rows, keys)

@@ -91,7 +91,7 @@ def is_mode_deterministic() -> bool:
 
 def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Callable[..., Outputs]:
     check_rng(args)
-    problem = describe(q, k, v, args)
+    problem = describe(q, k, v, args, "cuda")
     if problem.is_empty:
         return _empty_forward
     problem = _with_bias(problem, args)
@@ -161,7 +161,7 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     whole = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     if tuple(bias.shape) == whole:
         # Blocks that are not visited write nothing.
-        visits_all = not problem.static.isbounded and not problem.block_sparse
+        visits_all = not problem.static.is_bounded and not problem.block_sparse
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
         buffer = Buffer("dbias", whole, dtype.removeprefix("torch."), init)
@@ -180,7 +180,7 @@ def _bind_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: AttentionArgs
 ) -> Callable[..., Gradients]:
     check_rng(args)
-    problem = describe(q, k, v, args)
+    problem = describe(q, k, v, args, "cuda")
     deterministic = args.deterministic or is_mode_deterministic()
     if problem.is_empty:
         return _empty_backward
@@ -209,7 +209,7 @@ def _empty_backward(dout, dlse, q, k, v, out, lse, args: AttentionArgs) -> Gradi
     """No keys, or no queries: the gradient of the LSE, to the sinks, is all there may be."""
     grads = [None if x is None else torch.zeros_like(x) for x in args.differentiable]
     if args.sinks is not None:
-        grads[1] = sinks_gradient(args, describe(q, k, v, args), lse, None, dlse, 1)
+        grads[1] = sinks_gradient(args, describe(q, k, v, args, "cuda"), lse, None, dlse, 1)
     needs = args.needs_grad or (False,) * (1 + len(args.captures))
     for i, needed in enumerate(needs):
         grads[2 + i] = grads[2 + i] if needed else None
