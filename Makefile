@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test lint gpu-test bench plots clean
+.PHONY: demo test lint lock gpu-test bench plots clean
 
 demo: $(INSTALLED)
 	$(BIN)/cute-flash demo
@@ -17,6 +17,10 @@ test: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The machine code of all kernels of the lock against the recorded digests; `make test` has a sample of it.
+lock: $(INSTALLED)
+	$(BIN)/python -m tests.lock check --jobs $(JOBS)
 
 # Kernels in parallel first; then one process: tests that fill the GPU must not share it.
 gpu-test: $(INSTALLED)

@@ -12,11 +12,10 @@ from torch.autograd import forward_ad
 
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import plan_backward, plan_forward, requested_family
 from cute_flash.runtime.rng import draw_seed
-from cute_flash.spec.arch import detect
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
+from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Support, check_window
 
 if TYPE_CHECKING:
@@ -148,6 +147,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Support:
         args = _args(q, scale, *_window(causal, window), draws_seed=False, **arguments)
         problem = describe(*_autocast(*_to_bhsd(q, k, v, layout)), args)
         if q.device.type == "cuda":
+            from cute_flash.planning.plan import plan_backward, plan_forward
+            from cute_flash.spec.arch import detect
+
             plan_forward(problem, detect(q.device.index))
             if args.deterministic:
                 plan_backward(problem, detect(q.device.index), True)

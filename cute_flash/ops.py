@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from cute_flash.runtime import launcher
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
@@ -51,6 +50,19 @@ attention_bwd = torch.ops.cute_flash.attention_bwd.default
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
+class _Cuda:
+    """`runtime.launcher`, imported at the first call on CUDA: `import cute_flash` stays light."""
+
+    def __getattr__(self, name: str) -> Any:
+        from cute_flash.runtime import launcher
+
+        self.forward, self.backward = launcher.forward, launcher.backward
+        return getattr(launcher, name)
+
+
+_cuda = _Cuda()
+
+
 # ---- the entry of api.py
 # ----------------------------------------------------------------------------------------------------------
 
@@ -60,8 +72,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     if is_direct(q, k, v, args):
         if _is_grad_enabled() and _requires_grad(q, k, v, args):
             # Past `Function.apply`, which looks for functorch transforms: there is none.
-            return _apply(launcher.forward, args, q, k, v, *args.differentiable)
-        return launcher.forward(q, k, v, args)
+            return _apply(_cuda.forward, args, q, k, v, *args.differentiable)
+        return _cuda.forward(q, k, v, args)
     return attention_fwd(q, k, v, *to_schema(args))
 
 
@@ -168,7 +180,7 @@ def gradients(
     # which autograd may make, get some from the dispatcher.
     is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse, out, lse)
     if is_last and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
-        return launcher.backward(dout, dlse, q, k, v, out, lse, args)
+        return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
     dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))
     return dq, dk, dv, [grad if needed else None for grad, needed in zip(grads, _has_gradient(args))]
 
@@ -194,11 +206,11 @@ def _filled(results: Any, q: Tensor) -> list[Tensor]:
 
 
 def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
-    return tuple(_filled(launcher.forward(q, k, v, from_schema(values)), q))
+    return tuple(_filled(_cuda.forward(q, k, v, from_schema(values)), q))
 
 
 def _bwd_cuda(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
-    dq, dk, dv, grads = launcher.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
+    dq, dk, dv, grads = _cuda.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
     return dq, dk, dv, _filled(grads, q)
 
 

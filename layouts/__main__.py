@@ -15,9 +15,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from cute_flash.planning.plan import plan, use_kernels
+from cute_flash.planning.plan import plan
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS, SmemTile
 from cute_flash.spec import arch
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from layouts.banks import ACCESSES, Phase
 from layouts.draw import conflict_table, kernel_table, svg_banks, svg_picture, text_banks, text_picture

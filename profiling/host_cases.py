@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_flash
-from profiling.accuracy import draw
+from profiling.accuracy import random_inputs
 from profiling.arguments import at_least_one, name_list, num_cores
 from profiling.suites import DTYPES, Shape
 from profiling.timing import Contender
@@ -41,10 +41,10 @@ class Goal:
 
     def bounds(self, base_ratio: float | None) -> dict[str, float]:
         """The bound of each figure of `Figures`; without an earlier run `is_as_base` gives none."""
-        found = {"over_floor_us": self.over_floor_us, "ratio": self.of_sdpa}
+        bounds = {"over_floor_us": self.over_floor_us, "ratio": self.of_sdpa}
         if self.is_as_base and base_ratio is not None:
-            found["ratio"] = base_ratio * (1 + NOISE)
-        return {name: bound for name, bound in found.items() if bound is not None}
+            bounds["ratio"] = base_ratio * (1 + NOISE)
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _entered(*contexts: Context) -> Iterator[None]:
 def contender(case: Case, settings: Settings, backend: SDPBackend | None = None) -> Contender:
     """The call of a case, by cute_flash or by a backend of SDPA, on tensors of its own."""
     device = torch.device(settings.device)
-    inputs = list(draw(settings.shape, DTYPES["bf16"], device, seed=0))
+    inputs = list(random_inputs(settings.shape, DTYPES["bf16"], device, seed=0))
     if case.feature == "varlen":
         inputs = [x.transpose(1, 2).flatten(0, 1) for x in inputs]
     contexts: list[Context] = [WATCHERS[case.watcher]] if case.watcher else []

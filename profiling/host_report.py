@@ -57,8 +57,8 @@ class Figures:
 def figures_of(case: Case, processes: Sequence[Times]) -> Figures:
     sides = (OURS, FLOOR, *case.sdpa)
     places = {side: (case.name, side) for side in sides}
-    found = {side: tuple(t.us[at] for t in processes if at in t.us) for side, at in places.items()}
-    return Figures({side: us for side, us in found.items() if us})
+    process_us = {side: tuple(t.us[at] for t in processes if at in t.us) for side, at in places.items()}
+    return Figures({side: us for side, us in process_us.items() if us})
 
 
 def case_record(case: Case, figures: Figures, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def case_record(case: Case, figures: Figures, base: Mapping[str, Any]) -> dict[s
     }
 
 
-def is_wanting(data: dict[str, Any]) -> bool:
+def has_failed(data: dict[str, Any]) -> bool:
     """Whether a goal is missed or cannot be judged, or cute_flash or a process failed."""
     is_missed = any(case["is_met"] is False for case in data["cases"].values())
     return is_missed or any(not name.endswith(tuple(SDPA)) for name in data["errors"])

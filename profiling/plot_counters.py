@@ -101,10 +101,10 @@ def conflicts(record: dict[str, Any], title: str) -> str:
 
 
 def _bytes_bar(case: Case, name: str) -> Bar:
-    found, expected = case["measured"][name], case["predicted"][name]
-    if found is None:
+    measured, expected = case["measured"][name], case["predicted"][name]
+    if measured is None:
         return Bar(expected, None, "-")
-    return Bar(expected, found, f"{found / 1e6:.2f} ({expected / 1e6:.2f})")
+    return Bar(expected, measured, f"{measured / 1e6:.2f} ({expected / 1e6:.2f})")
 
 
 def hbm_bytes(record: dict[str, Any], title: str) -> str:

@@ -121,8 +121,8 @@ def accuracy_table(run: Run) -> Table | None:
     for name in run.providers:
         row = [name]
         for label in labels:
-            found = [c.results[name].accuracy.get(label) for c in run.cells if name in c.results]
-            errors = [a.relative for a in found if a is not None and a.relative is not None]
+            accuracies = [c.results[name].accuracy.get(label) for c in run.cells if name in c.results]
+            errors = [a.relative for a in accuracies if a is not None and a.relative is not None]
             ratios = [cell.error_ratio(name, run.reference, label) for cell in run.cells]
             worst = max((ratio for ratio in ratios if ratio is not None), default=None)
             row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
@@ -153,15 +153,15 @@ def _absences(run: Run, is_ours: bool) -> list[str]:
 
 def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
     """(cell, what is wrong with one provider there)."""
-    found = []
+    failures = []
     for cell in run.cells:
         for name in names:
             result = cell.results[name]
             lines = [f"failed: {result.error}"] if result.error else []
             lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]
             lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
-            found += [(cell.key, f"{name} {line}") for line in lines]
-    return found
+            failures += [(cell.key, f"{name} {line}") for line in lines]
+    return failures
 
 
 def _wrong(label: str, accuracy: Accuracy) -> str:

@@ -68,11 +68,11 @@ class Canvas:
         self.text(16, 26, title, "ink big")
 
     def _add(self, name: str, kind: str, **attributes: float | str) -> None:
-        given = "".join(
+        pairs = "".join(
             f' {key}="{value if isinstance(value, str) else number(value)}"'
             for key, value in attributes.items()
         )
-        self._lines.append(f'<{name} class="{kind}"{given}/>')
+        self._lines.append(f'<{name} class="{kind}"{pairs}/>')
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str) -> None:
         self._add("rect", kind, x=x, y=y, width=width, height=height)

@@ -91,8 +91,8 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Step]:
         yield advanced
 
 
-def tell_absent(absent: dict[str, str]) -> None:
-    for name, reason in absent.items():
+def print_unavailable(reasons: dict[str, str]) -> None:
+    for name, reason in reasons.items():
         print(f"{name} is not available: {reason}", file=sys.stderr)
 
 

@@ -90,15 +90,11 @@ class Turns:
     @cute.jit
     def wait(self):
         if cutlass.const_expr(self.num_warpgroups > 1):
-            cute.arch.barrier(
-                barrier_id=self.first_id + self.warpgroup, number_of_threads=2 * WARPGROUP_THREADS
-            )
+            cute.arch.barrier(barrier_id=self.first_id + self.warpgroup, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
     def pass_on(self):
         if cutlass.const_expr(self.num_warpgroups > 1):
             following = self.warpgroup + 1
             following = 0 if following == self.num_warpgroups else following
-            cute.arch.barrier_arrive(
-                barrier_id=self.first_id + following, number_of_threads=2 * WARPGROUP_THREADS
-            )
+            cute.arch.barrier_arrive(barrier_id=self.first_id + following, number_of_threads=2 * WARPGROUP_THREADS)

@@ -20,7 +20,7 @@ def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
 
 
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
-    """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not clamp_indices one."""
+    """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not within one."""
     op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
     return row_copy(op, num_threads, row_elements, dtype)
 
@@ -32,7 +32,7 @@ def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
-    """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets clamp_indices.
+    """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets within.
 
     The host has checked that a tile spans less than 2^31 elements; offsets in 64 bits would cost a
     multiplication and two registers for every row that a thread copies.
@@ -81,9 +81,7 @@ class RowTiles:
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)
-        pred = cute.make_rmem_tensor(
-            cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean
-        )
+        pred = cute.make_rmem_tensor(cute.make_layout((tXsX.shape[0][1], rows, cols), stride=stride), cutlass.Boolean)
         for m in cutlass.range_constexpr(rows if check_rows else 1):
             for k in cutlass.range_constexpr(cols):
                 row, col = tXcX[(0, 0), m, k]

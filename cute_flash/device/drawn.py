@@ -94,9 +94,7 @@ class Drawn:
         self.ring(warpgroup).wait_full(fill)
 
     @cute.jit
-    def apply(
-        self, packed: cute.Tensor, steps: cutlass.Constexpr, warpgroup: Int32, thread: Int32, fill: Int32
-    ):
+    def apply(self, packed: cute.Tensor, steps: cutlass.Constexpr, warpgroup: Int32, thread: Int32, fill: Int32):
         """0 in the registers of P, of some k-steps, where it is dropped."""
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
         words = self.words[None, thread, None, self.stage(fill), warpgroup]

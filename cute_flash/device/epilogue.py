@@ -29,9 +29,7 @@ class Epilogue:
         cute.arch.sync_threads()
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))
-        to_smem = cute.make_tiled_copy_C(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype), self.tiled_mma
-        )
+        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype), self.tiled_mma)
         thr_to_smem = to_smem.get_slice(self.thread)
         cute.copy(to_smem, thr_to_smem.retile(rO), thr_to_smem.partition_D(sO))
         cute.arch.sync_threads()
@@ -65,9 +63,7 @@ def raise_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
 
 
 @cute.jit
-def store_floats(
-    acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr
-):
+def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
     """Accumulators -> global memory in fp32. `where`: this thread, and rows of the tile that exist.
 
     Pairs of columns: the four threads of a row write a whole sector of 32 bytes.
@@ -86,9 +82,7 @@ def store_floats(
 
 
 @cute.jit
-def store_rounded(
-    rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr
-):
+def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
     """A warpgroup's rows from registers, in their type. `where`: as that of `store_floats`."""
     thread, rows_left = where
     tOcO = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape))
@@ -99,9 +93,7 @@ def store_rounded(
 
 
 @cute.jit
-def store_rows(
-    packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32
-):
+def store_rows(packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32):
     """Registers -> global memory without a stop. `packed`: pairs of columns, (rows, n8 tiles).
 
     Of two neighbouring tiles of 8 columns, even lanes collect the first and odd lanes the second, four

@@ -68,9 +68,7 @@ class Kept:
         for w in cutlass.range_constexpr(cute.size(self.words)):
             first, last = self.steps * w, min(self.steps * (w + 1), num)
             mine = self.drawn(dropout, place, (first, last, unrolls), parity)
-            self.words[w] = chosen_bytes(
-                mine, self.of_neighbour(mine, dropout, place, (first, last, True)), selector
-            )
+            self.words[w] = chosen_bytes(mine, self.of_neighbour(mine, dropout, place, (first, last, True)), selector)
 
     @cute.jit
     def drawn(self, dropout: Dropout, place: TilePlace, steps: cutlass.Constexpr, parity: Int32) -> Int32:

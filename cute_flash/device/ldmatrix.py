@@ -96,9 +96,7 @@ def _by_instruction(view: cute.Tensor) -> cute.Tensor:
         return view
     assert cute.size(tiles) == 1, "the sub-tiles of a warp lie side by side, and yet elsewhere"
     (register_stride, load_stride), _, step_stride = view.layout.stride
-    layout = cute.make_layout(
-        ((registers, 1), loads, steps), stride=((register_stride, 0), load_stride, step_stride)
-    )
+    layout = cute.make_layout(((registers, 1), loads, steps), stride=((register_stride, 0), load_stride, step_stride))
     return cute.make_tensor(view.iterator, layout)
 
 
@@ -139,9 +137,7 @@ class Landing:
         first = rederived(self.address)
         pairs = cute.recast_tensor(fragment, Int32)
         # In pairs: rows 8 apart in an m16 tile, then the m16 tiles.
-        rows = cute.make_layout(
-            (2, tiles_m), stride=(4 * tile.row_stride, self.row_step * tile.row_stride // 2)
-        )
+        rows = cute.make_layout((2, tiles_m), stride=(4 * tile.row_stride, self.row_step * tile.row_stride // 2))
         for n in range(tiles_n):
             flipped, added = tile.column(n * tile.chunk_cols)
             pointer = cute.make_ptr(

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_flash.device.band import Band
 from cute_flash.device.views import as_mn
-from cute_flash.spec.band import Band
 
 
 def column_offset(c: int) -> int:
@@ -23,7 +23,7 @@ class Mask:
     seqlen_q: Int32
     seqlen_k: Int32
     first_row: Int32
-    tScS: cute.Tensor  # (row, column) clamp_indices the tile of every accumulator element
+    tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
     wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other
 
     @cute.jit

@@ -123,8 +123,7 @@ class Function:
         offsets = [place.row_offset(r) for r in range(num_rows)]
         key = Float32(place.key)
         self.keys = [
-            self.evaluator.at_column(self.head, place.key + offset, key + Float32(offset))
-            for offset in offsets
+            self.evaluator.at_column(self.head, place.key + offset, key + Float32(offset)) for offset in offsets
         ]
         self.query = Float32(place.query)
 

@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.device.band import Band
 from cute_flash.device.sequence import Sequence
-from cute_flash.spec.band import Band
 
 
 @dataclass(frozen=True)

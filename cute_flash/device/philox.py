@@ -95,7 +95,7 @@ class TilePlace:
     sequence: Int32  # b H + h
     first_row: Int32
     first_column: Int32
-    tScS: cute.Tensor  # (row, column) clamp_indices the tile of every element of this thread
+    tScS: cute.Tensor  # (row, column) within the tile of every element of this thread
 
     def row(self, r: int) -> Int32:
         """The thread's r-th."""

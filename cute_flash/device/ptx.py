@@ -57,8 +57,7 @@ def chosen_bytes(low: Int32, high: Int32, selector: Int32) -> Int32:
 def add_if(condition: Int32, address: Int64, value: Float32):
     """An addition in global memory, in no order."""
     cute.arch.inline_ptx(
-        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t"
-        "@p red.relaxed.gpu.global.add.f32 [{$r1}], {$r2};\n\t}",
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t@p red.relaxed.gpu.global.add.f32 [{$r1}], {$r2};\n\t}",
         read_only_args=[condition, address, value],
     )
 

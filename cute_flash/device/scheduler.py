@@ -1,7 +1,7 @@
 """Order of the output tiles in the grid.
 
 Blocks are launched in order, so the order is the schedule. Heads are cut into sections whose K and V fit in
-L2 together; clamp_indices a section the row tiles of all its heads run side by side, and with a right bound the long
+L2 together; within a section the row tiles of all its heads run side by side, and with a right bound the long
 ones (late rows, which see more keys) come first, so that the short ones fill the last wave.
 """
 

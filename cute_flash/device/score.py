@@ -84,9 +84,7 @@ class Score:
         return replace(self, slope_log2=None if slope is None else slope * self.unit)
 
     @cute.jit
-    def apply(
-        self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, looks_near: cutlass.Constexpr = True
-    ):
+    def apply(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, looks_near: cutlass.Constexpr = True):
         """The block of scores of a mask's rows that begins at a column, in place; the mask comes after.
 
         `looks_near`: there are registers for the polynomial beside the other way.
@@ -128,9 +126,7 @@ class Score:
         """
         first_col = block[0]
         if cutlass.const_expr(self.rate is not None):
-            parts = [
-                range(i, min(i + PART, cute.size(acc_S_mn))) for i in range(0, cute.size(acc_S_mn), PART)
-            ]
+            parts = [range(i, min(i + PART, cute.size(acc_S_mn))) for i in range(0, cute.size(acc_S_mn), PART)]
             are_near = tuple(self.are_near(acc_S_mn, part) for part in parts)
             for is_near, part in zip(are_near, parts):
                 if not is_near:
@@ -144,9 +140,7 @@ class Score:
         slope = cutlass.select_(is_before, self.slope_log2, -self.slope_log2)
         slope = cutlass.select_(is_line, slope, Float32(0.0))
         num = cute.size(acc_S_mn, mode=[0])
-        return Line(
-            factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num))
-        )
+        return Line(factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num)))
 
     def sides(self, mask: Mask, block: tuple) -> tuple:
         """Whether all keys of a block lie before its rows or beside them, and whether all lie after."""
@@ -181,9 +175,7 @@ class Score:
                     acc_S_mn[r, c] = acc_S_mn[r, c] + term
 
     @cute.jit
-    def apply_cap(
-        self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True, reference: tuple | None = None
-    ):
+    def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True, reference: tuple | None = None):
         """Products -> log2(e) softcap tanh(scale s / softcap), or that tangent, in place; less a reference.
 
         A product that is not a number stays one and spoils no other.

@@ -39,9 +39,7 @@ class Terms:
     rng: cute.Tensor | None  # (seed, offset)
     written: Any = None  # WrittenTerms: a bias, and users' functions
 
-    def block(
-        self, mask: Mask, head: Int32, batch: Int32, first_col: Int32, turned: bool, row_step: int = 16
-    ) -> Any:
+    def block(self, mask: Mask, head: Int32, batch: Int32, first_col: Int32, turned: bool, row_step: int = 16) -> Any:
         """The scores of a mask's rows, from a column on; `turned`: rows are keys. `row_step`: from one m16
         tile of a thread to the next.
         """
@@ -169,6 +167,4 @@ def derivative(t: Float32) -> Float32:
 
 
 def bits_and(x: Float32, bits: Int32) -> Int32:
-    return cute.arch.inline_ptx(
-        "and.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, bits]
-    )
+    return cute.arch.inline_ptx("and.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, bits])

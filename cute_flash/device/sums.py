@@ -21,7 +21,7 @@ BOTH = ROW | COLUMN
 
 
 class Sums:
-    """Of one block; columns come one after the other, and clamp_indices each its rows."""
+    """Of one block; columns come one after the other, and within each its rows."""
 
     def __init__(self) -> None:
         # By (what, row): the sum, its place, and where it belongs.

@@ -95,9 +95,7 @@ class WrittenOfHead:
             row = cutlass.min(mask.first_row + coords[r, 0][0], mask.seqlen_q - 1)
             source = self.bias.iterator + Int64(row) * self.bias.stride[0]
             for pair in cutlass.range_constexpr(columns // 2):
-                self._load_pair(
-                    found[None, pair, r], source, (first, column_offset(2 * pair)), mask.seqlen_k, is_whole
-                )
+                self._load_pair(found[None, pair, r], source, (first, column_offset(2 * pair)), mask.seqlen_k, is_whole)
         return LoadedBias(found)
 
     @cute.jit

@@ -11,12 +11,14 @@ L2. Where a mask makes some of them shorter than half of the longest, those are 
 length, so that short ones fill the end. Rows that belong to no sequence (those after the last offset, and keys
 that are not used) are listed last as sequences without keys or queries; their tiles write zeros.
 
-Functions run on Python ints and on traced DSL integers alike.
+Functions that the scheduler kernel shares take the arithmetic of its traced integers from a `device.band.Band`.
 """
 
 from __future__ import annotations
 
-from cute_flash.spec.band import Band, Index, _max, _min, ceil_div
+from collections.abc import Callable
+
+from cute_flash.spec.band import Band, Index, ceil_div
 
 TILE_LIST_WIDTH = 8
 # Order of the tiles of a sequence: ascending, descending, or the longer end first with short tiles apart.
@@ -27,18 +29,18 @@ NUM_LENGTH_CLASSES = 640
 _EXACT_BITS, _MAX_BITS = 6, 24
 
 
-def length_class(cost: Index) -> Index:
+def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) -> Index:
     """The class of a tile with so many blocks: exact below 64, from there on 32 classes an octave."""
     shift = 0
     for bits in range(_EXACT_BITS, _MAX_BITS):
-        shift = _min(cost >> bits, 1) + shift
-    return _min(32 * shift + (cost >> shift), NUM_LENGTH_CLASSES - 1)
+        shift = minimum(cost >> bits, 1) + shift
+    return minimum(32 * shift + (cost >> shift), NUM_LENGTH_CLASSES - 1)
 
 
 def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
     """Blocks of columns of the longest tile of a sequence, near enough to sort by."""
-    last, sizes = _max(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
-    return _max(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
+    last, sizes = band.maximum(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
+    return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
 
 
 def num_blocks(
@@ -55,7 +57,7 @@ def descends_by_length(
     """Whether the last of `num` tiles is longer than the first, as DESCENDING or ASCENDING."""
     sizes = (rows, columns, tile_rows, tile_columns)
     more = num_blocks(band, num - 1, *sizes) - num_blocks(band, num * 0, *sizes)
-    return _min(_max(more, ASCENDING), DESCENDING)
+    return band.minimum(band.maximum(more, ASCENDING), DESCENDING)
 
 
 def max_tiles(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:

@@ -22,7 +22,6 @@ from cute_flash.runtime import binder
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
 from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
-from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe
 from cute_flash.spec.features import BIAS, BIAS_DTYPES
@@ -154,6 +153,8 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     bias = args.bias
     if bias is None:
         return problem, None
+    from cute_flash.score_mod.graph import COLUMN, ROW
+
     varies = ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1)
     mods = replace(problem.mods, bias_varies=varies)
     if not args.bias_needs_grad:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.bound import Graphs, graphs_of
 from cute_flash.spec.band import Band
+
+if TYPE_CHECKING:
+    from cute_flash.score_mod.bound import Graphs
 
 
 class AttentionArgs(NamedTuple):
@@ -50,6 +52,8 @@ class AttentionArgs(NamedTuple):
 
     @property
     def mods(self) -> Graphs:
+        from cute_flash.score_mod.bound import graphs_of
+
         return graphs_of(self.score_mod)
 
     @property

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.block_mask import BlockMask
-from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap
@@ -59,8 +57,10 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
     return problem
 
 
-def _mod_spec(args: AttentionArgs) -> ModSpec:
-    """Without what the memory of the bias decides, which only the launch knows."""
+def _mod_spec(args: AttentionArgs) -> Any:
+    """A `ModSpec` without what the memory of the bias decides, which only the launch knows."""
+    from cute_flash.score_mod.mod_spec import ModSpec
+
     sizes = args.block_mask_sizes
     return ModSpec(
         graphs=args.mods,
@@ -170,5 +170,7 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[Any, ...]) -> None:
     for x in args.captures:
         _check_device("a captured tensor", x, q)
     if args.block_mask:
+        from cute_flash.score_mod.block_mask import BlockMask
+
         mask = BlockMask.of_tensors(list(args.block_mask), list(args.block_mask_sizes))
         mask.check(*sizes, q.device)

@@ -124,13 +124,19 @@ FEATURES = (
     FeatureSpec("bias", lambda args: args.bias is not None, 4, (BIAS,), (BIAS, DBIAS), ("bias",)),
     FeatureSpec(
         "score_mod",
-        lambda args: args.mods.score is not None,
+        lambda args: bool(args.score_mod) and args.mods.score is not None,
         4,
         (CAPTURES, SCALARS),
         (CAPTURES, SCALARS, DCAPTURES),
         ("captures",),
     ),
-    FeatureSpec("mask_mod", lambda args: args.mods.mask is not None, 4, (CAPTURES, SCALARS), (CAPTURES, SCALARS)),
+    FeatureSpec(
+        "mask_mod",
+        lambda args: bool(args.score_mod) and args.mods.mask is not None,
+        4,
+        (CAPTURES, SCALARS),
+        (CAPTURES, SCALARS),
+    ),
 )
 FEATURE = {feature.name: feature for feature in FEATURES}
 # Features of user functions and a bias: a kernel evaluates them as one pass over the scores.

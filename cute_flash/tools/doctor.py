@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import check_family
 from cute_flash.spec import arch
+from cute_flash.spec.family import check_family
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 # Modules whose import shows that a requirement works.

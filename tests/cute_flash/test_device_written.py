@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.device.block_list import BlockLists, ListWalk
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash import BlockMask
-from cute_flash.device.block_list import BlockLists, ListWalk
 from cute_flash.device.mask import Mask
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.custom import custom_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
 from cute_flash import BlockMask, attn, attn_varlen, masks, supports
-from cute_flash.custom import custom_of
 from cute_flash.reference import tiled as reference
 from cute_flash.reference.score import Score
 from cute_flash.score_mod.bound import BoundMods
@@ -298,10 +298,21 @@ def test_compiled() -> None:
         mod = lambda score, b, h, i, j: score * table[h]  # noqa: E731
         return attn(2 * q, k, v, score_mod=mod, mask_mod=masks.causal()) * 2
 
-    compiled = torch.compile(layer, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
-    found = (torch.autograd.grad(f(q, k, v).sum(), table) for f in (compiled, layer))
-    torch.testing.assert_close(*found)
+    # Before and after a call that is not compiled, which leaves a trace of the mods.
+    for _ in range(2):
+        compiled = torch.compile(layer, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+        found = (torch.autograd.grad(f(q, k, v).sum(), table) for f in (compiled, layer))
+        torch.testing.assert_close(*found)
+        torch._dynamo.reset()
+
+
+def test_a_bias_is_compiled_without_a_graph_break() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in inputs(CASES[0]))
+    bias = normal(H, 37, 37, seed=1)
+    compiled = torch.compile(lambda q: attn(q, k, v, bias=bias) * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), attn(q, k, v, bias=bias) * 2)
 
 
 # Block maps

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_flash import api
-from cute_flash.planning.plan import FAMILIES
+from cute_flash.spec.family import FAMILIES
 from tests.combinations import RNG
 from tests.gpu import families
 from tests.gpu.poison import poisoned_memory as poisoned_memory

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cute_flash.planning.plan import FAMILIES, use_kernels
+from cute_flash.spec.family import FAMILIES, use_kernels
 
 # wgmma is on this architecture alone: not on those after it.
 ONLY_ON = {"sm90": (9, 0)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from profiling.accuracy import Accuracy, Errors
 from profiling.bench import Settings, Tools
@@ -71,7 +71,7 @@ class FakeProvider:
         return nullcontext()
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-        exact, _ = reference.forward(q, k, v, Band.of(causal, (None, None)))
+        exact, _, _ = reference.forward(q, k, v, reference.plain_args(q, Band.of(causal, (None, None))))
 
         def call() -> Tensor:
             self.timer.now_ms += self.call_ms
@@ -84,9 +84,9 @@ class FakeProvider:
     def prepare_backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
     ) -> Callable[[], tuple[Tensor, ...]]:
-        band = Band.of(causal, (None, None))
-        out, lse = reference.forward(q, k, v, band)
-        exact = reference.backward(dout, q, k, v, out, lse, band)
+        args = reference.plain_args(q, Band.of(causal, (None, None)))
+        out, lse, _ = reference.forward(q, k, v, args)
+        *exact, _ = reference.backward(dout, None, q, k, v, out, lse, args)
 
         def call() -> tuple[Tensor, ...]:
             self.timer.now_ms += self.call_ms

@@ -17,7 +17,7 @@ from cute_flash import compile as compiling
 from profiling import __main__ as cli
 from profiling import host, machine
 from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
-from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, host_tables, is_wanting
+from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from profiling.suites import Shape
 from profiling.timing import Contender
 from tests.profiling.fakes import FakeTimer
@@ -280,7 +280,7 @@ def test_a_whole_run_is_json_and_tables(monkeypatch):
     plain, mode, softcap = data["cases"].values()
     assert plain["fastest_sdpa"] == "sdpa-flash" and len(plain["sides"][OURS]["process_us"]) == 2
     assert plain["is_met"] is False and mode["is_met"] is True and softcap["is_met"] is None
-    assert is_wanting(data)
+    assert has_failed(data)
     table, backends = host_tables(data)
     assert table.columns == (
         "case", "cute_flash", "floor", "over floor", "SDPA (fastest)", "ratio", "goal, at most", "ok"
@@ -302,7 +302,7 @@ def test_a_process_that_fails_is_reported_and_the_others_count():
     data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})
     assert set(data["errors"]) == {"compile", "process 1"}
     assert data["cases"]["plain-fwd"]["sides"][OURS]["process_us"] == (3.0,)
-    assert data["cases"]["plain-fwd"]["is_met"] and is_wanting(data)
+    assert data["cases"]["plain-fwd"]["is_met"] and has_failed(data)
 
 
 def test_a_backend_of_sdpa_that_fails_is_no_failure_of_ours():
@@ -313,7 +313,7 @@ def test_a_backend_of_sdpa_that_fails_is_no_failure_of_ours():
     )
     run = lambda function, *args: [] if function is host.needed_kernels else times  # noqa: E731
     data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})
-    assert data["errors"] == {"plain-fwd sdpa-cudnn": "RuntimeError: no engine"} and not is_wanting(data)
+    assert data["errors"] == {"plain-fwd sdpa-cudnn": "RuntimeError: no engine"} and not has_failed(data)
 
 
 @pytest.fixture
@@ -349,11 +349,11 @@ def test_the_command_prints_the_table_and_writes_the_file(command, tmp_path, cap
 
 
 def test_the_command_fails_for_a_goal_that_is_missed_and_compares_with_a_base(command, tmp_path):
-    assert command("--cases", "plain-fwd", ours=15.5) == cli.FOUND_WANTING
+    assert command("--cases", "plain-fwd", ours=15.5) == cli.FAILED
     base, case = tmp_path / "base.json", "plain-train-profiler"
     assert command("--cases", case, "--out", str(base)) == cli.OK
     assert command("--cases", case, "--base", str(base), ours=14.5) == cli.OK
-    assert command("--cases", case, "--base", str(base), ours=15.0) == cli.FOUND_WANTING
+    assert command("--cases", case, "--base", str(base), ours=15.0) == cli.FAILED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from profiling.turns import Turns
 
 from cute_flash import masks
 from profiling import __main__ as cli
@@ -15,7 +16,6 @@ from profiling import features, mods, mods_fa4, mods_summary
 from profiling.features import Cell, Found, Settings, Side, measure_cell, run_features
 from profiling.record import write_json
 from profiling.timing import Samples
-from profiling.turns import Turns
 from tests.profiling.fakes import FakeTimer
 
 SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, rounds=2, ms=1.0)

@@ -281,7 +281,7 @@ def test_a_run_that_is_cut_off_keeps_what_it_has(on_a_gpu, tmp_path) -> None:
 
 
 def test_main_goes_on_after_a_failure(on_a_gpu, tmp_path, capsys) -> None:
-    assert on_a_gpu(FakeNcu("out of memory"), "--kernels", "bwd-sm90,bwd-sm80") == cli.FOUND_WANTING
+    assert on_a_gpu(FakeNcu("out of memory"), "--kernels", "bwd-sm90,bwd-sm80") == cli.FAILED
     assert capsys.readouterr().out.count("out of memory") == 2
 
 

@@ -6,12 +6,12 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from cute_flash.planning.plan import FAMILIES as KERNEL_FAMILIES
 from cute_flash.planning.plan import plan as plan_of
-from cute_flash.planning.plan import use_kernels
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import FAMILIES as KERNEL_FAMILIES
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import UnsupportedError
 from profiling.variants import (
     FAMILIES,

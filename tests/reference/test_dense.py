@@ -50,9 +50,7 @@ def test_dense_is_brute_force(band: Band, sq: int, sk: int) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "least", "most"), [(torch.float16, 1e-5, 5e-3), (torch.bfloat16, 1e-4, 4e-2)]
-)
+@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float16, 1e-5, 5e-3), (torch.bfloat16, 1e-4, 4e-2)])
 def test_low_precision_rounds_and_only_rounds(dtype: torch.dtype, least: float, most: float) -> None:
     case = Case(2, 4, 2, 40, 60, 32, Band(20, 3))
     q, k, v = make_inputs(case, dtype)

@@ -127,10 +127,7 @@ def test_all_scores_of_a_word_together(p: float) -> None:
     kept = Dropout(p, torch.tensor([7, 8]), 4).keep_mask(range(2), range(4), range(512), range(512))
     # (..., 32 rows, 16 of them, pair of keys): rows 16 apart, keys side by side.
     above, below = kept.unflatten(2, (-1, 2, 16)).unbind(3)
-    ways = sum(
-        x[..., key::2].long() << bit
-        for bit, (x, key) in enumerate(itertools.product((above, below), range(2)))
-    )
+    ways = sum(x[..., key::2].long() << bit for bit, (x, key) in enumerate(itertools.product((above, below), range(2))))
     assert isinstance(ways, Tensor)
     found = torch.bincount(ways.flatten(), minlength=16)
     for way, count in enumerate(found.tolist()):

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_flash.device.bias_bwd import BiasTerms
-from cute_flash.device.block_list import BlockLists
+from cute_flash.device.block_iterator import BlockIndices
 from cute_flash.device.entry_list import EntryLists
 from cute_flash.device.mods_bwd import Code, WrittenTerms
 from cute_flash.device.philox import Dropout
@@ -32,7 +32,7 @@ class ScoreParams:
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
     mods: Written | None = None
-    block_indices: BlockLists | None = None  # of a block mask
+    block_indices: BlockIndices | None = None  # of a block mask
 
     @staticmethod
     def of(
@@ -67,7 +67,7 @@ class ScoreParams:
             dropout_scale=dropout_scale,
             max_logit=max_logit,
             mods=mods,
-            block_indices=None if block_indices is None else BlockLists(*block_indices),
+            block_indices=None if block_indices is None else BlockIndices(*block_indices),
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
@@ -90,9 +90,7 @@ class ScoreParams:
         if self.alibi_slopes is not None:
             score = score.of_head(self.alibi_slopes[batch, head])
         mods = None if self.mods is None else self.mods.of_head(head, batch)
-        return HeadScoreParams(
-            score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods
-        )
+        return HeadScoreParams(score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods)
 
 
 @dataclass(frozen=True)

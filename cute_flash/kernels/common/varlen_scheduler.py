@@ -15,6 +15,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band, minimum
 from cute_flash.planning.varlen import (
     ASCENDING,
     BY_LENGTH,
@@ -26,7 +27,7 @@ from cute_flash.planning.varlen import (
     longest_tile,
     num_blocks,
 )
-from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.band import ceil_div
 from cute_flash.spec.problem import Static
 
 THREADS = NUM_LENGTH_CLASSES
@@ -35,7 +36,7 @@ WARPS = THREADS // 32
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the sequences lie; what the caller says is taken clamp_indices bounds, for no tile to leave memory."""
+    """Where the sequences lie; what the caller says is taken within bounds, for no tile to leave memory."""
 
     mCuQ: cute.Tensor  # (B + 1)
     mCuK: cute.Tensor
@@ -158,7 +159,7 @@ class Tiles:
             tiles, longest = self.size(run)
             tiles = tiles if first + lane < self.num_runs else 0
             if tiles == 1:
-                place = _claim(classes, length_class(longest), Int32(1))
+                place = _claim(classes, length_class(longest, minimum), Int32(1))
                 if cutlass.const_expr(writes):
                     self.write((Int32(0), *run), place)
             mine = (*run, tiles, longest)
@@ -168,9 +169,7 @@ class Tiles:
                     self.visit_run(classes, lane, tuple(numbers), (num, most), writes)
 
     @cute.jit
-    def visit_run(
-        self, classes: cute.Tensor, lane: Int32, run: tuple, size: tuple, writes: cutlass.Constexpr
-    ):
+    def visit_run(self, classes: cute.Tensor, lane: Int32, run: tuple, size: tuple, writes: cutlass.Constexpr):
         """The tiles of a run, by a warp. Those that lie side by side claim their places together."""
         num, longest = size
         sizes = (*self.lengths(run), self.tile_rows, self.tile_columns)
@@ -183,11 +182,11 @@ class Tiles:
             together = cute.arch.vote_ballot_sync(i < num and not is_apart)
             place = Int32(0)
             if lane == 0:
-                place = _claim(classes, length_class(longest), cute.arch.popc(together))
+                place = _claim(classes, length_class(longest, minimum), cute.arch.popc(together))
             before = cute.arch.popc(together & ((Int32(1) << lane) - 1))
             place = cute.arch.shuffle_sync(place, 0) + before
             if is_apart:
-                place = _claim(classes, length_class(own), Int32(1))
+                place = _claim(classes, length_class(own, minimum), Int32(1))
             if cutlass.const_expr(writes):
                 if i < num:
                     self.write((block, *run), place)
@@ -219,9 +218,7 @@ class VarlenScheduler:
 
     @property
     def name(self) -> str:
-        return f"cute_flash_varlen_scheduler_{self.direction}" + (
-            "_seqused_k" if self.static.seqused_k else ""
-        )
+        return f"cute_flash_varlen_scheduler_{self.direction}" + ("_seqused_k" if self.static.seqused_k else "")
 
     def launch(self, lists: tuple, stream: CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)

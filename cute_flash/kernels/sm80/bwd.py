@@ -29,6 +29,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_flash.device.band import Band
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.entry_list import Entry
 from cute_flash.device.epilogue import Epilogue
@@ -49,7 +50,7 @@ from cute_flash.kernels.sm80.bwd_storage import Main, Params, Shared
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import FAR, Band, BlockRange
+from cute_flash.spec.band import FAR, BlockRange
 from cute_flash.spec.problem import Static
 
 FLOATS = 4  # in 16 bytes
@@ -321,9 +322,7 @@ class BwdSm80:
         return left & 1 if self.tile.stages == 2 else 0
 
     @cute.jit
-    def one_block(
-        self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple, is_partial=None
-    ):
+    def one_block(self, p: Params, main: Main, where: tuple, left: Int32, is_cut, following: tuple, is_partial=None):
         """`is_partial`: of a block map's blocks, whether mask_mod decides in this one."""
         m_block, head, _batch = where
         tile, stage = self.tile, self.stage_of(left)
@@ -355,9 +354,7 @@ class BwdSm80:
                 scores.pack_weights(acc_S, rP)
         else:
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                S_mn[r, None].store(
-                    cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True)
-                )
+                S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True))
             rP.store(acc_S.load().to(self.dtype))
         # dV += P^T dO, at once where P is at hand
         if cutlass.const_expr(tile.p_in_registers):
@@ -459,7 +456,7 @@ class BwdSm80:
         return p.terms.block(self.mask(p, main), head, batch, first_query, True, row_step)
 
     def coordinates(self, p: Params, main: Main) -> cute.Tensor:
-        """(key, query) clamp_indices the tile of every element of S^T."""
+        """(key, query) within the tile of every element of S^T."""
         whole = cute.make_identity_tensor((self.tile.tile_n, self.tile.tile_m))
         return p.mma_s.get_slice(rederived(main.thread)).partition_C(whole)
 
@@ -472,9 +469,7 @@ class BwdSm80:
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
 
-    def gemm(
-        self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage, steps=None
-    ):
+    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: Operand | cute.Tensor, b: Operand, stage, steps=None):
         """acc += A B, with A in registers or, like B, in shared memory; of what is staged only B changes.
         `steps`: a range of k-steps, where not all.
 

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band
 from cute_flash.device.ldmatrix import Landing, Operand
 from cute_flash.device.ordered import Order
 from cute_flash.device.scheduler import TileOrder
@@ -15,7 +16,6 @@ from cute_flash.device.sequence import Sequence, WorkList
 from cute_flash.device.stages import allocate_stages
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import Band
 
 
 @dataclass(frozen=True)

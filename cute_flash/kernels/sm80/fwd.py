@@ -33,7 +33,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from cute_flash.device.block_list import ListWalk
+from cute_flash.device.band import Band
+from cute_flash.device.block_iterator import BlockSparseIterator
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, raise_max_logit, store_floats, store_lse
 from cute_flash.device.mask import Mask
@@ -48,7 +49,6 @@ from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import Main, Params, allocate, gemm, gemm_rs, operands
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
-from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 
@@ -188,7 +188,7 @@ class FwdSm80:
             p.band.blocks(m_block, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k),
             p.score_params.of_head(head, span.batch), p.score_params.dropout(),
             span.batch * p.mQ.shape[1] + head,
-            self.walk(p, m_block, head, span),
+            self.block_iterator(p, m_block, head, span),
         )  # fmt: skip
 
         # A tile that sees no key loads nothing: a late copy of Q would land on the output passing through sQ.
@@ -215,23 +215,23 @@ class FwdSm80:
             store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
             Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
 
-    def walk(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> ListWalk | None:
+    def block_iterator(self, p: Params, m_block: Int32, head: Int32, span: Sequence) -> BlockSparseIterator | None:
         if p.score_params.block_indices is None:
             return None
         rows, keys = self.static.mods.block_mask_tile
         place = span.batch, head, m_block // (rows // self.tile.tile_m)
-        return ListWalk(
+        return BlockSparseIterator(
             p.score_params.block_indices,
             place,
-            p.score_params.block_indices.numbers(*place),
+            p.score_params.block_indices.counts(*place),
             keys // self.tile.tile_n,
         )
 
     def has_blocks(self, main: Main):
-        return main.blocks.begin < main.blocks.end if main.walk is None else main.walk.num > 0
+        return main.blocks.begin < main.blocks.end if main.block_iter is None else main.block_iter.num > 0
 
     def coordinates(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
-        """(row, column) clamp_indices the tile of every element of S."""
+        """(row, column) within the tile of every element of S."""
         whole = cute.make_identity_tensor((self.tile.tile_m, self.tile.tile_n))
         return tiled_mma.get_slice(thread).partition_C(whole)
 
@@ -240,7 +240,7 @@ class FwdSm80:
         """Blocks from the last to the first: cut by the right bound or the tail, whole, cut on the left; or
         those of lists.
         """
-        if cutlass.const_expr(main.walk is None):
+        if cutlass.const_expr(main.block_iter is None):
             self.band_loop(main)
         else:
             self.listed_loop(main)
@@ -256,17 +256,17 @@ class FwdSm80:
 
     @cute.jit
     def listed_loop(self, main: Main):
-        walk = main.walk
-        n_block = walk.first
+        block_iter = main.block_iter
+        n_block = block_iter.first
         self.load_block(main, n_block, Int32(0), True)
         cute.arch.cp_async_commit_group()
         self.keep_q(main)
-        for i in cutlass.range(walk.whole_end, unroll=1):
-            following = walk.block(cutlass.min(i + 1, walk.num - 1))
+        for i in cutlass.range(block_iter.full_end, unroll=1):
+            following = block_iter.block(cutlass.min(i + 1, block_iter.num - 1))
             self.one_block(main, n_block, False, (i, following))
             n_block = following
-        for i in cutlass.range(walk.whole_end, walk.num, unroll=1):
-            following = walk.block(cutlass.min(i + 1, walk.num - 1))
+        for i in cutlass.range(block_iter.full_end, block_iter.num, unroll=1):
+            following = block_iter.block(cutlass.min(i + 1, block_iter.num - 1))
             self.one_block(main, n_block, True, (i, following))
             n_block = following
 
@@ -341,7 +341,7 @@ class FwdSm80:
             if n_block > main.blocks.begin:
                 self.load_block(main, n_block - 1, n_block - 1, False)
         else:
-            if fill + 1 < main.walk.num:
+            if fill + 1 < main.block_iter.num:
                 self.load_block(main, listed[1], fill + 1, True)
         cute.arch.cp_async_commit_group()
 
@@ -374,8 +374,8 @@ class FwdSm80:
         first_column = n_block * self.tile.tile_n
         if cutlass.const_expr(masked):
             main.mask.apply(as_mn(acc_S), first_column)
-        elif cutlass.const_expr(main.walk is not None and self.static.is_bounded):
-            if main.blocks.cuts(n_block):
+        elif cutlass.const_expr(main.block_iter is not None and self.static.is_bounded):
+            if main.blocks.is_masked(n_block):
                 main.mask.apply(as_mn(acc_S), first_column)
-        if cutlass.const_expr(main.head.mods is not None and (masked or main.walk is None)):
+        if cutlass.const_expr(main.head.mods is not None and (masked or main.block_iter is None)):
             main.head.mods.hide(as_mn(acc_S), main.mask, first_column)

@@ -9,7 +9,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.block_list import ListWalk
+from cute_flash.device.band import Band
+from cute_flash.device.block_iterator import BlockSparseIterator
 from cute_flash.device.copies import RowTiles
 from cute_flash.device.ldmatrix import Operand, operand
 from cute_flash.device.mask import Mask
@@ -20,7 +21,7 @@ from cute_flash.device.softmax import Softmax
 from cute_flash.device.stages import allocate_stages
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
-from cute_flash.spec.band import Band, BlockRange
+from cute_flash.spec.band import BlockRange
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Main:
     head: HeadScoreParams
     dropout: Dropout | None
     sequence: Int32  # b H + h
-    walk: ListWalk | None  # of a block map
+    block_iter: BlockSparseIterator | None  # of a block map
 
 
 def allocate(tile: FwdTileSm80, dtype):
@@ -97,9 +98,7 @@ def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK,
 
 
 @cute.jit
-def gemm(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int32, q_steps: cutlass.Constexpr
-):
+def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int32, q_steps: cutlass.Constexpr):
     """acc += A B with B from shared memory, and A too but for the first `q_steps` that stay in registers.
 
     Loads stand right before their use: ptxas hoists them over earlier MMAs as far as registers allow,

@@ -65,9 +65,7 @@ class BwdPostprocessSm80:
             copy_out=copy_out,
             mItems=q_tile_list,
         )
-        self.kernel(params).launch(
-            grid=(num_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
-        )
+        self.kernel(params).launch(grid=(num_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, p: Params):

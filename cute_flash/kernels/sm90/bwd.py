@@ -34,6 +34,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.copies import row_tile
 from cute_flash.device.entry_list import Entry
@@ -54,7 +55,6 @@ from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.spec.band import Band
 from cute_flash.spec.features import MODS
 from cute_flash.spec.problem import Static
 
@@ -437,7 +437,7 @@ class BwdSm90:
     @cute.jit
     def following(self, p: Params, main: Main, tile: Tile, place: tuple):
         """Where the next block is on the way through those of a head, and, where it matters, its head."""
-        is_last = place[0] + 1 == tile.walk.num
+        is_last = place[0] + 1 == tile.block_iter.num
         i = cutlass.select_(is_last, Int32(0), place[0] + 1)
         found = (i,)
         if cutlass.const_expr(self.has_score):
@@ -516,9 +516,7 @@ class BwdSm90:
             mask.hide_tail(as_mn(acc_S))
 
     @cute.jit
-    def hide(
-        self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple
-    ):
+    def hide(self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple):
         """What the band, the ends and mask_mod hide."""
         m_block, _head = self.block_and_head(p, tile, place)
         blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
@@ -574,7 +572,5 @@ class BwdSm90:
         gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
-        packed = cute.make_tensor(
-            cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8))
-        )
+        packed = cute.make_tensor(cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8)))
         store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)

@@ -36,9 +36,9 @@ def load(p: Params, shared: Shared):
         load_keys(p, p.k, shared.k, shared.sK, tile)
         if cutlass.const_expr(p.lists is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
-                for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
+                for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
                     load_block(p, shared, tile, fill + i, g, i)
-                fill += tile.walk.num
+                fill += tile.block_iter.num
         else:
             for i in cutlass.range(1, total, unroll=1):
                 load_listed(p, shared, tile, fill + i, i)
@@ -115,7 +115,7 @@ def add_dq(p: Params, shared: Shared, adder: Int32):
         if cutlass.const_expr(p.lists is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
                 head = tile.head_kv * p.heads_per_kv + g
-                for i in cutlass.range(tile.walk.num, unroll=1):
+                for i in cutlass.range(tile.block_iter.num, unroll=1):
                     if cutlass.const_expr(p.num_adders == 1):
                         add_parts(p, shared, sums_of(p, tile.span, head, tile.block(i)), fill)
                     elif fill % p.num_adders == adder:

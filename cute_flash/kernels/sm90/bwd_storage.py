@@ -8,7 +8,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.block_iterator import BlockIterator
 from cute_flash.device.entry_list import Entry, EntryLists
 from cute_flash.device.ordered import Order
 from cute_flash.device.ragged import RaggedTiles
@@ -20,7 +22,7 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import Band, BlockRange, Walk, ceil_div
+from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.problem import Static
 
 NUM_WARPGROUPS = 2
@@ -122,12 +124,12 @@ class Params:
         elif self.band.left is None and self.band.right is None and self.turns is None:
             tiles = self.order.num_m_blocks if self.work is None else ceil_div(span.k_len, tile_n)
             shift = coord[0] * blocks.end // tiles
-        walk = blocks.walk(ascends=True)
-        return Tile(count, fill, coord[0], coord[1], span, blocks, walk, shift, num_listed)
+        block_iter = BlockIterator.of(blocks, ascends=True)
+        return Tile(count, fill, coord[0], coord[1], span, blocks, block_iter, shift, num_listed)
 
     def num_blocks(self, tile: "Tile") -> Int32:
         """Blocks of queries of a tile, of all heads that share its keys."""
-        return tile.walk.num * self.heads_per_kv if tile.num_listed is None else tile.num_listed
+        return tile.block_iter.num * self.heads_per_kv if tile.num_listed is None else tile.num_listed
 
     def entry(self, tile: "Tile", i: Int32) -> Entry:
         """The i-th of a tile's list."""
@@ -215,9 +217,9 @@ class Tile:
     head_kv: Int32
     span: Sequence
     blocks: BlockRange  # of queries that see them
-    walk: Walk  # over those
-    shift: Int32 | None  # of the walk's beginning
-    num_listed: Int32 | None = None  # blocks of all heads that a block map names, in the place of a walk
+    block_iter: BlockIterator  # over those
+    shift: Int32 | None  # of the block_iter's beginning
+    num_listed: Int32 | None = None  # blocks of all heads that a block map names, in the place of a block_iter
 
     @property
     def batch(self) -> Int32:
@@ -226,6 +228,6 @@ class Tile:
     def block(self, i: Int32) -> Int32:
         """The block of queries that is the i-th on the way."""
         if self.shift is None:
-            return self.walk.block(i)
-        block = self.walk.block(i) + self.shift
-        return cutlass.select_(block >= self.walk.num, block - self.walk.num, block)
+            return self.block_iter.block(i)
+        block = self.block_iter.block(i) + self.shift
+        return cutlass.select_(block >= self.block_iter.num, block - self.block_iter.num, block)

@@ -44,6 +44,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
@@ -59,7 +60,7 @@ from cute_flash.kernels.sm90.bwd_wide_storage import Params, Shapes, Shared
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.spec.band import FAR, Band
+from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
 # Named barriers; 0 is the one of all threads.
@@ -205,13 +206,13 @@ class BwdSm90Wide:
         """K, the first block of queries, V, and the other blocks."""
         tile, fill = p.tile(), Int32(0)
         load_keys(p, p.k, shared.k, shared.sK, tile)
-        if tile.walk.num * p.heads_per_kv > 0:
+        if tile.block_iter.num * p.heads_per_kv > 0:
             load_block(p, shared, tile, fill, Int32(0), Int32(0))
         load_keys(p, p.v, shared.v, shared.sV, tile)
         for g in cutlass.range(p.heads_per_kv, unroll=1):
-            for i in cutlass.range(1 if g == 0 else 0, tile.walk.num, unroll=1):
+            for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
                 load_block(p, shared, tile, fill + i, g, i)
-            fill += tile.walk.num
+            fill += tile.block_iter.num
 
     @cute.jit
     def add_parts(self, p: Params, shared: Shared, wg: Int32):
@@ -223,7 +224,7 @@ class BwdSm90Wide:
         elements = self.tile.tile_m * self.tile.head_dim
         source = shared.sdQ[None, None, None, wg].iterator
         for _ in cutlass.range(p.heads_per_kv, unroll=1):
-            for i in cutlass.range(tile.walk.num, unroll=1):
+            for i in cutlass.range(tile.block_iter.num, unroll=1):
                 first = p.mdQ.iterator + Int64(sums + i) * elements
                 for half in cutlass.range_constexpr(HALVES):
                     staged = (HALVES * (fill + i) + half) * NUM_WARPGROUPS + wg
@@ -234,7 +235,7 @@ class BwdSm90Wide:
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     shared.dq.release(staged)
-            fill += tile.walk.num
+            fill += tile.block_iter.num
             sums += p.mdQ.shape[2]
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
@@ -272,10 +273,7 @@ class BwdSm90Wide:
             dkv.make_fragment_B(dkv.partition_B(shared.sP)),
             dkv.make_fragment_B(dkv.partition_B(shared.sdS)),
             dq.make_fragment_A(dq.partition_A(transposed(shared.sdS))),
-            tuple(
-                dq.make_fragment_B(dq.partition_B(part(shared.sK, tile.tile_n, half)))
-                for half in range(HALVES)
-            ),
+            tuple(dq.make_fragment_B(dq.partition_B(part(shared.sK, tile.tile_n, half))) for half in range(HALVES)),
             accumulators(),
             accumulators(),
             *self._temporaries(p),
@@ -300,7 +298,7 @@ class BwdSm90Wide:
         for half in cutlass.range_constexpr(HALVES):
             main.acc_dK[half].fill(0.0)
             main.acc_dV[half].fill(0.0)
-        total = tile.walk.num * p.heads_per_kv
+        total = tile.block_iter.num * p.heads_per_kv
         shared.k.wait_full(0)
         shared.v.wait_full(0)
         if total > 0:
@@ -366,8 +364,8 @@ class BwdSm90Wide:
         self.tell_dq(main, fill, 0)
         sums, i = where
         sums, i = sums + 1, i + 1
-        if i == tile.walk.num:
-            sums, i = sums + (p.mdQ.shape[2] - tile.walk.num), Int32(0)
+        if i == tile.block_iter.num:
+            sums, i = sums + (p.mdQ.shape[2] - tile.block_iter.num), Int32(0)
         # S: exponentials beside dK1 and dQ1
         rLSE = self.load_rows(main, shared.sLSE[None, shared.q.stage(fill + 1)])
         warpgroup.wait_group(2)
@@ -488,8 +486,8 @@ class BwdSm90Wide:
     @cute.jit
     def mask(self, p: Params, main: Main, tile: Tile, i: Int32):
         """-inf outside the band. Queries past the end have an infinite LSE."""
-        if i < tile.walk.whole_begin or i >= tile.walk.whole_end:
-            first_query = tile.walk.block(i) * self.tile.tile_m
+        if i < tile.block_iter.full_begin or i >= tile.block_iter.full_end:
+            first_query = tile.block_iter.block(i) * self.tile.tile_m
             first_key = tile.n_block * self.tile.tile_n + main.wg * self.keys
             coords = self._coords(p, rederived(main.thread))
             mask = Mask(p.band, p.seqlen_q, p.seqlen_k, first_query, coords)

@@ -8,7 +8,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.block_iterator import BlockIterator
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.stages import allocate_stages
@@ -17,7 +19,6 @@ from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 
@@ -79,17 +80,17 @@ class Params:
         coord = self.order.decode(cute.arch.block_idx()[0])
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
-        walk = blocks.walk(ascends=True)
+        block_iter = BlockIterator.of(blocks, ascends=True)
         # Keys past the end must not reach dQ: all blocks of the last keys are cut.
         is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
-        walk = replace(walk, whole_end=Int32(0) if is_tail else walk.whole_end)
+        block_iter = replace(block_iter, full_end=Int32(0) if is_tail else block_iter.full_end)
         span = Sequence(coord[2], self.seqlen_q, self.seqlen_k)
-        return Tile(Int32(0), Int32(0), coord[0], coord[1], span, blocks, walk, None)
+        return Tile(Int32(0), Int32(0), coord[0], coord[1], span, blocks, block_iter, None)
 
     def first_sums(self, tile: Tile) -> Int32:
         """Of all blocks of sums of dQ, the number of the first one that a tile adds to."""
         _, heads, blocks, _ = self.mdQ.shape
-        return (tile.batch * heads + tile.head_kv * self.heads_per_kv) * blocks + tile.walk.first
+        return (tile.batch * heads + tile.head_kv * self.heads_per_kv) * blocks + tile.block_iter.first
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.block_iterator import OutwardBlockIterator
 from cute_flash.device.copies import row_tile
 from cute_flash.device.drawn import Drawn, NotDrawn
 from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rounded
@@ -55,7 +57,6 @@ from cute_flash.kernels.sm90.fwd_scores import Main, Tile
 from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
-from cute_flash.spec.band import Band, OutwardWalk
 from cute_flash.spec.problem import Static
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
@@ -212,7 +213,7 @@ class FwdSm90:
             # With one stage the next Q comes only after this output has left.
             if cutlass.const_expr(self.tile.q_stages == 1):
                 self.last_block(p, main, tile)
-            fill += tile.walk.num
+            fill += tile.block_iter.num
             count += 1
             shared.q.wait_full(count)
             m_block = shared.m_block(count)
@@ -234,8 +235,8 @@ class FwdSm90:
         head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
         lengths = p.positions_of(span), span.k_len
         mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.pack_gqa)
-        walk = p.walk(m_block, head, span, main.shared.counts(count))
-        return Tile(count, fill, head, span, mask, walk, p.score_params.of_head(head, span.batch))
+        block_iter = p.block_iterator(m_block, head, span, main.shared.counts(count))
+        return Tile(count, fill, head, span, mask, block_iter, p.score_params.of_head(head, span.batch))
 
     def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
         """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
@@ -278,14 +279,14 @@ class FwdSm90:
     def first_block(self, main: Main, tile: Tile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
         main.shared.k.wait_full(tile.fill)
-        first = main.shared.first_block(tile.walk, tile.fill)
+        first = main.shared.first_block(tile.block_iter, tile.fill)
         bias = scores.load_bias(main, tile, tile.fill, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, tile.fill)
         main.turns.pass_on()
         warpgroup.wait_group(0)
         main.shared.k.release(tile.fill)
-        if tile.walk.num == 1:
+        if tile.block_iter.num == 1:
             self.release_q(main, tile)
         self.first_softmax(main, tile, acc_S, (first, bias))
         self.first_round(main, tile, acc_S)
@@ -296,7 +297,7 @@ class FwdSm90:
         softmax, (first, bias) = main.softmax, at
         looks_near = not (self.static.has_mods or self.static.batch_invariant)
         scores.transform(tile, acc_S, first * self.tile.tile_n, bias, looks_near)
-        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.walk.begins_cut())
+        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.block_iter.starts_masked())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
@@ -321,36 +322,31 @@ class FwdSm90:
     @cute.jit
     def further_blocks(self, main: Main, tile: Tile):
         """Blocks from the second: cut, whole, cut."""
-        walk, static = tile.walk, self.static
+        block_iter, static = tile.block_iter, self.static
         # Where every maximum is asked for, sums say nothing more.
         may_check = self.shapes.may_check_sums
         speculative_max = self.tile.speculative_max and may_check
         # A cap has two ways, of which one copy is enough.
         is_capped = self.shapes.has_softcap and static.is_bounded
-        if cutlass.const_expr((self.shapes.has_alibi and isinstance(walk, OutwardWalk)) or is_capped):
-            for fill in cutlass.range(tile.fill + 1, tile.fill + walk.num, unroll=1):
+        if cutlass.const_expr((self.shapes.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
+            for fill in cutlass.range(tile.fill + 1, tile.fill + block_iter.num, unroll=1):
                 self.one_block(main, tile, fill, MAYBE, speculative_max)
         else:
-            whole_begin = tile.fill + cutlass.max(walk.whole_begin, 1)
-            whole_end = tile.fill + cutlass.max(walk.whole_end, 1)
+            full_begin = tile.fill + cutlass.max(block_iter.full_begin, 1)
+            full_end = tile.fill + cutlass.max(block_iter.full_end, 1)
             begins_cut, ends_cut = self.shapes.cut_loops
             if cutlass.const_expr(begins_cut):
-                for fill in cutlass.range(tile.fill + 1, whole_begin, unroll=1):
+                for fill in cutlass.range(tile.fill + 1, full_begin, unroll=1):
                     self.one_block(main, tile, fill, True, False)
-            for fill in cutlass.range(whole_begin, whole_end, unroll=1):
+            for fill in cutlass.range(full_begin, full_end, unroll=1):
                 self.one_block(main, tile, fill, False, speculative_max)
             if cutlass.const_expr(ends_cut):
-                for fill in cutlass.range(whole_end, tile.fill + walk.num, unroll=1):
+                for fill in cutlass.range(full_end, tile.fill + block_iter.num, unroll=1):
                     self.one_block(main, tile, fill, True, self.tile.speculative_max_masked and may_check)
 
     @cute.jit
     def one_block(
-        self,
-        main: Main,
-        tile: Tile,
-        fill: Int32,
-        masked: cutlass.Constexpr,
-        speculative_max: cutlass.Constexpr,
+        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, speculative_max: cutlass.Constexpr
     ):
         shared, softmax = main.shared, main.softmax
         i = fill - tile.fill
@@ -358,7 +354,7 @@ class FwdSm90:
         # S = Q K^T, and behind it O += P V of the block before
         shared.k.wait_full(fill)
         if cutlass.const_expr(tile.of_head.mods is not None):
-            n_block = shared.block(tile.walk, fill, i)
+            n_block = shared.block(tile.block_iter, fill, i)
             bias = scores.load_bias(main, tile, fill, n_block * self.tile.tile_n, masked is False)
         main.turns.wait()
         acc_S = self.start_qk(main, tile.count, fill)
@@ -366,7 +362,7 @@ class FwdSm90:
         self.start_pv(main, fill - 1)
         main.turns.pass_on()
         if cutlass.const_expr(n_block is None):
-            n_block = tile.walk.block(i)
+            n_block = tile.block_iter.block(i)
         warpgroup.wait_group(1)
         shared.k.release(fill)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
@@ -375,7 +371,7 @@ class FwdSm90:
         is_relative = reference is not None and formula is None
         # A user's formula hides as well.
         if cutlass.const_expr(formula is None or tile.of_head.mods is None):
-            scores.hide(tile, acc_S, n_block, column, tile.walk.is_cut(i) if masked == MAYBE else masked)
+            scores.hide(tile, acc_S, n_block, column, tile.block_iter.is_masked(i) if masked == MAYBE else masked)
 
         # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
@@ -436,17 +432,17 @@ class FwdSm90:
         constant to compare, ptxas would know that.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -main.softmax.scale_log2):
-            if following < tile.fill + tile.walk.num:
+            if following < tile.fill + tile.block_iter.num:
                 main.shared.k.wait_full(following)
         if cutlass.const_expr(self.tile.q_stages == 1):
-            if following == tile.fill + tile.walk.num:
+            if following == tile.fill + tile.block_iter.num:
                 self.release_q(main, tile)
 
     @cute.jit
     def last_block(self, p: Params, main: Main, tile: Tile):
         """O += P V of the last block; the output."""
         if tile.has_blocks():
-            last = tile.fill + tile.walk.num - 1
+            last = tile.fill + tile.block_iter.num - 1
             main.shared.v.wait_full(last)
             self.start_pv(main, last)
             warpgroup.wait_group(0)
@@ -464,9 +460,9 @@ class FwdSm90:
     def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
         shared = main.shared
-        last = tile.fill + tile.walk.num - 1
+        last = tile.fill + tile.block_iter.num - 1
         shared.k.wait_full(following.fill)
-        first = shared.first_block(following.walk, following.fill)
+        first = shared.first_block(following.block_iter, following.fill)
         bias = scores.load_bias(main, following, following.fill, first * self.tile.tile_n, False)
         main.turns.wait()
         acc_S = self.start_qk(main, following.count, following.fill)

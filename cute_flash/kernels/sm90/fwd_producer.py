@@ -12,13 +12,12 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.barriers import Ring
-from cute_flash.device.block_list import ListWalk
+from cute_flash.device.block_iterator import AnyBlockIterator
 from cute_flash.device.drawn import RECTANGLES
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import Sequence
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shared
-from cute_flash.spec.band import OutwardWalk, Walk
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Told:
     m_block: Int32
     head: Int32
     span: Sequence
-    walk: Walk | OutwardWalk | ListWalk
+    block_iter: AnyBlockIterator
 
 
 @cute.jit
@@ -40,10 +39,10 @@ def follow(p: Params, shared: Shared, work: Callable):
     while m_block != NO_TILE:
         head, span, counts = shared.head(count), p.sequence(shared.sequence(count)), shared.counts(count)
         shared.release_q(count)
-        tile = Told(m_block, head, span, p.walk(m_block, head, span, counts))
-        for i in cutlass.range(tile.walk.num, unroll=1):
+        tile = Told(m_block, head, span, p.block_iterator(m_block, head, span, counts))
+        for i in cutlass.range(tile.block_iter.num, unroll=1):
             work(fill + i, tile, i)
-        fill += tile.walk.num
+        fill += tile.block_iter.num
         count += 1
         shared.q.wait_full(count)
         m_block = shared.m_block(count)
@@ -59,13 +58,13 @@ def load_qk(p: Params, shared: Shared):
         span = p.sequence(numbers)
         head_kv = head // p.heads_per_kv
         counts = p.counts(m_block, head, span)
-        walk = p.walk(m_block, head, span, counts)
-        if walk.num > 0:
-            load_k(p, shared, fill, (walk.first, head_kv, span.keys))
+        block_iter = p.block_iterator(m_block, head, span, counts)
+        if block_iter.num > 0:
+            load_k(p, shared, fill, (block_iter.first, head_kv, span.keys))
         load_q(p, shared, count, (m_block, head), span, counts)
-        for i in cutlass.range(1, walk.num, unroll=1):
-            load_k(p, shared, fill + i, (walk.block(i), head_kv, span.keys))
-        fill += walk.num
+        for i in cutlass.range(1, block_iter.num, unroll=1):
+            load_k(p, shared, fill + i, (block_iter.block(i), head_kv, span.keys))
+        fill += block_iter.num
         # Late, for a block with a long tile to leave the next one to others.
         index = p.tiles().following(index)
         count += 1
@@ -81,7 +80,7 @@ def load_v(p: Params, shared: Shared):
     """V, by a warp of its own: K of the next tile must not wait until there is room for V of this one."""
 
     def load(fill: Int32, tile: Told, i: Int32):
-        coord = (tile.walk.block(i), tile.head // p.heads_per_kv, tile.span.keys)
+        coord = (tile.block_iter.block(i), tile.head // p.heads_per_kv, tile.span.keys)
         load_block(p.v, shared.v, shared.sV, fill, coord)
 
     follow(p, shared, load)
@@ -92,7 +91,7 @@ def load_bias(p: Params, shared: Shared):
     """A bias in blocks, as they are multiplied, by a warp of its own too: it is used up the latest."""
 
     def load(fill: Int32, tile: Told, i: Int32):
-        place = tile.m_block, tile.walk.block(i)
+        place = tile.m_block, tile.block_iter.block(i)
         shared.bias.load(p.bias, fill, place, (tile.head, tile.span.batch))
 
     follow(p, shared, load)
@@ -168,7 +167,7 @@ def produce_dropout(p: Params, shared: Shared, warp: Int32, lane: Int32):
             rectangle = (told.m_block * tile.num_warpgroups + w) * RECTANGLES
             drawn.ring(w).wait_empty(fill)
             where = drawn.stage(fill), w, warp, lane
-            drawn.draw(dropout, sequence, rectangle, told.walk.block(i) * tile.tile_n, where)
+            drawn.draw(dropout, sequence, rectangle, told.block_iter.block(i) * tile.tile_n, where)
             drawn.tell(w, fill)
 
     follow(p, shared, draw_block)

@@ -14,7 +14,7 @@ from cutlass import Int32
 
 from cute_flash.device.barriers import Turns
 from cute_flash.device.bias import Bias
-from cute_flash.device.block_list import ListWalk
+from cute_flash.device.block_iterator import AnyBlockIterator, BlockSparseIterator
 from cute_flash.device.exponents import Formula
 from cute_flash.device.mask import Mask
 from cute_flash.device.sequence import Sequence
@@ -24,7 +24,6 @@ from cute_flash.device.written import WrittenFormula
 from cute_flash.kernels.common.params import HeadScoreParams
 from cute_flash.kernels.sm90.fwd_storage import Shapes, Shared
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.spec.band import OutwardWalk, Walk
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,11 @@ class Tile:
     head: Int32
     span: Sequence
     mask: Mask
-    walk: Walk | OutwardWalk | ListWalk  # over its key blocks
+    block_iter: AnyBlockIterator  # over its key blocks
     of_head: HeadScoreParams
 
     def has_blocks(self):
-        return self.walk.num > 0
+        return self.block_iter.num > 0
 
 
 @cute.jit
@@ -109,7 +108,9 @@ def transform_from(
     reference, has_formula = reference_of(tile, softmax), speculative_max and shapes.has_formula
     if cutlass.const_expr(tile.of_head.mods is not None):
         # A full block of a map may be cut by the band as well.
-        is_whole = is_cut is False and not (isinstance(tile.walk, ListWalk) and tile.walk.blocks is not None)
+        is_whole = is_cut is False and not (
+            isinstance(tile.block_iter, BlockSparseIterator) and tile.block_iter.blocks is not None
+        )
         if cutlass.const_expr(has_formula and is_whole):
             return _written_formula(softmax, tile, first_column, bias)
         transform(tile, acc_S, first_column, bias, looks_near)
@@ -128,7 +129,7 @@ def _written_formula(softmax: Softmax, tile: Tile, first_column: Int32, bias: Bi
     if bias is not None:
         bias.wait()
     factors = None if score is None else score.scale_log2, softmax.scale_log2
-    return written.formula(tile.mask, first_column, factors, bias, not isinstance(tile.walk, ListWalk))
+    return written.formula(tile.mask, first_column, factors, bias, not isinstance(tile.block_iter, BlockSparseIterator))
 
 
 @cute.jit
@@ -140,7 +141,7 @@ def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is
     elif cutlass.const_expr(is_cut):
         tile.mask.apply(as_mn(acc_S), first_column)
     written = tile.of_head.mods
-    if cutlass.const_expr(isinstance(tile.walk, ListWalk)):
+    if cutlass.const_expr(isinstance(tile.block_iter, BlockSparseIterator)):
         if cutlass.const_expr(is_cut is True):
             written.hide(as_mn(acc_S), tile.mask, first_column)
         elif cutlass.const_expr(is_cut is False):
@@ -156,8 +157,8 @@ def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is
 
 @cute.jit
 def hide_full(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
-    if cutlass.const_expr(tile.walk.blocks is not None):
-        if tile.walk.blocks.cuts(n_block):
+    if cutlass.const_expr(tile.block_iter.blocks is not None):
+        if tile.block_iter.blocks.is_masked(n_block):
             tile.mask.apply(as_mn(acc_S), first_column)
 
 

@@ -10,9 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device.band import Band
 from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.bias import BiasBlocks
-from cute_flash.device.block_list import ListWalk
+from cute_flash.device.block_iterator import AnyBlockIterator, BlockIterator, BlockSparseIterator, OutwardBlockIterator
 from cute_flash.device.drawn import WARPS, Drawn
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.scheduler import TileOrder, TileQueue
@@ -25,7 +26,7 @@ from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.band import Band, BlockRange, OutwardWalk, Walk, diagonal_block
+from cute_flash.spec.band import BlockRange
 from cute_flash.spec.problem import Static
 
 NO_TILE = -1
@@ -208,15 +209,13 @@ class Params:
         return (
             ()
             if self.score_params.block_indices is None
-            else self.score_params.block_indices.numbers(*self._place(m_block, head, sequence))
+            else self.score_params.block_indices.counts(*self._place(m_block, head, sequence))
         )
 
     def _place(self, m_block: Int32, head: Int32, sequence: Sequence) -> tuple:
         return sequence.batch, head, m_block // (self.shapes.static.mods.block_mask_tile[0] // self.shapes.tile.tile_m)
 
-    def walk(
-        self, m_block: Int32, head: Int32, sequence: Sequence, counts: tuple
-    ) -> Walk | OutwardWalk | ListWalk:
+    def block_iterator(self, m_block: Int32, head: Int32, sequence: Sequence, counts: tuple) -> AnyBlockIterator:
         """The key blocks of a tile of rows, in the order of work.
 
         In blocks that a right bound cuts, rows see few keys: with those blocks last, every row has a maximum
@@ -229,17 +228,17 @@ class Params:
         if self.score_params.block_indices is not None:
             parts = self.shapes.static.mods.block_mask_tile[1] // self.shapes.tile.tile_n
             blocks = self._blocks(m_block, sequence) if self.shapes.is_bounded else None
-            return ListWalk(
+            return BlockSparseIterator(
                 self.score_params.block_indices, self._place(m_block, head, sequence), counts, parts, blocks
             )
         blocks, static, tile = self._blocks(m_block, sequence), self.shapes.static, self.shapes.tile
         if self.shapes.begins_near and self.shapes.is_bounded:
-            return blocks.walk(False)
+            return BlockIterator.of(blocks, False)
         is_outward = self.shapes.begins_near or self.shapes.has_alibi
         if not is_outward or static.batch_invariant:
-            return blocks.walk(static.has_right)
+            return BlockIterator.of(blocks, static.has_right)
         lengths = self.positions_of(sequence), sequence.k_len
-        return blocks.walk_outward(diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
+        return OutwardBlockIterator.of(blocks, self.band.diagonal_block(m_block, tile.tile_m, tile.tile_n, *lengths))
 
     def _blocks(self, m_block: Int32, sequence: Sequence) -> BlockRange:
         tile, lengths = self.shapes.tile, (self.positions_of(sequence), sequence.k_len)
@@ -318,12 +317,12 @@ class Shared:
             with cute.arch.elect_one():
                 self.blocks[self.k.stage(fill)] = n_block
 
-    def block(self, walk: Walk | OutwardWalk | ListWalk, fill: Int32, i: Int32) -> Int32:
+    def block(self, block_iter: AnyBlockIterator, fill: Int32, i: Int32) -> Int32:
         """After k.full: the i-th block on the way of a tile, in the stage of K."""
-        return walk.block(i) if self.blocks is None else self.blocks[self.k.stage(fill)]
+        return block_iter.block(i) if self.blocks is None else self.blocks[self.k.stage(fill)]
 
-    def first_block(self, walk: Walk | OutwardWalk | ListWalk, fill: Int32) -> Int32:
-        return walk.first if self.blocks is None else self.blocks[self.k.stage(fill)]
+    def first_block(self, block_iter: AnyBlockIterator, fill: Int32) -> Int32:
+        return block_iter.first if self.blocks is None else self.blocks[self.k.stage(fill)]
 
     @cute.jit
     def tell_end(self, count: Int32):

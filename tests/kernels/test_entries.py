@@ -1,0 +1,49 @@
+"""The entries of the kernels: their operands, and the fake arguments that they are compiled with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_flash.kernels.common.fakes import is_present
+from cute_flash.planning.registry import KERNELS
+from cute_flash.spec.features import FEATURES
+from cute_flash.spec.problem import Static
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_entry_takes_the_operands_of_its_row_by_name_and_in_order(kernel: str) -> None:
+    module, name = KERNELS[kernel].path.split(":")
+    entry = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name).__call__
+    parameters = list(inspect.signature(entry).parameters)
+    assert parameters == ["self", *KERNELS[kernel].names, "stream"]
+
+
+@pytest.mark.parametrize("kernel", ["fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90"])
+def test_a_plain_kernel_takes_no_operand_of_a_feature(kernel: str) -> None:
+    static = Static("bfloat16", 64)
+    features = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
+    absent = {operand.name for operand in KERNELS[kernel].operands if not is_present(operand, static)}
+    assert absent >= features & set(KERNELS[kernel].names)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "static", "names"),
+    [
+        ("fwd_sm90", Static("bfloat16", 64, features=("softcap",)), {"softcap"}),
+        ("fwd_sm80", Static("bfloat16", 64, features=("score_mod",)), {"captures", "scalars"}),
+        ("bwd_sm80", Static("bfloat16", 64, features=("alibi",)), {"alibi_slopes", "dalibi_partial"}),
+        ("bwd_sm90", Static("bfloat16", 64, deterministic=True), {"dq_semaphore"}),
+        ("bwd_sm90", Static("bfloat16", 64, varlen=True), {"kv_tile_list"}),
+        ("fwd_sm90", Static("bfloat16", 64, block_sparse=True), {"block_indices"}),
+        ("bwd_preprocess", Static("bfloat16", 64, has_dlse=True), {"dlse"}),
+    ],
+)
+def test_features_geometry_and_policy_add_their_operands(kernel: str, static: Static, names: set[str]) -> None:
+    plain = Static("bfloat16", 64)
+    added = [x.name for x in KERNELS[kernel].operands if is_present(x, static) and not is_present(x, plain)]
+    assert set(added) == names

@@ -1,0 +1,114 @@
+"""Compile the kernels of the lock and compare their digests with the recorded ones: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tests.lock.cases import Case, cases, compile_key, source_digest, toolchain
+from tests.lock.measure import measure_all
+
+RECORDED = Path(__file__).with_name("digests.json")
+# Results of this very code, so that an interrupted run resumes and nothing is compiled twice.
+RESULTS = Path(__file__).parents[2] / "build" / "lock"
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write(path: Path, content: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def digests_of(chosen: Sequence[Case], recorded: dict[str, str], jobs: int) -> dict[str, str]:
+    """The digest of every case by name, "" for those that failed, with a line of progress for each kernel."""
+    path = RESULTS / f"{toolchain()}-{source_digest()[:16]}.json"
+    found: dict[str, str] = read(path)
+    groups: dict[object, list[Case]] = {}
+    for case in chosen:
+        groups.setdefault(compile_key(case), []).append(case)
+    wanted = []
+    for group in groups.values():
+        known = next((found[case.name] for case in group if case.name in found), None)
+        if known is None:
+            wanted.append(group)
+        else:
+            found.update({case.name: known for case in group})
+    print(f"{len(chosen)} cases, {len(groups)} kernels, {len(groups) - len(wanted)} known from {path}")
+    failed: dict[str, str] = {}
+    begin = time.perf_counter()
+    for done, (group, result) in enumerate(measure_all(wanted, jobs), start=1):
+        for case in group:
+            verdict = "failed"
+            if result.digest:
+                verdict = {None: "new", result.digest: "same"}.get(recorded.get(case.name), "CHANGED")
+            print(f"[{done}/{len(wanted)}] {result.seconds:5.1f} s  {verdict:7}  {case.name}", flush=True)
+            (found if result.digest else failed)[case.name] = result.digest
+        if result.error:
+            print(result.error, flush=True)
+        write(path, found)
+    print(f"{len(wanted)} kernels compiled in {time.perf_counter() - begin:.0f} s by {jobs} process(es)")
+    return {case.name: found.get(case.name, "") for case in chosen}
+
+
+def report(found: dict[str, str], recorded: dict[str, str]) -> bool:
+    """Print what differs; whether nothing changed and nothing failed."""
+    lists = {
+        "failed": [name for name in found if not found[name]],
+        "changed": [name for name in found if found[name] and recorded.get(name, found[name]) != found[name]],
+        "missing": [name for name in recorded if name not in found],
+        "new": [name for name in found if found[name] and name not in recorded],
+    }
+    for what, names in lists.items():
+        for name in names:
+            print(f"{what}: {name}")
+    same = sum(bool(value) and recorded.get(name) == value for name, value in found.items())
+    counts = ", ".join(f"{len(names)} {what}" for what, names in lists.items())
+    print(f"{toolchain()}: {same} same, {counts}")
+    return not lists["changed"] and not lists["failed"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.lock", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="compare with recorded digests")
+    check.add_argument("--against", metavar="FILE", type=Path, default=RECORDED)
+    record = commands.add_parser("record", help="write the digests of this code")
+    record.add_argument("against", metavar="FILE", type=Path)
+    for command in (check, record):
+        command.add_argument("--jobs", metavar="N", type=int, default=1, help="kernels compiled at a time")
+        command.add_argument("--only", metavar="PATTERN", default="*", help="names of cases, as of files")
+    options = parser.parse_args(arguments)
+    # A process compiles with one thread; more of torch's would only wait for each other's cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    chosen = [case for case in cases() if fnmatch(case.name, options.only)]
+    of_all = read(options.against)
+    all_recorded = of_all.get(toolchain(), {})
+    recorded = {name: value for name, value in all_recorded.items() if fnmatch(name, options.only)}
+    if not chosen:
+        parser.error(f"no case is called {options.only}")
+    if options.command == "check" and not recorded:
+        parser.error(f"{options.against} has no digests of {toolchain()}: record them with trusted code")
+    found = digests_of(chosen, recorded, options.jobs)
+    is_fine = report(found, recorded)
+    if options.command == "check":
+        return 0 if is_fine else 1
+    if not all(found.values()):
+        return 1
+    others = {name: value for name, value in all_recorded.items() if name not in recorded}
+    write(options.against, {**of_all, toolchain(): {**others, **found}})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

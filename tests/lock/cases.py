@@ -1,0 +1,499 @@
+"""The kernels that the cubin lock covers, each described as a problem, and how the project compiles one.
+
+A case names sizes, dtype, mask, features, kernel family and architecture, and the role of the kernel in the
+plan of that problem. Names of cases do not depend on classes, modules or tiles of the project. Everything
+that does is in the last section, the adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.jit import compile as compiling
+from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
+from cute_flash.planning.registry import KERNELS
+from cute_flash.runtime import launcher
+from cute_flash.score_mod.block_mask import BlockMask
+from cute_flash.score_mod.bound import BoundMods
+from cute_flash.spec import describe
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
+from cute_flash.spec.features import FEATURES as SCORE_FEATURES
+from cute_flash.spec.problem import Problem
+from tests import mod_cases
+from tests.gates import without_locations
+
+MASKS: dict[str, tuple[int | None, int | None]] = {
+    "full": (None, None),
+    "causal": (None, 0),
+    "left": (128, None),
+    "window": (3000, 64),  # wide: narrow windows count as short sequences
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BATCH, HEADS, HEADS_KV = 2, 4, 2
+SEQLEN_Q, SEQLEN_K = 512, 4096
+SHORT, FEW_ROWS = 512, 4
+# (kernel family, architecture)
+AMPERE, AMPERE_86, AMPERE_ON_90 = ("sm80", "sm_80"), ("sm80", "sm_86"), ("sm80", "sm_90")
+HOPPER = ("sm90", "sm_90")
+PLACES = (HOPPER, AMPERE, AMPERE_86, AMPERE_ON_90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    dtype: str = "bf16"
+    dims: str = "bhqk"  # those along which it differs; it broadcasts along the others
+    layout: str = "pairs"  # rows begin at 16 bytes ("aligned"), at pairs of elements, anywhere ("single")
+    has_gradient: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"bias-{self.dtype}-{self.dims}-{self.layout}" + "-constant" * (not self.has_gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel of the plan of one problem.
+
+    `features` are keywords of `attn` or facts about the call, by name: see `FEATURES`. `score_mod` and
+    `mask_mod` name methods of `tests.mod_cases.Make`.
+    """
+
+    direction: str  # "fwd" or "bwd"
+    family: str
+    arch: str
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: str = "bf16"
+    mask: str = "causal"
+    features: tuple[str, ...] = ()
+    score_mod: str = ""
+    mask_mod: str = ""
+    bias: Bias | None = None
+    block_map: bool = False
+    has_table_gradients: bool = False  # of the floating tables that score_mod captures
+    has_own_gradient: bool = False  # score_mod_bwd is given
+    deterministic: bool = False
+    has_dlse: bool = False
+    seqlen_q: int = SEQLEN_Q
+    seqlen_k: int = SEQLEN_K
+    role: str = "main"  # "main", "scheduler"; backward also "preprocess", "postprocess"
+
+    @property
+    def name(self) -> str:
+        widths = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
+        asked = [
+            *self.features,
+            f"score_mod-{self.score_mod}" if self.score_mod else "",
+            "table_gradients" if self.has_table_gradients else "",
+            "score_mod_bwd" if self.has_own_gradient else "",
+            f"mask_mod-{self.mask_mod}" if self.mask_mod else "",
+            "" if self.bias is None else self.bias.name,
+            "block_map" if self.block_map else "",
+            "deterministic" if self.deterministic else "",
+            "dlse" if self.has_dlse else "",
+            "" if self.seqlen_q == SEQLEN_Q else f"q{self.seqlen_q}",
+            "" if self.seqlen_k == SEQLEN_K else f"k{self.seqlen_k}",
+        ]
+        what = "+".join(filter(None, asked)) or "plain"
+        return "/".join(
+            (self.direction, self.family, self.arch, widths, self.dtype, self.mask, what, self.role)
+        )
+
+    @property
+    def has_mods(self) -> bool:
+        return bool(self.score_mod or self.mask_mod or self.bias or self.block_map)
+
+
+# Names in `Case.features`. "pack_gqa": q is such in memory that the heads of a group can be rows of one tile.
+FEATURES = (
+    "varlen", "seqused_k", "softcap", "alibi", "sinks", "dropout", "max_logit", "out_dtype",
+    "batch_invariant", "pack_gqa",
+)  # fmt: skip
+
+
+# ---- plain attention: every (tile row, bounds) that a call can reach
+
+
+def fwd(place: tuple[str, str], head_dim: int, *features: str, **more: Any) -> Case:
+    return Case(direction="fwd", family=place[0], arch=place[1], head_dim=head_dim, features=features, **more)
+
+
+def bwd(place: tuple[str, str], head_dim: int, *features: str, **more: Any) -> Case:
+    return replace(fwd(place, head_dim, *features, **more), direction="bwd")
+
+
+def around(case: Case) -> Iterator[Case]:
+    """The kernels before and after the main kernel of a backward pass."""
+    for has_dlse in (False, True):
+        yield replace(case, role="preprocess", has_dlse=has_dlse)
+    yield replace(case, role="postprocess")
+
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+# Head dims of the Hopper backward's rows.
+HOPPER_BWD_DIMS = (64, 128, 256)
+
+
+def plain() -> Iterator[Case]:
+    """Every row with every mask, in bf16. The first of each kernel family and direction come first."""
+    for place, head_dim, mask in product(PLACES, HEAD_DIMS, MASKS):
+        yield fwd(place, head_dim, mask=mask)
+    for (head_dim, head_dim_v), mask in product(((64, 128), (128, 64), (192, 128), (256, 128)), MASKS):
+        yield fwd(HOPPER, head_dim, head_dim_v=head_dim_v, mask=mask)
+    # Rows for short sequences.
+    yield from (fwd(HOPPER, 64, mask=mask, seqlen_k=SHORT) for mask in ("causal", "left", "window"))
+    yield fwd(HOPPER, 256, mask="full", seqlen_k=SHORT)
+    for place in PLACES:
+        for head_dim, mask in product(HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS, MASKS):
+            yield bwd(place, head_dim, mask=mask)
+
+
+def deterministic() -> Iterator[Case]:
+    """Every row of the backward once, with masks in turn; the widest heads have no Hopper kernel."""
+    masks = ("causal", "window", "full", "left")
+    for place in PLACES:
+        for i, head_dim in enumerate((64, 128) if place == HOPPER else HEAD_DIMS):
+            yield bwd(place, head_dim, mask=masks[i % 4], deterministic=True)
+
+
+def around_plain() -> Iterator[Case]:
+    for place in PLACES:
+        for head_dim in HOPPER_BWD_DIMS if place == HOPPER else HEAD_DIMS:
+            yield from around(bwd(place, head_dim, mask="full"))
+    for place in (HOPPER, AMPERE):
+        yield from list(around(bwd(place, 128, mask="full", deterministic=True)))[:2]
+        yield from around(bwd(place, 64, mask="full", dtype="fp16"))
+        yield from list(around(bwd(place, 128, "out_dtype", mask="full")))[:2]
+    yield bwd(HOPPER, 128, "out_dtype", mask="full", deterministic=True, role="preprocess")
+    yield from list(around(bwd(HOPPER, 128, head_dim_v=64, mask="full")))[:2]
+    yield from around(bwd(AMPERE, 72, mask="full"))
+
+
+def samples() -> Iterator[Case]:
+    """fp16, head dims that are padded to a wider tile, and backward passes of another width of values."""
+    for place in (HOPPER, AMPERE):
+        yield fwd(place, 128, dtype="fp16")
+        yield fwd(place, 64, dtype="fp16", mask="full")
+        yield fwd(place, 256, dtype="fp16", mask="window")
+        yield fwd(place, 72, mask="left")
+        yield fwd(place, 40)
+        yield bwd(place, 128, dtype="fp16")
+        yield bwd(place, 64, dtype="fp16", mask="window")
+        yield bwd(place, 40, mask="window")
+        yield bwd(place, 192, head_dim_v=128)
+        yield bwd(place, 128, head_dim_v=64, mask="window")
+    yield fwd(HOPPER, 136, mask="full")
+    yield fwd(HOPPER, 72, head_dim_v=248)
+    yield fwd(AMPERE, 192, head_dim_v=128)
+    yield fwd(AMPERE_86, 128, head_dim_v=64, mask="window")
+    yield bwd(HOPPER, 136, dtype="fp16", mask="window")
+    yield bwd(HOPPER, 128, head_dim_v=64, deterministic=True)
+    yield bwd(AMPERE_86, 72, head_dim_v=256, mask="window")
+
+
+# ---- features
+
+ALL_SCORE = ("softcap", "alibi", "sinks", "dropout", "max_logit")
+
+
+def fwd_features() -> Iterator[Case]:
+    for place in (HOPPER, AMPERE):
+        for name in (*ALL_SCORE, "out_dtype", "batch_invariant", "varlen"):
+            yield fwd(place, 128, name)
+        yield fwd(place, 128, "softcap", "alibi")
+        yield fwd(place, 64, "softcap", mask="full")
+        yield fwd(place, 64, "dropout", mask="full")
+        yield fwd(place, 64, *ALL_SCORE, mask="window")
+        yield fwd(place, 256, *ALL_SCORE, mask="full")
+        yield fwd(place, 96, "dropout", mask="left")
+        yield fwd(place, 192, "softcap", "dropout", mask="window")
+        yield fwd(place, 128, "softcap", head_dim_v=64, mask="full")
+        yield fwd(place, 128, "softcap", "out_dtype")
+        # Variable lengths.
+        yield fwd(place, 128, "varlen", role="scheduler")
+        yield fwd(place, 128, "varlen", "seqused_k", role="scheduler")
+        yield fwd(place, 64, "varlen", mask="full")
+        yield fwd(place, 256, "varlen", mask="window")
+        yield fwd(place, 128, "varlen", *ALL_SCORE, mask="window")
+        yield fwd(place, 64, "varlen", "batch_invariant", "out_dtype")
+        yield fwd(place, 192, "varlen", head_dim_v=128)
+    # Heads of a group as rows of one tile; softcap is the only feature that may join.
+    yield fwd(HOPPER, 128, "pack_gqa", seqlen_q=FEW_ROWS)
+    yield fwd(HOPPER, 64, "pack_gqa", seqlen_q=FEW_ROWS, seqlen_k=SHORT)
+    yield fwd(HOPPER, 256, "pack_gqa", seqlen_q=FEW_ROWS, mask="window")
+    yield fwd(HOPPER, 128, "pack_gqa", "softcap", "out_dtype", seqlen_q=FEW_ROWS, mask="left")
+    # Rows with a dropout producer that the ones above do not take.
+    yield fwd(HOPPER, 64, "dropout", head_dim_v=128)
+    yield fwd(HOPPER, 128, "dropout", head_dim_v=64)
+    yield fwd(HOPPER, 192, *ALL_SCORE, head_dim_v=128, mask="full")
+    yield fwd(HOPPER, 256, "dropout", head_dim_v=128, mask="window")
+    yield fwd(HOPPER, 128, "dropout", mask="full")
+    yield fwd(AMPERE_86, 128, *ALL_SCORE, mask="window")
+    yield fwd(AMPERE_ON_90, 128, "softcap", "alibi", mask="full")
+    yield fwd(AMPERE_86, 64, "varlen")
+
+
+def bwd_features() -> Iterator[Case]:
+    score = ("softcap", "alibi", "dropout")
+    for place in (HOPPER, AMPERE):
+        for name in score:
+            yield bwd(place, 128, name)
+            yield bwd(place, 64, name, mask="full")
+        yield bwd(place, 128, "softcap", "alibi", mask="window")
+        yield bwd(place, 128, *score, mask="window")
+        yield bwd(place, 64, *score, mask="window")
+        yield bwd(place, 128, *score, deterministic=True)
+        yield bwd(place, 64, "alibi", "dropout", mask="full", deterministic=True)
+        yield bwd(place, 128, "softcap", head_dim_v=72, mask="left")
+        # Variable lengths.
+        yield bwd(place, 128, "varlen")
+        yield bwd(place, 64, "varlen", mask="window")
+        yield from around(bwd(place, 128, "varlen"))
+        yield bwd(place, 128, "varlen", role="scheduler")
+        yield bwd(place, 128, "varlen", "seqused_k", role="scheduler")
+        yield bwd(place, 128, "varlen", "softcap", "alibi")
+        yield bwd(place, 64, "varlen", *score, mask="window")
+        yield bwd(place, 128, "varlen", mask="window", deterministic=True)
+        yield bwd(place, 128, "varlen", "out_dtype", deterministic=True, role="preprocess", has_dlse=True)
+        yield bwd(place, 64, "varlen", "softcap", deterministic=True)
+    yield bwd(AMPERE, 256, "softcap", "alibi", "dropout", mask="window")
+    yield bwd(AMPERE_86, 192, "softcap")
+    yield bwd(AMPERE_ON_90, 256, "softcap", "alibi", "dropout", mask="window")
+    yield bwd(AMPERE_ON_90, 256, "varlen")
+
+
+# ---- a bias, functions of users and block masks
+
+ALIGNED = Bias(layout="aligned")
+
+
+def fwd_mods() -> Iterator[Case]:
+    for place in (HOPPER, AMPERE):
+        yield fwd(place, 64, mask="full", score_mod="alibi")
+        yield fwd(place, 128, score_mod="relative")
+        yield fwd(place, 64, mask="full", score_mod="gated", mask_mod="by_head")
+        yield fwd(place, 128, mask="full", mask_mod="document_causal", block_map=True)
+        yield fwd(place, 128, mask="full", mask_mod="prefix")
+        yield fwd(place, 128, block_map=True)
+        yield fwd(place, 64, mask="full", bias=Bias())
+        yield fwd(place, 128, bias=Bias(dims="hqk"))
+        yield fwd(place, 128, mask="full", bias=Bias(dtype="fp32"))
+        yield fwd(place, 128, mask="full", bias=Bias(dims="bk"))
+        yield fwd(place, 64, mask="full", bias=Bias(dtype="fp32", layout="single"))
+        yield fwd(place, 128, bias=ALIGNED)
+        yield fwd(place, 128, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+        yield fwd(place, 128, "varlen", score_mod="alibi")
+        yield fwd(place, 128, "softcap", "sinks", "max_logit", mask="full", mask_mod="prefix")
+        yield fwd(place, 128, "dropout", score_mod="alibi")
+    yield fwd(HOPPER, 128, mask="full", score_mod="capped")
+    yield fwd(HOPPER, 128, score_mod="hiding", dtype="fp16")
+    yield fwd(HOPPER, 256, mask="full", score_mod="relative")
+    yield fwd(HOPPER, 64, mask="full", mask_mod="document", block_map=True)
+    yield fwd(HOPPER, 96, mask="full", mask_mod="window", block_map=True, dtype="fp16")
+    yield fwd(HOPPER, 256, mask="full", mask_mod="by_head", block_map=True)
+    yield fwd(HOPPER, 128, mask="window", mask_mod="padding", block_map=True)
+    yield fwd(HOPPER, 128, mask="full", bias=Bias(dtype="fp16", layout="single"), dtype="fp16")
+    yield fwd(HOPPER, 256, mask="full", bias=Bias())
+    yield fwd(HOPPER, 64, mask="full", bias=ALIGNED)
+    yield fwd(HOPPER, 96, mask="full", bias=ALIGNED)
+    yield fwd(HOPPER, 64, mask="window", score_mod="alibi", bias=replace(ALIGNED, dtype="fp16"))
+    yield fwd(HOPPER, 128, mask="full", mask_mod="document", bias=ALIGNED, block_map=True)
+    yield fwd(HOPPER, 128, "batch_invariant", bias=ALIGNED)
+    yield fwd(HOPPER, 128, "dropout", bias=ALIGNED)
+    yield fwd(HOPPER, 128, "out_dtype", mask_mod="document", mask="full", head_dim_v=64)
+    yield fwd(HOPPER, 64, "varlen", mask="full", mask_mod="prefix")
+    yield fwd(AMPERE_86, 192, mask="full", score_mod="capped", mask_mod="prefix", bias=Bias(dtype="fp16"))
+    yield fwd(AMPERE_ON_90, 256, mask="full", mask_mod="by_head", block_map=True)
+
+
+def bwd_mods() -> Iterator[Case]:
+    for place in (HOPPER, AMPERE):
+        yield bwd(place, 64, mask="full", score_mod="alibi")
+        yield bwd(place, 64, mask="full", score_mod="alibi", has_table_gradients=True)
+        yield bwd(place, 128, score_mod="relative", has_table_gradients=True)
+        yield bwd(place, 128, mask="full", score_mod="capped")
+        yield bwd(place, 128, mask="full", score_mod="capped", has_own_gradient=True)
+        yield bwd(place, 64, mask="full", mask_mod="document", block_map=True)
+        yield bwd(place, 128, mask="full", mask_mod="document_causal", block_map=True)
+        yield bwd(place, 64, mask="full", mask_mod="document")
+        yield bwd(place, 128, block_map=True)
+        yield bwd(place, 64, mask="full", bias=Bias())
+        yield bwd(place, 128, bias=Bias(dims="hqk"))
+        yield bwd(place, 128, bias=Bias(dims="bk"))
+        yield bwd(place, 128, mask="full", bias=Bias(dtype="fp32"))
+        yield bwd(place, 64, mask="full", bias=Bias(dtype="fp32", layout="single"))
+        yield bwd(place, 128, bias=replace(ALIGNED, has_gradient=False))
+        yield bwd(place, 128, bias=Bias(dims="hqk"), deterministic=True)
+        yield bwd(place, 64, mask="full", mask_mod="window", deterministic=True)
+        yield bwd(place, 64, "softcap", "dropout", score_mod="alibi", mask="full")
+    gated = {"score_mod": "gated", "mask_mod": "by_head", "mask": "full", "has_table_gradients": True}
+    yield bwd(AMPERE, 64, **gated)
+    yield bwd(AMPERE_ON_90, 256, mask="full", score_mod="relative", has_table_gradients=True)
+    yield bwd(AMPERE, 128, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
+    yield bwd(AMPERE, 128, dtype="fp16", score_mod="hiding")
+    yield bwd(HOPPER, 128, mask_mod="prefix", mask="full", bias=Bias(dtype="fp16"))
+    yield bwd(AMPERE_86, 128, mask_mod="prefix", mask="full", head_dim_v=64)
+
+
+def cases() -> list[Case]:
+    """All cases, features and one plain kernel of each family first."""
+    everything = list(plain())
+    first = {(one.direction, one.family): one for one in reversed(everything)}
+    found = [*first.values(), *fwd_features(), *bwd_features(), *fwd_mods(), *bwd_mods(), *around_plain()]
+    found += [*samples(), *deterministic(), *everything]
+    return list(dict.fromkeys(found))
+
+
+# ---- adapter: the only part that knows how the project describes, plans and compiles a kernel
+
+
+def compile_key(case: Case) -> CompileKey:
+    """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
+    problem, arch = _problem(case), ARCHS[case.arch]
+    if case.direction == "fwd":
+        plan = plan_forward(problem, arch, case.family, can_pack_gqa="pack_gqa" in case.features)
+    else:
+        plan = plan_backward(problem, arch, case.deterministic, case.has_dlse, case.family)
+    if case.role == "main":
+        return plan.main
+    names = {
+        "scheduler": "varlen_scheduler",
+        "preprocess": "bwd_preprocess",
+        "postprocess": "bwd_postprocess",
+    }
+    return plan.launch(names[case.role])
+
+
+def _problem(case: Case) -> Problem:
+    names = {"return_max_logit" if name == "max_logit" else name for name in case.features}
+    names |= {name for name in ("bias", "score_mod", "mask_mod") if getattr(case, name)}
+    problem = Problem(
+        batch=BATCH,
+        heads=HEADS,
+        heads_kv=HEADS_KV,
+        seqlen_q=case.seqlen_q,
+        seqlen_k=case.seqlen_k,
+        head_dim=case.head_dim,
+        dtype=str(DTYPES[case.dtype]).removeprefix("torch."),
+        band=Band(*MASKS[case.mask]),
+        head_dim_v=case.head_dim_v,
+        features=tuple(feature.name for feature in SCORE_FEATURES if feature.name in names),
+        varlen="varlen" in names,
+        seqused_k="seqused_k" in names,
+        block_sparse=case.block_map,
+        out_fp32="out_dtype" in names,
+        batch_invariant="batch_invariant" in names,
+    )
+    return _with_mods(case, problem) if case.has_mods else problem
+
+
+def _with_mods(case: Case, problem: Problem) -> Problem:
+    make = mod_cases.Make(mod_cases.Sizes(BATCH, HEADS, HEADS_KV, case.seqlen_q, case.seqlen_k), 0, "cpu")
+    score_mod = getattr(make, case.score_mod)() if case.score_mod else None
+    mask_mod = getattr(make, case.mask_mod)() if case.mask_mod else None
+    mods = BoundMods.of(score_mod, mask_mod, _straight_through if case.has_own_gradient else None)
+    for capture in mods.captures:
+        capture.requires_grad_(case.has_table_gradients and capture.is_floating_point())
+    bias, block_mask = None if case.bias is None else _bias(case.bias, case), None
+    if case.block_map:
+        shape = BATCH, HEADS, case.seqlen_q, case.seqlen_k
+        block_mask = BlockMask.of(mask_mod, shape, tile=mod_cases.BLOCK, causal=case.mask == "causal")
+    args = AttentionArgs(
+        scale=1.0,
+        bias=bias,
+        score_mod=mods.graphs.text,
+        captures=mods.captures,
+        scalars=mods.scalars,
+        needs_grad=tuple(x is not None and x.requires_grad for x in (bias, *mods.captures)),
+        block_mask=() if block_mask is None else block_mask.tensors,
+        block_mask_sizes=() if block_mask is None else block_mask.sizes,
+    )
+    problem = launcher._with_bias(replace(problem, mods=describe._mod_spec(args)), args)
+    return problem if case.direction == "fwd" else launcher._with_dbias(problem, args, case.deterministic)[0]
+
+
+def _straight_through(grad, score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return grad
+
+
+def _bias(bias: Bias, case: Case) -> Tensor:
+    whole = dict(zip("bhqk", (BATCH, HEADS, case.seqlen_q, case.seqlen_k), strict=True))
+    shape = [size if name in bias.dims else 1 for name, size in whole.items()]
+    # Keys of a row in memory: a multiple of 8; an even number that is none; not one after the other.
+    if bias.layout == "single":
+        memory = torch.empty(*shape[:2], shape[3], shape[2], dtype=DTYPES[bias.dtype]).mT
+    else:
+        padding = 0 if bias.layout == "aligned" else 2
+        memory = torch.empty(*shape[:3], shape[3] + padding, dtype=DTYPES[bias.dtype])[..., : shape[3]]
+    return memory.requires_grad_(bias.has_gradient)
+
+
+def cubin_of(key: CompileKey) -> bytes:
+    """Compile a kernel, past all caches, and return its machine code."""
+    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
+        with without_locations():
+            return compiling.cute_compile(key, f"--keep-cubin --dump-dir={folder}").__cubin__
+
+
+def toolchain() -> str:
+    """DSL version and CUDA flavour: machine code is compared only within one."""
+    found = compiling.toolchain("")
+    return f"{found['dsl']}-{found['flavour']}"
+
+
+def source_digest() -> str:
+    """sha256 of everything that may decide a kernel or what a case means."""
+    root = Path(__file__).parents[2]
+    names = "tests/gates.py", "tests/lock/cases.py", "tests/lock/cubin.py", "tests/mod_cases.py"
+    files = [root / name for name in names]
+    for folder in ("cute_flash", "layouts"):
+        files += (root / folder).rglob("*.py")
+    whole = hashlib.sha256()
+    for path in sorted(files):
+        whole.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return whole.hexdigest()
+
+
+def row_and_bounds(case: Case) -> Hashable:
+    """The tile row that a case takes, and the sides on which its mask is bounded."""
+    key = compile_key(case)
+    sides = key.static.has_left, key.static.has_right
+    return case.direction, case.family, case.arch, case.deterministic, key.tile, sides
+
+
+def reachable() -> Iterator[Case]:
+    """Plain calls of every width, mask and class of length that have a kernel, on every architecture."""
+    steps = range(8, 257, 8)
+    widths: list[tuple[int, int | None]] = [(head_dim, None) for head_dim in steps]
+    widths += [(d, dv) for d, dv in product(steps[3::4], steps[3::4]) if d != dv]
+    for place, (head_dim, head_dim_v), mask in product(PLACES, widths, MASKS):
+        for keys in (SHORT, 1536, SEQLEN_K):
+            yield fwd(place, head_dim, head_dim_v=head_dim_v, mask=mask, seqlen_k=keys)
+        one = bwd(place, head_dim, head_dim_v=head_dim_v, mask=mask)
+        for wanted in (one, replace(one, deterministic=True)):
+            try:
+                compile_key(wanted)
+            except UnsupportedError:
+                continue
+            yield wanted
+
+
+def kernel_names() -> set[str]:
+    """Every kernel that the project can compile."""
+    return set(KERNELS)
+
+
+def kernel_name(case: Case) -> str:
+    return compile_key(case).kernel

@@ -1,0 +1,40 @@
+"""Compile the kernels of cases in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
+
+from tests.lock.cases import Case, compile_key, cubin_of
+from tests.lock.cubin import digest
+
+
+class Result(NamedTuple):
+    digest: str  # "": it failed
+    seconds: float
+    error: str = ""
+
+
+def measure(case: Case) -> Result:
+    """Compile the kernel of a case."""
+    begin = time.perf_counter()
+    try:
+        found, error = digest(cubin_of(compile_key(case))), ""
+    except Exception as raised:
+        found, error = "", f"{type(raised).__name__}: {raised}"
+    return Result(found, time.perf_counter() - begin, error)
+
+
+def measure_all(groups: Sequence[Sequence[Case]], jobs: int) -> Iterator[tuple[Sequence[Case], Result]]:
+    """`measure` for the first case of each group, as they finish, by `jobs` processes."""
+    # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    try:
+        futures = {pool.submit(measure, group[0]): group for group in groups}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

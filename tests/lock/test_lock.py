@@ -1,0 +1,187 @@
+"""The cubin lock: a sample of its kernels, what its list covers, and how it compares."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from tests import gates
+from tests.lock import __main__ as cli
+from tests.lock.cases import (
+    FEATURES,
+    cases,
+    compile_key,
+    deterministic,
+    kernel_name,
+    kernel_names,
+    plain,
+    reachable,
+    row_and_bounds,
+    toolchain,
+)
+from tests.lock.cubin import digest
+from tests.lock.measure import Result
+
+CASES = {case.name: case for case in cases()}
+RECORDED = json.loads(cli.RECORDED.read_text(encoding="utf-8"))
+
+# Most are kernels that the compile gates need too, so that they are compiled once in a session.
+SAMPLE = (
+    "fwd/sm90/sm_90/d128/bf16/causal/plain/main",
+    "fwd/sm90/sm_90/d64/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d256/bf16/full/plain/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/pack_gqa+q4/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/varlen/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/varlen/scheduler",
+    "fwd/sm90/sm_90/d64/bf16/window/softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm90/sm_90/d128/bf16/full/mask_mod-document_causal+block_map/main",
+    "fwd/sm90/sm_90/d64/bf16/full/bias-bf16-bhqk-aligned/main",
+    "fwd/sm80/sm_80/d128/bf16/full/plain/main",
+    "fwd/sm80/sm_86/d192/bf16/causal/plain/main",
+    "fwd/sm80/sm_90/d128/bf16/window/plain/main",
+    "fwd/sm80/sm_80/d128/bf16/causal/score_mod-relative/main",
+    "bwd/sm90/sm_90/d128/bf16/window/plain/main",
+    "bwd/sm90/sm_90/d256/bf16/full/plain/main",
+    "bwd/sm90/sm_90/d128/bf16/window/deterministic/main",
+    "bwd/sm90/sm_90/d64/bf16/window/softcap+alibi+dropout/main",
+    "bwd/sm90/sm_90/d128/bf16/causal/score_mod-relative+table_gradients/main",
+    "bwd/sm90/sm_90/d128/bf16/causal/varlen+dlse/preprocess",
+    "bwd/sm90/sm_90/d128/bf16/causal/varlen/postprocess",
+    "bwd/sm80/sm_80/d64/bf16/causal/plain/main",
+    "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
+    "bwd/sm80/sm_80/d128/bf16/causal/bias-bf16-hqk-pairs/main",
+    "bwd/sm80/sm_86/d72v256/bf16/window/plain/main",
+)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(toolchain() not in RECORDED, reason=f"no digests of {toolchain()}")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_machine_code_is_as_recorded(name: str) -> None:
+    found = digest(gates.kernel_resources(compile_key(CASES[name])).cubin)
+    assert found == RECORDED[toolchain()][name], "machine code changed: `make lock` lists all such kernels"
+
+
+# What the list covers.
+
+
+def test_every_row_and_bounds_that_a_plain_call_can_reach_is_locked() -> None:
+    pairs = {row_and_bounds(case) for case in plain()}
+    # Deterministic gradients: every row, not with every bound.
+    rows = {row_and_bounds(case)[:-1] for case in deterministic()}
+    for case in reachable():
+        found = row_and_bounds(case)
+        assert found[:-1] in rows if case.deterministic else found in pairs, case.name
+
+
+def test_every_kernel_and_every_feature_is_locked() -> None:
+    assert {kernel_name(case) for case in CASES.values()} == kernel_names()
+    assert {name for case in CASES.values() for name in case.features} == set(FEATURES)
+
+
+def test_names_are_unique_and_each_case_is_another_kernel() -> None:
+    assert len(CASES) == len(cases())
+    assert len({compile_key(case) for case in CASES.values()}) == len(CASES)
+    assert len(SAMPLE) == len(set(SAMPLE)) == 24
+
+
+@pytest.mark.parametrize("of", RECORDED)
+def test_every_case_is_recorded(of: str) -> None:
+    assert set(RECORDED[of]) == set(CASES)
+
+
+# Digests.
+
+
+def cubin(symbol: str, **contents: bytes) -> bytes:
+    """An ELF file with sections like those of a cubin of one kernel."""
+    sections = {
+        ".nv.info": b"registers",
+        f".nv.info.{symbol}": b"parameters",
+        f".text.{symbol}": b"code",
+        f".nv.constant0.{symbol}": b"constants",
+        ".note.nv.tkinfo": b"options",
+    }
+    sections |= {name: contents[key] for key in contents for name in sections if name.startswith(key)}
+    names, data, headers = b"\0", b"\x7fELF\x02\x01".ljust(64, b"\0"), [bytes(64)]
+    for name, content in [*sections.items(), (".shstrtab", b"")]:
+        begin, names = len(names), names + name.encode() + b"\0"
+        content = content or names
+        headers.append(struct.pack("<IIQQQQ", begin, 1, 0, 0, len(data), len(content)).ljust(64, b"\0"))
+        data += content
+    fields = struct.pack("<Q", len(data)), struct.pack("<HHH", 64, len(headers), len(headers) - 1)
+    data = data[:0x28] + fields[0] + data[0x30:0x3A] + fields[1] + data[0x40:]
+    return data + b"".join(headers)
+
+
+def test_digest_ignores_the_symbol_and_what_is_not_executed() -> None:
+    expected = digest(cubin("kernel"))
+    assert digest(cubin("another_name_of_another_length")) == expected
+    assert digest(cubin("kernel", **{".note": b"other options"})) == expected
+
+
+@pytest.mark.parametrize("section", [".text", ".nv.info", ".nv.info.kernel", ".nv.constant0"])
+def test_digest_notices_a_changed_byte(section: str) -> None:
+    assert digest(cubin("kernel", **{section: b"codf"})) != digest(cubin("kernel"))
+
+
+def test_what_is_no_cubin_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
+        digest(b"; PTX")
+    with pytest.raises(ValueError, match="no kernel"):
+        digest(cubin("kernel").replace(b".text.", b".data."))
+
+
+# The command line.
+
+
+def test_check_and_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only, path = "fwd/sm80/sm_80/d64/bf16/*/plain/main", tmp_path / "digests.json"
+    compiled: list[str] = []
+
+    def measure_all(groups, jobs):  # type: ignore[no-untyped-def]
+        for group in groups:
+            compiled.append(group[0].name)
+            yield group, Result(digests[group[0].mask], 1.5, "" if digests[group[0].mask] else "no such tile")
+
+    def run(code: str, *arguments: str) -> tuple[int, str]:
+        """`code`: that of which there may be results."""
+        monkeypatch.setattr(cli, "source_digest", lambda: code)
+        return cli.main([*arguments, "--only", only]), capsys.readouterr().out
+
+    monkeypatch.setattr(cli, "measure_all", measure_all)
+    monkeypatch.setattr(cli, "RESULTS", tmp_path)
+    digests = dict.fromkeys(("full", "causal", "left", "window"), "a")
+    with pytest.raises(SystemExit):
+        run("old", "check", "--against", str(path))
+    assert "has no digests of" in capsys.readouterr().err
+    assert run("old", "record", str(path))[0] == 0
+    assert set(json.loads(path.read_text())[toolchain()].values()) == {"a"}
+    assert run("same", "check", "--against", str(path))[0] == 0
+
+    digests |= {"causal": "b", "left": ""}
+    code, output = run("new", "check", "--against", str(path))
+    assert code == 1
+    assert "changed: fwd/sm80/sm_80/d64/bf16/causal/plain/main" in output
+    assert "failed: fwd/sm80/sm_80/d64/bf16/left/plain/main" in output and "no such tile" in output
+    assert "2 same, 1 failed, 1 changed, 0 missing, 0 new" in output
+    # Nothing is recorded while a kernel fails, and nothing is compiled twice.
+    assert run("new", "record", str(path))[0] == 1
+    digests["left"] = "c"
+    compiled.clear()
+    assert run("new", "record", str(path))[0] == 0
+    assert compiled == ["fwd/sm80/sm_80/d64/bf16/left/plain/main"]
+    recorded = json.loads(path.read_text())[toolchain()]
+    assert sorted(recorded.values()) == ["a", "a", "b", "c"]
+
+    recorded["fwd/sm80/sm_80/d64/bf16/none/plain/main"] = recorded.pop(next(iter(recorded)))
+    path.write_text(json.dumps({toolchain(): recorded}))
+    code, output = run("new", "check", "--against", str(path))
+    assert code == 0 and "3 same, 0 failed, 0 changed, 1 missing, 1 new" in output
