@@ -30,7 +30,7 @@ def call_args(
     """The arguments of a call from keywords of `attn`; `fields` are those of `AttentionArgs`."""
     args = reference.plain_args(q, band, scale)._replace(**fields)
     if bias is not None:
-        args = args._replace(bias=bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)))
+        args = args._replace(bias=bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())])
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
     return args._replace(
         score_mod=mods.graphs.text,

@@ -1,13 +1,12 @@
 """Random combinations of shapes, masks, dtypes and score features.
 
-A `Combination` is a call of `attn`, a `PackedCombination` one of `attn_varlen`; tests treat them alike.
+A `Combination` is a call of `attn`, a `VarlenCombination` one of `attn_varlen`; tests treat them alike.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +28,8 @@ Outputs = tuple[Tensor, Tensor]  # out, lse
 
 
 class _Call:
+    """What both kinds of calls share."""
+
     def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
         raise NotImplementedError
 
@@ -148,10 +149,10 @@ class Combination(_Call):
 
 
 @dataclass(frozen=True)
-class PackedCombination(_Call):
-    """Of a packed batch, all tokens of nobody being no numbers, and so what flows into them."""
+class VarlenCombination(_Call):
+    """A varlen batch. Tokens that belong to no sequence hold NaN, and so do their gradients."""
 
-    one: Combination  # what is asked for; its batch and lengths do not count
+    one: Combination  # all but the batch and the lengths
     lengths: Lengths
 
     @property
@@ -192,34 +193,16 @@ class PackedCombination(_Call):
             "v": normal(keys, one.heads_kv, one.head_dim_v),
         }
         made["q"][sum(self.lengths.queries) :] = torch.nan
-        unused = torch.ones(keys, dtype=torch.bool)
-        for _, span in self.spans():
-            unused[span] = False
+        unused = self.lengths.unused_keys()
         made["k"][unused], made["v"][unused] = torch.nan, torch.nan
         return made | one.per_head(normal, self.batch)
 
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """The queries and the used keys of each sequence."""
-        lengths = self.lengths
-        begins = zip(lengths.cu_q.tolist(), lengths.cu_k.tolist(), strict=True)
-        counts = zip(lengths.queries, lengths.used or lengths.keys, strict=True)
-        for (q0, k0), (sq, sk) in zip(begins, counts, strict=False):
-            yield slice(q0, q0 + sq), slice(k0, k0 + sk)
+    def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
+        return self.one.args(x, scale)._replace(**self.lengths.args(x["q"].device))
 
     def attend(self, x: dict[str, Tensor], **more: Any) -> Any:
-        where, lengths = x["q"].device, self.lengths
-        offsets, used = (lengths.cu_q.to(where), lengths.cu_k.to(where)), lengths.used_k
-        options = {**self.one.options(x), **more, "seqused_k": None if used is None else used.to(where)}
-        return cute_flash.attn_varlen(x["q"], x["k"], x["v"], *offsets, return_lse=True, **options)
-
-    def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
-        where, lengths = x["q"].device, self.lengths
-        used = lengths.used_k
-        return self.one.args(x, scale)._replace(
-            cu_seqlens_q=lengths.cu_q.to(where),
-            cu_seqlens_k=lengths.cu_k.to(where),
-            seqused_k=None if used is None else used.to(where),
-        )
+        options = {**self.one.options(x), **self.lengths.args(x["q"].device), **more}
+        return cute_flash.attn_varlen(x["q"], x["k"], x["v"], return_lse=True, **options)
 
     def weights(self, generator: torch.Generator) -> Outputs:
         total, rest, one = self.lengths.totals[0], sum(self.lengths.queries), self.one

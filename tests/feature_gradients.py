@@ -17,13 +17,13 @@ from torch import Tensor
 
 from cute_flash import reference
 from tests import cases
-from tests.combinations import Combination, Outputs, PackedCombination, results
+from tests.combinations import Combination, Outputs, VarlenCombination, results
 
 # Of the distance of the CPU path from the oracle, and of the size of what is summed up.
 PER_HEAD_YARDSTICK, PER_HEAD_FLOOR = 0.1, 2e-3
 FP32_NOISE = 2.0**-23
 
-AnyCombination = Combination | PackedCombination
+AnyCombination = Combination | VarlenCombination
 Attend = Callable[[dict[str, Tensor]], Outputs]  # leaves -> (out, lse)
 
 

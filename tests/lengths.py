@@ -1,8 +1,9 @@
-"""The lengths of the sequences of a varlen batch."""
+"""Lengths of the sequences of a varlen batch, for tests."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of queries, keys and used keys of each sequence, and of padding tokens after the last one."""
+    """Queries and keys of each sequence, keys that are used, and tokens after the last sequence."""
 
     queries: list[int]
     keys: list[int]
@@ -19,11 +20,11 @@ class Lengths:
     padding: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def drawn(seed: int, most: int = 300) -> Lengths:
-        """Some sequences have no queries or no keys. The same for the same seed."""
+    def drawn(seed: int, longest: int = 300) -> Lengths:
+        """With empty sequences on either side; the same for the same seed."""
         pick = random.Random(seed)
         batch = pick.choice([1, 2, 3, 7, 20])
-        sizes = [0, 1, 2, 17, 63, 64, 65, 128, pick.randrange(1, most), pick.randrange(1, most)]
+        sizes = [0, 1, 2, 17, 63, 64, 65, 128, pick.randrange(1, longest), pick.randrange(1, longest)]
         queries, keys = ([pick.choice(sizes) for _ in range(batch)] for _ in range(2))
         if pick.random() < 0.3:
             keys = queries
@@ -45,3 +46,26 @@ class Lengths:
     @property
     def totals(self) -> tuple[int, int]:
         return sum(self.queries) + self.padding[0], sum(self.keys) + self.padding[1]
+
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """The queries and the used keys of each sequence."""
+        begins = zip(self.cu_q.tolist(), self.cu_k.tolist(), strict=True)
+        counts = zip(self.queries, self.used or self.keys, strict=True)
+        for (q0, k0), (sq, sk) in zip(begins, counts, strict=False):
+            yield slice(q0, q0 + sq), slice(k0, k0 + sk)
+
+    def unused_keys(self) -> Tensor:
+        """Which keys belong to no sequence, or are not used of theirs."""
+        unused = torch.ones(self.totals[1], dtype=torch.bool)
+        for _, keys in self.spans():
+            unused[keys] = False
+        return unused
+
+    def args(self, device: str | torch.device = "cpu") -> dict[str, Tensor | None]:
+        """The fields of `AttentionArgs`."""
+        used = self.used_k
+        return {
+            "cu_seqlens_q": self.cu_q.to(device),
+            "cu_seqlens_k": self.cu_k.to(device),
+            "seqused_k": None if used is None else used.to(device),
+        }

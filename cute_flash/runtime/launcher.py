@@ -90,7 +90,7 @@ def is_mode_deterministic() -> bool:
 
 def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Callable[..., Outputs]:
     check_rng(args)
-    problem = describe(q, k, v, args)
+    problem = describe(q, k, v, args, "cuda")
     if problem.is_empty:
         return _empty_forward
     problem = _with_bias(problem, args)
@@ -181,7 +181,7 @@ def _bind_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: AttentionArgs
 ) -> Callable[..., Gradients]:
     check_rng(args)
-    problem = describe(q, k, v, args)
+    problem = describe(q, k, v, args, "cuda")
     deterministic = args.deterministic or is_mode_deterministic()
     if problem.is_empty:
         return _empty_backward
@@ -210,7 +210,7 @@ def _empty_backward(dout, dlse, q, k, v, out, lse, args: AttentionArgs) -> Gradi
     """No keys, or no queries: the gradient of the LSE, to the sinks, is all there may be."""
     grads = [None if x is None else torch.zeros_like(x) for x in args.differentiable]
     if args.sinks is not None:
-        grads[1] = sinks_gradient(args, describe(q, k, v, args), lse, None, dlse, 1)
+        grads[1] = sinks_gradient(args, describe(q, k, v, args, "cuda"), lse, None, dlse, 1)
     needs = args.needs_grad or (False,) * (1 + len(args.captures))
     for i, needed in enumerate(needs):
         grads[2 + i] = grads[2 + i] if needed else None

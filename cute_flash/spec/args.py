@@ -20,7 +20,11 @@ class AttentionArgs(NamedTuple):
     is here because threads of autograd and compiled graphs do not see context variables.
     """
 
+    # No plan depends on the first four.
     scale: float
+    scalars: tuple[float, ...] = ()  # numbers that user functions captured, one graph after the other
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
     window_left: int | None = None
     window_right: int | None = None
     softcap: float = 0.0  # 0: none
@@ -32,15 +36,12 @@ class AttentionArgs(NamedTuple):
     bias: Tensor | None = None  # four dimensions, those that broadcast of size 1
     score_mod: str = ""  # text of the graphs of score_mod, mask_mod and score_mod_bwd
     captures: tuple[Tensor, ...] = ()  # tensors that those functions captured, one graph after the other
-    scalars: tuple[float, ...] = ()  # numbers that they captured
     needs_grad: tuple[bool, ...] = ()  # whether the bias, and each captured tensor, needs a gradient
     block_mask: tuple[Tensor, ...] = ()  # `BlockMask.tensors`
     block_mask_sizes: tuple[int, ...] = ()  # `BlockMask.sizes`
     cu_seqlens_q: Tensor | None = None  # (B + 1), int32: q, k, v are then (T, H, D)
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B), int32
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
     out_fp32: bool = False
     deterministic: bool = False  # gradients with the same bits every time
     batch_invariant: bool = False
@@ -91,33 +92,35 @@ class AttentionArgs(NamedTuple):
         )
 
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on, besides q, k and v: tensors by shape, strides, type and device; no value that
-        is an argument of the kernels and needs no check.
-        """
-        numbers = (
-            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit,
-            self.score_mod, self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic,
-            self.batch_invariant, self.kernels,
-        )  # fmt: skip
+        """What a plan depends on besides q, k and v; tensors by shape, type and device."""
         if not self.has_tensors:
-            return numbers
-        tensors = (self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k)
-        bias = self.bias
+            return self[4:]
+        alibi, sinks, bias = self.alibi, self.sinks, self.bias
         return (
-            numbers,
-            # How a bias is fetched depends on its strides and address.
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.score_mod,
+            self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
+            self.kernels,
+            None if alibi is None else (alibi.shape, alibi.dtype, alibi.device),
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+            # How kernels load a bias depends on its strides and address.
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
-            *[None if x is None else (x.shape, x.dtype, x.device) for x in (*tensors, *self.captures)],
-            *[(x.shape, x.dtype, x.device) for x in self.block_mask],
-        )
+            None if self.rng is None else (self.rng.shape, self.rng.dtype, self.rng.device),
+            None if self.cu_seqlens_q is None else self._offsets_key(),
+            *[(x.shape, x.dtype, x.device) for x in (*self.captures, *self.block_mask)],
+        )  # fmt: skip
+
+    def _offsets_key(self) -> tuple[Any, ...]:
+        offsets = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+        return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in offsets])
 
 
 SCHEMA = (
-    "float scale, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
+    "float scale, float[]? scalars=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
     "Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, Tensor? bias=None, "
-    'str score_mod="", Tensor[]? captures=None, float[]? scalars=None, bool[]? needs_grad=None, '
+    'str score_mod="", Tensor[]? captures=None, bool[]? needs_grad=None, '
     "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
     'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
 )
 # Fields that are lists to the dispatcher and tuples here.
@@ -129,10 +132,10 @@ SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 def from_schema(values: tuple[Any, ...]) -> AttentionArgs:
     """From what an operator's implementation is called with."""
-    args = list(AttentionArgs(*values))
+    fields: list[Any] = list(AttentionArgs(*values))
     for i in _LIST_PLACES:
-        args[i] = tuple(args[i] or ())
-    return AttentionArgs(*args)
+        fields[i] = tuple(fields[i] or ())
+    return AttentionArgs(*fields)
 
 
 def to_schema(args: AttentionArgs) -> tuple[Any, ...]:

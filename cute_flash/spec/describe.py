@@ -14,8 +14,11 @@ from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Problem:
-    """Describe a call; refuse what contradicts itself, or what the device has no kernel for."""
+def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str = "") -> Problem:
+    """Describe a call; refuse what contradicts itself, or what the device has no kernel for.
+
+    `device`: "cuda" or "cpu", whose implementation computes it; by default that of q.
+    """
     varlen = args.cu_seqlens_q is not None
     _check_tensors(q, k, v, 3 if varlen else 4)
     _check_numbers(args)
@@ -46,7 +49,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Problem:
         out_fp32=args.out_fp32,
         batch_invariant=args.batch_invariant,
     )
-    device = "cpu" if q.device.type in ("cpu", "meta") else "cuda"
+    device = device or ("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     problem.check(device)
     if device == "cuda":
         check_softcap(args.softcap)
@@ -153,7 +156,7 @@ def _check_float(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
 
 
-def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[Any, ...]) -> None:
+def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
     if args.cu_seqlens_q is not None:
         for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
             if present:

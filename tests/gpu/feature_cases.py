@@ -62,6 +62,7 @@ class Asked:
             sinks=options.get(SINKS),
             dropout=options.get(DROPOUT, 0.0),
             rng=torch.tensor(RNG, device=q.device) if DROPOUT in options else None,
+            return_max_logit=MOST in options,
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import api, reference
+from cute_flash import reference
 from cute_flash.reference.dropout import Dropout
 from cute_flash.spec.band import Band
 from tests import cases
@@ -17,11 +17,6 @@ from tests.gpu.captured import Captured
 from tests.gpu.feature_cases import Asked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
-
-
-@pytest.fixture
-def known_rng(monkeypatch):
-    monkeypatch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG, device=device))
 
 
 @pytest.mark.usefixtures("known_rng")
