@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.planning.plan import CompileKey
-from cute_flash.runtime.gpu import Gpu
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
 from profiling.accuracy import Accuracy, Errors
@@ -20,6 +19,7 @@ from profiling.bench import Settings, Tools
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import Shape
 from profiling.timing import Batch, repeat
+from tests.fakes.recording import RecordingGpu
 
 
 @dataclass
@@ -99,26 +99,15 @@ class FakeProvider:
         return call
 
 
-class CpuGpu(Gpu):
-    """A GPU for CPU tensors: `launch(key, operands)` is called with the operands by name."""
-
-    COUNTER = 1 << 40  # an address that nothing reads
+class CpuGpu(RecordingGpu):
+    """A GPU for CPU tensors whose launches call `launch(key, operands)`, with the operands by name."""
 
     def __init__(self, arch: ArchSpec, launch: Callable[[CompileKey, dict[str, Any]], None]) -> None:
-        self.spec, self.launch = arch, launch
-
-    @staticmethod
-    def current_device() -> None:
-        """The index of the device of CPU tensors."""
-
-    def arch(self, index: int | None) -> ArchSpec:
-        return self.spec
+        super().__init__(arch)
+        self.launch = launch
 
     def kernel(self, key: CompileKey) -> Callable[..., None]:
         return lambda *args: self.launch(key, dict(zip(key.operands, args, strict=True)))
-
-    def tile_counter(self, index: int) -> tuple[Any, int]:
-        return None, self.COUNTER
 
 
 SMALL = Shape(batch=2, heads=3, heads_kv=3, seqlen=300, head_dim=16, causal=True)
