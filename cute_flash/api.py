@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("bhsd", "bshd")
 UNBOUNDED = (None, None)
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def attn(
@@ -104,14 +102,13 @@ def attn(
     """
     left, right = (None, 0 if causal else None) if window == UNBOUNDED else _window(causal, window)
     if scale is None:
-        scale = _default_scale(q)
+        scale = (q.size(-1) or 1) ** -0.5 if q.dim() else 1.0
     is_plain = (
         alibi is sinks is out_dtype is bias is score_mod is mask_mod is None
         and score_mod_bwd is block_mask is block_map is None
         and not (softcap or dropout or return_max_logit or batch_invariant)
     )
-    is_compiling = _is_compiling()
-    if is_plain and not is_compiling:
+    if is_plain and not _is_dynamo_compiling():
         args = _plain_args(scale, left, right, deterministic, requested_family())
     else:
         args = _args(
@@ -122,9 +119,9 @@ def attn(
             block_mask=block_map if block_mask is None else block_mask,
         )  # fmt: skip
     if layout == "bhsd" and q.dim() == 4:
-        out, lse, max_logit = _attention(q, k, v, args, is_compiling)
+        out, lse, max_logit = ops.attention(q, k, v, args)
     else:
-        out, lse, max_logit = _attention(*_to_bhsd(q, k, v, layout), args, is_compiling)
+        out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args)
         out, lse = _from_bhsd(out, lse, q.dim(), layout)
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
@@ -146,7 +143,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Support:
             arguments["block_mask"] = block_map
         scale = _default_scale(q) if scale is None else scale
         args = _args(q, scale, *_window(causal, window), draws_seed=False, **arguments)
-        problem = describe(*_autocast(*_to_bhsd(q, k, v, layout)), args)
+        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
@@ -220,7 +217,7 @@ def attn_varlen(
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
     )  # fmt: skip
-    out, lse, max_logit = _attention(q, k, v, args, _is_compiling())
+    out, lse, max_logit = ops.attention(q, k, v, args)
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
     return results if len(results) > 1 else out
 
@@ -387,29 +384,6 @@ def _default_scale(q: Tensor) -> float:
 
 # ---- tensors
 # ----------------------------------------------------------------------------------------------------------
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, is_compiling: bool) -> ops.Outputs:
-    if _is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, *args.differentiable)
-    return ops.compiled_attention(q, k, v, args) if is_compiling else ops.attention(q, k, v, args)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
-    return casts[0], casts[1], casts[2]
-
-
-def _refuse_tangents(*inputs: Tensor | None) -> None:
-    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:

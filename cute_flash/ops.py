@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
+from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
@@ -31,6 +32,8 @@ _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiling = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
+_autocasting = torch._C._is_any_autocast_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 # Tensors with no dispatch of their own.
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
@@ -67,12 +70,9 @@ _cuda = _Cuda()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """out, lse, max_logit; the last is None or empty if the call did not ask for it.
-
-    Not for `torch.compile`, which is to see the operator.
-    """
+    """out, lse, max_logit; the last is None or empty if the call did not ask for it."""
     if not is_direct(q, k, v, args):
-        return attention_fwd(q, k, v, *to_schema(args))
+        return _observed_attention(q, k, v, args)
     if not _is_grad_enabled():
         return _cuda.forward(q, k, v, args)
     if args.has_tensors:
@@ -84,13 +84,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     return _cuda.forward(q, k, v, args)
 
 
-def compiled_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """`attention` inside `torch.compile`."""
-    return attention_fwd(q, k, v, *to_schema(args))
-
-
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    """Whether a call is on CUDA, nothing observes it, and no tensor has a dispatch of its own: then the
+    """Whether a call is on CUDA, nothing observes or changes it, and no tensor has a dispatch of its own: then the
     dispatcher would only call the operator's CUDA kernel.
     """
     if not q.is_cuda or is_observed() or not _is_plain(q, k, v):
@@ -101,9 +96,18 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
 
 
 def is_observed() -> bool:
-    """Whether something would see the operator: a mode, a transform, a profiler, torch.jit.trace."""
+    """Whether something sees or changes operators: a mode, a transform, autocast, forward-mode differentiation, a
+    profiler, torch.jit.trace, torch.compile.
+    """
     return bool(
-        _dispatch_modes() or _function_modes() or _transform() is not None or _profiling() or _tracing() is not None
+        _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _autocasting()
+        or _profiling()
+        or forward_ad._current_level >= 0
+        or _tracing() is not None
+        or _is_dynamo_compiling()
     )
 
 
@@ -116,6 +120,30 @@ def _is_plain(*tensors: Tensor | None) -> bool:
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
+    """Through the dispatcher. Operators see neither autocast nor forward-mode tangents."""
+    if _autocasting():
+        q, k, v = autocast(q, k, v)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, *args.differentiable)
+    return attention_fwd(q, k, v, *to_schema(args))
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast, if it is enabled for the device."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+    return casts[0], casts[1], casts[2]
+
+
+def _refuse_tangents(*inputs: Tensor | None) -> None:
+    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 # ---- autograd

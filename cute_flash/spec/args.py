@@ -95,18 +95,23 @@ class AttentionArgs(NamedTuple):
         """What a plan depends on besides q, k and v; tensors by shape, type and device."""
         if not self.has_tensors:
             return self[4:]
-        values: list[Any] = []
-        for x in self[4:]:
-            if isinstance(x, Tensor):
-                values.append((x.shape, x.dtype, x.device))
-            elif isinstance(x, tuple):
-                values.extend([(y.shape, y.dtype, y.device) if isinstance(y, Tensor) else y for y in x])
-            else:
-                values.append(x)
-        if self.bias is not None:
+        alibi, sinks, bias = self.alibi, self.sinks, self.bias
+        return (
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.score_mod,
+            self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
+            self.kernels,
+            None if alibi is None else (alibi.shape, alibi.dtype, alibi.device),
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
             # How kernels load a bias depends on its strides and address.
-            values.append((self.bias.stride(), self.bias.data_ptr() % 16))
-        return tuple(values)
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
+            None if self.rng is None else (self.rng.shape, self.rng.dtype, self.rng.device),
+            None if self.cu_seqlens_q is None else self._offsets_key(),
+            *[(x.shape, x.dtype, x.device) for x in (*self.captures, *self.block_mask)],
+        )  # fmt: skip
+
+    def _offsets_key(self) -> tuple[Any, ...]:
+        offsets = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+        return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in offsets])
 
 
 SCHEMA = (
