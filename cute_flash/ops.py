@@ -71,7 +71,7 @@ _cuda = _Cuda()
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     """out, lse, max_logit; the last is None or empty if the call did not ask for it."""
-    if not is_direct(q, k, v, args):
+    if _is_dynamo_compiling() or not is_direct(q, k, v, args):
         return _observed_attention(q, k, v, args)
     if not _is_grad_enabled():
         return _cuda.forward(q, k, v, args)
@@ -88,7 +88,14 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
     """Whether a call is on CUDA, nothing observes or changes it, and no tensor has a dispatch of its own: then the
     dispatcher would only call the operator's CUDA kernel.
     """
-    if not q.is_cuda or is_observed() or not _is_plain(q, k, v):
+    if (
+        not q.is_cuda
+        or is_observed()
+        or type(q) not in _PLAIN_TYPES
+        or type(k) not in _PLAIN_TYPES
+        or type(v) not in _PLAIN_TYPES
+    ):
+        # A lazily negated q, k or v is an imaginary part; its elements lie two apart, so the launch copies it.
         return False
     return not args.has_tensors or _is_plain(
         *args.differentiable, args.rng, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, *args.block_mask
@@ -97,7 +104,7 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
 
 def is_observed() -> bool:
     """Whether something sees or changes operators: a mode, a transform, autocast, forward-mode differentiation, a
-    profiler, torch.jit.trace, torch.compile.
+    profiler, torch.jit.trace.
     """
     return bool(
         _dispatch_modes()
@@ -107,7 +114,6 @@ def is_observed() -> bool:
         or _profiling()
         or forward_ad._current_level >= 0
         or _tracing() is not None
-        or _is_dynamo_compiling()
     )
 
 

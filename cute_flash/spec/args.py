@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,12 +14,8 @@ if TYPE_CHECKING:
     from cute_flash.score_mod.bound import Graphs
 
 
-class AttentionArgs(NamedTuple):
-    """The arguments of both operators after their tensors, in the order of `SCHEMA`.
-
-    It is built by keyword in `api.py` and passed on whole. Tensors are those of the call; the family of kernels
-    is here because threads of autograd and compiled graphs do not see context variables.
-    """
+class _Fields(NamedTuple):
+    """The fields of `AttentionArgs`, in the order of `SCHEMA`."""
 
     # No plan depends on the first four.
     scale: float
@@ -47,11 +44,20 @@ class AttentionArgs(NamedTuple):
     batch_invariant: bool = False
     kernels: str = ""  # family of kernels; "": the best one for the GPU
 
+
+class AttentionArgs(_Fields):
+    """The arguments of both operators after their tensors: everything a call asks for besides q, k and v.
+
+    It is built by keyword in `api.py` and passed on whole. The family of kernels is among them because threads of
+    autograd and compiled graphs do not see context variables. A tuple, as that is what is made fastest; a subclass of
+    one, to cache what is derived.
+    """
+
     @property
     def band(self) -> Band:
         return Band(self.window_left, self.window_right)
 
-    @property
+    @cached_property
     def mods(self) -> Graphs:
         from cute_flash.score_mod.bound import graphs_of
 
@@ -83,7 +89,7 @@ class AttentionArgs(NamedTuple):
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.out_fp32 else q.dtype
 
-    @property
+    @cached_property
     def has_tensors(self) -> bool:
         return not (
             self.alibi is self.sinks is self.rng is self.bias is self.cu_seqlens_q is None
@@ -91,6 +97,7 @@ class AttentionArgs(NamedTuple):
             and not self.block_mask
         )
 
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """What a plan depends on besides q, k and v; tensors by shape, type and device."""
         if not self.has_tensors:

@@ -24,6 +24,8 @@ def requested_family() -> str:
 # What `torch.compiler.assume_constant_result` sets, which would import torch._dynamo: a compiled function keeps the
 # family of its first call, as Dynamo cannot trace context variables.
 requested_family._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# The same as a C function, for calls that are not compiled.
+current_family = _family.get
 
 
 @contextmanager
