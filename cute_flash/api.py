@@ -374,16 +374,15 @@ def _with_mods(
     if bias is not None:
         bias = _four_dimensional(bias)
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
-    is_enabled = torch.is_grad_enabled()
-    return args._replace(
-        bias=bias,
-        score_mod=mods.graphs.text,
-        captures=mods.captures,
-        scalars=mods.scalars,
-        needs_grad=tuple([is_enabled and x is not None and x.requires_grad for x in (bias, *mods.captures)]),
-        block_mask=() if block_mask is None else block_mask.tensors,
-        block_mask_sizes=() if block_mask is None else block_mask.sizes,
+    needs_grad: tuple[bool, ...] = ()
+    if torch.is_grad_enabled() and (bias is not None or mods.captures):
+        needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *mods.captures)])
+    args = args._replace(
+        bias=bias, score_mod=mods.graphs.text, captures=mods.captures, scalars=mods.scalars, needs_grad=needs_grad
     )
+    if block_mask is None:
+        return args
+    return args._replace(block_mask=block_mask.tensors, block_mask_sizes=block_mask.sizes)
 
 
 def _four_dimensional(bias: Any) -> Tensor:
