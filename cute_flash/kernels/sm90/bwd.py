@@ -35,31 +35,31 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.copies import row_tile
-from cute_flash.device.entry_list import Entry
+from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mods_bwd import WrittenScores
-from cute_flash.device.ordered import Order
+from cute_flash.device.mods_bwd import ModScores
+from cute_flash.device.semaphore import DQSemaphore
 from cute_flash.device.ptx import rederived
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.sequence import Sequence, WorkList, unpacked
+from cute_flash.device.tma import VarlenTmaTiles
+from cute_flash.device.tile_scheduler import StaticTileScheduler, PersistentTileScheduler
+from cute_flash.device.seqlen import SeqlenInfo, VarlenTileList, with_batch_mode
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer
-from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
+from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Config, SharedStorage, Tile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.features import MODS
 from cute_flash.spec.problem import Static
 
 # Named barrier 0 is the one of all threads.
-FIRST_TURN = 1
+FIRST_ORDER_BARRIER = 1
 # Of a thread of the warpgroup that copies, and of the others, together all that there are.
 REGISTERS = 24, 240
 
@@ -70,7 +70,7 @@ class Main:
 
     wg: Int32
     thread: Int32
-    shared: Shared
+    shared: SharedStorage
     rK: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K), its own keys
     rV: cute.Tensor
     rQ: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
@@ -82,15 +82,15 @@ class Main:
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
-    turns: Turns
+    order: WarpgroupOrder
     dslope: cute.Tensor | None  # (1), of the head at hand
 
 
 class BwdSm90:
     def __init__(self, static: Static, tile: BwdTileSm90):
         self.static, self.tile = static, tile
-        self.shapes = Shapes(static, tile)
-        self.dtype = self.shapes.dtype
+        self.config = Config(static, tile)
+        self.dtype = self.config.dtype
         self.has_score = bool(static.features) or static.has_mods
         self.is_written, self.is_listed = static.has_mods, static.block_sparse
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
@@ -98,7 +98,7 @@ class BwdSm90:
         self.has_function = any(name in MODS for name in static.features)
         # With a semaphore every tile has a CTA of its own: the tile that is waited for has begun.
         differs = static.is_bounded or static.varlen or static.block_sparse
-        self.draws_tiles = differs and not static.deterministic
+        self.is_dynamic = differs and not static.deterministic
 
     @property
     def name(self) -> str:
@@ -148,30 +148,30 @@ class BwdSm90:
             rng=rng, bias=bias, dbias=dbias, captures=captures, scalars=scalars, dcaptures=dcaptures,
             block_indices=block_indices,
         )  # fmt: skip
-        load, tma, shapes = cpasync.CopyBulkTensorTileG2SOp(), TmaTiles, self.shapes
+        load, tma, config = cpasync.CopyBulkTensorTileG2SOp(), TmaTiles, self.config
         if cutlass.const_expr(static.varlen):
-            q, k, v, dout_cast, dk, dv = (unpacked(x) for x in (q, k, v, dout_cast, dk, dv))
-            tma = RaggedTiles
+            q, k, v, dout_cast, dk, dv = (with_batch_mode(x) for x in (q, k, v, dout_cast, dk, dv))
+            tma = VarlenTmaTiles
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         left = window_left if static.has_left else None
         right = window_right if static.has_right else None
-        turns = None
+        semaphore = None
         if cutlass.const_expr(static.deterministic):
-            turns = Order(dq_semaphore, Band(left, right), q.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
+            semaphore = DQSemaphore(dq_semaphore, Band(left, right), q.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
-            shapes=shapes,
-            q=tma.of(load, q, shapes.q),
-            do=tma.of(load, dout_cast, shapes.q),
-            k=tma.of(load, k, shapes.k),
-            v=tma.of(load, v, shapes.k),
+            config=config,
+            q=tma.of(load, q, config.q),
+            do=tma.of(load, dout_cast, config.q),
+            k=tma.of(load, k, config.k),
+            v=tma.of(load, v, config.k),
             mLSE=lse_log2,
             mD=delta,
             mdQ=dq_accum,
-            turns=turns,
+            dq_semaphore=semaphore,
             mdK=dk,
             mdV=dv,
             seqlen_q=q.shape[2],
@@ -179,9 +179,9 @@ class BwdSm90:
             heads_per_kv=q.shape[1] // heads_kv,
             scale=scale,
             band=Band(right, left),
-            order=TileOrder(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends),
-            queue=TileQueue(num_n_blocks * heads_kv * batch, tile_counter, self.draws_tiles),
-            work=WorkList(kv_tile_list, heads_kv, heads_per_l2_group) if static.varlen else None,
+            order=StaticTileScheduler(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends),
+            queue=PersistentTileScheduler(num_n_blocks * heads_kv * batch, tile_counter, self.is_dynamic),
+            tile_list=VarlenTileList(kv_tile_list, heads_kv, heads_per_l2_group) if static.varlen else None,
             mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
             mma_dq=make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
@@ -200,7 +200,7 @@ class BwdSm90:
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = Shared.allocate(self.shapes)
+        shared = SharedStorage.allocate(self.config)
         if warp_index == 0:
             with cute.arch.elect_one():
                 shared.init_barriers(p.num_adders)
@@ -227,7 +227,7 @@ class BwdSm90:
         rest = (None,) * (cute.rank(sX) - 1)
         return cute.logical_divide(sX, (size, *rest))[((None, wg), *rest)]
 
-    def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
+    def _main(self, p: Params, shared: SharedStorage, wg: Int32, thread: Int32) -> Main:
         tile = self.tile
         s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
         rows = (WARPGROUP_ROWS, tile.head_dim)
@@ -248,7 +248,7 @@ class BwdSm90:
             acc_dK,
             cute.make_fragment_like(acc_dK),
             p.mma_s.get_slice(thread).partition_C(coords),
-            Turns(FIRST_TURN, NUM_WARPGROUPS, wg),
+            WarpgroupOrder(FIRST_ORDER_BARRIER, NUM_WARPGROUPS, wg),
             cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
@@ -256,26 +256,26 @@ class BwdSm90:
         return p.terms.keep_scale if self.has_dropout else Float32(1.0)
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
+    def mma(self, p: Params, shared: SharedStorage, wg: Int32, thread: Int32):
         main = self._main(p, shared, wg, thread)
-        main.turns.begin()
+        main.order.start()
         count, fill = Int32(0), Int32(0)  # of tiles; of blocks of queries
         shared.k.wait_full(count)
-        coord = shared.told_tile(count)
+        coord = shared.read_tile(count)
         while coord[0] != NO_TILE:
             tile = p.tile(count, fill, coord)
             self.one_tile(p, main, tile)
             fill += p.num_blocks(tile)
             count += 1
             shared.k.wait_full(count)
-            coord = shared.told_tile(count)
+            coord = shared.read_tile(count)
 
     @cute.jit
     def one_tile(self, p: Params, main: Main, tile: Tile):
         """dK and dV of a tile of keys."""
         shared, begin = main.shared, tile.fill
         first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
-        mask = Mask(p.band, tile.span.k_len, tile.span.q_len, first_row, main.tScS)
+        mask = Mask(p.band, tile.seqlen.k_len, tile.seqlen.q_len, first_row, main.tScS)
         main.acc_dK.fill(0.0)
         main.acc_dV.fill(0.0)
         if cutlass.const_expr(main.dslope is not None):
@@ -303,12 +303,12 @@ class BwdSm90:
             self.start_dv_dk(p, main, operands, last)
             self.stage_ds(p, main, operands[1], last)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(shared.ds.full_of(last))
+            cute.arch.mbarrier_arrive(shared.ds.full_barrier(last))
             if total > 1:
                 self.last_dq(p, main, last - 1)
             self.last_dq(p, main, last)
-            shared.do.release_by_all(last)
-            shared.q.release_by_all(last)
+            shared.do.release_per_thread(last)
+            shared.q.release_per_thread(last)
         cute.arch.sync_warp()
         shared.k.release(tile.count)
         self.write(p.mdV, self.static.width_v, main.acc_dV, tile, main, p, self.dv_factor(p))
@@ -335,7 +335,7 @@ class BwdSm90:
         shared, (rP, rdS) = main.shared, operands
         stage = shared.q.stage(fill)
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
-        main.turns.wait()
+        main.order.wait()
         if cutlass.const_expr(blocks_before > 0):
             self.start_dv_dk(p, main, operands, fill - 1)
         if cutlass.const_expr(blocks_before > 1):
@@ -346,8 +346,8 @@ class BwdSm90:
             scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
         if cutlass.const_expr(blocks_before > 0):
             warpgroup.wait_group(blocks_before - 1)
-            shared.do.release_by_all(fill - 1)
-            shared.q.release_by_all(fill - 1)
+            shared.do.release_per_thread(fill - 1)
+            shared.q.release_per_thread(fill - 1)
         # S^T = K Q^T, beside which dQ leaves
         shared.q.wait_full(fill)
         of_keys, of_values = self.static.k_steps
@@ -361,13 +361,13 @@ class BwdSm90:
         # dP^T = V dO^T
         shared.do.wait_full(fill)
         start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False, of_values)
-        main.turns.pass_on()
+        main.order.arrive()
         if cutlass.const_expr(blocks_before > 0):
             # Only now: the products need not wait until all have seen the stores.
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(shared.ds.full_of(fill - 1))
+            cute.arch.mbarrier_arrive(shared.ds.full_barrier(fill - 1))
         if cutlass.const_expr(blocks_before > 1):
-            self.tell_dq(main, fill - 2)
+            self.publish_dq(main, fill - 2)
         # P^T = exp(scale S^T - LSE)
         if cutlass.const_expr(self.has_score and not self.tile.early_dropout):
             m_block, head = self.block_and_head(p, tile, place)
@@ -415,13 +415,13 @@ class BwdSm90:
         """The block of queries at a place on the way, and its head."""
         if not self.is_listed:
             return tile.block(place[0]), place[1]
-        entry = Entry(place[1])
+        entry = BwdBlockIndex(place[1])
         return entry.m_block, tile.head_kv * p.heads_per_kv + entry.head
 
     @cute.jit
     def following_listed(self, p: Params, main: Main, tile: Tile, place: tuple):
         """The number of the next block in the list, and what stands there."""
-        i, entry = place[0] + 1, Entry(place[1])
+        i, entry = place[0] + 1, BwdBlockIndex(place[1])
         if cutlass.const_expr(p.terms.slopes is not None):
             if entry.is_last:
                 self.store_dslope(p, main, tile, tile.head_kv * p.heads_per_kv + entry.head)
@@ -429,10 +429,10 @@ class BwdSm90:
 
     @cute.jit
     def store_dslope(self, p: Params, main: Main, tile: Tile, head: Int32):
-        span = self.span(p, main, tile)
-        block = span.k_block(tile.n_block, self.tile.tile_n)
+        seqlen = self.seqlen(p, main, tile)
+        block = seqlen.padded_k_block(tile.n_block, self.tile.tile_n)
         part = (block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
-        p.terms.store_dslope(main.dslope, head, span, part)
+        p.terms.store_dslope(main.dslope, head, seqlen, part)
 
     @cute.jit
     def following(self, p: Params, main: Main, tile: Tile, place: tuple):
@@ -458,11 +458,11 @@ class BwdSm90:
     @cute.jit
     def start_dq(self, p: Params, main: Main, fill: Int32):
         """dQ = dS K, as soon as both warpgroups have shared their dS"""
-        ring = main.shared.ds
-        ring.wait_full(fill)
+        pipeline = main.shared.ds
+        pipeline.wait_full(fill)
         shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
         acc_dQ = cute.make_rmem_tensor(shape, Float32)
-        start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
+        start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, pipeline.stage(fill)], main.rKt, False)
         return acc_dQ
 
     @cute.jit
@@ -472,7 +472,7 @@ class BwdSm90:
         main.shared.ds.release(fill)
         self.stage_dq(main, acc_dQ, fill)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.tell_dq(main, fill)
+        self.publish_dq(main, fill)
 
     def rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
         """LSE or D of this thread's columns, where they are."""
@@ -513,25 +513,25 @@ class BwdSm90:
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
-            mask.hide_tail(as_mn(acc_S))
+            mask.apply_to_tail_rows(as_mn(acc_S))
 
     @cute.jit
-    def hide(self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple):
+    def hide(self, p: Params, tile: Tile, mask: Mask, scores: ModScores, acc_S: cute.Tensor, place: tuple):
         """What the band, the ends and mask_mod hide."""
         m_block, _head = self.block_and_head(p, tile, place)
         blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             scores.cut(acc_S, mask, m_block * self.tile.tile_m)
-        scores.hide(acc_S, Entry(place[1]).is_partial if cutlass.const_expr(self.is_listed) else None)
+        scores.hide(acc_S, BwdBlockIndex(place[1]).is_partial if cutlass.const_expr(self.is_listed) else None)
 
     @cute.jit
     def stage_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
         """dS to shared memory, for both warpgroups; they are told after a fence."""
-        ring = main.shared.ds
-        ring.wait_empty(fill)
+        pipeline = main.shared.ds
+        pipeline.wait_empty(fill)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(main.thread)
-        stage = main.shared.sdS[None, None, ring.stage(fill)]
+        stage = main.shared.sdS[None, None, pipeline.stage(fill)]
         sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
 
@@ -543,13 +543,13 @@ class BwdSm90:
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
 
     @cute.jit
-    def tell_dq(self, main: Main, fill: Int32):
+    def publish_dq(self, main: Main, fill: Int32):
         """After a fence."""
-        cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
+        cute.arch.mbarrier_arrive(main.shared.dq.full_barrier(fill * NUM_WARPGROUPS + main.wg))
 
-    def span(self, p: Params, main: Main, tile: Tile) -> Sequence:
+    def seqlen(self, p: Params, main: Main, tile: Tile) -> SeqlenInfo:
         """That of a packed batch is read again, not kept in registers."""
-        return tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+        return tile.seqlen if p.tile_list is None else p.seqlen(main.shared.read_tile(tile.count))
 
     @cute.jit
     def write(
@@ -568,9 +568,9 @@ class BwdSm90:
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        span = self.span(p, main, tile)
-        gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
+        seqlen = self.seqlen(p, main, tile)
+        gX = row_tile(seqlen.slice_head(mX, tile.head_kv), seqlen.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
         tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
         packed = cute.make_tensor(cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8)))
-        store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
+        store_rows(packed, gX, as_mn(tXcX), width, seqlen.k_len - first_row)

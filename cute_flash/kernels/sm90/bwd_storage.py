@@ -9,15 +9,15 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.block_iterator import BlockIterator
-from cute_flash.device.entry_list import Entry, EntryLists
-from cute_flash.device.ordered import Order
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.score_bwd import Terms
-from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
-from cute_flash.device.stages import allocate_stages
+from cute_flash.device.block_sparse import BwdBlockIndex, BwdBlockIndices
+from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.device.tma import VarlenTmaTiles
+from cute_flash.device.tile_scheduler import StaticTileScheduler, PersistentTileScheduler
+from cute_flash.device.score_bwd import BwdScoreParams
+from cute_flash.device.seqlen import NUMBERS, SeqlenInfo, VarlenTileList
+from cute_flash.device.smem import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
@@ -32,11 +32,11 @@ NO_TILE = -1
 # Tiles written down at a time: the next one is, while outputs of this one are still on their way.
 TILE_SLOTS = 2
 # Warps that add dQ in turn, a block each: a warp waits for one phase of a barrier, not for the next but one.
-ADDERS_IN_ORDER = 2
+DETERMINISTIC_ADDERS = 2
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Config:
     """Compile-time facts: what a kernel is built for, and the tiles in shared memory that follow from it."""
 
     static: Static
@@ -66,15 +66,15 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Params:
-    shapes: cutlass.Constexpr  # Shapes
-    q: TmaTiles | RaggedTiles  # (tile_m, tile_d)
-    do: TmaTiles | RaggedTiles
-    k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
-    v: TmaTiles | RaggedTiles
+    config: cutlass.Constexpr  # Config
+    q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)
+    do: TmaTiles | VarlenTmaTiles
+    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
+    v: TmaTiles | VarlenTmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
     mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    turns: Order | None  # where tiles of keys add in order
+    dq_semaphore: DQSemaphore | None  # where tiles of keys add in order
     mdK: cute.Tensor  # (B, Hkv, Sk, D), or packed: (1, Hkv, T, D)
     mdV: cute.Tensor
     seqlen_q: Int32
@@ -82,67 +82,67 @@ class Params:
     heads_per_kv: Int32
     scale: Float32
     band: Band  # of keys over queries: left and right change places
-    order: TileOrder
-    queue: TileQueue
-    work: WorkList | None  # of a packed batch
+    order: StaticTileScheduler
+    queue: PersistentTileScheduler
+    tile_list: VarlenTileList | None  # of a packed batch
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
-    terms: Terms | None  # of scores that are more than products
+    terms: BwdScoreParams | None  # of scores that are more than products
 
-    def tiles(self) -> TileQueue:
+    def tiles(self) -> PersistentTileScheduler:
         """Asked anew for every tile: how many there are is read again, not kept in a register."""
-        return self.queue if self.work is None else self.work.queue(self.queue.counter, self.queue.is_shared)
+        return self.queue if self.tile_list is None else self.tile_list.queue(self.queue.counter, self.queue.is_dynamic)
 
     def coord(self, index: Int32) -> tuple:
         """(n_block, head, the numbers of the sequence...)"""
-        if self.work is None:
-            return self.order.decode(index)
-        n_block, head, numbers = self.work.read(index)
+        if self.tile_list is None:
+            return self.order.tile_coord(index)
+        n_block, head, numbers = self.tile_list.read(index)
         return n_block, head, *numbers
 
-    def span(self, coord: tuple) -> Sequence:
-        if self.work is None:
-            return Sequence(coord[2], self.seqlen_q, self.seqlen_k)
-        return Sequence.told(coord[2:])
+    def seqlen(self, coord: tuple) -> SeqlenInfo:
+        if self.tile_list is None:
+            return SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
+        return SeqlenInfo.of_values(coord[2:])
 
     @property
-    def lists(self) -> EntryLists | None:
+    def lists(self) -> BwdBlockIndices | None:
         """Of a block map."""
         written = None if self.terms is None else self.terms.written
         return None if written is None else written.lists
 
     def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
-        tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
-        span = self.span(coord)
-        blocks = self.band.blocks(coord[0], tile_n, tile_m, span.k_len, span.q_len)
+        tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
+        seqlen = self.seqlen(coord)
+        blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
         # Without a mask every tile begins elsewhere, for few to add to the same block at a time; but not in
         # order, where the turns come one after the other.
         shift, num_listed = None, None
         if self.lists is not None:
-            num_listed = self.lists.num(span.batch, coord[1], coord[0])
-        elif self.band.left is None and self.band.right is None and self.turns is None:
-            tiles = self.order.num_m_blocks if self.work is None else ceil_div(span.k_len, tile_n)
+            num_listed = self.lists.num(seqlen.batch, coord[1], coord[0])
+        elif self.band.left is None and self.band.right is None and self.dq_semaphore is None:
+            tiles = self.order.num_m_blocks if self.tile_list is None else ceil_div(seqlen.k_len, tile_n)
             shift = coord[0] * blocks.end // tiles
         block_iter = BlockIterator.of(blocks, ascends=True)
-        return Tile(count, fill, coord[0], coord[1], span, blocks, block_iter, shift, num_listed)
+        return Tile(count, fill, coord[0], coord[1], seqlen, blocks, block_iter, shift, num_listed)
 
     def num_blocks(self, tile: "Tile") -> Int32:
         """Blocks of queries of a tile, of all heads that share its keys."""
         return tile.block_iter.num * self.heads_per_kv if tile.num_listed is None else tile.num_listed
 
-    def entry(self, tile: "Tile", i: Int32) -> Entry:
+    def entry(self, tile: "Tile", i: Int32) -> BwdBlockIndex:
         """The i-th of a tile's list."""
-        return Entry(self.lists.read(tile.span.batch, tile.head_kv, tile.n_block, i))
+        return BwdBlockIndex(self.lists.read(tile.seqlen.batch, tile.head_kv, tile.n_block, i))
 
     @property
     def num_adders(self) -> int:
         """Warps that add dQ: in order they wait for each other's turns and for additions to be complete."""
-        return 1 if self.turns is None else ADDERS_IN_ORDER
+        return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedStorage:
     sK: cute.Tensor  # (tile_n, tile_d)
     sV: cute.Tensor
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
@@ -151,33 +151,33 @@ class Shared:
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    shapes: cutlass.Constexpr  # Shapes
+    config: cutlass.Constexpr  # Config
     tiles: cute.Tensor  # (n_block, head, sequence...; slot)
-    k: Ring  # with the tile it is of; empty: multiplied for the last time, and the tile read by all
-    v: Ring
-    q: Ring  # with LSE
-    do: Ring  # with D
-    dq: Ring  # of each warpgroup; memory for one block, barriers for as many as there are adders
-    ds: Ring  # full: both warpgroups have written; empty: both have read
+    k: Pipeline  # with the tile it is of; empty: multiplied for the last time, and the tile read by all
+    v: Pipeline
+    q: Pipeline  # with LSE
+    do: Pipeline  # with D
+    dq: Pipeline  # of each warpgroup; memory for one block, barriers for as many as there are adders
+    ds: Pipeline  # full: both warpgroups have written; empty: both have read
 
     @staticmethod
-    def allocate(shapes: Shapes) -> "Shared":
-        smem, tile = SmemAllocator(), shapes.tile
-        allocate = partial(allocate_stages, smem, shapes.dtype)
-        sK, sV = allocate(shapes.k, 1)[None, None, 0], allocate(shapes.k, 1)[None, None, 0]
-        sQ, sdO = allocate(shapes.q, tile.stages), allocate(shapes.q, tile.stages)
-        sdS = allocate(shapes.ds, DS_STAGES)
+    def allocate(config: Config) -> "SharedStorage":
+        smem, tile = SmemAllocator(), config.tile
+        allocate = partial(allocate_stages, smem, config.dtype)
+        sK, sV = allocate(config.k, 1)[None, None, 0], allocate(config.k, 1)[None, None, 0]
+        sQ, sdO = allocate(config.q, tile.stages), allocate(config.q, tile.stages)
+        sdS = allocate(config.ds, DS_STAGES)
         rows = cute.make_layout((tile.tile_m, tile.stages))
         sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
         per_thread = tile.tile_m * tile.head_dim // BOTH
         order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, order, 128)
-        room = -(-shapes.tile_numbers // 4) * 4
+        room = -(-config.tile_numbers // 4) * 4
         tiles = smem.allocate_tensor(Int32, cute.make_layout((room, TILE_SLOTS)), 16)
-        parts = NUM_WARPGROUPS * ADDERS_IN_ORDER
+        parts = NUM_WARPGROUPS * DETERMINISTIC_ADDERS
         stages = (1, 1, tile.stages, tile.stages, parts, DS_STAGES)
-        rings = [Ring.allocate(smem, number) for number in stages]
-        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, shapes, tiles, *rings)
+        pipelines = [Pipeline.allocate(smem, number) for number in stages]
+        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, config, tiles, *pipelines)
 
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):
@@ -191,20 +191,20 @@ class Shared:
         self.ds.init(BOTH, 4 * NUM_WARPGROUPS)
 
     @cute.jit
-    def tell_tile(self, count: Int32, coord: tuple):
+    def publish_tile(self, count: Int32, coord: tuple):
         """Write down the tile whose K comes next; the arrival at k.full that follows tells it."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(coord)):
                 self.tiles[i, count % TILE_SLOTS] = coord[i]
 
     @cute.jit
-    def tell_end(self, count: Int32):
-        self.tell_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.shapes.tile_numbers - 1))))
+    def publish_end(self, count: Int32):
+        self.publish_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.config.tile_numbers - 1))))
 
-    def told_tile(self, count: Int32) -> tuple:
+    def read_tile(self, count: Int32) -> tuple:
         """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last."""
         uniform = cute.arch.make_warp_uniform
-        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(self.shapes.tile_numbers))
+        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(self.config.tile_numbers))
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Tile:
     fill: Int32  # blocks of queries before this tile's
     n_block: Int32
     head_kv: Int32
-    span: Sequence
+    seqlen: SeqlenInfo
     blocks: BlockRange  # of queries that see them
     block_iter: BlockIterator  # over those
     shift: Int32 | None  # of the block_iter's beginning
@@ -223,7 +223,7 @@ class Tile:
 
     @property
     def batch(self) -> Int32:
-        return self.span.batch
+        return self.seqlen.batch
 
     def block(self, i: Int32) -> Int32:
         """The block of queries that is the i-th on the way."""

@@ -45,10 +45,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.mask import Mask
 from cute_flash.device.ptx import rederived
-from cute_flash.device.scheduler import TileOrder
+from cute_flash.device.tile_scheduler import StaticTileScheduler
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.stmatrix import store_transposed
 from cute_flash.device.tma import TmaTiles
@@ -56,7 +56,7 @@ from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.sm90.bwd_producer import load_block, load_keys
 from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
-from cute_flash.kernels.sm90.bwd_wide_storage import Params, Shapes, Shared
+from cute_flash.kernels.sm90.bwd_wide_storage import Params, Config, SharedStorage
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -76,7 +76,7 @@ class Main:
 
     wg: Int32
     thread: Int32
-    shared: Shared
+    shared: SharedStorage
     rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage)
     rdO: cute.Tensor
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), its own keys
@@ -93,14 +93,14 @@ class Main:
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half of it at a time, in the registers of dP
     tScS: cute.Tensor  # (query, key) of every element of S
-    free: Turns  # sP is read no more by the other warpgroup
+    free: WarpgroupOrder  # sP is read no more by the other warpgroup
 
 
 class BwdSm90Wide:
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         self.static, self.tile = static, tile
-        self.shapes = Shapes(static, tile)
-        self.dtype = self.shapes.dtype
+        self.config = Config(static, tile)
+        self.dtype = self.config.dtype
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         # Of S and dP, whose widths may differ.
         self.steps = tuple(None if x is None else range(max(len(x), LEAST_STEPS)) for x in static.k_steps)
@@ -135,19 +135,19 @@ class BwdSm90Wide:
         """The first operands of `BwdSm90`. A CTA has one tile, and dQ no fixed order: `tile_counter` and
         `dq_semaphore` are not used.
         """
-        tile, static, shapes = self.tile, self.static, self.shapes
+        tile, static, config = self.tile, self.static, self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
-            shapes=shapes,
-            q=TmaTiles.of(load, q, shapes.q),
-            do=TmaTiles.of(load, dout_cast, shapes.q),
-            k=TmaTiles.of(load, k, shapes.k),
-            v=TmaTiles.of(load, v, shapes.k),
-            dk=TmaTiles.of(store, dk, shapes.out),
-            dv=TmaTiles.of(store, dv, shapes.out),
+            config=config,
+            q=TmaTiles.of(load, q, config.q),
+            do=TmaTiles.of(load, dout_cast, config.q),
+            k=TmaTiles.of(load, k, config.k),
+            v=TmaTiles.of(load, v, config.k),
+            dk=TmaTiles.of(store, dk, config.out),
+            dv=TmaTiles.of(store, dv, config.out),
             mLSE=lse_log2,
             mD=delta,
             mdQ=dq_accum,
@@ -156,7 +156,7 @@ class BwdSm90Wide:
             heads_per_kv=q.shape[1] // heads_kv,
             scale=scale,
             band=Band(*self.bounds(window_left, window_right)),
-            order=TileOrder(num_n_blocks, heads_kv, batch, heads_per_l2_group, static.has_left),
+            order=StaticTileScheduler(num_n_blocks, heads_kv, batch, heads_per_l2_group, static.has_left),
             mma_s=make_mma(self.dtype, self.keys, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
@@ -181,7 +181,7 @@ class BwdSm90Wide:
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = Shared.allocate(self.shapes)
+        shared = SharedStorage.allocate(self.config)
         if warp_index == 0:
             with cute.arch.elect_one():
                 shared.init_barriers()
@@ -202,7 +202,7 @@ class BwdSm90Wide:
             self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     @cute.jit
-    def load(self, p: Params, shared: Shared):
+    def load(self, p: Params, shared: SharedStorage):
         """K, the first block of queries, V, and the other blocks."""
         tile, fill = p.tile(), Int32(0)
         load_keys(p, p.k, shared.k, shared.sK, tile)
@@ -215,7 +215,7 @@ class BwdSm90Wide:
             fill += tile.block_iter.num
 
     @cute.jit
-    def add_parts(self, p: Params, shared: Shared, wg: Int32):
+    def add_parts(self, p: Params, shared: SharedStorage, wg: Int32):
         """Add what a warpgroup stages of dQ to global memory; a warp for each, so that neither waits until
         the other's part has left.
         """
@@ -240,7 +240,7 @@ class BwdSm90Wide:
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
-    def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
+    def _main(self, p: Params, shared: SharedStorage, wg: Int32, thread: Int32) -> Main:
         tile, columns = self.tile, WARPGROUP_ROWS
         s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
 
@@ -278,7 +278,7 @@ class BwdSm90Wide:
             accumulators(),
             *self._temporaries(p),
             self._coords(p, thread),
-            Turns(FIRST_FREE, NUM_WARPGROUPS, wg),
+            WarpgroupOrder(FIRST_FREE, NUM_WARPGROUPS, wg),
         )
 
     def _temporaries(self, p: Params) -> tuple:
@@ -292,7 +292,7 @@ class BwdSm90Wide:
         return acc_S, cute.make_tensor(acc_dQ.iterator, scores), acc_dQ
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
+    def mma(self, p: Params, shared: SharedStorage, wg: Int32, thread: Int32):
         """dK and dV of a tile of keys."""
         main, tile = self._main(p, shared, wg, thread), p.tile()
         for half in cutlass.range_constexpr(HALVES):
@@ -351,8 +351,8 @@ class BwdSm90Wide:
         self.start_dk(p, main, fill, 0)
         # dV
         warpgroup.wait_group(2)
-        shared.do.release_by_all(fill)
-        main.free.pass_on()
+        shared.do.release_per_thread(fill)
+        main.free.arrive()
         # dQ0, which leaves beside dK0
         warpgroup.wait_group(1)
         rest = self.stage_dq(main, fill, 0)
@@ -361,7 +361,7 @@ class BwdSm90Wide:
         self.start_dq(p, main, fill, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, main, rest, where, 0)
-        self.tell_dq(main, fill, 0)
+        self.publish_dq(main, fill, 0)
         sums, i = where
         sums, i = sums + 1, i + 1
         if i == tile.block_iter.num:
@@ -385,7 +385,7 @@ class BwdSm90Wide:
         self.start_dv(p, main, fill + 1, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, main, rest, where, 1)
-        self.tell_dq(main, fill, 1)
+        self.publish_dq(main, fill, 1)
         # dP; D beside it
         rD = self.load_rows(main, shared.sD[None, shared.do.stage(fill + 1)])
         warpgroup.wait_group(1)
@@ -401,28 +401,28 @@ class BwdSm90Wide:
         rest = self.stage_dq(main, fill, 0)
         self.start_dq(p, main, fill, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.tell_dq(main, fill, 0)
+        self.publish_dq(main, fill, 0)
         self.add_rest(p, main, rest, where, 0)
         warpgroup.wait_group(0)
         rest = self.stage_dq(main, fill, 1)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.tell_dq(main, fill, 1)
+        self.publish_dq(main, fill, 1)
         self.add_rest(p, main, rest, where, 1)
 
     @cute.jit
     def start_s(self, p: Params, main: Main, fill: Int32):
         """S = Q K^T"""
-        ring = main.shared.q
-        ring.wait_full(fill)
-        rQ = main.rQ[None, None, None, ring.stage(fill)]
+        pipeline = main.shared.q
+        pipeline.wait_full(fill)
+        rQ = main.rQ[None, None, None, pipeline.stage(fill)]
         start_gemm(p.mma_s, main.acc_S, rQ, main.rK, False, self.steps[0])
 
     @cute.jit
     def start_dp(self, p: Params, main: Main, fill: Int32):
         """dP = dO V^T"""
-        ring = main.shared.do
-        ring.wait_full(fill)
-        rdO = main.rdO[None, None, None, ring.stage(fill)]
+        pipeline = main.shared.do
+        pipeline.wait_full(fill)
+        rdO = main.rdO[None, None, None, pipeline.stage(fill)]
         start_gemm(p.mma_s, main.acc_dP, rdO, main.rV, False, self.steps[1])
 
     @cute.jit
@@ -449,7 +449,7 @@ class BwdSm90Wide:
     @cute.jit
     def stage_dq(self, main: Main, fill: Int32, half: cutlass.Constexpr):
         """A half of dQ to shared memory, in the order of the registers, but for the last four, which have no
-        room there; they are returned, for `add_rest`. `add_parts` is told by `tell_dq`, after a fence.
+        room there; they are returned, for `add_rest`. `add_parts` is told by `publish_dq`, after a fence.
         """
         main.shared.dq.wait_empty(self.staged(main, fill, half))
         sdQ, pieces = main.shared.sdQ[None, main.thread, None, main.wg], self.tile.dq_pieces
@@ -471,8 +471,8 @@ class BwdSm90Wide:
         add_four(first, rest, HALVES * main.wg + half, self.tile.dq_pieces, main.thread)
 
     @cute.jit
-    def tell_dq(self, main: Main, fill: Int32, half: cutlass.Constexpr):
-        cute.arch.mbarrier_arrive(main.shared.dq.full_of(self.staged(main, fill, half)))
+    def publish_dq(self, main: Main, fill: Int32, half: cutlass.Constexpr):
+        cute.arch.mbarrier_arrive(main.shared.dq.full_barrier(self.staged(main, fill, half)))
 
     @cute.jit
     def make_p(self, p: Params, main: Main, tile: Tile, rLSE: cute.Tensor, i: Int32):
