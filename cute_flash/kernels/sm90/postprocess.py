@@ -78,6 +78,11 @@ class BwdPostprocessSm90:
         rows, columns = self.tile.dq_part
         acc = cute.make_rmem_tensor(rows * columns // THREADS, Float32)
         acc.fill(0.0)
-        add_accumulators(seqlen.slice_head(p.mdQ_accum, head)[seqlen.padded_q_block(m_block, self.tile.tile_m), None], acc, wg, thread)
+        add_accumulators(
+            seqlen.slice_head(p.mdQ_accum, head)[seqlen.padded_q_block(m_block, self.tile.tile_m), None],
+            acc,
+            wg,
+            thread,
+        )
         acc.store(acc.load() * p.scale)
         store_dq(acc, p.mdQ, (head, seqlen, m_block), p.tiled_mma, (self.static, self.tile), wg, thread)
