@@ -112,7 +112,7 @@ class Fakes:
         return _compact(CUTE_DTYPES[dtype], self.shape(dims[1:] if self.static.varlen else dims))
 
     def compact(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
-        # Rows that are padded to whole tiles are copied by 16 bytes at a time.
+        # Kernels copy rows of a padded workspace 16 bytes at a time.
         align = ROW_ALIGN_BYTES if any(name.startswith("padded") for name in dims) else None
         return _compact(CUTE_DTYPES[dtype], self.shape(dims), align)
 
@@ -174,9 +174,9 @@ class Fakes:
         return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
 
 
-def _compact(dtype: Any, shape: tuple, align: int | None = None, **more: Any) -> cute.Tensor:
+def _compact(dtype: Any, shape: tuple, align: int | None = None, **options: Any) -> cute.Tensor:
     order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8
-    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **more)
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **options)
 
 
 def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
