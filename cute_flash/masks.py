@@ -1,7 +1,7 @@
-"""Masks to give to `attn(mask_mod=...)`: functions of (b, h, q_idx, kv_idx), and ways to put them together.
+"""Masks for `attn(mask_mod=...)`: functions of (b, h, q_idx, kv_idx), and operators that combine them.
 
-What they capture are tensors and numbers, which are arguments to a kernel: a window of another size, other
-documents or another tree compile nothing. `draw` shows a mask and its block map, as text or as SVG.
+The tensors and numbers that a mask captures are arguments of the kernel: a new window size, new documents or
+a new tree do not recompile it. `draw` shows a mask and its block mask as text or as SVG.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def causal(offset: int = 0) -> Mask:
-    """Keys up to the query's own position, `offset` keys further on: Sk - Sq aligns the ends."""
+    """Keys up to the query's own position plus `offset`; an offset of Sk - Sq aligns the ends."""
 
     def mask(b, h, q_idx, kv_idx):
         return kv_idx <= q_idx + offset
@@ -41,13 +41,13 @@ def causal(offset: int = 0) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """A prefix that everybody sees, causal after it. `prefix`: its length, or (B) lengths."""
+    """A prefix that all queries see, causal after it. `prefix`: its length, or a tensor (B) of lengths."""
     if isinstance(prefix, Tensor) and prefix.dim() == 1:
 
-        def of_each(b, h, q_idx, kv_idx):
+        def per_batch(b, h, q_idx, kv_idx):
             return (kv_idx <= q_idx) | (kv_idx < prefix[b])
 
-        return of_each
+        return per_batch
 
     def mask(b, h, q_idx, kv_idx):
         return (kv_idx <= q_idx) | (kv_idx < prefix)
@@ -56,11 +56,12 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
 
 def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mask:
-    """Documents packed one after the other, none of which sees another.
+    """Documents that are concatenated in one sequence; a query sees only keys of its own document.
 
     Args:
-        ids: the document of each position, (S) or (B, S), ints. Or offsets: (N + 1), where each document
-        begins, from 0, and where the last ends; positions after that are one document more.
+        ids: the document of each position, (S) or (B, S), ints.
+        offsets: instead of ids, (N + 1): the first position of each document, and the end of the last.
+            Positions past the end form one more document.
     """
     if (ids is None) == (offsets is None):
         raise ValueError("document: give either ids or offsets")
@@ -73,10 +74,10 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")
     if ids.dim() == 2:
 
-        def of_each(b, h, q_idx, kv_idx):
+        def per_batch(b, h, q_idx, kv_idx):
             return ids[b, q_idx] == ids[b, kv_idx]
 
-        return of_each
+        return per_batch
 
     def mask(b, h, q_idx, kv_idx):
         return ids[q_idx] == ids[kv_idx]
@@ -85,41 +86,41 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
 
 
 def _ids_of(offsets: Tensor) -> Tensor:
-    """The document of each position, and one more for all that follow."""
+    """The document of each position; the last entry stands for all positions past the end."""
     positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
     return torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:
-    """Drafted tokens that form a tree: each sees itself, its ancestors, and `prefix` keys before all of them.
+    """A tree of draft tokens: each sees itself, its ancestors, and the first `prefix` keys.
 
-    `parents`: (N), the parent of each node, -1 for a root; nodes come after their parents. Query i and key
+    `parents`: (N), the parent of each node, -1 for a root; a node comes after its parent. Query i and key
     `prefix` + i are node i.
     """
     if parents.dim() != 1:
         raise ValueError(f"parents have shape {tuple(parents.shape)}: expected (N)")
-    above = _ancestors(parents.tolist()).to(parents.device)
+    ancestors = _ancestors(parents.tolist()).to(parents.device)
 
     def mask(b, h, q_idx, kv_idx):
-        # An index outside a captured tensor reads its nearest element, which does not count here.
-        return (kv_idx < prefix) | above[q_idx, kv_idx - prefix]
+        # An index out of bounds is clamped; kv_idx < prefix overrides the element that is read then.
+        return (kv_idx < prefix) | ancestors[q_idx, kv_idx - prefix]
 
     return mask
 
 
 def _ancestors(parents: list[int]) -> Tensor:
-    """(N, N), true where the column is the row's node itself or above it."""
-    found = torch.eye(len(parents), dtype=torch.bool)
+    """(N, N), true where the column's node is the row's node or one of its ancestors."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"parents[{node}]={parent}: expected -1 or a node before it")
         if parent >= 0:
-            found[node] |= found[parent]
-    return found
+            ancestors[node] |= ancestors[parent]
+    return ancestors
 
 
 def dilated(window: int, step: int) -> Mask:
-    """Every `step`-th key, back from the query's own, `window` of them."""
+    """Every `step`-th key, from the query's own position backwards, `window` keys in all."""
     if window < 1 or step < 1:
         raise ValueError(f"dilated: window={window} and step={step} must be positive")
     reach = window * step
@@ -132,7 +133,7 @@ def dilated(window: int, step: int) -> Mask:
 
 
 def block_causal(block: int) -> Mask:
-    """Causal by blocks of positions: each sees its own block and all before it."""
+    """Causal by blocks of `block` positions: a query sees its own block and all blocks before it."""
     if block < 1:
         raise ValueError(f"block_causal: block={block} must be positive")
 
@@ -143,7 +144,7 @@ def block_causal(block: int) -> Mask:
 
 
 def sliding_window(window: int, num_global: int = 0) -> Mask:
-    """The last `window` keys up to the query's own, and the first `num_global` of all, causal."""
+    """Causal: the last `window` keys, and the first `num_global` keys of the sequence (global tokens)."""
     if window < 1 or num_global < 0:
         raise ValueError(f"sliding_window: window={window}, num_global={num_global}: at least 1 and 0")
 
@@ -155,35 +156,35 @@ def sliding_window(window: int, num_global: int = 0) -> Mask:
 
 
 def and_(*masks: Mask) -> Mask:
-    """Where all of them are true."""
+    """True where all masks are true."""
     if not masks:
         raise ValueError("and_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        found = masks[0](b, h, q_idx, kv_idx)
+        visible = masks[0](b, h, q_idx, kv_idx)
         for other in masks[1:]:
-            found = found & other(b, h, q_idx, kv_idx)
-        return found
+            visible = visible & other(b, h, q_idx, kv_idx)
+        return visible
 
     return mask
 
 
 def or_(*masks: Mask) -> Mask:
-    """Where any of them is true."""
+    """True where any mask is true."""
     if not masks:
         raise ValueError("or_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        found = masks[0](b, h, q_idx, kv_idx)
+        visible = masks[0](b, h, q_idx, kv_idx)
         for other in masks[1:]:
-            found = found | other(b, h, q_idx, kv_idx)
-        return found
+            visible = visible | other(b, h, q_idx, kv_idx)
+        return visible
 
     return mask
 
 
 def not_(one: Mask) -> Mask:
-    """Where it is false."""
+    """True where the mask is false."""
 
     def mask(b, h, q_idx, kv_idx):
         return ~one(b, h, q_idx, kv_idx)

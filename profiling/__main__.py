@@ -40,6 +40,7 @@ from profiling.arguments import at_least_one, int_list, name_list, num_cores
 from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
+from profiling.gpu_lock import GpuLock
 from profiling.providers import (
     BY_NAME_ONLY,
     DEFAULT_NAMES,
@@ -51,14 +52,13 @@ from profiling.providers import (
 )
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.terminal import Table, print_lines, progress, show, tell_absent
+from profiling.terminal import Table, print_lines, print_unavailable, progress, show
 from profiling.timing import EventTimer, GraphTimer
-from profiling.turns import Turns
-from profiling.variants import FAMILIES, Wanted, choose
+from profiling.variants import FAMILIES, Selection, choose
 from profiling.workers import Pool
 
-# 0: all well. 1: measured, and found wanting. 2: could not be measured.
-OK, FOUND_WANTING, NOT_MEASURED = 0, 1, 2
+# Exit status: 0 success, 1 a failure, a regression or a missed goal, 2 nothing was measured.
+OK, FAILED, NOT_MEASURED = 0, 1, 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: " + ",".join(DEFAULT_NAMES) + "; also " + ",".join(BY_NAME_ONLY),
     )
     bench.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
-    bench.add_argument("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="write all results as JSON")
     bench.add_argument("--suite", choices=SUITES, default="quick")
     bench.add_argument("--direction", choices=DIRECTIONS, default="fwd", help="default: %(default)s")
     bench.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -90,14 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
     host_command = commands.add_parser("host", help="host time of calls beside SDPA and a floor, with goals")
     host_cases.add_arguments(host_command, KERNELS)
-    of_features = commands.add_parser("features", help="what features cost beside the call without them")
+    of_features = commands.add_parser("features", help="cost of features beside the call without them")
     _add_features(of_features, tuple(features.KINDS))
-    mods_command = commands.add_parser("mods", help="users' functions, block maps and biases beside peers")
+    mods_command = commands.add_parser("mods", help="score_mod, mask_mod, block masks and biases beside peers")
     _add_features(mods_command, tuple(mods.KINDS))
     _add_mods(mods_command)
     _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
-    _add_ncu(commands.add_parser("ncu", help="counters of single launches beside what was predicted"))
-    plots = commands.add_parser("plots", help="the figures of the documents, from checked-in files; no GPU")
+    _add_ncu(commands.add_parser("ncu", help="counters of single launches beside their predictions"))
+    plots = commands.add_parser("plots", help="figures of the documents, from checked-in files; needs no GPU")
     plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="default: plots/")
     return parser
 
@@ -110,15 +110,15 @@ def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> No
     add("--rounds", type=at_least_one, default=defaults.rounds, help="default: %(default)s")
     add("--ms", type=float, default=defaults.ms, help="of back-to-back calls (default: %(default)s)")
     add("--seed", type=int, default=defaults.seed)
-    add("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
+    add("--out", type=Path, metavar="FILE", help="write all results as JSON")
 
 
 def _add_mods(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--functions", type=name_list, default=(), metavar=",".join(mods.FUNCTIONS), help="default: all")
     add("--peers", type=name_list, default=(), metavar=",".join(mods.PEERS), help="default: all")
-    add("--turns", type=Path, metavar="FILE", help="lock: those that share it compile at once, time in turn")
-    add("--parts", type=Path, nargs="+", metavar="FILE", help="JSON of such processes put together; no GPU")
+    add("--lock", type=Path, metavar="FILE", help="processes that share it compile at once, measure one by one")
+    add("--parts", type=Path, nargs="+", metavar="FILE", help="merge the JSON of such processes; needs no GPU")
 
 
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +136,9 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="default: %(default)s")
     add("--ncu", default="ncu", metavar="PROGRAM", help="default: %(default)s, on the path")
     add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
-    add("--predict-only", action="store_true", help="profile nothing; needs no GPU")
-    add("--from-exports", action="store_true", help="remake the record from the .csv files in --out; no GPU")
-    add("--arch", metavar="sm_xx", help="what --predict-only predicts for (default: the GPU here)")
+    add("--predict-only", action="store_true", help="print predictions alone; needs no GPU")
+    add("--from-exports", action="store_true", help="make the record from the .csv files in --out; needs no GPU")
+    add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="EXPR|FILE",
-        help='variants, such as "64: 192x{112,128} s{2,4} q2"; default: neighbours of the row of the table',
+        help='variants, such as "64: 192x{112,128} s{2,4} q2"; default: neighbours of the table\'s rows',
     )
     add("--max-variants", type=at_least_one, default=30, help="neighbours a head dim (default: %(default)s)")
     add("--head-dims", type=int_list, metavar="64,128", help="default: those of the variants, or 64,128")
@@ -164,17 +164,17 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     add("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
     add("--seed", type=int, default=0)
     add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
-    add("--resources", action="store_true", help="read registers and spills too: compiles twice")
+    add("--resources", action="store_true", help="report registers and spills too: compiles twice")
     add("--compile-only", action="store_true", help="registers, spills and shared memory; needs no GPU")
-    add("--arch", metavar="sm_xx", help="what --compile-only compiles for (default: the GPU here)")
-    add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels there for later runs")
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON, after each cell")
+    add("--arch", metavar="sm_xx", help="architecture of --compile-only (default: the GPU here)")
+    add("--kernel-cache", type=Path, metavar="DIR", help="kernel cache for later runs")
+    add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
 
 
 def _available(args: argparse.Namespace, direction: str) -> tuple[list[Provider], dict[str, str]]:
-    available, absent = split_available(select(args.providers, args.kernels), direction)
-    tell_absent(absent)
-    return available, absent
+    available, unavailable = split_available(select(args.providers, args.kernels), direction)
+    print_unavailable(unavailable)
+    return available, unavailable
 
 
 def _show_run(run: Run) -> None:
@@ -186,7 +186,7 @@ def _show_run(run: Run) -> None:
 
 
 def _compare(run: Run, base: Run, threshold: float) -> bool:
-    """Show the changes; true when one is a regression, or when nothing could be compared."""
+    """Print the changes; true if one is a regression, or if no cell can be compared."""
     changes = compare.changes(run, base)
     if not changes:
         print(f"The base shares no cell with this run that has a ratio to {run.reference}.")
@@ -206,10 +206,10 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _bench(args: argparse.Namespace) -> int:
     shapes, base = _shapes(args), load(args.base) if args.base else None
     select([args.reference])
-    available, absent = _available(args, args.direction)
+    available, unavailable = _available(args, args.direction)
     if not available:
         return NOT_MEASURED
-    keep: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
+    save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
     with progress(len(shapes)) as step:
         tools = Tools(
             timer=GraphTimer() if args.graph else EventTimer(),
@@ -217,21 +217,21 @@ def _bench(args: argparse.Namespace) -> int:
             facts=machine.facts,
             card_state=machine.card_state,
             progress=step,
-            save=keep,
+            save=save_run,
         )
-        run = run_bench(shapes, available, absent, _settings(args), tools)
+        run = run_bench(shapes, available, unavailable, _settings(args), tools)
     _show_run(run)
     is_worse = base is not None and _compare(run, base, args.threshold)
-    return FOUND_WANTING if is_worse or report.failures(run) else OK
+    return FAILED if is_worse or report.failures(run) else OK
 
 
 def _host(args: argparse.Namespace) -> int:
     settings = host_cases.Settings.of(args)
-    # A wrong case is said before anything is measured.
+    # A wrong case is refused before anything is measured.
     settings.chosen()
     base: dict[str, Any] = json.loads(args.base.read_text()) if args.base else {}
     if not arch.has_gpu():
-        raise ValueError("no CUDA device: there is nothing to measure")
+        raise ValueError("no CUDA device: nothing can be measured")
     environment = {} if args.kernels == "auto" else {"CUTE_FLASH_KERNELS": args.kernels}
     with progress(1 + args.processes + args.start) as step:
         run = host.fresh_process(environment)
@@ -246,35 +246,35 @@ def _host(args: argparse.Namespace) -> int:
         write_json(data, args.out)
     show([*host_report.host_tables(data), *([start.start_table(starts)] if "cold" in starts else [])])
     print_lines("Failures", [f"{name}: {error}" for name, error in data["errors"].items()])
-    return FOUND_WANTING if host_report.is_wanting(data) else OK
+    return FAILED if host_report.has_failed(data) else OK
 
 
 def _features(args: argparse.Namespace) -> int:
     if not arch.has_gpu():
-        raise ValueError("no CUDA device: there is nothing to measure")
+        raise ValueError("no CUDA device: nothing can be measured")
     names = {f.name for f in fields(features.Settings)} & set(vars(args))
     settings = features.Settings(**{name: getattr(args, name) for name in names})
     context, is_mods = CuteFlash(kernels=args.kernels).context(), args.command == "mods"
-    turns = Turns(args.turns) if is_mods and args.turns else None
-    tell_absent(mods.absent(settings) if is_mods else {})
+    lock = GpuLock(args.lock) if is_mods and args.lock else None
+    print_unavailable(mods.unavailable(settings) if is_mods else {})
     facts = machine.facts()
 
-    def keep(found: Sequence[features.Found]) -> None:
+    def save_results(results: Sequence[features.CellResult]) -> None:
         if args.out:
-            write_json(features.to_dict(found, settings, facts), args.out)
+            write_json(features.to_dict(results, settings, facts), args.out)
 
     with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
         cells, timer = mods.KINDS if is_mods else features.KINDS, EventTimer()
         device = torch.device("cuda")
-        found = features.run_features(args.kinds, settings, timer, device, step, cells, turns, keep)
-    return _show_features(found, [mods_summary.summary(found)] if is_mods else [])
+        results = features.run_features(args.kinds, settings, timer, device, step, cells, lock, save_results)
+    return _show_features(results, [mods_summary.summary(results)] if is_mods else [])
 
 
-def _show_features(found: Sequence[features.Found], more: Sequence[Table]) -> int:
-    show([*features.tables(found), *more])
-    errors = [f"{one.name}, {name}: {text}" for one in found for name, text in one.errors.items()]
+def _show_features(results: Sequence[features.CellResult], summaries: Sequence[Table]) -> int:
+    show([*features.tables(results), *summaries])
+    errors = [f"{one.name}, {name}: {text}" for one in results for name, text in one.errors.items()]
     print_lines("Failures", errors)
-    return FOUND_WANTING if errors else OK
+    return FAILED if errors else OK
 
 
 def _mods(args: argparse.Namespace) -> int:
@@ -283,15 +283,15 @@ def _mods(args: argparse.Namespace) -> int:
     data = mods_summary.merged([json.loads(path.read_text()) for path in args.parts])
     if args.out:
         write_json(data, args.out)
-    found = mods_summary.from_dict(data)
-    return _show_features(found, [mods_summary.summary(found)])
+    results = mods_summary.from_dict(data)
+    return _show_features(results, [mods_summary.summary(results)])
 
 
 def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
-    """The GPU here, or another architecture with the option that needs no GPU."""
+    """The architecture of the GPU here, or of --arch with the option that needs no GPU."""
     option = without_gpu.replace("_", "-")
     if args.arch and not getattr(args, without_gpu):
-        raise ValueError(f"--arch {args.arch}: what is timed runs on the GPU here; use it with --{option}")
+        raise ValueError(f"--arch {args.arch}: timed kernels run on the GPU here; use it with --{option}")
     if args.arch:
         return arch.by_name(args.arch)
     if not arch.has_gpu():
@@ -301,10 +301,10 @@ def _target(args: argparse.Namespace, without_gpu: str) -> ArchSpec:
 
 def _tune(args: argparse.Namespace) -> int:
     target = _target(args, "compile_only")
-    wanted = Wanted(tuple(args.tiles), args.head_dims, args.masks, args.max_variants)
-    variants = choose(wanted, args.family, target)
-    peers, absent = split_available([] if args.compile_only else select(args.peers))
-    tell_absent(absent)
+    selection = Selection(tuple(args.tiles), args.head_dims, args.masks, args.max_variants)
+    variants = choose(selection, args.family, target)
+    peers, unavailable = split_available([] if args.compile_only else select(args.peers))
+    print_unavailable(unavailable)
     if not args.compile_only and not peers:
         raise ValueError(f"no peer to compare with among {', '.join(args.peers)}")
     names = {f.name for f in fields(tune.Settings)} & set(vars(args))
@@ -313,24 +313,31 @@ def _tune(args: argparse.Namespace) -> int:
         arch=target.name,
         peers=tuple(peer.name for peer in peers),
     )
-    # A wrong mask or length is said before anything is compiled.
+    # A wrong mask or length is refused before anything is compiled.
     settings.shapes([variant.head_dim for variant in variants])
 
-    def keep(tuning: ranking.Tuning) -> None:
+    def save_tuning(tuning: ranking.Tuning) -> None:
         if args.out:
             write_json(ranking.to_dict(tuning), args.out)
 
-    tools = tune.Tools(Pool, machine.facts, machine.card_state, progress, keep, args.kernel_cache)
-    tuning = tune.run_tune(variants, target, settings, tools, absent)
+    tools = tune.Tools(
+        pool=Pool,
+        facts=machine.facts,
+        card_state=machine.card_state,
+        progress=progress,
+        save=save_tuning,
+        cache=args.kernel_cache,
+    )
+    tuning = tune.run_tune(variants, target, settings, tools, unavailable)
     show(ranking.resource_tables(tuning) if args.compile_only else ranking.speed_tables(tuning))
     print(f"{ranking.RESOURCE_LEGEND if args.compile_only else ranking.SPEED_LEGEND}\n")
     print_lines("Not ranked", tuning.complaints())
-    return FOUND_WANTING if tuning.complaints() else OK
+    return FAILED if tuning.complaints() else OK
 
 
 def _ncu(args: argparse.Namespace) -> int:
     if args.from_exports:
-        findings, record = ncu_run.remade(args.out)
+        findings, record = ncu_run.from_folder(args.out)
         write_json(record, args.out / ncu_run.RECORD)
         return _show_findings(findings)
     target = _target(args, "predict_only")
@@ -353,16 +360,16 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     print(f"{ncu_report.LEGEND}\n")
     failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
     print_lines("Failures", failures)
-    return FOUND_WANTING if failures else OK
+    return FAILED if failures else OK
 
 
 def _plots(args: argparse.Namespace) -> int:
-    lacking = figures.write(args.out)
+    missing = figures.write(args.out)
     if args.out == figures.FOLDER:
         doc_tables.write()
-    print(f"wrote {len(figures.FIGURES) - len(lacking)} figures to {args.out}")
-    print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in lacking.items()])
-    return NOT_MEASURED if lacking else OK
+    print(f"wrote {len(figures.FIGURES) - len(missing)} figures to {args.out}")
+    print_lines("Not drawn", [f"{name}: no {', '.join(files)}" for name, files in missing.items()])
+    return NOT_MEASURED if missing else OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -380,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         return commands[args.command](args)
     except (ValueError, OSError) as error:
-        # A wrong argument or file, said before anything is measured.
+        # A wrong argument or file, refused before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return NOT_MEASURED
 

@@ -1,14 +1,15 @@
-"""How far each provider is from exact attention, on the inputs that are timed.
+"""The error of each provider against exact attention, on the inputs that are timed.
 
-An oracle holds exact results for a sample of them, and a yardstick: the error of the same maths as unfused
-PyTorch does it in the input's precision. An output more than twice as far from the oracle as that, or as the
-reference peer's, is wrong. What the sample leaves out is covered by comparing whole outputs with that peer's.
+An oracle holds exact results for a sample of the outputs, and a yardstick: the error of the same maths by unfused
+PyTorch in the input's precision. An output is wrong if its error is more than twice the yardstick, or twice the
+error of the reference peer. Outputs outside the sample are compared with those of the reference peer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +20,15 @@ from profiling.suites import Shape
 MAX_TIMES = 2.0
 # N(0, 1) + N(0, 100) · Bernoulli(0.001): the outliers of the FlashAttention-3 paper.
 OUTLIER_STD, OUTLIER_RATE = 10.0, 0.001
-# With the seed of the inputs dout would be equal to q.
+# Added to the seed of the inputs; without it dout would be equal to q.
 DOUT_SEED = 1_000_003
 DISTRIBUTIONS = ("normal", "outliers")
 
 
-def draw(
+def random_inputs(
     shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str = "normal"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v, the same for the same seed on the same kind of device."""
+    """q, k and v; equal for equal seeds on the same type of device."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(heads: int) -> Tensor:
@@ -41,7 +42,7 @@ def draw(
     return tensor(shape.heads), tensor(shape.heads_kv), tensor(shape.heads_kv)
 
 
-def draw_dout(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+def random_dout(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """The gradient of the output: standard normal for every distribution of the inputs."""
     generator = torch.Generator(device).manual_seed(seed + DOUT_SEED)
     size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
@@ -50,7 +51,7 @@ def draw_dout(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
 
 @dataclass(frozen=True)
 class Errors:
-    """Distance from the oracle on the sample; None where it is not a number."""
+    """The error against the oracle on the sample; None if it is not finite."""
 
     relative: float | None  # ‖out - exact‖ / ‖exact‖, Frobenius
     max_abs: float | None
@@ -61,7 +62,7 @@ class Accuracy:
     relative: float | None
     max_abs: float | None
     non_finite: int  # entries of the whole output
-    distance: float | None  # from the reference peer's output, over all of it; None without that peer
+    distance: float | None  # from the whole output of the reference peer; None without that peer
     is_wrong: bool
 
 
@@ -94,15 +95,15 @@ class Oracle:
         distance = None if peer is None else relative_distance(out, peer)
         is_right = non_finite == 0 and self._is_close(errors, rivals, out.dtype)
         if distance is not None:
-            # The triangle inequality, with room: a larger distance lies outside the sample.
+            # By the triangle inequality, a larger distance means an error outside the sample.
             is_right = is_right and distance <= MAX_TIMES * (
                 _bound(errors.relative) + _bound(rivals[-1].relative)
             )
         return Accuracy(errors.relative, errors.max_abs, non_finite, distance, not is_right)
 
     def _is_close(self, errors: Errors, rivals: Sequence[Errors], dtype: torch.dtype) -> bool:
-        """Within twice the error of the yardstick, and of the reference peer where there is one."""
-        # Even a perfect kernel rounds outputs that others may happen to hit exactly.
+        """Whether the error is within twice the yardstick, and within twice that of the reference peer."""
+        # Even a perfect kernel rounds its outputs.
         eps, largest = torch.finfo(dtype).eps, float(self.exact.abs().max())
         relative = max(MAX_TIMES * min(_bound(rival.relative) for rival in rivals), eps / 4)
         max_abs = MAX_TIMES * _bound(self.yardstick.max_abs) + eps / 2 * largest
@@ -125,6 +126,20 @@ def relative_distance(out: Tensor, other: Tensor) -> float | None:
 
 
 def poison(*like: Tensor) -> None:
-    """Leave NaN in memory that the next outputs of these sizes likely get: an unwritten entry must show."""
-    # Held together, so that they are as many places as there are outputs.
-    _held = [torch.full_like(x, torch.nan) for x in like]
+    """Fill memory that the allocator will likely reuse for outputs of these sizes with NaN.
+
+    An output element that a kernel does not write is then NaN.
+    """
+    # Alive at the same time, so that each output gets memory of its own.
+    _tensors = [torch.full_like(x, torch.nan) for x in like]
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Fill tensors that torch allocates in the block with NaN, which an element that is not written keeps."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,7 +1,7 @@
-"""The benchmark itself: every provider on every shape, checked, then timed, then written down.
+"""The benchmark: checks and times every provider on every shape, and records the results.
 
-Nothing that one provider does in one cell ends the run: its error becomes the result of that cell. Only a
-lost CUDA context does, and then what was measured so far is kept.
+An error of a provider in a cell is the result of that cell, and the run goes on. Only a lost CUDA context ends the
+run; results up to then are saved.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from profiling.timing import Contender, DeviceLost, Failure, Measured, Timer, at
 
 METHOD = {
     "rounds": "in one process, every round times every provider once; over as many rounds as there are "
-    "providers (twice as many, if odd), each comes equally often after every other (Williams design)",
-    "turn": "back-to-back calls for about settings.ms ms between two events, after half as many untimed",
+    "providers (twice as many, if odd), each follows every other equally often (Williams design)",
+    "batch": "back-to-back calls for about settings.ms ms between two events, after half as many untimed",
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
     "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tools:
-    """What the benchmark needs of the world; tests bring their own."""
+    """The timer, device and callbacks of the benchmark; tests replace them."""
 
     timer: Timer
     device: torch.device
@@ -62,7 +62,7 @@ class Tools:
 
 @dataclass
 class _Checked:
-    """The providers on one set of inputs, after their first call; results by provider and output."""
+    """The first call of each provider on one set of inputs; results by provider and output."""
 
     contenders: dict[str, Contender] = field(default_factory=dict)
     outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -80,9 +80,9 @@ def _outputs(
     direction: Direction, provider: Provider, contender: Contender, timer: Timer
 ) -> dict[str, Tensor]:
     with contender.context(), timer.stream():
-        found = direction.named(provider, contender.call())
+        outputs = direction.named(provider, contender.call())
     timer.synchronize()
-    return found
+    return outputs
 
 
 def _first_call(
@@ -93,29 +93,29 @@ def _first_call(
         call = direction.prepare(provider, inputs, causal)
         poison(*expected.values())
     contender = Contender(call, provider.context)
-    found = _outputs(direction, provider, contender, timer)
+    outputs = _outputs(direction, provider, contender, timer)
     for name, like in expected.items():
-        if found[name].shape != like.shape:
-            shape = tuple(found[name].shape)
+        if outputs[name].shape != like.shape:
+            shape = tuple(outputs[name].shape)
             raise ValueError(f"{name} of shape {shape}, expected {tuple(like.shape)}")
-    return contender, found
+    return contender, outputs
 
 
 def _check(
     shape: Shape, providers: Sequence[Provider], distribution: str, settings: Settings, tools: Tools
 ) -> _Checked:
     direction, timer = DIRECTIONS[settings.direction], tools.timer
-    inputs = direction.draw(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
-    found = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
+    inputs = direction.inputs(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
+    checked = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
     for provider in providers:
         done = attempt(partial(_first_call, direction, provider, inputs, shape.causal, timer), timer)
         if isinstance(done, Failure):
-            found.errors[provider.name] = done.message
+            checked.errors[provider.name] = done.message
         else:
-            found.contenders[provider.name], found.outputs[provider.name] = done
-    for name, outputs in found.outputs.items():
-        found.accuracy[name] = found.judge(outputs, settings.reference)
-    return found
+            checked.contenders[provider.name], checked.outputs[provider.name] = done
+    for name, outputs in checked.outputs.items():
+        checked.accuracy[name] = checked.judge(outputs, settings.reference)
+    return checked
 
 
 def _result(
@@ -127,11 +127,11 @@ def _result(
     timer: Timer,
 ) -> Result:
     direction, name = DIRECTIONS[settings.direction], provider.name
-    errors = [found.errors.get(name) for found in checks.values()] + [measured.errors.get(name)]
+    errors = [checked.errors.get(name) for checked in checks.values()] + [measured.errors.get(name)]
     accuracy = {
         direction.label(distribution, output): value
-        for distribution, found in checks.items()
-        for output, value in found.accuracy.get(name, {}).items()
+        for distribution, checked in checks.items()
+        for output, value in checked.accuracy.get(name, {}).items()
     }
     result = Result(accuracy=accuracy, error=next((error for error in errors if error), None))
     if name not in measured.samples:
@@ -142,16 +142,16 @@ def _result(
     if isinstance(again, Failure):
         return replace(result, error=again.message)
     if direction.has_fixed_order:
-        # The same input gives the same bits: a forward pass that does not is racing.
+        # A forward pass that gives other bits on the same inputs has a race.
         first = normal.outputs[name]
         return replace(result, is_repeatable=all(torch.equal(again[n], x) for n, x in first.items()))
-    # Right at the first call is not enough, where sums must begin at zero every time.
+    # The last call too: accumulators must be zeroed before every call.
     later = {direction.label("normal", n): x for n, x in normal.judge(again, settings.reference).items()}
     return replace(result, accuracy={**accuracy, **{n: x for n, x in later.items() if x.is_wrong}})
 
 
-def _blank(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
-    """What is known of a cell before anything runs."""
+def blank_cell(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
+    """A cell without results."""
     size = shape.hbm_bytes(settings.dtype, settings.direction)
     return Cell(
         direction=settings.direction,
@@ -170,8 +170,8 @@ def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: 
     normal = checks["normal"]
     measured = measure(normal.contenders, tools.timer, settings.rounds, settings.ms)
     label = DIRECTIONS[settings.direction].label
-    oracles = {distribution: found.oracles for distribution, found in checks.items()}
-    failed = [found.message for found in oracles.values() if isinstance(found, Failure)]
+    oracles = {distribution: checked.oracles for distribution, checked in checks.items()}
+    failed = [one.message for one in oracles.values() if isinstance(one, Failure)]
     return replace(
         cell,
         results={
@@ -180,16 +180,16 @@ def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: 
         },
         yardstick={
             label(distribution, output): oracle.yardstick
-            for distribution, found in oracles.items()
-            if not isinstance(found, Failure)
-            for output, oracle in found.items()
+            for distribution, by_output in oracles.items()
+            if not isinstance(by_output, Failure)
+            for output, oracle in by_output.items()
         },
         oracle_error=failed[0] if failed else None,
     )
 
 
 def run_cell(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: Tools) -> Cell:
-    """The cell with its results. Where not even the inputs can be made, that is the result of all."""
+    """The cell with its results. If the inputs cannot be made, that error is the result of all providers."""
     filled = attempt(partial(_fill, cell, providers, settings, tools), tools.timer)
     if isinstance(filled, Failure):
         return replace(cell, results={provider.name: Result(error=filled.message) for provider in providers})
@@ -197,7 +197,7 @@ def run_cell(cell: Cell, providers: Sequence[Provider], settings: Settings, tool
 
 
 def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = None) -> Ceiling:
-    """cuBLAS on random data; called again at the end of the run, it adds its rounds to the earlier ones."""
+    """The speed of cuBLAS on random data. A second call, at the end of the run, adds its rounds to `earlier`."""
     size, dtype = settings.ceiling_size, DTYPES[settings.dtype]
     name = f"matmul {settings.dtype} {size}^3"
 
@@ -206,8 +206,8 @@ def measure_ceiling(settings: Settings, tools: Tools, earlier: Ceiling | None = 
         contender = Contender(lambda: a @ b)
         return measure({name: contender}, tools.timer, settings.rounds, settings.ms).samples[name].round_ms
 
-    found = attempt(rounds, tools.timer)
-    round_ms = (earlier.round_ms if earlier else ()) + (() if isinstance(found, Failure) else found)
+    times = attempt(rounds, tools.timer)
+    round_ms = (earlier.round_ms if earlier else ()) + (() if isinstance(times, Failure) else times)
     tflops = 2 * size**3 / statistics.median(round_ms) / 1e9 if round_ms else None
     return Ceiling(name, tflops, round_ms)
 
@@ -225,7 +225,7 @@ def run_bench(
     settings: Settings,
     tools: Tools,
 ) -> Run:
-    """All cells, saved after each. The state of the card after one cell is that before the next."""
+    """Run all cells; results are saved after each."""
     run = Run(
         settings=asdict(settings),
         machine=tools.facts(),
@@ -239,7 +239,7 @@ def run_bench(
         run = replace(run, ceiling=measure_ceiling(settings, tools))
         before = tools.card_state()
         for shape in shapes:
-            cell = run_cell(_blank(shape, settings, l2_bytes), providers, settings, tools)
+            cell = run_cell(blank_cell(shape, settings, l2_bytes), providers, settings, tools)
             after = tools.card_state()
             cell = replace(cell, before=before, after=after)
             before = after

@@ -1,6 +1,6 @@
-"""Two runs against each other, by the ratio of ours to the reference peer in the same run.
+"""Compare two runs by the ratio of ours to the reference peer of the same run.
 
-Absolute speeds move with the card and the day; the ratio to a peer timed in the same rounds does not.
+Absolute speeds depend on the card and its temperature; the ratio to a peer timed in the same rounds does not.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Change:
 
 
 def changes(run: Run, base: Run) -> list[Change]:
-    """The cells that both runs hold, where the base has a ratio to the reference of `run`."""
+    """The cells that both runs have, if the base has a ratio to the reference peer of `run`."""
     if not run.ours or not base.ours:
         return []
     earlier: dict[str, Cell] = {cell.key: cell for cell in base.cells}
-    found = []
+    result = []
     for cell in run.cells:
         if cell.key not in earlier:
             continue
         before = earlier[cell.key].ratio(base.ours[0], run.reference)
-        # Without the peer there is nothing to compare with; without ours there is: it fails now.
+        # A cell without the peer cannot be compared; a cell without ours is a failure of ours.
         is_comparable = cell.tflops(run.reference) or not cell.tflops(run.ours[0])
         if before is not None and is_comparable:
-            found.append(Change(cell.key, before, cell.ratio(run.ours[0], run.reference)))
-    return found
+            result.append(Change(cell.key, before, cell.ratio(run.ours[0], run.reference)))
+    return result
 
 
-def regressions(found: list[Change], threshold: float) -> list[Change]:
-    return [change for change in found if change.is_regression(threshold)]
+def regressions(all_changes: list[Change], threshold: float) -> list[Change]:
+    return [change for change in all_changes if change.is_regression(threshold)]

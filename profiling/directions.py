@@ -1,4 +1,4 @@
-"""The two directions of a measurement: what a call is given, what it returns, and who knows what is exact."""
+"""Forward and backward as the benchmark sees them: inputs, outputs, oracles, and how times are counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.accuracy import Oracle, draw, draw_dout
+from profiling.accuracy import Oracle, random_dout, random_inputs
 from profiling.oracles import GRADIENTS, backward_oracles, forward_oracle
 from profiling.providers import BackwardCall, Call, Provider, as_bhsd
 from profiling.suites import Shape
@@ -19,31 +19,31 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Direction:
-    """One way through attention. Each output has the shape of the input in its place."""
+    """One direction. The i-th output has the shape of the i-th input."""
 
     outputs: tuple[str, ...]
-    draw: Callable[[Shape, torch.dtype, torch.device, int, str], Inputs]
+    inputs: Callable[[Shape, torch.dtype, torch.device, int, str], Inputs]
     prepare: Callable[[Provider, Inputs, bool], Callable[[], Any]]
     oracles: Callable[[Inputs, bool], dict[str, Oracle]]  # by output
     has_fixed_order: bool  # whether the same inputs must give the same bits
     method: Mapping[str, str]
 
     def named(self, provider: Provider, result: Any) -> dict[str, Tensor]:
-        """What a call returned, as (B, H, S, D) views by name."""
+        """The results of a call by name, as (B, H, S, D) views."""
         tensors = (result,) if len(self.outputs) == 1 else result
         if len(tensors) != len(self.outputs):
             raise ValueError(f"{len(tensors)} tensors, expected {', '.join(self.outputs)}")
         return {name: as_bhsd(provider, x) for name, x in zip(self.outputs, tensors, strict=True)}
 
     def label(self, distribution: str, output: str) -> str:
-        """Where the accuracy of an output is kept: "normal", or "normal dq" where there are several."""
+        """The key of an output's accuracy: "normal", or "normal dq" if there are several outputs."""
         return distribution if len(self.outputs) == 1 else f"{distribution} {output}"
 
 
-def _draw_backward(
+def _backward_inputs(
     shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str
 ) -> Inputs:
-    return *draw(shape, dtype, device, seed, distribution), draw_dout(shape, dtype, device, seed)
+    return *random_inputs(shape, dtype, device, seed, distribution), random_dout(shape, dtype, device, seed)
 
 
 def _prepare(provider: Provider, inputs: Inputs, causal: bool) -> Call:
@@ -69,7 +69,7 @@ def _backward_oracles(inputs: Inputs, causal: bool) -> dict[str, Oracle]:
 DIRECTIONS = {
     "fwd": Direction(
         outputs=("out",),
-        draw=draw,
+        inputs=random_inputs,
         prepare=_prepare,
         oracles=_oracles,
         has_fixed_order=True,
@@ -80,16 +80,16 @@ DIRECTIONS = {
     ),
     "bwd": Direction(
         outputs=GRADIENTS,
-        draw=_draw_backward,
+        inputs=_backward_inputs,
         prepare=_prepare_backward,
         oracles=_backward_oracles,
-        # dQ is summed by atomic additions, in the order in which the blocks come.
+        # dQ is summed by atomic additions, in no fixed order.
         has_fixed_order=False,
         method={
             "flops": "10 B H S^2 D, halved when causal: 2.5 times the forward pass",
             "calls": "dq, dk and dv after one forward pass that is not timed; autograd.grad, but fa3: its op",
             "accuracy": "dq, dk and dv, before and after the timed calls, against fp64 on one batch and two "
-            "key heads with all their query heads, all rows; yardstick: unfused PyTorch",
+            "K/V heads with all their query heads, all rows; yardstick: unfused PyTorch",
         },
     ),
 }

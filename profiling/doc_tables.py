@@ -1,4 +1,4 @@
-"""What the READMEs show of checked-in files: no number in these tables is copied by hand."""
+"""The generated tables of the READMEs, from checked-in files: no number is copied by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Case = dict[str, Any]
 
 
 def _cases() -> list[Case]:
-    """What was profiled: by kernel, head dim and layout, the defaults first."""
+    """The profiled cases by kernel, head dim and layout, the defaults first."""
     record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
     cases = [case for case in record["cases"].values() if case["measured"]]
     kernels = list(LAYOUTS)
@@ -52,7 +52,7 @@ def _number(value: float | None) -> str:
 
 
 def _both(case: Case, metric: str) -> str:
-    """measured (predicted); nothing where the kernel has no such instruction."""
+    """measured (predicted); only measured if there is no prediction."""
     measured, predicted = case["measured"][metric], case["predicted"].get(metric)
     if predicted is None:
         return _number(measured)
@@ -96,7 +96,7 @@ def _stalls(case: Case) -> str:
 
 
 def limits() -> Table:
-    """Each kernel as it runs by default."""
+    """Each kernel with its default layout."""
     names = {
         "tensor cores": "tensor_percent",
         "XU (exp2)": "xu_percent",
@@ -115,7 +115,7 @@ def limits() -> Table:
         warps = f"{16 * case['measured']['occupancy_percent'] / 100:.1f}"
         kernel = f"{case['kernel']}, {case['shape']['head_dim']}"
         rows.append((kernel, speed, *units, warps, _stalls(case)))
-    columns = ("kernel, D", "TFLOP/s (of 989)", *names, "warps a scheduler", "what warps wait for")
+    columns = ("kernel, D", "TFLOP/s (of 989)", *names, "warps a scheduler", "stall reasons")
     return Table("", columns, tuple(rows))
 
 
@@ -126,12 +126,12 @@ def _speeds(run: Run, head_dim: int, mask: str) -> list[str]:
         if (cell.shape.head_dim, cell.shape.mask) == (head_dim, mask)
     }
     ceiling = run.ceiling.tflops if run.ceiling and run.ceiling.tflops else 0.0
-    found = [cells.get(length) for length in LENGTHS]
-    return ["-" if not speed or not ceiling else f"{speed:.0f} ({speed / ceiling:.0%})" for speed in found]
+    speeds = [cells.get(length) for length in LENGTHS]
+    return ["-" if not speed or not ceiling else f"{speed:.0f} ({speed / ceiling:.0%})" for speed in speeds]
 
 
 def distance() -> Table:
-    """TFLOP/s, and their share of what cuBLAS reached in the same run."""
+    """TFLOP/s, and their ratio to cuBLAS in the same run."""
     rows = []
     for label, path in RUNS.items():
         run = load(DATA / path)
@@ -143,9 +143,9 @@ def distance() -> Table:
 
 
 def _over_best(run: Run, cells: Iterable[Cell]) -> list[float]:
-    """Our speed over the best right peer's in each of a run's cells."""
-    found = ((cell, run.best_peer(cell)) for cell in cells)
-    ratios = (cell.ratio(run.ours[0], best) for cell, best in found if best is not None)
+    """Our speed over that of the fastest peer with right results, in each cell of a run."""
+    pairs = ((cell, run.best_peer(cell)) for cell in cells)
+    ratios = (cell.ratio(run.ours[0], best) for cell, best in pairs if best is not None)
     return [ratio for ratio in ratios if ratio is not None]
 
 
@@ -155,7 +155,7 @@ def _mean(ratios: list[float]) -> str:
 
 
 def summary() -> Table:
-    """Every run in one line: geometric means over the best peer of each cell."""
+    """One line per run: geometric means of the ratio to the best peer of each cell."""
     rows = []
     for label, path in RUNS.items():
         run = load(DATA / path)
@@ -165,11 +165,11 @@ def summary() -> Table:
             for head_dim in (64, 128, 256)
         ]
         reach = f"{min(everything):.2f} to {max(everything):.2f}" if everything else "-"
-        whole = f"**{_mean(everything)}**"
+        mean = f"**{_mean(everything)}**"
         name = f"[{label}]({path})"
         commit = f"`{run.machine['git_commit']}`"
         short = _mean(_over_best(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT)))
-        rows.append((name, ", ".join(run.peers), whole, reach, *dims, short, commit))
+        rows.append((name, ", ".join(run.peers), mean, reach, *dims, short, commit))
     columns = ("kernel", "best of", "all cells", "lowest to highest", "D = 64", "128", "256")
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
 
@@ -191,7 +191,7 @@ def ratios() -> Table:
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
-# Rows of the table of support, in its order, and what they are called there.
+# Rows of the record of support -> their labels in the table, in its order.
 ROWS = {
     "plain": "plain attention",
     "no mask": "no mask",
@@ -207,15 +207,15 @@ ROWS = {
     "dropout": "dropout",
     "all four together": "the four together",
     "deterministic": "`deterministic`, same bits",
-    "packed": "packed batches (`attn_varlen`)",
-    "packed, seqused_k": "packed, `seqused_k`",
-    "packed, all four": "packed, the four together",
+    "packed": "varlen (`attn_varlen`)",
+    "packed, seqused_k": "varlen, `seqused_k`",
+    "packed, all four": "varlen, the four together",
 }
 PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
 
 def support() -> Table:
-    """Random calls that were right, bf16 + fp16; none: refused by type, or not drawn."""
+    """The number of random calls that matched the reference, bf16 + fp16; "-": unsupported, or none was made."""
     right = json.loads((DATA / SUPPORT).read_text(encoding="utf-8"))["right"]
 
     def cell(row: str, family: str, direction: str) -> str:
@@ -231,7 +231,7 @@ def _markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
 
 
-# Block -> what makes its text, and the files that it is made from.
+# Block -> the function that makes its text, and the files that it reads.
 BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "layouts": (lambda: _markdown(layouts()), (COUNTERS,)),
     "limits": (lambda: _markdown(limits()), (COUNTERS,)),
@@ -250,7 +250,7 @@ def missing(name: str) -> list[str]:
 
 
 def embed(text: str, folder: str = "") -> str:
-    """The document with its blocks as the files have them today; links begin with `folder`."""
+    """The document with its generated blocks made anew; links begin with `folder`."""
 
     def block(match: re.Match[str]) -> str:
         name = match[2]
@@ -262,7 +262,7 @@ def embed(text: str, folder: str = "") -> str:
     return _BLOCK.sub(block, text)
 
 
-# Document -> where its links to this folder's files begin.
+# Document -> prefix of its links to files of this folder.
 DOCUMENTS = {README: "", FRONT: "profiling/"}
 
 

@@ -1,4 +1,4 @@
-"""What a profiled launch should count: shared-memory wavefronts and conflicts, DRAM bytes, least time."""
+"""Predictions for a profiled launch: shared-memory wavefronts and conflicts, DRAM bytes, least time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from cute_flash.planning.plan import Plan
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.dtypes import DTYPES
 from cute_flash.spec.problem import Problem
-from cute_flash.tools import roofline
 from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS
 
 FP32_BYTES = 4
-# Which instructions a group of counters counts.
+# Group of counters -> the instructions that it counts.
 COUNTED = {
     "ld": ("ldmatrix", "ld.shared"),
     "st": ("st.shared", "stmatrix"),
@@ -29,29 +29,29 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Expected:
-    dram_read_bytes: int  # every input once, nothing in the cache
-    dram_write_bytes: int  # every output once, nothing left in the cache
+    dram_read_bytes: int  # every input once: the caches are cold
+    dram_write_bytes: int  # every output once: nothing stays in the caches
     flops: float
-    seconds: float  # of the roofline, all FLOPs at the peak of the tensor cores
+    seconds: float  # at the peak rate of the tensor cores
     shared: dict[str, Count] | None  # by instruction; None: not predicted
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Under the names of `ncu_metrics.METRICS`, as far as there is a prediction."""
-        found: dict[str, float] = {
+        """By names of `ncu_metrics.METRICS`; metrics without a prediction are left out."""
+        predicted: dict[str, float] = {
             "dram_read_bytes": self.dram_read_bytes,
             "dram_write_bytes": self.dram_write_bytes,
         }
         if self.shared is not None:
             for name, instructions in COUNTED.items():
                 count = sum((self.shared[one] for one in instructions), Count())
-                # The hardware calls no wavefront of cp.async a conflict.
-                found[f"{name}_conflicts"] = 0 if name.endswith("ldgsts") else count.conflicts
-                found[f"{name}_wavefronts"] = count.wavefronts
-                # Those of ld.shared and st.shared count other instructions too, and the matrix forms not.
+                # The hardware counts no wavefront of cp.async as a conflict.
+                predicted[f"{name}_conflicts"] = 0 if name.endswith("ldgsts") else count.conflicts
+                predicted[f"{name}_wavefronts"] = count.wavefronts
+                # The counters of ld.shared and st.shared include other instructions, but no ldmatrix or stmatrix.
                 if name not in ("ld", "st"):
-                    found[f"{name}_instructions"] = count.instructions
-        return {name: value for name, value in found.items() if name in METRICS}
+                    predicted[f"{name}_instructions"] = count.instructions
+        return {name: value for name, value in predicted.items() if name in METRICS}
 
 
 def uses_of(plan: Plan) -> tuple[Use, ...]:
@@ -60,7 +60,7 @@ def uses_of(plan: Plan) -> tuple[Use, ...]:
 
 
 def work_of(plan: Plan) -> Work:
-    """Tiles of rows of the launch, and the blocks of keys that each visits, exactly under any band."""
+    """The query tiles of a launch and the K/V blocks that they visit, exact under any band."""
     p, tile = plan.problem, plan.tile
     heads = p.batch * p.heads
     rows = [
@@ -71,16 +71,16 @@ def work_of(plan: Plan) -> Work:
 
 
 def _forward_bytes(problem: Problem) -> tuple[int, int]:
-    """Read: Q, K and V. Written: the output and its LSE."""
-    p, size = problem, roofline.ELEMENT_BYTES[problem.dtype]
+    """Read: Q, K and V. Written: O and the LSE."""
+    p, size = problem, DTYPES[problem.dtype].bytes
     rows = p.heads * p.seqlen_q
     read = p.batch * (rows * p.head_dim + p.heads_kv * p.seqlen_k * (p.head_dim + p.width_v)) * size
     return read, p.batch * rows * (p.width_v * size + FP32_BYTES)
 
 
 def _backward_bytes(problem: Problem) -> tuple[int, int]:
-    """Of the main kernel. Read: Q, K, V, dO, LSE, D and the sums of dQ; written: dK, dV and these sums."""
-    p, size = problem, roofline.ELEMENT_BYTES[problem.dtype]
+    """Of the main kernel. Read: Q, K, V, dO, LSE, delta and dq_accum; written: dK, dV and dq_accum."""
+    p, size = problem, DTYPES[problem.dtype].bytes
     rows, keys = p.batch * p.heads * p.seqlen_q, p.batch * p.heads_kv * p.seqlen_k
     sums = rows * p.head_dim * FP32_BYTES
     read = (rows + keys) * (p.head_dim + p.width_v) * size + 2 * rows * FP32_BYTES + sums

@@ -1,11 +1,11 @@
-"""The functions of `mods` in FlashAttention-4's words: of the CuTe DSL, on vectors of scores and positions.
+"""The functions of `mods` for FlashAttention-4: in the CuTe DSL, on vectors of scores and positions.
 
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors), written by hand
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
     mask_mod(b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
 
-With `aux_tensors` it takes one score at a time and wraps every index, so only what has to be a table is one:
-the slopes of ALiBi are computed from the head, as in its own tests.
+With `aux_tensors` FlashAttention-4 passes one score at a time and wraps every index. So the slopes of ALiBi are
+computed from the head, as in its own tests, and only tables that cannot be computed are aux tensors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
-# The last tile of rows reaches past the sequence, and only the first block of a row wraps its indices.
+# The last query tile reaches past the sequence, and only its first block wraps the indices.
 PADDING = 256
 
 
 @dataclass(frozen=True)
 class Function:
-    """One function of `mods` in its words, and the tensors it reads."""
+    """A function of `mods`, and the tensors that it reads."""
 
     score_mod: Callable[..., Any] | None = None
     score_mod_bwd: Callable[..., Any] | None = None
@@ -47,7 +47,7 @@ def _same_gradient(grad, score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_te
 
 
 def alibi(first: float, step: float) -> Function:
-    """Slopes that are `first` + h * `step`."""
+    """Slopes `first` + h * `step`."""
 
     @cute.jit
     def score_mod(score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
@@ -71,7 +71,7 @@ def capped(cap: float) -> Function:
 
 
 def relative(table: Tensor, near: int) -> Function:
-    """A (H, N) table of distances from -`near` on, the last for all beyond."""
+    """A (H, N) table by distance from -`near`; the last entry serves all larger distances."""
     last = table.shape[1] - 1
 
     @cute.jit

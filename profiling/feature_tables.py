@@ -1,4 +1,4 @@
-"""What the README shows of what features cost: ratios of a run of `python -m profiling features`."""
+"""The README's table of the cost of features, from runs of `python -m profiling features`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from profiling.terminal import Table
 
 FEATURES = "results/h200/2026-11-16-features.json"
-# The run that had FlashAttention-3; plain packed kernels are the same since.
+# The run that had FlashAttention-3; the plain varlen kernels have not changed since.
 RAGGED = "results/h200/2026-11-15-features.json"
 _NAMES = {
     "dropout": "dropout 0.1",
@@ -22,34 +22,34 @@ Cell = dict[str, Any]
 
 
 def _ratio(cell: Cell, side: str) -> str:
-    """forward / backward, of the time of what it is compared with."""
+    """Time of the base over time of the side, forward / backward."""
     sides = [cell["sides"][direction] for direction in ("fwd", "bwd")]
     return " / ".join(f"{x[cell['base']]['ms'] / x[side]['ms']:.2f}" for x in sides)
 
 
 def _cells(path: Path) -> list[Cell]:
-    found: list[Cell] = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return found
+    cells: list[Cell] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return cells
 
 
 def features(data: Path) -> Table:
     cells = _cells(data / FEATURES) + [x for x in _cells(data / RAGGED) if x["kind"] == "ragged"]
 
-    def found(kind: str, head_dim: int, mask: str) -> Cell:
+    def cell(kind: str, head_dim: int, mask: str) -> Cell:
         named = [x for x in cells if x["kind"] == kind and x["name"].startswith(f"D={head_dim} ")]
         return next(x for x in named if x["name"].endswith(mask) or kind == "window")
 
     def row(label: str, kind: str, side: str) -> tuple[str, ...]:
-        return label, *(_ratio(found(kind, *setting), side) for setting in _SETTINGS)
+        return label, *(_ratio(cell(kind, *setting), side) for setting in _SETTINGS)
 
     window = [
-        "-" if mask == "full" else _ratio(found("window", d, mask), "window 1024") for d, mask in _SETTINGS
+        "-" if mask == "full" else _ratio(cell("window", d, mask), "window 1024") for d, mask in _SETTINGS
     ]
     rows = [
         *(row(f"{label}, over plain", "feature", side) for side, label in _NAMES.items()),
         ("window of 1024 at S = 16384, over causal", *window),
-        row("packed, 4 x 4096, over dense", "equal", "varlen"),
-        row("packed, 16 lengths of 100 to 8192, over FlashAttention-3", "ragged", "varlen"),
+        row("varlen, 4 x 4096, over dense", "equal", "varlen"),
+        row("varlen, 16 lengths of 100 to 8192, over FlashAttention-3", "ragged", "varlen"),
     ]
     columns = (f"D = {head_dim} {mask}" for head_dim, mask in _SETTINGS)
     return Table("", ("forward / backward", *columns), tuple(rows))

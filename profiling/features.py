@@ -1,12 +1,12 @@
-"""What features cost: each timed in turns with the call that lacks it, forward and backward.
+"""The cost of features: each call is timed interleaved with the call without the feature, forward and backward.
 
     feature   dropout, softcap, ALiBi, sinks against plain attention on the same tensors
     window    a window of 1024 keys against full causal attention
-    equal     a packed batch of equal lengths against the dense call on the same memory
-    ragged    a packed batch of lengths from 100 to 8192 against FlashAttention-3's varlen
+    equal     a varlen batch of equal lengths against the dense call on the same memory
+    ragged    a varlen batch of lengths from 100 to 8192 against FlashAttention-3's varlen
 
-A cell is one direction of one setting. Every ratio is the time of what it is compared with over the time of
-the call: above 1 is faster. "both" adds the times of the two directions.
+A cell is one setting in both directions. A ratio is the time of the base over the time of the call: above 1 the
+call is faster. "both" adds the times of the two directions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from profiling.gpu_lock import GpuLock
 from profiling.providers import Call, fa3_ops
 from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
-from profiling.turns import Turns
 
 DIRECTIONS = ("fwd", "bwd")
-# What may lie between two sides that compute the same, in 16 bits: the norm of the difference over the norm.
+# Largest relative difference (norm of the difference over the norm) of two sides that compute the same in 16 bits.
 AGREEMENT = 2e-2
 SHORTEST, LONGEST = 100, 8192
 Forward = Callable[..., Any]
@@ -39,44 +39,44 @@ class Settings:
     hidden: int = 2048
     batch: int = 4
     seqlen: int = 4096
-    long: int = 16384  # where the window is measured
+    long: int = 16384  # length at which the window is measured
     window: int = 1024
     sequences: int = 16  # of the ragged batch
     rounds: int = 6
     ms: float = 15.0
     seed: int = 0
-    # Of `mods`: which functions, and beside whom.
+    # Of `mods`: the functions and peers to measure; empty: all.
     functions: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
 
 
-class Way(Protocol):
-    """One way to compute a cell, prepared for one direction: a call that returns the output or gradients."""
+class AnySide(Protocol):
+    """One implementation in a cell; its calls return the output or the gradients."""
 
     @property
     def is_bshd(self) -> bool:
-        """Whether what it returns is (B, S, H, D)."""
+        """Whether its results are (B, S, H, D)."""
         ...
 
     def prepare(self, direction: str) -> Contender: ...
 
 
 def gradients_of(forward: Forward, inputs: Sequence[Tensor], is_bshd: bool = False) -> Contender:
-    """The gradients of one forward pass, computed again by every call; the output's is the same for all."""
+    """A call that computes the gradients of one forward pass again; dout is the same for all sides."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = forward(*leaves)
     shape = out.transpose(1, 2).shape if is_bshd else out.shape
     generator = torch.Generator(out.device).manual_seed(1)
-    drawn = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
-    # In the memory order of the output, as the next layer's gradient would be.
-    dout = torch.empty_like(out).copy_(drawn.transpose(1, 2) if is_bshd else drawn)
+    values = torch.randn(shape, generator=generator, device=out.device, dtype=out.dtype)
+    # In the stride order of the output, as the next layer's gradient would be.
+    dout = torch.empty_like(out).copy_(values.transpose(1, 2) if is_bshd else values)
     return Contender(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to compute a cell: a forward pass on its own tensors, or calls that are ready-made."""
+    """A forward pass on its own tensors, or ready-made calls for each direction."""
 
     forward: Forward | None = None
     inputs: tuple[Tensor, ...] = ()
@@ -94,18 +94,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting: what is compared, and with which of them. Where all compute the same, `alike` names the side
-    that the others must agree with before they are timed."""
+    """A setting: the sides to compare, and the base of their ratios.
+
+    If all sides compute the same, `alike` names the one that the others must agree with before they are timed.
+    """
 
     kind: str
     name: str
-    sides: Mapping[str, Way]
+    sides: Mapping[str, AnySide]
     base: str
     alike: str | None = None
 
 
 @dataclass(frozen=True)
-class Found:
+class CellResult:
     kind: str
     name: str
     base: str
@@ -114,9 +116,9 @@ class Found:
 
     def ms(self, side: str, direction: str) -> float | None:
         parts = DIRECTIONS if direction == "both" else (direction,)
-        found = [self.samples.get(part, {}).get(side) for part in parts]
-        known = [samples.median_ms for samples in found if samples is not None]
-        return sum(known) if len(known) == len(parts) else None
+        samples = [self.samples.get(part, {}).get(side) for part in parts]
+        times = [x.median_ms for x in samples if x is not None]
+        return sum(times) if len(times) == len(parts) else None
 
     def ratio(self, side: str, direction: str, base: str | None = None) -> float | None:
         mine, theirs = self.ms(side, direction), self.ms(base or self.base, direction)
@@ -138,7 +140,7 @@ class Found:
 # -------------------------------------------------------------------------------------------------------
 
 
-def _draw(settings: Settings, device: torch.device, *shape: int) -> tuple[Tensor, ...]:
+def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[Tensor, ...]:
     generator = torch.Generator(device).manual_seed(settings.seed)
     return tuple(
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3)
@@ -150,7 +152,7 @@ def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
 
     for head_dim in settings.head_dims:
         heads = settings.hidden // head_dim
-        inputs = _draw(settings, device, settings.batch, heads, settings.seqlen, head_dim)
+        inputs = random_qkv(settings, device, settings.batch, heads, settings.seqlen, head_dim)
         slopes = torch.linspace(0.5, 0.01, heads, device=device)
         kinds: dict[str, dict[str, Any]] = {
             "plain": {},
@@ -169,7 +171,7 @@ def window_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     from cute_flash import attn
 
     for head_dim in settings.head_dims:
-        inputs = _draw(settings, device, 1, settings.hidden // head_dim, settings.long, head_dim)
+        inputs = random_qkv(settings, device, 1, settings.hidden // head_dim, settings.long, head_dim)
         sides = {
             "causal": Side(partial(attn, causal=True), inputs),
             f"window {settings.window}": Side(partial(attn, window=(settings.window, 0)), inputs),
@@ -189,25 +191,25 @@ def equal_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     offsets = _offsets([seqlen] * batch, device)
     for head_dim in settings.head_dims:
         heads = settings.hidden // head_dim
-        packed = _draw(settings, device, batch * seqlen, heads, head_dim)
-        dense = tuple(x.view(batch, seqlen, heads, head_dim) for x in packed)
+        flat = random_qkv(settings, device, batch * seqlen, heads, head_dim)
+        dense = tuple(x.view(batch, seqlen, heads, head_dim) for x in flat)
         for causal in (False, True):
             varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
             sides = {
                 "dense": Side(partial(attn, causal=causal, layout="bshd"), dense),
-                "varlen": Side(varlen, packed),
+                "varlen": Side(varlen, flat),
             }
             mask = "causal" if causal else "full"
             yield Cell("equal", f"D={head_dim} {batch} x {seqlen} {mask}", sides, "dense")
 
 
 def ragged_lengths(settings: Settings) -> list[int]:
-    drawn = random.Random(settings.seed)
-    return [drawn.randint(SHORTEST, LONGEST) for _ in range(settings.sequences)]
+    generator = random.Random(settings.seed)
+    return [generator.randint(SHORTEST, LONGEST) for _ in range(settings.sequences)]
 
 
 def _fa3_varlen(inputs: tuple[Tensor, ...], offsets: Tensor, longest: int, causal: bool) -> dict[str, Call]:
-    """Its operators: they come without an autograd of their own."""
+    """The operators of FlashAttention-3, which have no autograd formula."""
     q, k, v = inputs
     forward, backward = fa3_ops().fwd, fa3_ops().bwd
     options = {
@@ -235,12 +237,12 @@ def ragged_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     lengths = ragged_lengths(settings)
     offsets, longest = _offsets(lengths, device), max(lengths)
     for head_dim in settings.head_dims:
-        packed = _draw(settings, device, sum(lengths), settings.hidden // head_dim, head_dim)
+        flat = random_qkv(settings, device, sum(lengths), settings.hidden // head_dim, head_dim)
         for causal in (False, True):
             varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
             sides = {
-                "fa3": Side(calls=partial(_fa3_varlen, packed, offsets, longest, causal)),
-                "varlen": Side(varlen, packed),
+                "fa3": Side(calls=partial(_fa3_varlen, flat, offsets, longest, causal)),
+                "varlen": Side(varlen, flat),
             }
             mask = "causal" if causal else "full"
             name = f"D={head_dim} {len(lengths)} of {SHORTEST} to {LONGEST} {mask}"
@@ -259,48 +261,50 @@ KINDS: dict[str, Callable[[Settings, torch.device], Iterator[Cell]]] = {
 # -------------------------------------------------------------------------------------------------------
 
 
-def _first_call(way: Way, direction: str) -> tuple[Contender, tuple[Tensor, ...]]:
-    """The call, and what it returned, as (B, H, S, D)."""
-    contender = way.prepare(direction)
+def _first_call(side: AnySide, direction: str) -> tuple[Contender, tuple[Tensor, ...]]:
+    """The call, and its results as (B, H, S, D)."""
+    contender = side.prepare(direction)
     with contender.context():
-        found = contender.call()
-    tensors = found if isinstance(found, tuple) else (found,)
-    return contender, tuple(x.transpose(1, 2) for x in tensors) if way.is_bshd else tensors
+        results = contender.call()
+    tensors = results if isinstance(results, tuple) else (results,)
+    return contender, tuple(x.transpose(1, 2) for x in tensors) if side.is_bshd else tensors
 
 
 def _difference(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest of all tensors; infinite where something is no number."""
-    found = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(mine, theirs)]
-    return max(x if x == x else float("inf") for x in found)
+    """The largest relative difference of all tensors; infinite for NaN."""
+    differences = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(mine, theirs)]
+    return max(x if x == x else float("inf") for x in differences)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A cell of which everything is compiled and checked."""
+    """A cell whose calls are compiled and checked."""
 
-    found: Found
+    result: CellResult
     contenders: dict[str, dict[str, Contender]]  # by direction and side
 
-    def measure(self, timer: Timer, settings: Settings) -> Found:
+    def measure(self, timer: Timer, settings: Settings) -> CellResult:
         for direction, contenders in self.contenders.items():
             measured = measure(contenders, timer, settings.rounds, settings.ms)
-            self.found.samples[direction] = measured.samples
+            self.result.samples[direction] = measured.samples
             errors = {f"{name} {direction}": error for name, error in measured.errors.items()}
-            self.found.errors.update(errors)
-        return self.found
+            self.result.errors.update(errors)
+        return self.result
 
 
 def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
-    """Each side is called once in each direction; ready are those that run and, where all should be alike,
-    agree. That one comes first: importing a peer may patch the DSL that ours is compiled by."""
-    found = Found(cell.kind, cell.name, cell.base)
+    """Call each side once in each direction; keep those that run and, if there is an `alike`, agree with it.
+
+    `alike` is called first: importing a peer may patch the DSL that compiles our kernels.
+    """
+    result = CellResult(cell.kind, cell.name, cell.base)
     ready: dict[str, dict[str, Contender]] = {direction: {} for direction in DIRECTIONS}
     expected: dict[str, tuple[Tensor, ...]] = {}
     for name in sorted(cell.sides, key=lambda name: name != cell.alike):
         for direction in DIRECTIONS:
             called = attempt(partial(_first_call, cell.sides[name], direction), timer)
             if isinstance(called, Failure):
-                found.errors[f"{name} {direction}"] = called.message
+                result.errors[f"{name} {direction}"] = called.message
                 continue
             contender, results = called
             if name == cell.alike:
@@ -309,14 +313,16 @@ def prepare_cell(cell: Cell, timer: Timer) -> Prepared:
             if difference < AGREEMENT:
                 ready[direction][name] = contender
             else:
-                what = f"not timed: {difference:.2g} away from {cell.alike}"
-                found.errors[f"{name} {direction}"] = what
+                message = f"not timed: {difference:.2g} away from {cell.alike}"
+                result.errors[f"{name} {direction}"] = message
     timer.synchronize()
-    in_order = {way: {name: some[name] for name in cell.sides if name in some} for way, some in ready.items()}
-    return Prepared(found, in_order)
+    in_order = {
+        direction: {name: calls[name] for name in cell.sides if name in calls} for direction, calls in ready.items()
+    }
+    return Prepared(result, in_order)
 
 
-def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> Found:
+def measure_cell(cell: Cell, timer: Timer, settings: Settings) -> CellResult:
     return prepare_cell(cell, timer).measure(timer, settings)
 
 
@@ -327,31 +333,34 @@ def run_features(
     device: torch.device,
     step: Callable[[str], None] = lambda line: None,
     cells: Mapping[str, Callable[[Settings, torch.device], Iterator[Cell]]] | None = None,
-    turns: Turns | None = None,
-    keep: Callable[[list[Found]], None] = lambda found: None,
-) -> list[Found]:
-    """`cells`: what there is to choose from, if not the features. `turns`: with other processes; then all is
-    compiled before anything is timed. `keep`: given what was found so far, after every cell."""
-    everything: list[Found] = []
+    lock: GpuLock | None = None,
+    save: Callable[[list[CellResult]], None] = lambda results: None,
+) -> list[CellResult]:
+    """Measure all cells of the kinds.
+
+    `cells`: the kinds to choose from; by default those of features. `lock`: shared with other processes; all cells
+    are compiled before the first is timed. `save` is called with all results after every cell.
+    """
+    results: list[CellResult] = []
     known = KINDS if cells is None else cells
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"{kind!r}: choose from {', '.join(known)}")
-    drawn = (cell for kind in kinds for cell in known[kind](settings, device))
-    prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in drawn)
-    if turns is not None:
+    chosen = (cell for kind in kinds for cell in known[kind](settings, device))
+    prepared: Iterable[Prepared] = (prepare_cell(cell, timer) for cell in chosen)
+    if lock is not None:
         prepared = list(prepared)
-    with turns.alone() if turns is not None else nullcontext():
+    with lock.exclusive() if lock is not None else nullcontext():
         for one in prepared:
-            everything.append(one.measure(timer, settings))
-            step(f"{one.found.kind}, {one.found.name}")
-            keep(everything)
-    return everything
+            results.append(one.measure(timer, settings))
+            step(f"{one.result.kind}, {one.result.name}")
+            save(results)
+    return results
 
 
-def to_dict(found: Sequence[Found], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+def to_dict(results: Sequence[CellResult], settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     cells = []
-    for one in found:
+    for one in results:
         sides = {
             direction: {
                 name: {"ms": s.median_ms, "spread": s.spread, "calls": s.calls, "round_ms": s.round_ms}
@@ -366,9 +375,9 @@ def to_dict(found: Sequence[Found], settings: Settings, facts: dict[str, Any]) -
     return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
 
 
-def tables(found: Sequence[Found]) -> list[Table]:
+def tables(results: Sequence[CellResult]) -> list[Table]:
     columns = ("setting", "fwd ms", "bwd ms", "fwd ratio", "bwd ratio", "both")
     by_kind: dict[str, list[tuple[str, ...]]] = {}
-    for one in found:
+    for one in results:
         by_kind.setdefault(one.kind, []).extend(one.rows())
     return [Table(kind, columns, tuple(rows)) for kind, rows in by_kind.items() if rows]

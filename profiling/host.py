@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_flash.planning.plan import CompileKey
 from profiling.host_cases import MADE_BY_TORCH, Case, Settings, contender
 from profiling.host_report import FLOOR, OURS, Place, Times, case_record, figures_of
 from profiling.terminal import Step
@@ -47,7 +49,7 @@ LIMIT_S = 180.0
 
 
 class Launch(NamedTuple):
-    key: Any  # CompileKey
+    key: CompileKey
     function: Callable[..., None]
     args: tuple[Any, ...]
 
@@ -56,25 +58,25 @@ class Launch(NamedTuple):
 def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
     """Record every kernel launch of cute_flash inside the block, in order, with its positional arguments.
 
-    With `is_dry` nothing is compiled or launched: the list shows which kernels the calls need.
-
-    Bound functions of earlier calls are set aside meanwhile: no timed call runs through the recorder.
+    With `is_dry` nothing is compiled or launched: the list has the kernels that the calls need. `use_gpu` restores
+    the functions that were bound before, so that timed calls do not run through the recorder.
     """
-    from cute_flash.runtime.gpu import Gpu, use_gpu
+    from cute_flash.runtime.gpu import current_gpu, use_gpu
 
     launches: list[Launch] = []
+    recorder, kernel_of = copy(current_gpu()), current_gpu().kernel
 
-    class Recorder(Gpu):
-        def kernel(self, key: Any) -> Callable[..., None]:
-            function = (lambda *args: None) if is_dry else super().kernel(key)
+    def kernel(key: CompileKey) -> Callable[..., None]:
+        function = (lambda *args: None) if is_dry else kernel_of(key)
 
-            def launch(*args: Any) -> None:
-                launches.append(Launch(key, function, args))
-                function(*args)
+        def launch(*args: Any) -> None:
+            launches.append(Launch(key, function, args))
+            function(*args)
 
-            return launch
+        return launch
 
-    with use_gpu(Recorder()):
+    recorder.kernel = kernel  # type: ignore[method-assign]
+    with use_gpu(recorder):
         yield launches
 
 
@@ -112,14 +114,14 @@ def floor_of(ours: Contender, made_by_torch: Callable[[], Tensor] | None = None)
 
 
 def _memory(launches: Sequence[Launch]) -> dict[int, Tensor]:
-    """By the address of their memory, the tensors among the arguments; one of those that share it."""
-    found: dict[int, Tensor] = {}
+    """The tensors among the arguments, by the address of their memory; one per address."""
+    tensors: dict[int, Tensor] = {}
     for one in launches:
         for x in one.args:
             for tensor in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(tensor, Tensor):
-                    found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-    return found
+                    tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    return tensors
 
 
 def _call_once(case: Case, settings: Settings) -> None:
@@ -128,9 +130,9 @@ def _call_once(case: Case, settings: Settings) -> None:
         ours.call()
 
 
-def needed_kernels(settings: Settings) -> list[Any]:
+def needed_kernels(settings: Settings) -> list[CompileKey]:
     """The compile keys of all cases, without compiling. `measure` reports the cases that fail."""
-    timer, keys = EventTimer(), {}
+    timer, keys = EventTimer(), dict[CompileKey, None]()
     for case in settings.chosen():
         note(case.name)
         with recorded_launches(is_dry=True) as launches:
@@ -168,9 +170,9 @@ def host_times(
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        # One more turn than is kept: the first compiles, loads and warms up.
-        for turn in range(repeats + 1):
-            note(f"loop {turn} of {repeats}")
+        # Loop 0 compiles, loads and warms up, and is not counted.
+        for loop in range(repeats + 1):
+            note(f"loop {loop} of {repeats}")
             places = list(loops)
             order.shuffle(places)
             for place in places:
@@ -178,7 +180,7 @@ def host_times(
                 if isinstance(us, Failure):
                     errors[place] = us.message
                     del loops[place]
-                elif turn > 0:
+                elif loop > 0:
                     loops[place].append(us)
     finally:
         if was_collecting:
@@ -194,11 +196,11 @@ def measure(settings: Settings, index: int) -> Times:
 
     def prepare(place: Place, make: Callable[[], Contender | None]) -> None:
         note(" ".join(place))
-        found = attempt(make, timer)
-        if isinstance(found, Failure):
-            errors[place] = found.message
-        elif found is not None:
-            contenders[place] = found
+        made = attempt(make, timer)
+        if isinstance(made, Failure):
+            errors[place] = made.message
+        elif made is not None:
+            contenders[place] = made
 
     for case in settings.chosen():
         ours = (case.name, OURS)
@@ -249,7 +251,7 @@ def run_host(
     try:
         keys = run(needed_kernels, settings)
         compile_all(keys)
-        step(f"{len(keys)} kernels compiled or found, {time.perf_counter() - start:.0f} s")
+        step(f"{len(keys)} kernels compiled or loaded, {time.perf_counter() - start:.0f} s")
     except Exception as error:
         # The processes compile what is missing themselves.
         failed["compile"] = describe(error)

@@ -26,7 +26,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Figures:
-    """A case in all processes. The figures are None where what they compare was not measured."""
+    """A case in all processes. A figure is None if one of its sides was not measured."""
 
     process_us: dict[str, tuple[float, ...]]  # by side
 
@@ -44,12 +44,12 @@ class Figures:
 
     @property
     def ratio(self) -> float | None:
-        """To the fastest backend of SDPA."""
+        """The ratio of our host time to that of the fastest backend of SDPA."""
         ours, sdpa = self.us(OURS), self.us(self.fastest_sdpa or "")
         return ours / sdpa if ours and sdpa else None
 
     def meets(self, bounds: Mapping[str, float]) -> bool | None:
-        """Whether all bounds are met, which a figure that is missing does not; None: there is no bound."""
+        """Whether all bounds are met; a missing figure does not meet its bound. None: there is no bound."""
         figures = {name: getattr(self, name) for name in bounds}
         return all(x is not None and x <= bounds[name] for name, x in figures.items()) if bounds else None
 
@@ -57,8 +57,8 @@ class Figures:
 def figures_of(case: Case, processes: Sequence[Times]) -> Figures:
     sides = (OURS, FLOOR, *case.sdpa)
     places = {side: (case.name, side) for side in sides}
-    found = {side: tuple(t.us[at] for t in processes if at in t.us) for side, at in places.items()}
-    return Figures({side: us for side, us in found.items() if us})
+    process_us = {side: tuple(t.us[at] for t in processes if at in t.us) for side, at in places.items()}
+    return Figures({side: us for side, us in process_us.items() if us})
 
 
 def case_record(case: Case, figures: Figures, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def case_record(case: Case, figures: Figures, base: Mapping[str, Any]) -> dict[s
     }
 
 
-def is_wanting(data: dict[str, Any]) -> bool:
+def has_failed(data: dict[str, Any]) -> bool:
     """Whether a goal is missed or cannot be judged, or cute_flash or a process failed."""
     is_missed = any(case["is_met"] is False for case in data["cases"].values())
     return is_missed or any(not name.endswith(tuple(SDPA)) for name in data["errors"])

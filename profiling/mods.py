@@ -1,11 +1,11 @@
-"""What users' functions, biases and block maps cost, forward and backward.
+"""The cost of score_mod, mask_mod, biases and block masks, forward and backward.
 
-    function    a score_mod or a mask_mod against FlexAttention, compiled, and FlashAttention-4 on the same
-    documents   a document mask of eight equal documents with its block map, against the same without one
+    function    a score_mod or a mask_mod against compiled FlexAttention and FlashAttention-4 with the same mod
+    documents   a document mask of eight equal documents with its block mask, against the same without one
     bias        a bias against plain attention on the same tensors
 
-Cells and ratios are those of `features`: above 1 is faster than what is compared with. A side that does not
-compute what ours computes is not timed.
+Cells and ratios are those of `features`: above 1 the call is faster than its base. A side whose results differ from
+ours is not timed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from profiling import mods_fa4
-from profiling.features import Cell, Settings, Side, Way, _draw
+from profiling.features import AnySide, Cell, Settings, Side, random_qkv
 
 NUM_DOCUMENTS = 8
 CAP, NEAR, DISTANCES, PREFIX, WINDOW = 20.0, 128, 256, 1024, 1024
 FIRST_SLOPE, LAST_SLOPE = 0.5, 0.01
 OURS, PEERS = "cute_flash", ("flex", "fa4")
-WITHOUT_MAP, WITH_MAP, PLAIN = "without a map", "with a map", "plain"
+WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK, PLAIN = "without a block mask", "with a block mask", "plain"
 FUNCTIONS = ("alibi", "capped", "relative", "causal", "prefix", "window")
 
 
 @dataclass(frozen=True)
 class Function:
-    """What `attn` and FlexAttention are given, and the same made for FlashAttention-4 when it is wanted."""
+    """The score_mod or mask_mod of `attn` and FlexAttention, and a maker of the same for FlashAttention-4."""
 
-    how: dict[str, Any]
+    mods: dict[str, Any]  # keyword arguments
     fa4: Callable[[], Any]
 
 
@@ -73,64 +73,63 @@ def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Fun
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Every function and size is compiled anew; past the limit it would silently not be.
+    # Every function and size is a compilation; past the limit torch would silently run it uncompiled.
     torch._dynamo.config.recompile_limit = 256
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _flex(inputs: tuple[Tensor, ...], how: dict[str, Any]) -> Side:
-    """Compiled on a GPU; its block mask is made before."""
+def _flex(inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> Side:
+    """FlexAttention, compiled on a GPU; its block mask is made outside the timed calls."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     seqlen, device = inputs[0].shape[2], inputs[0].device
-    given: dict[str, Any] = {"score_mod": how.get("score_mod")}
-    if "mask_mod" in how:
-        given["block_mask"] = create_block_mask(how["mask_mod"], None, None, seqlen, seqlen, device=device)
+    options: dict[str, Any] = {"score_mod": mods.get("score_mod")}
+    if "mask_mod" in mods:
+        options["block_mask"] = create_block_mask(mods["mask_mod"], None, None, seqlen, seqlen, device=device)
     function: Any = _compiled_flex() if device.type == "cuda" else flex_attention
-    return Side(partial(function, **given), inputs)
+    return Side(partial(function, **options), inputs)
 
 
-def _ours(inputs: tuple[Tensor, ...], how: dict[str, Any], with_map: bool = True) -> Side:
+def _ours(inputs: tuple[Tensor, ...], mods: dict[str, Any], has_block_mask: bool = True) -> Side:
     from cute_flash import BlockMask, attn
 
     batch, heads, seqlen, _ = inputs[0].shape
-    given = dict(how)
-    if "mask_mod" in how and with_map:
+    options = dict(mods)
+    if "mask_mod" in mods and has_block_mask:
         shape = batch, heads, seqlen, seqlen
-        given["block_map"] = BlockMask.of(how["mask_mod"], shape, device=inputs[0].device)
-    return Side(partial(attn, **given), inputs)
+        options["block_mask"] = BlockMask.of(mods["mask_mod"], shape, device=inputs[0].device)
+    return Side(partial(attn, **options), inputs)
 
 
 def _inputs(settings: Settings, device: torch.device) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """As many tokens in fewer and longer sequences."""
+    """Inputs of two lengths, with the same number of tokens."""
     for head_dim in settings.head_dims:
         for seqlen in (settings.seqlen, settings.long):
             batch = max(1, settings.batch * settings.seqlen // seqlen)
             heads = settings.hidden // head_dim
-            yield f"D={head_dim} S={seqlen}", _draw(settings, device, batch, heads, seqlen, head_dim)
+            yield f"D={head_dim} S={seqlen}", random_qkv(settings, device, batch, heads, seqlen, head_dim)
 
 
 def _chosen(wanted: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """All that are known, if none are wanted in particular."""
+    """The wanted names, or all known ones if none is wanted; `ValueError` for an unknown name."""
     for name in wanted:
         if name not in known:
             raise ValueError(f"{name!r}: choose from {', '.join(known)}")
     return wanted or known
 
 
-def absent(settings: Settings) -> dict[str, str]:
-    """Peers that are left out, and why. One that is named is not: it fails in every cell."""
+def unavailable(settings: Settings) -> dict[str, str]:
+    """The peers that are left out, with the reason. A peer that was named is not left out: it fails in every cell."""
     reason = None if settings.peers else mods_fa4.missing()
     return {} if reason is None else {"fa4": reason}
 
 
-def _sides(inputs: tuple[Tensor, ...], function: Function, settings: Settings) -> dict[str, Way]:
-    """The peers on the same function."""
-    peers: dict[str, Callable[[], Way]] = {
-        "flex": lambda: _flex(inputs, function.how),
-        "fa4": lambda: mods_fa4.Fa4Side(inputs, function.fa4, function.how.get("mask_mod")),
+def _peers(inputs: tuple[Tensor, ...], function: Function, settings: Settings) -> dict[str, AnySide]:
+    peers: dict[str, Callable[[], AnySide]] = {
+        "flex": lambda: _flex(inputs, function.mods),
+        "fa4": lambda: mods_fa4.Fa4Side(inputs, function.fa4, function.mods.get("mask_mod")),
     }
-    left_out = absent(settings)
+    left_out = unavailable(settings)
     return {name: peers[name]() for name in _chosen(settings.peers, PEERS) if name not in left_out}
 
 
@@ -139,8 +138,8 @@ def function_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     for name, inputs in _inputs(settings, device):
         functions = _functions(inputs[0].shape[1], device)
         for kind in chosen:
-            sides = _sides(inputs, functions[kind], settings)
-            sides[OURS] = _ours(inputs, functions[kind].how)
+            sides = _peers(inputs, functions[kind], settings)
+            sides[OURS] = _ours(inputs, functions[kind].mods)
             yield Cell("function", f"{name} {kind}", sides, next(iter(sides)), OURS)
 
 
@@ -151,12 +150,12 @@ def document_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         seqlen = inputs[0].shape[2]
         ids = torch.arange(seqlen, device=device, dtype=torch.int32) // -(-seqlen // NUM_DOCUMENTS)
         function = Function({"mask_mod": masks.document(ids)}, partial(mods_fa4.function, "document", ids))
-        sides: dict[str, Way] = {
-            WITHOUT_MAP: _ours(inputs, function.how, with_map=False),
-            WITH_MAP: _ours(inputs, function.how),
-            **_sides(inputs, function, settings),
+        sides: dict[str, AnySide] = {
+            WITHOUT_BLOCK_MASK: _ours(inputs, function.mods, has_block_mask=False),
+            WITH_BLOCK_MASK: _ours(inputs, function.mods),
+            **_peers(inputs, function, settings),
         }
-        yield Cell("documents", name, sides, WITHOUT_MAP, WITH_MAP)
+        yield Cell("documents", name, sides, WITHOUT_BLOCK_MASK, WITH_BLOCK_MASK)
 
 
 def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -165,7 +164,7 @@ def bias_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
     for name, inputs in _inputs(settings, device):
         batch, heads, seqlen, _ = inputs[0].shape
         if seqlen > settings.seqlen:
-            continue  # a bias of all pairs of long sequences is most of a GPU's memory
+            continue  # a bias of all pairs of long sequences takes most of a GPU's memory
         sides = {PLAIN: Side(attn, inputs)}
         shapes = {
             "each head": (1, heads, seqlen, seqlen),

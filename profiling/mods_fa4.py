@@ -1,8 +1,8 @@
-"""FlashAttention-4 (`flash_attn.cute`) as a side of the cells of `mods`: its mods and its block lists.
+"""FlashAttention-4 (`flash_attn.cute`) as a side of the cells of `mods`: its mods and its block-sparse indices.
 
-Hopper refuses none of the functions there: it takes at most two scores at a time in a score_mod, one pair in
-a mask_mod, and lists whose blocks of keys are its tile. A bias is left out: the only one it has is an aux
-tensor of all pairs, read score by score.
+On Hopper it supports all functions of `mods`: up to two scores at a time in a score_mod, one pair in a mask_mod, and
+K/V blocks of the size of its tile. A bias is left out: FlashAttention-4 has only an aux tensor of all pairs, which it
+reads score by score.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from profiling.features import gradients_of
 from profiling.timing import Contender, describe
 
-# (rows, keys) of a block by head dim: the tiles it chooses for itself, and of the backward's the finest, so
-# that it skips the most.
+# (rows, keys) of a block by head dim: the tiles of its forward, and the smallest of its backward, which skip the
+# most blocks.
 FORWARD_BLOCKS = {64: (192, 128), 128: (128, 128)}
 BACKWARD_BLOCKS = {64: (128, 128), 128: (64, 128)}
 
 
 def missing() -> str | None:
-    """Why it cannot be imported here. Only looked for: importing it patches the DSL that compiles ours."""
+    """Why the package cannot be imported, or None. It is not imported: that patches the DSL that compiles ours."""
     try:
         is_here = importlib.util.find_spec("flash_attn.cute") is not None
     except Exception as error:
@@ -36,13 +36,15 @@ def missing() -> str | None:
 
 
 def function(name: str, *args: Any) -> Any:
-    """One of `fa4_functions`, imported when it is wanted: it takes the CuTe DSL."""
+    """Make a function of `fa4_functions`, which is imported here because it imports the CuTe DSL."""
     return getattr(importlib.import_module("profiling.fa4_functions"), name)(*args)
 
 
-def block_lists(mask: Callable[..., Any], x: Tensor, direction: str) -> tuple[tuple[Tensor, ...], Any]:
-    """Counts and indices of partial and of full blocks, and the size of a block. Forward: the keys of each
-    block of rows; backward: the rows of each block of keys."""
+def block_indices(mask: Callable[..., Any], x: Tensor, direction: str) -> tuple[tuple[Tensor, ...], Any]:
+    """Counts and indices of partial and full blocks, and the size of a block.
+
+    Forward: the K/V blocks of each query block; backward: the query blocks of each K/V block.
+    """
     seqlen, head_dim = x.shape[2:]
     block = (FORWARD_BLOCKS if direction == "fwd" else BACKWARD_BLOCKS)[head_dim]
     made = create_block_mask(mask, None, None, seqlen, seqlen, device=x.device, BLOCK_SIZE=block)
@@ -53,28 +55,27 @@ def block_lists(mask: Callable[..., Any], x: Tensor, direction: str) -> tuple[tu
 
 @dataclass(frozen=True)
 class Fa4Side:
-    """Everything is made when it is prepared: without the package, or with one that does not take the
-    function, this side fails and no other."""
+    """Imports the package when it is prepared: without the package only this side fails."""
 
     inputs: tuple[Tensor, ...]  # (B, H, S, D)
     make: Callable[[], Any]  # a function of `fa4_functions`
-    mask: Callable[..., Any] | None = None  # the same mask in torch, from which the lists are made
+    mask: Callable[..., Any] | None = None  # the same mask in torch, for the block indices
     is_bshd: ClassVar[bool] = True
 
     def prepare(self, direction: str) -> Contender:
         attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
         options = self.make().options()
         if self.mask is not None:
-            options["block_sparse_tensors"] = self._lists("fwd")
+            options["block_sparse_tensors"] = self._blocks("fwd")
         leaves = [x.transpose(1, 2).contiguous() for x in self.inputs]
         if direction == "fwd":
             return Contender(torch.no_grad()(lambda: attend(*leaves, **options)[0]))
         if self.mask is not None:
-            options["block_sparse_tensors_bwd"] = self._lists("bwd")
-        return gradients_of(lambda *given: attend(*given, **options)[0], leaves, self.is_bshd)
+            options["block_sparse_tensors_bwd"] = self._blocks("bwd")
+        return gradients_of(lambda *inputs: attend(*inputs, **options)[0], leaves, self.is_bshd)
 
-    def _lists(self, direction: str) -> Any:
+    def _blocks(self, direction: str) -> Any:
         assert self.mask is not None
-        tensors, block = block_lists(self.mask, self.inputs[0], direction)
-        lists = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-        return lists(*tensors, block_size=block)
+        tensors, block = block_indices(self.mask, self.inputs[0], direction)
+        make = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        return make(*tensors, block_size=block)

@@ -1,4 +1,4 @@
-"""What a run of `mods` comes to: geometric means over its cells, and runs of its parts put together."""
+"""Geometric means over the cells of a run of `mods`, and the merge of partial runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from profiling.features import DIRECTIONS, Found
-from profiling.mods import KINDS, OURS, PEERS, PLAIN, WITH_MAP, WITHOUT_MAP
+from profiling.features import DIRECTIONS, CellResult
+from profiling.mods import KINDS, OURS, PEERS, PLAIN, WITH_BLOCK_MASK, WITHOUT_BLOCK_MASK
 from profiling.terminal import Table
 from profiling.timing import Samples
 
-COLUMNS = ("geometric mean (least)", "cells", "fwd", "bwd", "both")
+COLUMNS = ("geometric mean (lowest)", "cells", "fwd", "bwd", "both")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _row(label: str, found: Iterable[Found], side: str, base: str) -> tuple[str, ...] | None:
-    """One mean for each direction; nothing if no cell has both sides."""
-    cells = list(found)
+def _row(label: str, results: Iterable[CellResult], side: str, base: str) -> tuple[str, ...] | None:
+    """One mean for each direction; None if no cell has both sides."""
+    cells = list(results)
     texts, counts = [], []
     for direction in (*DIRECTIONS, "both"):
         ratios = [x for x in (one.ratio(side, direction, base) for one in cells) if x is not None]
@@ -29,30 +29,32 @@ def _row(label: str, found: Iterable[Found], side: str, base: str) -> tuple[str,
         texts.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "-")
     if not any(counts):
         return None
-    # Fewer in one direction: what failed there is told under the tables.
+    # If the directions differ, some cells failed; the failures are printed after the tables.
     number = f"{counts[0]}" if len(set(counts)) == 1 else f"{counts[0]}, {counts[1]}"
     return (label, number, *texts)
 
 
-def summary(found: Sequence[Found]) -> Table:
-    """Ours over each peer on the same functions, documents with a map over without, biases over none."""
+def summary(results: Sequence[CellResult]) -> Table:
+    """Ours over each peer with the same function, with a block mask over without, each bias over plain."""
 
-    def of(kind: str) -> list[Found]:
-        return [one for one in found if one.kind == kind]
+    def of(kind: str) -> list[CellResult]:
+        return [one for one in results if one.kind == kind]
 
     biases = dict.fromkeys(side for one in of("bias") for side in one.samples["fwd"] if side != PLAIN)
     rows = [
         *(_row(f"functions: {OURS} over {peer}", of("function"), OURS, peer) for peer in PEERS),
-        _row(f"documents: {WITH_MAP} over {WITHOUT_MAP}", of("documents"), WITH_MAP, WITHOUT_MAP),
-        *(_row(f"documents: {WITH_MAP} over {peer}", of("documents"), WITH_MAP, peer) for peer in PEERS),
+        *(
+            _row(f"documents: {WITH_BLOCK_MASK} over {base}", of("documents"), WITH_BLOCK_MASK, base)
+            for base in (WITHOUT_BLOCK_MASK, *PEERS)
+        ),
         *(_row(f"{bias} over {PLAIN}", of("bias"), bias, PLAIN) for bias in biases),
     ]
     return Table("summary", COLUMNS, tuple(row for row in rows if row is not None))
 
 
-def from_dict(data: dict[str, Any]) -> list[Found]:
+def from_dict(data: dict[str, Any]) -> list[CellResult]:
     return [
-        Found(
+        CellResult(
             cell["kind"],
             cell["name"],
             cell["base"],
@@ -67,12 +69,12 @@ def from_dict(data: dict[str, Any]) -> list[Found]:
 
 
 def _place(cell: dict[str, Any]) -> tuple[int, list[int]]:
-    """By kind, then by the numbers of the name."""
+    """The order of cells: by kind, then by the numbers in the name."""
     return list(KINDS).index(cell["kind"]), [int(x) for x in re.findall(r"\d+", cell["name"])]
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One record of runs that measured different cells with the same settings on the same machine."""
+    """Merge the records of runs that measured different cells with the same settings on the same machine."""
     choices = ("head_dims", "functions", "peers")
     same = [
         {name: value for name, value in part["settings"].items() if name not in choices} for part in parts

@@ -1,8 +1,8 @@
-"""Nsight Compute on single launches: a report, its text, and its numbers.
+"""Run Nsight Compute on single launches, and read its reports.
 
 Each case is a process of its own under `ncu`, which profiles one warm launch, replayed once for each group of
-counters, with cold caches and whatever clocks the card has. Reading its report takes a second or two and no
-GPU, so that the next case can run meanwhile.
+counters, with cold caches and free clocks. Reading a report takes a second or two and no GPU, so the next case can
+run at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_PERMITTED = (
     "see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
 )
 
-# A command to its exit status and what it printed.
+# Command -> exit status and output.
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 
 
@@ -42,11 +42,11 @@ class NcuError(ValueError):
 
 
 class NotPermittedError(NcuError):
-    """And no other can."""
+    """The driver lets no launch be profiled."""
 
 
 def run_command(command: Sequence[str]) -> tuple[int, str]:
-    """With plain numbers, whatever the locale; `python` is the one that runs here."""
+    """Run a command in the C locale; `python` is the interpreter of this process."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "LC_ALL": "C", "PATH": path}
     try:
@@ -65,7 +65,7 @@ def run_command(command: Sequence[str]) -> tuple[int, str]:
 
 
 def choose(kernels: Iterable[str], variants: Sequence[str], shape: Shape, dtype: str) -> list[Case]:
-    """Every kernel with those of the variants that it can have; none given: all."""
+    """The cases of each kernel with those layouts that it has; without layouts, with all."""
     cases = []
     for kernel in kernels:
         if kernel not in LAYOUTS:
@@ -80,7 +80,7 @@ def choose(kernels: Iterable[str], variants: Sequence[str], shape: Shape, dtype:
 
 @dataclass(frozen=True)
 class Tool:
-    """The profiler, and where it leaves its reports."""
+    """The profiler and the folder of its reports."""
 
     folder: Path
     program: str = "ncu"
@@ -97,7 +97,7 @@ class Tool:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """Those that this ncu has for this GPU; all if it does not say."""
+        """The counters that this ncu has for this GPU; all if it lists none."""
         _, output = self.run((self.program, "--query-metrics"))
         known = {line.split()[0] for line in output.splitlines() if "__" in line}
         return tuple(name for name in COLLECTED if name.partition(".")[0] in known) or COLLECTED
@@ -109,14 +109,14 @@ class Tool:
             *("--profile-from-start", "off"),
             *("--kernel-name", f"regex:^{case.symbol}"),
             *("--launch-count", "1"),
-            # The card's clocks are left alone, and the caches are cold in every pass.
+            # Clocks are not fixed; caches are flushed before every pass.
             *("--clock-control", "none"),
             *("--cache-control", "all"),
         ]
         for section in SECTIONS:
             options += ["--section", section]
         options += ["--metrics", ",".join(self.metrics)]
-        # A report keeps its command line: no more of this machine's paths than must be.
+        # A report contains its command line: it has no absolute paths of this machine.
         python = Path(sys.executable).name
         return [self.program, *options, python, "-m", "profiling.ncu_case", *case.arguments]
 
@@ -128,7 +128,7 @@ class Tool:
         return self.read(case)
 
     def collect(self, case: Case) -> None:
-        """Run the case on the GPU: leaves a report."""
+        """Run the case on the GPU and write its report."""
         self.folder.mkdir(parents=True, exist_ok=True)
         report = self.report(case)
         for suffix in (".ncu-rep", ".txt", ".csv"):
@@ -138,7 +138,7 @@ class Tool:
             raise NcuError(f"{case.id}: ncu wrote no report:\n{_tail(output)}")
 
     def read(self, case: Case) -> Profile:
-        """The numbers of a report; writes its details as text and the counters that we name beside it."""
+        """The counters of a report; writes its details as .txt and the counters as .csv beside it."""
         report = self.report(case)
         read = (self.program, "--import", str(report))
         details = self._must_run((*read, "--page", "details"), case)
@@ -160,7 +160,7 @@ class Tool:
 
 
 def _from_root(path: Path) -> str:
-    """Relative to where commands run, if it lies there."""
+    """Relative to the folder in which commands run, if the path is in it."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 

@@ -1,7 +1,7 @@
 """`python -m profiling.ncu_case`: one warm launch of one kernel between the profiler's start and stop.
 
-Run by `python -m profiling ncu` under ncu. A kernel with another layout of shared memory must give the bits
-of the default one before it is profiled: the layout moves data, and changes none.
+`python -m profiling ncu` runs it under ncu. A kernel with another layout of shared memory is profiled only if its
+results have the same bits as those of the default layout.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from cute_flash import ops
-from cute_flash.planning.plan import BwdPlan, CompileKey, Plan, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
+from cute_flash.reference import plain_args
+from cute_flash.runtime import launcher
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
+from profiling.accuracy import nan_in_new_memory
 from profiling.suites import DTYPES, MASKS, Shape
-from profiling.trial import launch_plan
+from profiling.trial import forward_of
 
-# What each kernel can lay out in shared memory; the first is the default.
+# The layouts of shared memory that each kernel can have; the first is the default.
 LAYOUTS = {
     "fwd-sm80": VARIANTS,
     "fwd-sm90": HOPPER_VARIANTS,
@@ -52,34 +54,27 @@ class Case:
 
     @property
     def symbol(self) -> str:
-        """What the name of the kernel begins with, on the GPU."""
+        """The prefix of the kernel's symbol."""
         return f"cute_flash_{self.direction}_{self.family}_"
 
     def plan(self, spec: ArchSpec) -> Plan:
-        """Of a forward pass."""
-        with use_kernels(self.family):
-            chosen = plan(self.shape.problem(self.dtype), spec)
-        return replace(chosen, tile=replace(chosen.tile, layout=self.layout))
-
-    def bwd_plan(self, spec: ArchSpec) -> BwdPlan:
-        with use_kernels(self.family):
-            return bwd_plan(self.shape.problem(self.dtype), spec)
+        problem = self.shape.problem(self.dtype)
+        if self.direction == "bwd":
+            return plan_backward(problem, spec, family=self.family)
+        tile = plan_forward(problem, spec, self.family).tile
+        return plan_forward(problem, spec, self.family, tile=replace(tile, layout=self.layout))
 
     def keys(self, spec: ArchSpec) -> list[CompileKey]:
-        """The kernels that the process of the case launches."""
-        default = replace(self, kernel=f"fwd-{self.family}", layout=LAYOUTS[self.kernel][0]).plan(spec).key
-        if self.direction == "fwd":
-            return [default, self.plan(spec).key]
-        backward = self.bwd_plan(spec)
-        after = [] if backward.after is None else [backward.after]
-        return [default, backward.before(False), backward.main, *after]
+        """The kernels that the process of the case launches: those of the default forward too."""
+        default = replace(self, kernel=f"fwd-{self.family}", layout=LAYOUTS[self.kernel][0])
+        return [*default.plan(spec).launches, *self.plan(spec).launches]
 
     @property
     def arguments(self) -> list[str]:
-        """Of this module."""
-        given = {**asdict(self.shape), "kernel": self.kernel, "layout": self.layout, "dtype": self.dtype}
-        given["mask"] = MASKS[given.pop("causal")]
-        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        """The command-line arguments of this module for the case."""
+        values = {**asdict(self.shape), "kernel": self.kernel, "layout": self.layout, "dtype": self.dtype}
+        values["mask"] = MASKS[values.pop("causal")]
+        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
 
 _ID = re.compile(
@@ -89,7 +84,7 @@ _ID = re.compile(
 
 
 def case_of(case_id: str, symbol: str) -> Case:
-    """The case with that id; its dtype is in the name of the kernel on the GPU."""
+    """The case of an id; the dtype is read from the kernel's symbol."""
     match = _ID.fullmatch(case_id)
     if match is None:
         raise ValueError(f"{case_id}: not the name of a profiled case")
@@ -117,44 +112,31 @@ def shape_of(args: argparse.Namespace) -> Shape:
     return Shape(args.batch, args.heads, heads_kv, args.seqlen, args.head_dim, causal)
 
 
-def _draw(case: Case) -> tuple[torch.Tensor, ...]:
+def _inputs(case: Case) -> tuple[torch.Tensor, ...]:
+    """q, k, v and dout."""
     torch.manual_seed(0)
     shape = case.shape
-    sizes = [(shape.batch, heads, shape.seqlen, shape.head_dim) for heads in (shape.heads, shape.heads_kv)]
-    drawn = (sizes[0], sizes[1], sizes[1], sizes[0])
-    return tuple(torch.randn(size, device="cuda", dtype=DTYPES[case.dtype]) for size in drawn)
+    q, kv = ((shape.batch, heads, shape.seqlen, shape.head_dim) for heads in (shape.heads, shape.heads_kv))
+    return tuple(torch.randn(size, device="cuda", dtype=DTYPES[case.dtype]) for size in (q, kv, kv, q))
 
 
-def _forward(case: Case, spec: ArchSpec) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    q, k, v, _ = _draw(case)
-    launch = launch_plan(case.plan(spec))
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.full_like(q, torch.nan)
-        lse = torch.full(q.shape[:3], torch.nan, dtype=torch.float32, device=q.device)
-        launch(q, k, v, out, lse)
-        return out, lse
-
-    return call
+def _forward(case: Case, spec: ArchSpec) -> Callable[[], tuple[torch.Tensor, ...]]:
+    q, k, v, _ = _inputs(case)
+    forward = forward_of(case.plan(spec), q.device)
+    return lambda: forward(q, k, v)
 
 
 def _backward(case: Case) -> Callable[[], tuple[torch.Tensor, ...]]:
-    q, k, v, dout = _draw(case)
-    scale, right = case.shape.head_dim**-0.5, 0 if case.shape.causal else None
-    with use_kernels(case.family):
-        out, lse = ops.fwd(q, k, v, scale, None, right)
-
-    def call() -> tuple[torch.Tensor, ...]:
-        with use_kernels(case.family):
-            return ops.bwd(dout, None, q, k, v, out, lse, scale, None, right)
-
-    return call
+    q, k, v, dout = _inputs(case)
+    args = plain_args(q, case.shape.problem(case.dtype).band)._replace(kernels=case.family)
+    out, lse, _ = launcher.forward(q, k, v, args)
+    return lambda: launcher.backward(dout, None, q, k, v, out, lse, args)[:3]
 
 
 def _check(case: Case, spec: ArchSpec, results: Sequence[torch.Tensor]) -> None:
     default = LAYOUTS[case.kernel][0]
     if not all(torch.isfinite(x).all() for x in results):
-        raise SystemExit(f"{case.id}: something in the result is not finite")
+        raise SystemExit(f"{case.id}: an element of the result is not finite")
     if case.layout != default:
         expected = _forward(replace(case, layout=default), spec)()
         if not all(map(torch.equal, results, expected)):
@@ -166,7 +148,9 @@ def run(case: Case) -> None:
     spec = arch.detect(torch.cuda.current_device())
     call: Callable[[], Sequence[torch.Tensor]]
     call = _forward(case, spec) if case.direction == "fwd" else _backward(case)
-    _check(case, spec, call())
+    with nan_in_new_memory():
+        results = call()
+    _check(case, spec, results)
     call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()

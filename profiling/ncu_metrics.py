@@ -1,4 +1,4 @@
-"""Which counters are read, and what `ncu --page raw --csv` says of them."""
+"""The counters of Nsight Compute that are read, and the parser of `ncu --page raw --csv`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Each costs passes and bytes of the report: InstructionStats and MemoryWorkloadAnalysis_Tables were a third
-# of it. What we want of ComputeWorkloadAnalysis is in METRICS.
+# Each section costs passes and bytes of the report: InstructionStats and MemoryWorkloadAnalysis_Tables were a third
+# of it. METRICS has the counters of ComputeWorkloadAnalysis.
 SECTIONS = (
     "SpeedOfLight",
     "MemoryWorkloadAnalysis",
@@ -21,11 +21,11 @@ SECTIONS = (
 
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
-# The same, counted by instruction: free of what other users of the data banks add to the unit's counters.
+# The same, counted by instruction: other users of the data banks do not add to these.
 _SASS_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _SASS_WAVEFRONTS = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 
-# Our name -> ncu's. "ld" has ldmatrix in it, "st" stmatrix.
+# Our name -> ncu's. "ld" includes ldmatrix, "st" stmatrix.
 METRICS = {
     "duration_ns": "gpu__time_duration.sum",
     **{f"{op}_conflicts": _CONFLICTS.format(op) for op in ("ld", "st", "ldgsts")},
@@ -56,28 +56,28 @@ METRICS = {
     "blocks": "launch__grid_size",
     "threads": "launch__block_size",
 }
-# Those that a section brings along.
+# Counters that sections collect.
 _OF_SECTIONS = ("registers", "smem_bytes", "blocks", "threads")
 COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIONS)
 
-# What tells launches apart, in the raw page.
+# Columns of the raw page that identify a launch.
 _IDENTITY = ("ID", "Kernel Name", "Block Size", "Grid Size", "CC")
 _STALL_NAME = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 _STALL = re.compile(_STALL_NAME.replace(".", r"\.").format(r"(\w+)"))
-# An issue is no stall; "not issued" forms of the same reasons are other metrics.
+# An issued warp is no stall. The "not issued" forms of the same reasons are other metrics.
 _NO_STALL = "selected"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One kernel launch as ncu saw it."""
+    """The counters of one kernel launch."""
 
     kernel: str
     values: Mapping[str, float]  # by ncu's names
     capability: str = ""  # such as 9.0
 
     def __getitem__(self, key: str) -> float | None:
-        """By our names; None: this GPU or this ncu has no such metric."""
+        """A counter by our name; None if this GPU or this ncu does not have it."""
         return self.values.get(METRICS[key])
 
     @property
@@ -86,10 +86,10 @@ class Profile:
 
     @property
     def stalls(self) -> dict[str, float]:
-        """Reason -> warps that wait for it whenever an instruction is issued, the most first."""
-        found = {match[1]: v for name, v in self.values.items() if (match := _STALL.fullmatch(name))}
-        kept = {reason: value for reason, value in found.items() if reason != _NO_STALL and value > 0}
-        return dict(sorted(kept.items(), key=lambda item: -item[1]))
+        """Reason -> average number of waiting warps per issued instruction, the largest first."""
+        reasons = {match[1]: v for name, v in self.values.items() if (match := _STALL.fullmatch(name))}
+        stalls = {reason: value for reason, value in reasons.items() if reason != _NO_STALL and value > 0}
+        return dict(sorted(stalls.items(), key=lambda item: -item[1]))
 
 
 def _number(text: str) -> float | None:
@@ -115,16 +115,16 @@ def _as_csv(rows: Iterable[Sequence[str]]) -> str:
 
 
 def trim_raw(text: str) -> str:
-    """The same table with only the columns that are read here: a thousand others are left out."""
+    """The table with only the columns that `parse_raw` reads, of more than a thousand."""
     rows, wanted = _table(text), {*_IDENTITY, *METRICS.values()}
-    kept = [i for i, name in enumerate(rows[0]) if name in wanted or _STALL.fullmatch(name)]
-    return _as_csv([[row[i] for i in kept] for row in rows])
+    columns = [i for i, name in enumerate(rows[0]) if name in wanted or _STALL.fullmatch(name)]
+    return _as_csv([[row[i] for i in columns] for row in rows])
 
 
 def raw_of(
     kernel: str, capability: str, measured: Mapping[str, float | None], stalls: Mapping[str, float]
 ) -> str:
-    """Such a table for one launch, from what a record says of it."""
+    """The table of one launch, from its record."""
     values = {METRICS[key]: value for key, value in measured.items() if value is not None}
     values |= {_STALL_NAME.format(reason): value for reason, value in stalls.items()}
     cells = {"ID": "0", "Kernel Name": kernel, "CC": capability}

@@ -1,4 +1,4 @@
-"""Profiles beside predictions: as tables for the terminal and as a record for a file."""
+"""Profiles beside predictions, as tables and as a record for JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCHEMA = 1
 NUM_STALLS = 3
 LEGEND = (
     "measured (predicted). Wavefronts and conflicts of shared memory over the whole launch; ldmatrix is part "
-    "of loads, stmatrix of stores. DRAM: caches cold, every tensor once; what was written may lie in L2 yet. "
-    "Stalls: warps that wait for a reason whenever an instruction is issued."
+    "of loads, stmatrix of stores. DRAM: cold caches, every tensor once; written data may still be in L2. "
+    "Stalls: average number of warps that wait for the reason per issued instruction."
 )
 # Label, metric, what it is divided by, digits.
 ROWS = (
@@ -41,13 +41,13 @@ ROWS = (
     ("issue slots, %", "issue_percent", 1.0, 1),
     ("occupancy, %", "occupancy_percent", 1.0, 1),
     ("registers a thread", "registers", 1.0, 0),
-    ("shared memory a block, KB", "smem_bytes", 1024.0, 1),
+    ("shared memory a CTA, KB", "smem_bytes", 1024.0, 1),
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A case, what was predicted, and what came: a profile or an error."""
+    """A case, its prediction, and its profile or error."""
 
     case: Case
     expected: Expected
@@ -109,14 +109,14 @@ def _table(title: str, findings: list[Finding]) -> Table:
         rows.append((label, *(one.cell(metric, divisor, digits) for one in findings)))
     for rank in range(NUM_STALLS):
         rows.append((f"stall {rank + 1}", *(one.stall_cell(rank) for one in findings)))
-    told = tuple(row for row in rows if set(row[1:]) != {"-"})
-    return Table(title, ("", *(one.case.layout for one in findings)), told)
+    with_values = tuple(row for row in rows if set(row[1:]) != {"-"})
+    return Table(title, ("", *(one.case.layout for one in findings)), with_values)
 
 
 def record(
     findings: Iterable[Finding], settings: dict[str, Any], machine: dict[str, Any], ncu: str | None
 ) -> dict[str, Any]:
-    """For JSON: everything that was counted and predicted, and the names of the counters."""
+    """For JSON: all counters and predictions, and the names of the counters."""
     return {
         "schema": SCHEMA,
         "settings": settings,

@@ -1,4 +1,4 @@
-"""Cases profiled one after the other, with a record that is written after each or remade from the exports."""
+"""Profiles cases one after the other and writes a record after each; or makes the record from the exports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from profiling.record import write_json
 RECORD = "ncu.json"
 # Cases of an earlier run stay in the record if these agree: then it is the same run in two pieces.
 SAME_RUN = ("gpu", "driver", "source_digest")
-# The only facts of a run that its exports do not have.
+# Facts of a run that its exports do not have.
 FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}
 
 
 def from_exports(folder: Path) -> list[Finding]:
-    """Every case with a .csv in the folder, and today's prediction for it. Needs neither ncu nor a GPU."""
+    """Every case with a .csv in the folder, and its current prediction. Needs neither ncu nor a GPU."""
     findings = []
     for path in sorted(folder.glob("*.csv")):
         profiles = parse_raw(path.read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def from_exports(folder: Path) -> list[Finding]:
 
 
 def export_record(folder: Path) -> None:
-    """A .csv for every case that only the record has, as records of an older version do."""
+    """Write a .csv for every case that only the record has, as records of older versions do."""
     path = folder / RECORD
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
     for case_id, case in data["cases"].items():
@@ -55,14 +55,14 @@ def _order(case: Case) -> tuple[int, str, int]:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What the record in the folder says of its run, as far as there is one."""
+    """The facts of the record in the folder; empty without a record."""
     path = folder / RECORD
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else FACTS
     return {name: data[name] for name in FACTS}
 
 
-def remade(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
-    """The findings and the record of a folder, from its exports and the facts in its record."""
+def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
+    """The findings of a folder's exports, and its record made anew."""
     export_record(folder)
     findings = from_exports(folder)
     if not findings:
@@ -70,8 +70,8 @@ def remade(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
     return findings, record(findings, **facts_of(folder))
 
 
-def kept(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> list[Finding]:
-    """What an earlier piece of the same run left in the folder, without the cases that run now."""
+def earlier_findings(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> list[Finding]:
+    """The findings of an earlier part of the same run in the folder, without the cases that run now."""
     before = facts_of(folder)["machine"]
     if any(name not in before or before[name] != machine.get(name) for name in SAME_RUN):
         return []
@@ -82,23 +82,23 @@ def kept(folder: Path, machine: dict[str, Any], running: Sequence[Finding]) -> l
 def profile_all(
     tool: Tool, findings: Sequence[Finding], facts: dict[str, Any], step: Callable[[str], None]
 ) -> list[Finding]:
-    """A case that fails is written down; the others go on. Without counters none would: that ends it all."""
-    # As it is now: the folder will fill with the exports of this run.
-    done = kept(tool.folder, facts["machine"], findings)
-    num_kept = len(done)
+    """Profile all cases. A case that fails is recorded and the others go on; `NotPermittedError` ends the run."""
+    # Before this run adds its exports to the folder.
+    done = earlier_findings(tool.folder, facts["machine"], findings)
+    num_earlier = len(done)
 
-    def keep(finding: Finding) -> None:
+    def record_finding(finding: Finding) -> None:
         done.append(finding)
         write_json(record(done, **facts), tool.folder / RECORD)
         step(f"{finding.case.id}: {finding.error or f'{finding.time_cell} us'}")
 
     def read(finding: Finding) -> None:
         try:
-            keep(replace(finding, profile=tool.read(finding.case)))
+            record_finding(replace(finding, profile=tool.read(finding.case)))
         except NcuError as error:
-            keep(replace(finding, error=str(error)))
+            record_finding(replace(finding, error=str(error)))
 
-    # One thread reads reports, and only it writes the record; meanwhile the next case runs.
+    # One thread reads reports and writes the record, while the next case runs.
     with ThreadPoolExecutor(1) as reader:
         reading = []
         for finding in findings:
@@ -107,9 +107,9 @@ def profile_all(
             except NotPermittedError:
                 raise
             except NcuError as error:
-                reading.append(reader.submit(keep, replace(finding, error=str(error))))
+                reading.append(reader.submit(record_finding, replace(finding, error=str(error))))
             else:
                 reading.append(reader.submit(read, finding))
     for future in reading:
         future.result()
-    return done[num_kept:]
+    return done[num_earlier:]

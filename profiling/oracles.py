@@ -1,9 +1,8 @@
-"""Exact results on a sample of one problem, in fp64 on the same device, with the error of unfused PyTorch.
+"""Exact results on a sample of one problem, in fp64 on the same device, and the error of unfused PyTorch.
 
-Forward: the last batch, the first and the last head, up to 1024 rows in blocks that cover the beginning, the
-middle and the end, against all their keys. Backward: the last batch, the first and the last key head with all
-their query heads, the whole length: the gradient of a key needs every row that sees it. Only one block of
-rows is in memory at a time.
+Forward: the last batch, the first and the last head, up to 1024 rows in blocks at the beginning, the middle and the
+end, with all their keys. Backward: the last batch, the first and the last K/V head with all their query heads, the
+whole length: the gradient of a key needs every row that sees it. One block of rows is in memory at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.shapes import lse_dtype
 from profiling.accuracy import Oracle
 
 BLOCK_ROWS, MAX_BLOCKS = 256, 4
@@ -36,12 +36,12 @@ def _blocks(seqlen: int) -> list[slice]:
 
 
 def _ends(count: int) -> list[int]:
-    """The first and the last: where a wrong stride or a missing tail shows."""
+    """The first and the last: they show a wrong stride or a missing tail."""
     return [0, count - 1] if count > 1 else [0]
 
 
 def _keys_of(rows: slice, causal: bool) -> slice:
-    """Causal rows up to r are a causal problem on the keys up to r, aligned to the bottom right."""
+    """The keys of a block of rows: with a causal mask, rows up to r see keys up to r."""
     return slice(0, rows.stop if causal else None)
 
 
@@ -74,7 +74,7 @@ def backward_oracles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
         return x[-1:][:, kv_heads]
 
     sample = [pick_rows(q), pick_keys(k), pick_keys(v), pick_rows(dout)]
-    # One key head at a time: with many query heads on it, a block of rows is large already.
+    # One K/V head at a time: with many query heads, a block of rows is large.
     parts = [[x.chunk(len(kv_heads), dim=1)[i] for x in sample] for i in range(len(kv_heads))]
     exact = [_gradients(reference.dense, [x.double() for x in part], causal) for part in parts]
     rough = [_gradients(reference.dense_low_precision, part, causal) for part in parts]
@@ -90,18 +90,18 @@ def backward_oracles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
 
 
 def _gradients(attend: Attend, tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtype of the inputs, by autograd through blocks of rows; dk and dv are their sums."""
+    """dq, dk and dv in the dtype of the inputs, by autograd of blocks of rows; dk and dv are summed over them."""
     q, k, v, dout = tensors
-    # In low precision the part of each block is rounded, and then their sum, as a product over all rows would
-    # be: dk and dv are some 5 % further from exact than without blocks.
-    wide = reference.accumulator_dtype(q.dtype)
+    # In low precision the part of each block is rounded, and then the sum: the errors of dk and dv are about 5 %
+    # larger than without blocks.
+    wide = lse_dtype(q.dtype)
     dq, (dk, dv) = [], (torch.zeros_like(x, dtype=wide) for x in (k, v))
     for start in range(0, q.shape[2], BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, q.shape[2]))
         keys = _keys_of(rows, causal)
         parts = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
         Q, K, V = leaves = [x.detach().requires_grad_() for x in parts]
-        # Whoever measures does so under no_grad.
+        # The benchmark runs under no_grad.
         with torch.enable_grad():
             out, _ = attend(Q, K, V, _band(causal))
         grads = torch.autograd.grad(out, leaves, dout[:, :, rows])

@@ -1,13 +1,13 @@
-"""Who is measured: cute_flash and its peers, all behind the same four questions.
+"""The providers of the benchmark: cute_flash and its peers, behind one interface.
 
-    available(direction)            why it cannot run that here, or None
-    context()                       what must surround its calls (a backend switch): entered outside the timed
-                                    part, and around what prepares them
-    prepare(q, k, v, ...)           a call without arguments that returns the output
-    prepare_backward(q, k, v, ...)  runs the forward pass, once; a call that returns only dq, dk and dv
+    available(direction)            None, or the reason why the provider cannot run that direction here
+    context()                       a context manager for its calls, such as a backend switch; entered outside the
+                                    timed part
+    prepare(q, k, v, ...)           returns a call without arguments that returns the output
+    prepare_backward(q, k, v, ...)  runs the forward pass once; returns a call that returns dq, dk and dv
 
-Inputs are (B, H, S, D) and contiguous. A peer that wants (B, S, H, D) gets its own contiguous copy, made here
-and never timed, so each runs on the memory layout it was written for. A new peer is one line in `registry`.
+Inputs are (B, H, S, D) and contiguous. A provider with (B, S, H, D) tensors gets contiguous copies, which are not
+timed, so that each runs on its own memory layout. A new peer is one line in `registry`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Provider(Protocol):
 
 
 def _missing(load: Callable[[], object]) -> str | None:
-    """Why `load` fails here. A peer's import can fail in any way, and none of them may end the run."""
+    """The reason why `load` fails, or None. Any exception of a peer's import counts."""
     if not torch.cuda.is_available():
         return NO_GPU
     try:
@@ -76,14 +76,14 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _through_autograd(forward: Forward, inputs: Sequence[Tensor], dout: Tensor) -> BackwardCall:
-    """The gradients of one forward pass, computed again by every call."""
+    """A call that computes the gradients of one forward pass again."""
     q, k, v = (x.detach().requires_grad_() for x in inputs)
-    # Whoever measures does so under no_grad.
+    # The benchmark runs under no_grad.
     with torch.enable_grad():
         out = forward(q, k, v)
-    # In the memory order of the output, as the next layer's gradient would be: nobody has to copy it first.
-    given = torch.empty_like(out).copy_(dout)
-    return lambda: torch.autograd.grad(out, (q, k, v), given, retain_graph=True)
+    # In the stride order of the output, as the next layer's gradient would be, so that no provider copies it.
+    dout = torch.empty_like(out).copy_(dout)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,10 @@ def _is_causal(batch: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
 
 
 def _compiled_flex() -> Callable[..., Tensor]:
-    """Compiled for the shapes of one cell. Forgets earlier cells: after eight it would stop compiling."""
+    """FlexAttention compiled for the shapes of one cell.
+
+    Earlier cells are forgotten: after eight recompilations torch would run it uncompiled.
+    """
     flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
     torch._dynamo.reset()
     return torch.compile(flex_attention, dynamic=False)
@@ -147,14 +150,14 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Flex:
-    """FlexAttention of torch, compiled; the block mask is made before, and not timed."""
+    """FlexAttention of torch, compiled; making the block mask is not timed."""
 
     name: str = "flex"
     is_ours: ClassVar[bool] = False
     is_bshd: ClassVar[bool] = False
 
     def available(self, direction: str = "fwd") -> str | None:
-        # Compiled for a GPU it is a Triton kernel.
+        # On a GPU it compiles to a Triton kernel.
         return _missing(lambda: importlib.import_module("triton"))
 
     def context(self) -> AbstractContextManager[Any]:
@@ -186,7 +189,7 @@ def fa3_ops() -> Any:
     if folder and not (Path(folder) / "_C.so").exists():
         raise FileNotFoundError(f"FA3_DIR={folder} holds no _C.so")
     if folder:
-        # The op links the runtime of the CUDA it was built with, which need not be torch's.
+        # The op links the CUDA runtime that it was built with, which may not be torch's.
         runtime = Path(folder) / "libcudart.so.12"
         if runtime.exists():
             ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
@@ -206,7 +209,7 @@ def _fa3_forward() -> BshdForward:
 
 
 def _fa3_backward() -> BshdPrepareBackward:
-    """The op itself: it comes without an autograd of its own."""
+    """The backward op: the forward op has no autograd formula."""
     forward, backward = fa3_ops().fwd, fa3_ops().bwd
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
@@ -214,7 +217,7 @@ def _fa3_backward() -> BshdPrepareBackward:
         out, lse = forward(q, k, v, num_splits=1, **options)[:2]
 
         def call() -> Gradients:
-            # Given, as its own package does: what the op returns has changed between versions.
+            # Passed to the op, as its package does: its return values have changed between versions.
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
             return dq, dk, dv
@@ -240,7 +243,7 @@ class FlashAttention:
 
     name: str
     load: Callable[[], BshdForward]
-    load_backward: Callable[[], BshdPrepareBackward] | None = None  # None: autograd knows
+    load_backward: Callable[[], BshdPrepareBackward] | None = None  # None: by autograd
     is_ours: ClassVar[bool] = False
     is_bshd: ClassVar[bool] = True
 
@@ -267,13 +270,13 @@ def registry(kernels: str = "auto") -> dict[str, Provider]:
     """All providers by name, ours first. `kernels` is the family that `cute_flash` runs."""
     providers: list[Provider] = [
         CuteFlash(kernels=kernels),
-        # By name only: one family beside the other in the same run.
+        # By name only: to compare the families in one run.
         CuteFlash("cute_flash-sm80", "sm80"),
         CuteFlash("cute_flash-sm90", "sm90"),
         Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
         Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         Sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
-        # By name only: it compiles for every cell, and the paper suite has 36.
+        # By name only: it compiles for every cell.
         Flex(),
         FlashAttention("fa3", _fa3_forward, _fa3_backward),
         FlashAttention("fa4", _fa4_forward),
@@ -297,10 +300,10 @@ def select(names: Sequence[str], kernels: str = "auto") -> list[Provider]:
 def split_available(
     providers: Sequence[Provider], direction: str = "fwd"
 ) -> tuple[list[Provider], dict[str, str]]:
-    """Those that can run that direction here, and why each of the others cannot."""
+    """The providers that can run a direction here, and the reason for each of the others."""
     reasons = {provider.name: provider.available(direction) for provider in providers}
-    absent = {name: reason for name, reason in reasons.items() if reason is not None}
-    return [provider for provider in providers if provider.name not in absent], absent
+    unavailable = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [provider for provider in providers if provider.name not in unavailable], unavailable
 
 
 def as_bhsd(provider: Provider, out: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What tuning leaves behind: the variants with what became of each, in order, as tables and as JSON.
+"""The results of tuning: variants ranked by speed, as tables and as JSON.
 
-A variant is ranked if it was built, right and timed wherever the others were. The order is that of the
-geometric means of its speeds; the figure shown is their ratio to the reference peer.
+A variant is ranked if it compiled, was right, and was timed in all cells. Variants are ordered by the geometric
+mean of their speeds; tables show the ratio to the reference peer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SPEED_LEGEND = (
     "reference, geometric mean; a/b: of each mask"
 )
 RESOURCE_LEGEND = (
-    "`*` row of the tile table; a/b: of each mask; blocks/SM: by registers, shared memory and threads; "
-    "ptxas: C75xx where it serialises wgmma or leaves registers where they are"
+    "`*` row of the tile table; a/b: of each mask; CTAs/SM: by registers, shared memory and threads; "
+    "ptxas: C75xx if it serialises wgmma or ignores setmaxnreg"
 )
 
 
 @dataclass
 class Entry:
-    """One variant and what became of it."""
+    """A variant and its results."""
 
     variant: Variant
     is_table_row: bool
@@ -48,7 +48,7 @@ class Entry:
         return None if self.error is None else f"failed: {self.error}"
 
     def read_cell(self, cell: Cell) -> None:
-        """Keep what the benchmark of one cell found against this variant."""
+        """Record the error or the wrong result of this variant in a cell, if there is one."""
         result = cell.results.get(self.variant.text)
         if result is None or cell.shape.head_dim != self.variant.head_dim:
             return
@@ -61,12 +61,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Standing:
-    """A contender of one head dim: a variant, or a peer where there is no entry."""
+    """A variant of one head dim, or a peer if `entry` is None."""
 
     name: str
     entry: Entry | None
     tflops: float | None  # geometric mean; None if it is not ranked
-    ratio: float | None  # to the reference peer, over the cells in which that has a time
+    ratio: float | None  # to the reference peer, over the cells in which that peer was timed
 
 
 @dataclass
@@ -88,12 +88,12 @@ class Tuning:
         return [cell for cell in self.cells if cell.shape.head_dim == head_dim]
 
     def standings(self, head_dim: int) -> list[Standing]:
-        """Peers and variants, the fastest first; those that are not ranked come last."""
+        """Peers and variants, the fastest first, those without a rank last."""
         cells = self.cells_of(head_dim)
         mine = [entry for entry in self.entries if entry.variant.head_dim == head_dim]
-        found = [self._standing(name, None, cells) for name in self.peers]
-        found += [self._standing(entry.variant.text, entry, cells) for entry in mine]
-        return sorted(found, key=lambda one: -(one.tflops or 0.0))
+        standings = [self._standing(name, None, cells) for name in self.peers]
+        standings += [self._standing(entry.variant.text, entry, cells) for entry in mine]
+        return sorted(standings, key=lambda one: -(one.tflops or 0.0))
 
     def _standing(self, name: str, entry: Entry | None, cells: Sequence[Cell]) -> Standing:
         is_right = entry.is_right if entry else not any(_is_wrong(cell.results.get(name)) for cell in cells)
@@ -159,7 +159,7 @@ def _name(entry: Entry) -> str:
 
 
 def _by_mask(entry: Entry, field_name: str) -> str:
-    """One number if all masks agree, else one for each."""
+    """One number if all masks agree, else one per mask."""
     values = [getattr(build, field_name) for build in entry.builds.values()]
     texts = [NOTHING if value is None else str(value) for value in values] or [NOTHING]
     return texts[0] if len(set(texts)) == 1 else "/".join(texts)
@@ -210,8 +210,8 @@ def speed_tables(tuning: Tuning) -> list[Table]:
 
 
 def _notes(entry: Entry) -> str:
-    found = {note for build in entry.builds.values() for note in build.notes}
-    return " ".join(sorted(found)) or NOTHING
+    notes = {note for build in entry.builds.values() for note in build.notes}
+    return " ".join(sorted(notes)) or NOTHING
 
 
 def _cost(entry: Entry) -> tuple[bool, float, bool, float, str]:
@@ -220,8 +220,8 @@ def _cost(entry: Entry) -> tuple[bool, float, bool, float, str]:
 
 
 def resource_tables(tuning: Tuning) -> list[Table]:
-    """One per head dim, ordered by spills, by what ptxas complains of, and by registers."""
-    columns = ("variant", "spilled B", "registers", "accumulators", "smem KB", "blocks/SM", "ptxas")
+    """One per head dim, ordered by spills, by notes of ptxas, and by registers."""
+    columns = ("variant", "spilled B", "registers", "accumulators", "smem KB", "CTAs/SM", "ptxas")
     tables = []
     for head_dim in tuning.head_dims:
         mine = [entry for entry in tuning.entries if entry.variant.head_dim == head_dim]
@@ -232,7 +232,7 @@ def resource_tables(tuning: Tuning) -> list[Table]:
                 _by_mask(entry, "registers"),
                 str(entry.variant.tile.accumulator_registers),
                 _kilobytes(entry),
-                _by_mask(entry, "blocks_per_sm"),
+                _by_mask(entry, "ctas_per_sm"),
                 _notes(entry),
             )
             for entry in sorted(mine, key=_cost)

@@ -74,9 +74,9 @@ def start_times(device: str, kernels: str = "auto", search_path: Path = ROOT) ->
     return {"cold": cold, "warm": {step: statistics.median(run[step] for run in warm) for step in cold}}
 
 
-def start_table(found: dict[str, Any]) -> Table:
-    """Of what `start_times` found, if it is no error."""
-    steps = tuple(found["cold"])
-    rows = [(kind, *(f"{found[kind][step]:.0f}" for step in steps)) for kind in ("cold", "warm")]
+def start_table(times: dict[str, Any]) -> Table:
+    """The table of a result of `start_times` without an error."""
+    steps = tuple(times["cold"])
+    rows = [(kind, *(f"{times[kind][step]:.0f}" for step in steps)) for kind in ("cold", "warm")]
     columns = ("compile cache", *(step.removesuffix("_ms").replace("_", " ") for step in steps))
     return Table("A fresh process after `import torch`, ms", columns, tuple(rows))

@@ -1,9 +1,9 @@
-"""How time is measured: interleaved rounds, so that clocks, power and temperature treat all contenders alike.
+"""GPU time of contenders in interleaved rounds, so that clocks, power and temperature affect all alike.
 
-Every round times every contender once, in another order: a kernel that draws little power leaves the next one
-a cooler card and higher clocks, so none may always follow the same. A turn is as many back-to-back calls as
-fill the budget, between two events, after half as many that are not timed. Per contender: the median over
-rounds, and the spread (max - min) / median.
+Every round times every contender once, in another order: a kernel that uses little power leaves the next one a
+cooler card and higher clocks, so no contender may always follow the same one. A batch is as many back-to-back calls
+as fill the budget, between two events, after half as many that are not timed. The result of a contender is the
+median over rounds, and the spread (max - min) / median.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 T = TypeVar("T")
 
-# Enough to see the time of one call before choosing how many to make.
+# Calls from which the time of one call is estimated.
 ESTIMATE_CALLS = 3
 MIN_CALLS, MAX_CALLS = 2, 1000
-# A graph of many calls hides the gaps between replays; more would only cost memory and capture time.
+# Enough calls that the gaps between replays do not count; more would cost memory and capture time.
 CALLS_PER_GRAPH = 32
 
 
 class DeviceLost(RuntimeError):
-    """The CUDA context no longer answers: nothing more can be measured in this process."""
+    """The CUDA context is lost: nothing more can be measured in this process."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Timer(Protocol):
     def synchronize(self) -> None: ...
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Around a forward pass whose gradients are to be timed: autograd computes them on its stream."""
+        """For a forward pass whose gradients are timed: autograd computes them on the stream of the forward."""
         ...
 
 
@@ -89,7 +89,7 @@ def repeat(call: Callable[[], Any], count: int) -> None:
 
 
 class EventTimer:
-    """CUDA events around calls made by the host: what a user's loop sees."""
+    """CUDA events around calls from the host, as in a user's loop."""
 
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
         return Batch(lambda: repeat(call, calls), calls)
@@ -118,14 +118,14 @@ class GraphTimer(EventTimer):
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The one that is captured: a capture may not wait for another."""
+        """The stream that is captured: a capture may not wait for another stream."""
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             yield
         torch.cuda.current_stream().wait_stream(self._side)
 
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
-        # Libraries allocate and choose kernels at the first call on a stream, which a capture does not allow.
+        # At the first call on a stream, libraries allocate and choose kernels, which a capture does not allow.
         with self.stream():
             call()
         graph, captured = torch.cuda.CUDAGraph(), min(calls, CALLS_PER_GRAPH)
@@ -142,7 +142,7 @@ def describe(error: BaseException) -> str:
 
 
 def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
-    """The result of a step that may fail, or its failure; `DeviceLost` if the GPU does not survive it."""
+    """The result of an action, or its failure; raises `DeviceLost` if the CUDA context is lost."""
     try:
         return action()
     except DeviceLost:
@@ -156,17 +156,19 @@ def attempt(action: Callable[[], T], timer: Timer) -> T | Failure:
         return failure
 
 
-def balanced(names: Sequence[str], turn: int) -> list[str]:
-    """The order of one round (a Williams design): over as many rounds as there are names, each comes first
-    once, and, if their number is even, each once right after every other; if odd, over twice as many.
+def balanced(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of one round, by a Williams design.
+
+    Over as many rounds as there are names, each name is first once; each follows every other name once over as many
+    rounds if their number is even, over twice as many if it is odd.
     """
     count = len(names)
     if not count:
         return []
     zigzag = [(k + 1) // 2 if k % 2 else -(k // 2) for k in range(count)]
-    if count % 2 and turn // count % 2:
+    if count % 2 and round_index // count % 2:
         zigzag.reverse()
-    return [names[(place + turn) % count] for place in zigzag]
+    return [names[(offset + round_index) % count] for offset in zigzag]
 
 
 def calls_for(budget_ms: float, call_ms: float) -> int:
@@ -176,7 +178,7 @@ def calls_for(budget_ms: float, call_ms: float) -> int:
 
 
 def _warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
-    """The calls that compile, load and choose; then the batch that each round will time."""
+    """Make the calls that compile and load; return the batch that each round times."""
     with contender.context():
         contender.call()
         timer.synchronize()
@@ -185,14 +187,14 @@ def _warm_up(contender: Contender, timer: Timer, budget_ms: float) -> Batch:
         return timer.batch(contender.call, calls_for(budget_ms, call_ms))
 
 
-def _one_turn(contender: Contender, batch: Batch, timer: Timer) -> float:
+def _time_batch(contender: Contender, batch: Batch, timer: Timer) -> float:
     with contender.context():
         repeat(contender.call, max(1, batch.calls // 2))
         return timer.milliseconds(batch.run) / batch.calls
 
 
 def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budget_ms: float) -> Measured:
-    """Time all contenders against each other. One that fails is left out from there on, its error kept."""
+    """Time all contenders, interleaved. One that fails is left out of later rounds."""
     batches: dict[str, Batch] = {}
     errors: dict[str, str] = {}
     for name, contender in contenders.items():
@@ -202,9 +204,9 @@ def measure(contenders: Mapping[str, Contender], timer: Timer, rounds: int, budg
         else:
             batches[name] = batch
     times: dict[str, list[float]] = {name: [] for name in batches}
-    for turn in range(rounds):
-        for name in balanced(list(times), turn):
-            call_ms = attempt(partial(_one_turn, contenders[name], batches[name], timer), timer)
+    for round_index in range(rounds):
+        for name in balanced(list(times), round_index):
+            call_ms = attempt(partial(_time_batch, contenders[name], batches[name], timer), timer)
             if isinstance(call_ms, Failure):
                 errors[name] = call_ms.message
                 del times[name]

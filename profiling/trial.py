@@ -1,7 +1,8 @@
-"""What is done to a variant, in a process that it may take down: build it, check it, time it.
+"""The steps of tuning that run in a worker process: compile a variant, check its results, time it.
 
-A variant is right if its output and its LSE pass the tests' own error rule on a few small and awkward shapes,
-written over NaN, twice with the same bits; and if the benchmark finds its output right on the timed shape.
+A variant is right if its output and LSE pass the error rule of the tests on a few small shapes with odd sizes,
+with NaN in all new memory, twice with the same bits; and if the benchmark finds its output right on the timed
+shape.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_flash.jit.compile import compiled, precompile
-from cute_flash.jit.resources import resources
-from cute_flash.ops import problem_of
+from cute_flash import reference
+from cute_flash.jit.compile import precompile
+from cute_flash.jit.resources import kernel_resources
 from cute_flash.planning.plan import Plan
-from cute_flash.reference import tiled as reference
-from cute_flash.runtime import counters
+from cute_flash.runtime import binder
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band, ceil_div
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.describe import describe as describe_problem
+from profiling.accuracy import nan_in_new_memory
 from profiling.bench import Settings, Tools, run_cell
 from profiling.providers import BackwardCall, Call, Provider, select
 from profiling.record import Cell
@@ -35,8 +37,8 @@ from profiling.workers import Unusable, note
 from tests.cases import Case, assert_close, make_inputs
 
 FORWARD_ONLY = "a variant of a forward kernel"
-# Batch, heads, key heads, queries, keys. Under a causal mask the third has whole tiles that see no key.
-AWKWARD = (
+# Batch, heads, K/V heads, queries, keys. With a causal mask the third has whole tiles that see no key.
+ODD_SHAPES = (
     (2, 4, 2, 200, 333),
     (1, 2, 2, 129, 129),
     (1, 2, 1, 600, 77),
@@ -51,60 +53,57 @@ def band_of(mask: str) -> Band:
 
 @dataclass(frozen=True)
 class Build:
-    """How compiling one variant for one mask went; what it uses, where that was asked for."""
+    """The compilation of one variant for one mask, and the resources of its kernel if they were read."""
 
     seconds: float | None = None
     registers: int | None = None
     stack_bytes: int | None = None
     spill_bytes: int | None = None
-    blocks_per_sm: int | None = None
+    ctas_per_sm: int | None = None
     notes: tuple[str, ...] = ()  # of ptxas: serialised wgmma
     error: str | None = None
 
 
-def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
-    """Compile into the cache, and once more to read what the compiler says of it. Needs no GPU."""
+def build(plan: Plan, stores_kernel: bool, reads_resources: bool) -> Build:
+    """Compile into the cache, and once more for the resources that the compiler reports. Needs no GPU."""
     start = time.perf_counter()
-    if keeps_kernel:
-        precompile(plan.key)
+    if stores_kernel:
+        precompile(plan.main)
     if not reads_resources:
-        return Build(time.perf_counter() - start)
-    found = resources(plan)
-    # Registers are given out by 256 to a warp.
-    per_block = plan.tile.num_threads // 32 * ceil_div(32 * found.registers, 256) * 256
-    blocks = min(plan.blocks_per_sm, plan.arch.registers_per_sm // per_block)
-    seconds = time.perf_counter() - start
-    uses = (found.registers, found.stack_bytes, found.spill_bytes, blocks)
-    return Build(seconds, *uses, notes=found.serialised_wgmma)
+        return Build(seconds=time.perf_counter() - start)
+    resources = kernel_resources(plan.main)
+    # A warp gets registers in units of 256.
+    registers_per_cta = plan.tile.num_threads // 32 * ceil_div(32 * resources.registers, 256) * 256
+    return Build(
+        seconds=time.perf_counter() - start,
+        registers=resources.registers,
+        stack_bytes=resources.stack_bytes,
+        spill_bytes=resources.spill_bytes,
+        ctas_per_sm=min(plan.ctas_per_sm, plan.arch.registers_per_sm // registers_per_cta),
+        notes=resources.serialised_wgmma,
+    )
 
 
-Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+# (q, k, v) -> (out, lse)
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def launch_of(variant: Variant, problem: Problem, arch: ArchSpec) -> Launch:
-    """`launch(q, k, v, out, lse)` for one problem."""
-    return launch_plan(variant.plan(problem, arch))
+def forward_of(plan: Plan, device: torch.device) -> Forward:
+    """The forward pass of a plan, on contiguous inputs of its shape and with the default scale."""
+    launch = binder.bind_forward(plan, device, copies_inputs=False, copies_output=False)
+    left, right = plan.problem.band.bounds
+    args = AttentionArgs(scale=plan.problem.head_dim**-0.5, window_left=left, window_right=right)
 
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, _max_logit = launch(q, k, v, args)
+        return out, lse
 
-def launch_plan(plan: Plan) -> Launch:
-    problem = plan.problem
-    function, scale = compiled(plan), problem.head_dim**-0.5
-    left, right = problem.band.left or 0, problem.band.right or 0
-
-    def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        arguments = plan.launch_arguments
-        if plan.draws_tiles:
-            # Held until the launch is enqueued.
-            _held, address = counters.counter(q.get_device())
-            arguments = (*arguments, address)
-        function(q, k, v, out, lse, scale, left, right, *arguments)
-
-    return launch
+    return forward
 
 
 def tools(is_graph: bool) -> Tools:
     timer = GraphTimer() if is_graph else EventTimer()
-    return Tools(timer=timer, device=torch.device("cuda"), facts=dict, card_state=dict)
+    return Tools(timer=timer, device=torch.device("cuda", torch.cuda.current_device()), facts=dict, card_state=dict)
 
 
 @dataclass(frozen=True)
@@ -117,20 +116,21 @@ class _Expected:
 
 @cache
 def _expected(case: Case, dtype: torch.dtype, device: torch.device) -> _Expected:
-    """The same for all variants of a head dim."""
+    """Shared by all variants of a head dim."""
     inputs = make_inputs(case, dtype, str(device))
+    out, lse = reference.dense(*inputs, case.band)
     low_precision, _ = reference.dense_low_precision(*inputs, case.band)
-    return _Expected(inputs, *reference.dense(*inputs, case.band), low_precision)
+    return _Expected(inputs=inputs, out=out, lse=lse, low_precision=low_precision)
 
 
 @torch.no_grad()
 def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None:
-    """What is wrong with the results of a variant, or None. What fails to launch raises."""
+    """The mistake in the results of a variant, or None. Raises if a launch fails."""
     if not __debug__:
-        raise RuntimeError("python -O leaves out the assertions that check the results")
+        raise RuntimeError("python -O removes the assertions that check the results")
     here = tools(is_graph=False)
     try:
-        for sizes in AWKWARD:
+        for sizes in ODD_SHAPES:
             case = Case(*sizes, variant.head_dim, band_of(mask))
             wrong = _check_case(variant, arch, case, DTYPES[dtype], here)
             if wrong is not None:
@@ -146,25 +146,23 @@ def check(variant: Variant, arch: ArchSpec, dtype: str, mask: str) -> str | None
 
 def _check_case(variant: Variant, arch: ArchSpec, case: Case, dtype: torch.dtype, here: Tools) -> str | None:
     expected = _expected(case, dtype, here.device)
-    launch = launch_of(variant, case.problem(dtype), arch)
+    forward = forward_of(variant.plan(case.problem(dtype), arch), here.device)
     results = []
     for _ in range(2):
-        out = torch.full_like(expected.inputs[0], torch.nan)
-        lse = torch.full_like(expected.lse, torch.nan, dtype=torch.float32)
-        launch(*expected.inputs, out, lse)
+        with nan_in_new_memory():
+            results.append(forward(*expected.inputs))
         here.timer.synchronize()
-        results.append((out, lse))
     try:
         assert_close(*results[0], expected.out, expected.lse, expected.low_precision)
     except AssertionError as wrong:
-        # Only here: an assertion of the compiler or of torch is a failure, and says nothing of the results.
+        # Only here: an assertion of the compiler or of torch is a failed launch, not a wrong result.
         return str(wrong)
     return None if all(map(torch.equal, *results)) else "other bits on the same inputs"
 
 
 @dataclass(frozen=True)
 class TileProvider:
-    """A variant as the benchmark sees it: outputs of its own for every call, as `attn` gives them."""
+    """A variant as a provider of the benchmark; each call allocates its outputs, as `attn` does."""
 
     variant: Variant
     arch: ArchSpec
@@ -182,15 +180,9 @@ class TileProvider:
         return nullcontext()
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        band = band_of(MASKS[causal])
-        launch = launch_of(self.variant, problem_of(q, k, v, (band.left, band.right)), self.arch)
-
-        def call() -> Tensor:
-            out = torch.empty_like(q)
-            launch(q, k, v, out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-            return out
-
-        return call
+        problem = describe_problem(q, k, v, reference.plain_args(q, band_of(MASKS[causal])))
+        forward = forward_of(self.variant.plan(problem, self.arch), q.device)
+        return lambda: forward(q, k, v)[0]
 
     def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall:
         raise NotImplementedError(FORWARD_ONLY)
@@ -198,7 +190,7 @@ class TileProvider:
 
 @dataclass(frozen=True)
 class _Noted:
-    """A provider whose name is known to the parent before anything of it runs."""
+    """A provider that reports its name to the parent process before it runs."""
 
     provider: Provider
 
@@ -234,7 +226,7 @@ class _Noted:
 def time_cell(
     cell: Cell, variants: Sequence[Variant], peers: Sequence[str], settings: Settings, arch: ArchSpec
 ) -> Cell:
-    """The cell with the results of variants and peers, timed against each other."""
+    """The cell with the results of variants and peers, timed interleaved."""
     providers: list[Provider] = [*select(peers), *(TileProvider(variant, arch) for variant in variants)]
     try:
         return run_cell(cell, [_Noted(provider) for provider in providers], settings, tools(settings.graph))

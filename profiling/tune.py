@@ -1,9 +1,8 @@
-"""Tuning: variants of a kernel built side by side, checked, and timed against each other and their peers.
+"""Tuning: compiles variants of a kernel, checks them, and times them interleaved with their peers.
 
-GPU time is scarce, so nothing that needs no GPU waits for one: all variants are compiled in parallel before
-the first is launched, and `compile_only` tells what they use on a machine that has none. The GPU belongs to a
-process of its own. A variant that fails, hangs or takes the CUDA context with it is known by name, written
-down and left out; the others go on in a new process.
+All variants are compiled in parallel before the first is launched, so that compilation takes no GPU time;
+`compile_only` reports their resources on a machine without a GPU. One process owns the GPU. A variant that fails,
+hangs or loses the CUDA context is recorded by name and left out; the others go on in a new process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.tools import roofline
 from profiling import bench, trial
 from profiling.directions import DIRECTIONS
 from profiling.ranking import Entry, Tuning
@@ -28,13 +26,13 @@ from profiling.trial import Build
 from profiling.variants import Variant, sample_problem, table_rows
 from profiling.workers import Outcome, Task
 
-# Compiling the widest kernels takes less than a minute on one core, a step on the GPU far less than a second.
+# The widest kernels compile in less than a minute on one core; a step on the GPU takes far less than a second.
 COMPILE_LIMIT_S, GPU_LIMIT_S = 900.0, 120.0
 METHOD = {
     **bench.METHOD,
     **DIRECTIONS["fwd"].method,
-    "check": f"against fp64 on {len(trial.AWKWARD)} small shapes, outputs poisoned with NaN, twice",
-    "ranking": "geometric mean of the speed over the cells; only variants that are right in all of them",
+    "check": f"against fp64 on {len(trial.ODD_SHAPES)} small shapes, NaN in new memory, twice",
+    "ranking": "geometric mean of the speed over the cells, of variants that are right in all of them",
     "isolation": "all launches in one process, which is replaced if a variant breaks or hangs it",
 }
 
@@ -73,26 +71,26 @@ class Settings:
 
 
 class Runner(Protocol):
-    """What tuning needs of a pool of processes."""
+    """A pool of worker processes."""
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]: ...
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What tuning needs of the world; tests bring their own."""
+    """The worker pool and callbacks of tuning; tests replace them."""
 
     pool: Callable[[int, Mapping[str, str], float], AbstractContextManager[Runner]]
     facts: Callable[[], dict[str, Any]]
     card_state: Callable[[], dict[str, Any]]
     progress: Callable[[int], AbstractContextManager[Step]]
     save: Callable[[Tuning], None] = lambda tuning: None
-    cache: Path | None = None  # kernels are kept there; None: only for this run
+    cache: Path | None = None  # folder of compiled kernels; None: a temporary one
 
 
 @contextmanager
 def _cache_folder(tools: Tools) -> Iterator[dict[str, str]]:
-    """The environment of processes that share compiled kernels with each other, and not with the user's."""
+    """The environment of worker processes: they share a kernel cache that is not the user's."""
     with TemporaryDirectory(prefix="cute_flash_tune_") as folder:
         yield {"CUTE_FLASH_CACHE_DIR": str(tools.cache.absolute() if tools.cache else folder)}
 
@@ -104,7 +102,10 @@ def run_tune(
     tools: Tools,
     unavailable: Mapping[str, str] | None = None,
 ) -> Tuning:
-    """Build, check and time; saved after each of these and after each cell. Peers that are not there: why."""
+    """Compile, check and time; saved after each of these and after each cell.
+
+    `unavailable`: the peers that cannot run here, with the reason.
+    """
     head_dims = {variant.head_dim for variant in variants}
     rows = {row for d in head_dims for row in table_rows(settings.family, d, arch, settings.masks)}
     entries = [Entry(variant, variant in rows) for variant in variants]
@@ -131,13 +132,13 @@ def run_tune(
 
 
 def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
-    keeps_kernel = not settings.compile_only or tools.cache is not None
+    stores_kernel = not settings.compile_only or tools.cache is not None
     reads_resources = settings.compile_only or settings.resources
     jobs = list(product(tuning.entries, settings.masks))
     tasks = []
     for entry, mask in jobs:
         plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), arch)
-        tasks.append(Task(trial.build, (plan, keeps_kernel, reads_resources)))
+        tasks.append(Task(trial.build, (plan, stores_kernel, reads_resources)))
     with tools.progress(len(tasks)) as step:
         for outcome in pool.run(tasks):
             entry, mask = jobs[outcome.index]
@@ -147,7 +148,7 @@ def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
                 entry.error = f"{mask}: {build.error}"
             step(f"{entry.variant}, {mask}: {_built(build)}")
     for entry in tuning.entries:
-        # In the order of the masks, not in that in which the processes ended.
+        # In the order of the masks: processes end in any order.
         entry.builds = {mask: entry.builds[mask] for mask in settings.masks}
 
 
@@ -171,12 +172,6 @@ def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
             step(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
 
 
-def _blank(shape: Shape, settings: Settings, l2_bytes: int | None) -> Cell:
-    size = roofline.hbm_bytes(shape.problem(settings.dtype))
-    exceeds_l2 = None if l2_bytes is None else size > l2_bytes
-    return Cell("fwd", settings.dtype, shape, shape.flops(), size, exceeds_l2, results={})
-
-
 def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
     shapes, l2_bytes = settings.shapes(tuning.head_dims), tuning.machine.get("l2_bytes")
     peers = list(tuning.peers)
@@ -185,12 +180,12 @@ def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, 
         for shape in shapes:
             right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
             if not right:
-                # Peers alone are not worth the time.
+                # Peers are not timed alone.
                 step(f"{shape.id}: no variant is left")
                 continue
-            cell = _blank(shape, settings, l2_bytes)
+            cell = bench.blank_cell(shape, settings.bench, l2_bytes)
             cell, broken = _time_cell(cell, [e.variant for e in right], peers, settings, arch, pool)
-            # A peer that broke the process once would do so in every cell.
+            # A peer that broke the process would do so in every cell.
             peers = [name for name in peers if name not in broken]
             after = tools.card_state()
             cell = replace(cell, before=before, after=after)
@@ -210,7 +205,10 @@ def _time_cell(
     arch: ArchSpec,
     pool: Runner,
 ) -> tuple[Cell, dict[str, Result]]:
-    """The filled cell, and those who broke the process: each time, the rest is timed again without them."""
+    """The cell with its results, and the results of providers that broke the process.
+
+    After each of those the others are timed again.
+    """
     broken: dict[str, Result] = {}
     while True:
         left = [variant for variant in variants if variant.text not in broken]
@@ -221,7 +219,7 @@ def _time_cell(
             return replace(outcome.value, results={**outcome.value.results, **broken}), broken
         failed = Result(error=outcome.error)
         if outcome.note is None:
-            # Before the first of them ran: nobody is to blame, and nobody can be left out.
+            # No provider had run yet, so none can be left out.
             rest = dict.fromkeys([*left_peers, *(variant.text for variant in left)], failed)
             return replace(cell, results={**rest, **broken}), broken
         broken[outcome.note] = failed

@@ -1,9 +1,8 @@
-"""Tasks in processes of their own: one that fails, hangs or dies is an outcome, and the others go on.
+"""A pool of worker processes in which a task may fail, hang or kill its process, and the others go on.
 
-The pools of the standard library do not survive it: one waits for ever for a task whose process was killed,
-the other gives up all that is still to be done. Here a process that is lost is replaced, and its task ends
-with an error. Functions and arguments travel by pickle; every process begins afresh (spawn), so that none
-inherits a CUDA context.
+The pools of the standard library do not support that: `multiprocessing.Pool` waits for ever for a task whose process
+was killed, `ProcessPoolExecutor` gives up all remaining tasks. Here a lost process is replaced, and its task ends
+with an error. Functions and arguments are pickled; processes are spawned, so that none inherits a CUDA context.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# How long a process that was told to end may take.
+# Seconds that a process may take to end.
 END_S = 10.0
 MAX_MESSAGE = 500
 
 
 class Unusable(Exception):
-    """Raised by a task after which its process can do nothing more: a new one takes its place."""
+    """Raised by a task that leaves its process unusable: the pool replaces the process."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the task at `index`: a value, or an error and the last note before it."""
+    """The result of the task at `index`: a value, or an error and the last note before it."""
 
     index: int
     value: Any = None
@@ -47,7 +46,7 @@ _to_parent: Connection | None = None
 
 
 def note(text: str) -> None:
-    """Tell from inside a task what comes next: the one to blame if nothing more is heard."""
+    """Report from inside a task what runs next; the outcome of a task that dies has the last note."""
     if _to_parent is not None:
         _to_parent.send(("note", text))
 
@@ -58,18 +57,18 @@ def _describe(error: BaseException) -> str:
 
 
 def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
-    """The life of a process: one task after the other, until the parent hangs up."""
+    """The main loop of a worker process: run tasks until the parent closes the connection."""
     global _to_parent
     _to_parent = connection
     os.environ.update(environment)
-    # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of its own.
+    # Ctrl-C reaches all processes of a terminal; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
-        # The start of a process, with all its imports, is not the task's time.
+        # The time limit of a task does not include the start and the imports of its process.
         connection.send(("note", None))
         try:
             connection.send(("value", task.function(*task.args)))
@@ -84,10 +83,10 @@ class _Worker:
     def __init__(self, environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        # A daemon: it ends with the parent, whatever ends the parent.
+        # A daemon ends with its parent.
         self.process = context.Process(target=_serve, args=(theirs, dict(environment)), daemon=True)
         self.process.start()
-        # Only the process holds its end now, so that its death ends what is read from ours.
+        # The worker holds the only other end now, so that reading fails if it dies.
         theirs.close()
         self.index = -1
         self.note: str | None = None
@@ -98,7 +97,7 @@ class _Worker:
         try:
             self.connection.send(task)
         except OSError:
-            # It has died meanwhile, which reading will tell.
+            # The worker has died; `read` reports it.
             pass
 
     def read(self) -> Outcome | None:
@@ -134,7 +133,7 @@ class _Worker:
 
 
 class Pool:
-    """Up to `size` processes with additions to the environment; one silent for `limit_s` counts as hung."""
+    """Up to `size` processes with additions to the environment; one without a message for `limit_s` counts as hung."""
 
     def __init__(self, size: int, environment: Mapping[str, str], limit_s: float) -> None:
         self.size, self.limit_s = size, limit_s
@@ -152,7 +151,7 @@ class Pool:
             worker.end()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """The outcomes as they come; `index` tells whose."""
+        """The outcomes in the order in which tasks end; `index` is that of the task."""
         waiting = deque(enumerate(tasks))
         while waiting or self._busy:
             while waiting and len(self._busy) < self.size:
@@ -162,13 +161,13 @@ class Pool:
             yield from self._heard()
 
     def _heard(self) -> Iterator[Outcome]:
-        """Wait until someone says something, or has been silent for too long."""
+        """Wait for a message of a worker, or until one exceeds the time limit."""
         until = min(worker.heard for worker in self._busy) + self.limit_s
         ready = wait([worker.connection for worker in self._busy], max(0.0, until - time.monotonic()))
         for worker in list(self._busy):
             outcome = worker.read() if worker.connection in ready else None
             if outcome is None and time.monotonic() > worker.heard + self.limit_s:
-                outcome = worker.lost(f"nothing was heard of it for {self.limit_s:g} s")
+                outcome = worker.lost(f"no message for {self.limit_s:g} s")
             if outcome is not None:
                 self._busy.remove(worker)
                 if not worker.connection.closed:

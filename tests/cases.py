@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 
@@ -51,9 +51,7 @@ class Case:
         return Problem(*shape, dtype=str(dtype).removeprefix("torch."), band=self.band)
 
 
-def make_inputs(
-    case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of standard normal values: the same on every device, and up to rounding in every dtype."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -107,17 +105,13 @@ def assert_lse_close(lse: Tensor, oracle_lse: Tensor) -> None:
     found, expected = (x.double().masked_fill(empty, 0.0) for x in (lse, oracle_lse))
     allowed = LSE_ATOL[lse.dtype] + LSE_RTOL[lse.dtype] * expected.abs()
     elsewhere = ((lse == -torch.inf) != empty).sum()
-    differs, wrong, excess = together(
-        elsewhere, (~found.isfinite()).sum(), ((found - expected).abs() - allowed).max()
-    )
+    differs, wrong, excess = together(elsewhere, (~found.isfinite()).sum(), ((found - expected).abs() - allowed).max())
     assert differs == 0, "lse: -inf exactly where a row sees no key"
     assert wrong == 0, "lse: not finite"
     assert excess <= 0, f"lse: beyond its tolerance by {excess:.3e}"
 
 
-def assert_close(
-    out: Tensor, lse: Tensor, oracle_out: Tensor, oracle_lse: Tensor, low_precision_out: Tensor
-) -> None:
+def assert_close(out: Tensor, lse: Tensor, oracle_out: Tensor, oracle_lse: Tensor, low_precision_out: Tensor) -> None:
     """The result of one forward pass against `reference.dense` and `reference.dense_low_precision`."""
     assert_lse_close(lse, oracle_lse)
     assert_error_within("out", out, oracle_out, low_precision_out)

@@ -1,14 +1,12 @@
-"""Random combinations of what a call may ask for: shapes, masks, dtypes and features that belong together.
+"""Random combinations of shapes, masks, dtypes and score features.
 
-A `Combination` is a call of `attn`, a `PackedCombination` one of `attn_varlen`; tests treat them alike.
+A `Combination` is a call of `attn`, a `VarlenCombination` one of `attn_varlen`; tests treat them alike.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,32 +14,32 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash.reference import tiled as reference
-from cute_flash.reference.dropout import Dropout
+from cute_flash import reference
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Features, Problem
-from tests.packed_model import Lengths
+from cute_flash.spec.features import FEATURES
+from cute_flash.spec.problem import Problem
+from tests.lengths import Lengths
 
-# Every draw of dropout in tests: (seed, offset).
+# (seed, offset) of dropout in tests.
 RNG = (0x1234_5678_9ABC_DEF0, 77)
 
 Outputs = tuple[Tensor, Tensor]  # out, lse
 
 
-class KnownDropout(Dropout):
-    """That of `RNG`, of which each mask is drawn once: the oracle and the yardsticks share it."""
+class _Call:
+    """What both kinds of calls share."""
 
-    def kept(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
-        return _kept(self.p, self.heads, self.first, self.rng.device, batch, heads, rows, keys)
+    def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
+        raise NotImplementedError
 
-
-@functools.lru_cache(maxsize=16)
-def _kept(p: float, heads: int, first: int, device: torch.device, *where: range) -> Tensor:
-    return Dropout(p, torch.tensor(RNG, device=device), heads, first).kept(*where)
+    def dense(self, by: Any, x: dict[str, Tensor], scale: float | None = None) -> Outputs:
+        """By `reference.dense`, or a function like it; differentiable."""
+        return by(x["q"], x["k"], x["v"], args=self.args(x, scale))
 
 
 @dataclass(frozen=True)
-class Combination:
+class Combination(_Call):
     batch: int
     heads_kv: int
     group: int
@@ -89,10 +87,18 @@ class Combination:
 
     @property
     def problem(self) -> Problem:
-        sizes = self.batch, self.heads, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim
-        width_v = None if self.head_dim_v == self.head_dim else self.head_dim_v
-        dtype, asked = str(self.dtype).removeprefix("torch."), dict.fromkeys(self.features, True)
-        return Problem(*sizes, dtype, self.band, width_v, Features(**asked))
+        return Problem(
+            batch=self.batch,
+            heads=self.heads,
+            heads_kv=self.heads_kv,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            head_dim=self.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            band=self.band,
+            head_dim_v=None if self.head_dim_v == self.head_dim else self.head_dim_v,
+            features=tuple(feature.name for feature in FEATURES if feature.name in self.features),
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """q, k, v, and the slopes and sinks if asked for."""
@@ -115,28 +121,19 @@ class Combination:
             made["sinks"] = normal(self.heads, dtype=dtype)
         return made
 
-    def score(self, tensors: dict[str, Tensor], first: int = 0) -> reference.Score:
-        """What the oracle is to do, with tensors that may want gradients."""
-        alibi, p = tensors.get("alibi"), self.features.get("dropout")
-        if alibi is not None:
-            alibi = alibi.expand(self.batch, self.heads)
-        rng = torch.tensor(RNG, device=next(iter(tensors.values())).device)
-        dropout = None if p is None else KnownDropout(p, rng, self.heads, first)
-        return reference.Score(self.features.get("softcap"), alibi, tensors.get("sinks"), dropout)
+    def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
+        """The call for functions of `cute_flash.reference`; dropout has the seed `RNG`."""
+        dropout = self.features.get("dropout", 0.0)
+        return reference.plain_args(x["q"], self.band, scale)._replace(
+            softcap=self.features.get("softcap", 0.0),
+            alibi=x.get("alibi"),
+            sinks=x.get("sinks"),
+            dropout=dropout,
+            rng=torch.tensor(RNG, device=x["q"].device) if dropout else None,
+        )
 
     def attend(self, x: dict[str, Tensor], **more: Any) -> Any:
         return cute_flash.attn(x["q"], x["k"], x["v"], **self.options(x), return_lse=True, **more)
-
-    def dense(self, by: Any, x: dict[str, Tensor], scale: float | None) -> Outputs:
-        """By `reference.dense`, or a function like it; differentiable."""
-        return by(x["q"], x["k"], x["v"], self.band, scale, self.score(x))
-
-    def fused(
-        self, x: dict[str, Tensor], outs: Outputs, douts: Outputs, scale: float | None
-    ) -> tuple[Tensor, ...]:
-        """dq, dk, dv, dalibi (B, H) and dsinks of the CPU path, from these (out, lse), where they are."""
-        given = (x["q"], x["k"], x["v"], *outs)
-        return reference.backward_with(self.score(x), douts, *given, self.band, scale)
 
     def weights(self, generator: torch.Generator) -> Outputs:
         """The gradients of out, which its dtype holds exactly, and of the LSE."""
@@ -152,10 +149,10 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class PackedCombination:
-    """Of a packed batch, all tokens of nobody being no numbers, and so what flows into them."""
+class VarlenCombination(_Call):
+    """A varlen batch. Tokens that belong to no sequence hold NaN, and so do their gradients."""
 
-    one: Combination  # what is asked for; its batch and lengths do not count
+    one: Combination  # all but the batch and the lengths
     lengths: Lengths
 
     @property
@@ -178,9 +175,14 @@ class PackedCombination:
     def problem(self) -> Problem:
         """As kernels are planned for: all tokens together."""
         seqlen_q, seqlen_k = self.lengths.totals
-        problem = self.one.problem
-        features = replace(problem.features, varlen=True, seqused_k=self.lengths.used is not None)
-        return replace(problem, batch=self.batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, features=features)
+        return replace(
+            self.one.problem,
+            batch=self.batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            varlen=True,
+            seqused_k=self.lengths.used is not None,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         one, normal = self.one, drawing(self, self.one.dtype)
@@ -191,64 +193,16 @@ class PackedCombination:
             "v": normal(keys, one.heads_kv, one.head_dim_v),
         }
         made["q"][sum(self.lengths.queries) :] = torch.nan
-        unused = torch.ones(keys, dtype=torch.bool)
-        for _, span in self.spans():
-            unused[span] = False
+        unused = self.lengths.unused_keys()
         made["k"][unused], made["v"][unused] = torch.nan, torch.nan
         return made | one.per_head(normal, self.batch)
 
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """The queries and the used keys of each sequence."""
-        lengths = self.lengths
-        begins = zip(lengths.cu_q.tolist(), lengths.cu_k.tolist(), strict=True)
-        counts = zip(lengths.queries, lengths.used or lengths.keys, strict=True)
-        for (q0, k0), (sq, sk) in zip(begins, counts, strict=False):
-            yield slice(q0, q0 + sq), slice(k0, k0 + sk)
+    def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
+        return self.one.args(x, scale)._replace(**self.lengths.args(x["q"].device))
 
     def attend(self, x: dict[str, Tensor], **more: Any) -> Any:
-        where, lengths = x["q"].device, self.lengths
-        offsets, used = (lengths.cu_q.to(where), lengths.cu_k.to(where)), lengths.used_k
-        options = {**self.one.options(x), **more, "seqused_k": None if used is None else used.to(where)}
-        return cute_flash.attn_varlen(x["q"], x["k"], x["v"], *offsets, return_lse=True, **options)
-
-    def sequences(self, x: dict[str, Tensor]) -> Iterator[tuple[Any, ...]]:
-        """Of each: its queries and keys, q, k, v (1, H, S, D), and its score."""
-        alone = replace(self.one, batch=1)
-        for b, (queries, keys) in enumerate(self.spans()):
-            spans = zip("qkv", (queries, keys, keys), strict=True)
-            inputs = [x[name][span].transpose(0, 1)[None] for name, span in spans]
-            given = dict(x)
-            if "alibi" in x and x["alibi"].dim() == 2:
-                given["alibi"] = x["alibi"][b : b + 1]
-            yield queries, keys, inputs, alone.score(given, first=b)
-
-    def dense(self, by: Any, x: dict[str, Tensor], scale: float | None) -> Outputs:
-        """One sequence after the other; tokens after the last give 0 and -inf."""
-        outs, lses = [], []
-        for _, _, inputs, score in self.sequences(x):
-            out, lse = by(*inputs, self.one.band, scale, score)
-            outs.append(out[0].transpose(0, 1))
-            lses.append(lse[0])
-        rest, heads = self.lengths.padding[0], self.one.heads
-        outs.append(outs[0].new_zeros(rest, heads, self.one.head_dim_v))
-        lses.append(lses[0].new_full((heads, rest), -torch.inf))
-        return torch.cat(outs), torch.cat(lses, dim=1)
-
-    def fused(
-        self, x: dict[str, Tensor], outs: Outputs, douts: Outputs, scale: float | None
-    ) -> tuple[Tensor, ...]:
-        dq, dk, dv = (torch.zeros_like(x[name]) for name in "qkv")
-        slopes, sinks = [], []
-        for queries, keys, inputs, score in self.sequences(x):
-            (out, lse), (dout, dlse) = (
-                (a[queries].transpose(0, 1)[None], b[None, :, queries]) for a, b in (outs, douts)
-            )
-            found = reference.backward_with(score, (dout, dlse), *inputs, out, lse, self.one.band, scale)
-            for target, span, grad in zip((dq, dk, dv), (queries, keys, keys), found, strict=False):
-                target[span] = grad[0].transpose(0, 1)
-            slopes.append(found[3])
-            sinks.append(found[4])
-        return dq, dk, dv, torch.cat(slopes), torch.stack(sinks).sum(dim=0)
+        options = {**self.one.options(x), **self.lengths.args(x["q"].device), **more}
+        return cute_flash.attn_varlen(x["q"], x["k"], x["v"], return_lse=True, **options)
 
     def weights(self, generator: torch.Generator) -> Outputs:
         total, rest, one = self.lengths.totals[0], sum(self.lengths.queries), self.one

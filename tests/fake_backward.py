@@ -125,7 +125,7 @@ class Terms(NamedTuple):
         if self.rng is None or self.threshold is None or self.keep_scale is None:
             return 1.0
         dropout = dropped(self.threshold, self.keep_scale, self.rng, heads)
-        return dropout.kept(batch, range(heads), rows, keys) * self.keep_scale
+        return dropout.keep_mask(batch, range(heads), rows, keys) * self.keep_scale
 
     def capped(self, scores: Tensor) -> tuple[Tensor, Tensor | float]:
         """The scores, and by what their gradients grow."""

@@ -15,15 +15,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from tests import cases
-from tests.combinations import Combination, Outputs, PackedCombination, results
+from tests.combinations import Combination, Outputs, VarlenCombination, results
 
 # Of the distance of the CPU path from the oracle, and of the size of what is summed up.
 PER_HEAD_YARDSTICK, PER_HEAD_FLOOR = 0.1, 2e-3
 FP32_NOISE = 2.0**-23
 
-AnyCombination = Combination | PackedCombination
+AnyCombination = Combination | VarlenCombination
 Attend = Callable[[dict[str, Tensor]], Outputs]  # leaves -> (out, lse)
 
 
@@ -37,13 +37,13 @@ def weights(case: AnyCombination, device: str, with_lse: bool) -> Outputs:
 def by_cpu_path(
     case: AnyCombination, tensors: dict[str, Tensor], outs: Outputs, douts: Outputs, scale: float | None
 ) -> dict[str, Tensor]:
-    """The gradients of the CPU path from these (out, lse)."""
-    given = {name: x.detach() for name, x in tensors.items()}
-    *grads, dalibi, dsinks = case.fused(given, outs, (douts[0].to(outs[0].dtype), douts[1]), scale)
-    if case.features.get("alibi") == 1:
-        dalibi = dalibi.sum(dim=0)
-    found = dict(zip(("q", "k", "v", "alibi", "sinks"), (*grads, dalibi, dsinks), strict=True))
-    return {name: found[name] for name in tensors}
+    """The gradients of the CPU path from these (out, lse), on the device of the tensors."""
+    x = {name: tensor.detach() for name, tensor in tensors.items()}
+    (out, lse), (dout, dlse) = outs, douts
+    qkv = x["q"], x["k"], x["v"]
+    *grads, others = reference.backward(dout.to(out.dtype), dlse, *qkv, out, lse, case.args(x, scale))
+    named = dict(zip(("q", "k", "v", "alibi", "sinks"), (*grads, *others), strict=False))
+    return {name: named[name] for name in tensors}
 
 
 def assert_outputs(

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cute_flash.forward import extra_arguments
 from torch import Tensor
 
-from cute_flash.forward import extra_arguments
 from cute_flash.jit import compile as compiling
-from cute_flash.planning.plan import Plan, plan, use_kernels
+from cute_flash.planning.plan import Plan, plan
 from cute_flash.spec.arch import by_name
 from cute_flash.spec.args import How
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests import mod_cases
 

@@ -1,28 +1,25 @@
-"""Calls with functions that users write, a bias and block maps: few kinds, each of which is one kernel of a
-family, and many sizes. For the tests on a GPU, for compiling ahead, and for launches that are only captured.
+"""Calls with a score_mod, a mask_mod, a bias or a block mask: few kinds, each of which is one kernel of a family,
+and many sizes. For the tests on a GPU, for compiling ahead, and for launches that are only captured.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_flash import BlockMask, custom, custom_cuda, masks
-from cute_flash.custom import Custom
-from cute_flash.reference.score import Score
-from cute_flash.score_mod.bound import BoundMods
-from cute_flash.spec.args import How
+from cute_flash import BlockMask, masks
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Features, Problem
+from tests.arguments import call_args
 
 BLOCK = (128, 128)
-NUM_SCORES = 32  # of a table of distances
+NUM_DISTANCES = 32  # of a table of distances
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ class Make:
 
     def relative(self) -> Callable:
         """A learned value for each distance and head, transposed in memory."""
-        table, near = self.normal(self.sizes.heads, NUM_SCORES).T, NUM_SCORES // 2
-        return lambda score, b, h, q, kv: score + table[(q - kv + near).clamp(0, NUM_SCORES - 1), h]
+        table, near = self.normal(self.sizes.heads, NUM_DISTANCES).T, NUM_DISTANCES // 2
+        return lambda score, b, h, q, kv: score + table[(q - kv + near).clamp(0, NUM_DISTANCES - 1), h]
 
     def capped(self) -> Callable:
         cap = 4.5
@@ -109,18 +106,18 @@ class Kind:
     mask: str = ""
     bias: torch.dtype | None = None
     bounds: tuple[bool, bool] = (False, False)
-    has_map: bool = False
+    has_block_mask: bool = False
     has_pairs: bool = True  # of the bias
-    is_aligned: bool = False  # so that the copy engine can fetch it
+    is_aligned: bool = False  # so that TMA can load it
     dtype: torch.dtype = torch.bfloat16
-    more: dict[str, Any] = field(default_factory=dict, hash=False)  # softcap, sinks, max_logit
+    more: dict[str, Any] = field(default_factory=dict, hash=False)  # softcap, sinks, return_max_logit
 
     @property
     def id(self) -> str:
         memory = "-aligned" if self.is_aligned else "" if self.has_pairs else "-single"
         bias = "" if self.bias is None else f"bias-{str(self.bias)[6:]}{memory}"
         band = "l" * self.bounds[0] + "r" * self.bounds[1]
-        parts = self.score, self.mask, bias, "map" * self.has_map, band, *self.more
+        parts = self.score, self.mask, bias, "block_mask" * self.has_block_mask, band, *self.more
         return "-".join((f"d{self.head_dim}", *filter(None, parts)))
 
 
@@ -168,10 +165,10 @@ class Case:
                 found[name] = getattr(make, value)()
         if kind.bias is not None:
             found["bias"] = self._bias()
-        if kind.has_map:
+        if kind.has_block_mask:
             shape = self.sizes.batch, self.sizes.heads, self.sizes.seqlen_q, self.sizes.seqlen_k
             causal = self.band == Band(None, 0) and self.seed % 2 == 0
-            found["block_map"] = BlockMask.of(
+            found["block_mask"] = BlockMask.of(
                 found.get("mask_mod"), shape, tile=BLOCK, causal=causal, device=self.device
             )
         return found
@@ -190,36 +187,16 @@ class Case:
             return self.make.normal(*shape, 1).to(self.kind.bias)
         return self.make.normal(*shape[:2], s.seqlen_k, shape[2]).to(self.kind.bias).mT
 
-    def call(self) -> tuple[How, Custom]:
-        given = self.options
-        q_dim = self.kind.head_dim
-        how = How(
-            q_dim**-0.5, self.band.left, self.band.right, softcap=given.get("softcap", 0.0),
-            sinks=given.get("sinks"), max_logit=given.get("return_max_logit", False),
+    def args(self, **fields: Any) -> AttentionArgs:
+        """The call, as operators and the reference take it; gradients of the tensors that require one."""
+        options = self.options
+        return call_args(
+            torch.empty(self.kind.head_dim), self.band,
+            softcap=options.get("softcap", 0.0), sinks=options.get("sinks"),
+            return_max_logit=options.get("return_max_logit", False), bias=options.get("bias"),
+            score_mod=options.get("score_mod"), mask_mod=options.get("mask_mod"),
+            block_mask=options.get("block_mask"), **fields,
         )  # fmt: skip
-        call = BoundMods.of(given.get("score_mod"), given.get("mask_mod"), None)
-        return how, custom.custom_of(given.get("bias"), call, given.get("block_map"))
-
-    def score(self) -> Score:
-        """For `reference.dense`."""
-        how, asked = self.call()
-        found = how.score(self.sizes.batch, self.sizes.heads) or Score()
-        return replace(found, written=asked.written())
-
-    def problem(self) -> tuple[Problem, custom_cuda.Given]:
-        """As `custom` describes it to kernels, and their arguments."""
-        how, asked = self.call()
-        s, kind = self.sizes, self.kind
-        sizes = s.batch, s.heads, s.heads_kv, s.seqlen_q, s.seqlen_k, kind.head_dim
-        features = replace(
-            how.features, bias=kind.bias is not None, score_mod=bool(kind.score), mask_mod=bool(kind.mask),
-            block_map=kind.has_map,
-        )  # fmt: skip
-        assert isinstance(features, Features)
-        dtype = str(kind.dtype).removeprefix("torch.")
-        plain = Problem(*sizes, dtype=dtype, band=self.band, features=features)
-        plain, given = replace(plain, mods=custom_cuda.static_of(asked)), custom_cuda.given(asked, plain)
-        return custom_cuda.with_mods(plain, given), given
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -231,13 +208,13 @@ KINDS = [
     Kind(128, score="hiding", bounds=(False, True), dtype=fp16),
     Kind(256, score="relative"),
     Kind(64, mask="document"),
-    Kind(128, mask="document_causal", has_map=True),
-    Kind(64, mask="document", has_map=True),
+    Kind(128, mask="document_causal", has_block_mask=True),
+    Kind(64, mask="document", has_block_mask=True),
     Kind(128, mask="prefix"),
-    Kind(96, mask="window", has_map=True, dtype=fp16),
-    Kind(256, mask="by_head", has_map=True),
-    Kind(128, mask="padding", bounds=(True, True), has_map=True),
-    Kind(128, bounds=(False, True), has_map=True),
+    Kind(96, mask="window", has_block_mask=True, dtype=fp16),
+    Kind(256, mask="by_head", has_block_mask=True),
+    Kind(128, mask="padding", bounds=(True, True), has_block_mask=True),
+    Kind(128, bounds=(False, True), has_block_mask=True),
     Kind(64, bias=bf16),
     Kind(128, bias=bf16, bounds=(False, True)),
     Kind(128, bias=fp32),
@@ -246,12 +223,12 @@ KINDS = [
     Kind(64, bias=fp32, has_pairs=False),
     Kind(64, bias=bf16, is_aligned=True),
     Kind(128, bias=bf16, is_aligned=True, bounds=(False, True)),
-    Kind(128, mask="document", bias=fp16, is_aligned=True, has_map=True, dtype=fp16),
+    Kind(128, mask="document", bias=fp16, is_aligned=True, has_block_mask=True, dtype=fp16),
     Kind(64, score="alibi", bias=fp16, is_aligned=True, bounds=(True, True)),
     Kind(96, bias=bf16, is_aligned=True),
     Kind(64, mask="window"),
     Kind(128, score="alibi", mask="window", bias=bf16),
-    Kind(64, score="gated", mask="document", bias=bf16, has_map=True, bounds=(False, True)),
+    Kind(64, score="gated", mask="document", bias=bf16, has_block_mask=True, bounds=(False, True)),
     Kind(192, score="capped", mask="prefix", bias=fp16, dtype=fp16),
     Kind(128, mask="prefix", more={"softcap": 4.0, "sinks": True, "return_max_logit": True}),
 ]

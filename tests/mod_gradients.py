@@ -1,7 +1,8 @@
-"""The gradients of `tests.mod_cases`: which are asked for, by which kernels, and the rule for them.
+"""The gradients of `tests.mod_cases`: which tensors have one, by which kernels, and the error rule.
 
-dq, dk, dv: that of `tests.feature_gradients`. Those of a bias, of tables and of sinks are sums, or dS itself:
-they are held against the CPU path's of the same out and LSE, closer than either is to the oracle.
+The rule for dq, dk and dv is that of `tests.feature_gradients`. Gradients of a bias, of captured tensors and of
+sinks are sums, or dS itself: they are compared with the CPU path's gradients of the same out and LSE, within less
+than either is from the oracle.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import attn, backward_custom, custom
-from cute_flash.planning.plan import BwdPlan, CompileKey, bwd_plan, use_kernels
-from cute_flash.reference import tiled as reference
+from cute_flash import attn, reference
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.args import How
-from cute_flash.spec.problem import UnsupportedError
 from tests import cases, mod_cases
+from tests.fakes.recording import backward_keys, main_key
 from tests.gradients import largest
 from tests.mod_cases import Case
 
@@ -30,22 +30,19 @@ FLOOR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 
 def leaves_of(case: Case) -> dict[str, Tensor]:
-    """What has a gradient, of those tensors that the case's options have."""
-    found = dict(zip("qkv", case.inputs(), strict=True))
-    return {name: x.requires_grad_() for name, x in found.items()} | others_of(case)
+    """The tensors with a gradient: q, k, v, and those of the case's options."""
+    qkv = dict(zip("qkv", case.inputs(), strict=True))
+    return {name: x.requires_grad_() for name, x in qkv.items()} | others_of(case)
 
 
 def others_of(case: Case) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name in ("bias", "sinks"):
-        if name in case.options:
-            found[name] = case.options[name]
-    _, asked = case.call()
-    score = asked.graphs.score
+    others = {name: case.options[name] for name in ("bias", "sinks") if name in case.options}
+    args = case.args()
+    score = args.mods.score
     for i in range(0 if score is None else len(score.captures)):
-        if asked.tables[i].is_floating_point():
-            found[f"table {i}"] = asked.tables[i]
-    return {name: x.requires_grad_() for name, x in found.items()}
+        if args.captures[i].is_floating_point():
+            others[f"capture {i}"] = args.captures[i]
+    return {name: x.requires_grad_() for name, x in others.items()}
 
 
 def douts_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -69,14 +66,14 @@ def gradients(outs: Any, douts: tuple[Tensor, Tensor], leaves: dict[str, Tensor]
 def by_cpu(
     case: Case, leaves: dict[str, Tensor], outs: tuple[Tensor, Tensor], douts: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """Those of the CPU path, wherever the tensors are."""
-    how, asked = case.call()
-    qkv = [leaves[name].detach() for name in "qkv"]
+    """Those of the CPU path, on the device of the tensors."""
+    q, k, v = (leaves[name].detach() for name in "qkv")
     out, lse = (x.detach() for x in outs)
-    found = custom._bwd_cpu(douts[0], douts[1], *qkv, out, lse, *how, *asked)
-    dq, dk, dv, _dalibi, dsinks, dbias, dtables = found
-    named = {"q": dq, "k": dk, "v": dv, "sinks": dsinks, "bias": dbias}
-    named |= {f"table {i}": x for i, x in enumerate(dtables)}
+    with torch.no_grad():
+        *grads, others = reference.backward(*douts, q, k, v, out, lse, case.args())
+    _dalibi, dsinks, dbias, *dcaptures = others
+    named = dict(zip("qkv", grads)) | {"sinks": dsinks, "bias": dbias}
+    named |= {f"capture {i}": x for i, x in enumerate(dcaptures)}
     return {name: named[name].view_as(x) for name, x in leaves.items()}
 
 
@@ -92,8 +89,8 @@ def assert_gradients(case: Case) -> dict[str, Tensor]:
     fused = by_cpu(case, leaves, outs, douts)
     double = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact_leaves = {**dict(zip("qkv", double)), **{n: x for n, x in leaves.items() if n not in "qkv"}}
-    exact = gradients(reference.dense(*double, case.band, None, case.score()), douts, exact_leaves)
-    low = reference.dense_low_precision(q, k, v, case.band, None, case.score())
+    exact = gradients(reference.dense(*double, args=case.args()), douts, exact_leaves)
+    low = reference.dense_low_precision(q, k, v, args=case.args())
     rough = gradients(low, douts, leaves)
     most = max(largest(exact[name]) for name in "qkv")
     for name, x in leaves.items():
@@ -115,56 +112,49 @@ def assert_gradients(case: Case) -> dict[str, Tensor]:
 def _assert_agrees(name: str, value: Tensor, fused: Tensor, oracle: Tensor) -> None:
     if not value.numel():
         return
-    found, yardstick, size = (
-        x.double().square().mean().sqrt().item() for x in (value - fused, fused - oracle, oracle)
-    )
+    found, yardstick, size = (x.double().square().mean().sqrt().item() for x in (value - fused, fused - oracle, oracle))
     allowed = YARDSTICK * yardstick + FLOOR[value.dtype] * size + 1e-4
     assert found <= allowed, f"d{name}: {found:.3e} from the CPU path's, allowed {allowed:.3e}"
 
 
-def plan_of(case: Case, arch: ArchSpec, deterministic: bool = False) -> BwdPlan:
-    """Of the family that was asked for; of its leaves all have a gradient."""
+def keys_of(
+    case: Case, arch: ArchSpec, family: str = "", deterministic: bool = False, has_dlse: bool = True
+) -> list[CompileKey]:
+    """The kernels of the gradients of all leaves; the case's device is the CPU."""
     others_of(case)
-    how, asked = case.call()
-    plain, _ = case.problem()
-    problem, _, _ = backward_custom.described(asked, plain, deterministic)
-    assert isinstance(how, How)
-    return bwd_plan(problem, arch, deterministic)
+    args = case.args(kernels=family, deterministic=deterministic)
+    return backward_keys(*case.inputs(), args, arch, has_dlse)
 
 
-def chosen(arch: ArchSpec, family: str, device: str) -> Iterator[tuple[Case, BwdPlan | None]]:
-    """Cases that few kernels serve; None where the family has none for them."""
-    kernels: dict[str, set[CompileKey]] = {}
-    for case, described in zip(mod_cases.cases(device), mod_cases.cases("cpu"), strict=True):
+def chosen(arch: ArchSpec, family: str, device: str) -> Iterator[tuple[Case, list[CompileKey]]]:
+    """Cases that few kernels serve, and their kernels: none where the family has none for them."""
+    known: dict[str, set[CompileKey]] = {}
+    for case, on_cpu in zip(mod_cases.cases(device), mod_cases.cases("cpu"), strict=True):
         try:
-            with use_kernels(family):
-                plan = plan_of(described, arch)
+            found = keys_of(on_cpu, arch, family)
         except UnsupportedError:
-            yield case, None
+            yield case, []
             continue
-        known = kernels.setdefault(case.kind.id, set())
-        if plan.main in known or len(known) < MOST_KERNELS:
-            known.add(plan.main)
-            yield case, plan
+        kernels, main = known.setdefault(case.kind.id, set()), main_key(found)
+        if main in kernels or len(kernels) < MOST_KERNELS:
+            kernels.add(main)
+            yield case, found
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    """Of the gradients; those of the forward are `mod_cases`' own."""
+    """The kernels of all gradients of `chosen` and `deterministic_cases`."""
     for family in runnable:
-        for _, plan in chosen(arch, family, "cpu"):
-            if plan is not None:
-                yield from (plan.before(True), plan.main, plan.after)
-        for case in ordered():
-            with use_kernels(family):
-                try:
-                    plan = plan_of(case, arch, True)
-                except UnsupportedError:
-                    continue
-            yield from (plan.before(True), plan.main, plan.after)
+        for _, found in chosen(arch, family, "cpu"):
+            yield from found
+        for case in deterministic_cases():
+            try:
+                yield from keys_of(case, arch, family, deterministic=True)
+            except UnsupportedError:
+                continue
 
 
-def ordered(device: str = "cpu") -> list[Case]:
-    """Whose gradients are also asked for bit by bit."""
-    kinds = [kind for kind in mod_cases.KINDS if not kind.has_map and not kind.score and kind.head_dim <= 128]
+def deterministic_cases(device: str = "cpu") -> list[Case]:
+    """Cases whose gradients are also compared bit by bit."""
+    kinds = [kind for kind in mod_cases.KINDS if not kind.has_block_mask and not kind.score and kind.head_dim <= 128]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
     return [Case(kind, sizes, 3, device) for kind in itertools.islice(kinds, 0, None, 2)]

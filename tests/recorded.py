@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.direct import Direct
 from torch import Tensor
 
 from cute_flash import api, backward, backward_general, custom, forward, general, operands, ops, packed_cuda
-from cute_flash.direct import Direct
 from cute_flash.jit import compile as compiling
 from cute_flash.planning.plan import CompileKey, Plan
 from cute_flash.runtime import counters

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +25,9 @@ from cute_flash.planning.varlen import (
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPES
+from cute_flash.spec.family import FAMILIES, check_family, requested_family
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods, check_varlen_mods_backward
 
-# Kernel families in the order of preference, and the least architecture each needs.
-FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 # Share of L2 that the K and V of one group of heads may fill; the rest serves Q, O and what is in flight.
 L2_SHARE = 0.4
 # CTAs along y and z of a grid.
@@ -43,31 +38,6 @@ MAX_SEQLEN = 1 << 29
 MAX_TILES = (1 << 31) - (1 << 16)
 # Warps of a Hopper backward CTA that hold partial sums of the gradient of a slope.
 DALIBI_WARPS_SM90 = 8
-
-_DEFAULT_FAMILY = os.environ.get("CUTE_FLASH_KERNELS") or ""
-_family: ContextVar[str] = ContextVar("cute_flash_kernels", default=_DEFAULT_FAMILY)
-# The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU.
-requested_family = _family.get
-
-
-@contextmanager
-def use_kernels(family: str) -> Iterator[None]:
-    """Choose the kernel family, for study and tests: `with use_kernels("sm80"): attn(q, k, v)`.
-
-    The gradients of such a call are computed by the same family. The environment variable `CUTE_FLASH_KERNELS`,
-    read at import, does the same for a whole process.
-    """
-    check_family(family)
-    token = _family.set(family)
-    try:
-        yield
-    finally:
-        _family.reset(token)
-
-
-def check_family(family: str) -> None:
-    if family not in ("", *FAMILIES):
-        raise UnsupportedError(f"kernel family {family!r}: there is {', '.join(FAMILIES)}")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cute_flash.spec.args import AttentionArgs
 
 
 class UserMods:
-    """Of a call, for some sequences and query heads; `shape` is (Hkv, group) of these heads."""
+    """The user mods of a call, for some sequences and query heads; `shape` is (Hkv, group) of these heads."""
 
     def __init__(
         self, args: AttentionArgs, batch: range, heads: range, shape: tuple[int, int], dtype: torch.dtype
@@ -53,7 +53,7 @@ class UserMods:
             is_zero = P == 0
             for load in gradient.loads:
                 share = outputs[load.output].masked_fill(is_zero, 0.0)
-                _add_at(grads.captures[load.table], [outputs[i] for i in load.indices], share)
+                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], share)
             dS = outputs[0].masked_fill(is_zero, 0.0)
         if grads.bias is not None:
             total = self._slice(grads.bias, rows, keys)

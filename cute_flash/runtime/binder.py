@@ -58,8 +58,8 @@ _HELPERS: dict[str, Any] = {
     **{
         name: getattr(operands, name)
         for name in (
-            "aligned_like", "backward_block_indices", "capture_operands", "clamp_window", "ensure_aligned",
-            "forward_block_indices", "pack_gqa", "positive_scale", "scalar_operands",
+            "aligned_like", "capture_operands", "clamp_window", "ensure_aligned", "pack_gqa",
+            "positive_scale", "scalar_operands",
         )
     },
     **{
@@ -165,10 +165,11 @@ class Function:
         if kinds:
             self.values["scalar_kinds"] = kinds
             self.assign("scalars", "scalar_operands(scalar_kinds, args.scalars)")
-        if self.plan.problem.block_sparse and backward:
-            self.assign("block_indices", "backward_block_indices(args, problem, tile_m, tile_n)")
-        elif self.plan.problem.block_sparse:
-            self.assign("block_indices", "forward_block_indices(args.block_mask, problem)")
+        if self.plan.problem.block_sparse:
+            from cute_flash.runtime.block_masks import backward_block_indices, forward_block_indices
+
+            lists = backward_block_indices if backward else forward_block_indices
+            self.assign("block_indices", self.call(lists))
 
     def offsets(self) -> None:
         """The operands of the varlen scheduler."""
@@ -183,7 +184,7 @@ class Function:
 
     def bind(self) -> Callable[..., Any]:
         """The function; its source is compiled once for all plans that differ in values only."""
-        if nvtx.LAUNCH_RANGES:
+        if nvtx.MARKS_LAUNCHES:
             self.values["marked"] = nvtx.marked
             first, *body = self.lines
             self.lines = [first, '    with marked("launch"):', *(f"    {line}" for line in body)]

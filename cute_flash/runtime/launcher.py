@@ -22,7 +22,6 @@ from cute_flash.runtime import binder
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
 from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
-from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe
 from cute_flash.spec.features import BIAS, BIAS_DTYPES
@@ -43,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     """out, lse, and the largest logits of each head if the call asks for them."""
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), args.key(),
+        q.get_device(), k.get_device(), v.get_device(), args.key,
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
@@ -64,7 +63,7 @@ def backward(
     # The kernels check the shapes and types of dout, out, lse and dlse by themselves.
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
-        k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key(),
+        k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key,
         is_mode_deterministic(),
     )  # fmt: skip
     launch = bound.get(signature)
@@ -91,7 +90,7 @@ def is_mode_deterministic() -> bool:
 
 def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Callable[..., Outputs]:
     check_rng(args)
-    problem = describe(q, k, v, args)
+    problem = describe(q, k, v, args, "cuda")
     if problem.is_empty:
         return _empty_forward
     problem = _with_bias(problem, args)
@@ -154,6 +153,8 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     bias = args.bias
     if bias is None:
         return problem, None
+    from cute_flash.score_mod.graph import COLUMN, ROW
+
     varies = ROW * (bias.shape[2] > 1) | COLUMN * (bias.shape[3] > 1)
     mods = replace(problem.mods, bias_varies=varies)
     if not args.bias_needs_grad:
@@ -161,7 +162,7 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     whole = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     if tuple(bias.shape) == whole:
         # Blocks that are not visited write nothing.
-        visits_all = not problem.static.isbounded and not problem.block_sparse
+        visits_all = not problem.static.is_bounded and not problem.block_sparse
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
         buffer = Buffer("dbias", whole, dtype.removeprefix("torch."), init)
@@ -180,7 +181,7 @@ def _bind_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: AttentionArgs
 ) -> Callable[..., Gradients]:
     check_rng(args)
-    problem = describe(q, k, v, args)
+    problem = describe(q, k, v, args, "cuda")
     deterministic = args.deterministic or is_mode_deterministic()
     if problem.is_empty:
         return _empty_backward
@@ -209,7 +210,7 @@ def _empty_backward(dout, dlse, q, k, v, out, lse, args: AttentionArgs) -> Gradi
     """No keys, or no queries: the gradient of the LSE, to the sinks, is all there may be."""
     grads = [None if x is None else torch.zeros_like(x) for x in args.differentiable]
     if args.sinks is not None:
-        grads[1] = sinks_gradient(args, describe(q, k, v, args), lse, None, dlse, 1)
+        grads[1] = sinks_gradient(args, describe(q, k, v, args, "cuda"), lse, None, dlse, 1)
     needs = args.needs_grad or (False,) * (1 + len(args.captures))
     for i, needed in enumerate(needs):
         grads[2 + i] = grads[2 + i] if needed else None

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_flash.planning.plan import MAX_SEQLEN
-from cute_flash.score_mod.block_mask import BlockMask
-from cute_flash.score_mod.block_sparse import query_block_indices
-from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
-from cute_flash.spec.problem import Problem, check_window
+from cute_flash.spec.problem import check_window
 
 # Rows start at multiples of 8 elements, and a tile spans less than 2^31 elements.
 ROW_ALIGN_ELEMENTS = 8
@@ -114,42 +110,3 @@ def _capture(x: Tensor) -> Tensor:
     elif x.dtype == torch.float64:
         x = x.float()
     return x if x.dim() else x.view(1)
-
-
-# ---- block masks
-# ----------------------------------------------------------------------------------------------------------
-
-_forward_lists: TensorCache[list[Tensor]] = TensorCache(64)
-
-
-def forward_block_indices(block_mask: tuple[Tensor, ...], problem: Problem) -> list[Tensor]:
-    """Of `BlockMask.tensors`: the counts and indices of full blocks, then of partial ones, for every head."""
-    heads = problem.batch, problem.heads
-    partial, full = block_mask[:2], block_mask[2:4]
-    own = [*full, *partial]
-    lists = _forward_lists.get(own, heads)
-    if lists is None:
-        # Detached: a view would keep the block mask alive.
-        lists = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)).detach() for x in own]
-        if all(x.is_contiguous() for x in own):
-            # Views: they show whatever is written into the block mask.
-            _forward_lists.put(own, heads, lists)
-    return lists
-
-
-def backward_block_indices(args: Any, problem: Problem, tile_m: int, tile_n: int) -> list[Tensor]:
-    """For every K/V tile, the query blocks of the heads that share it; see `score_mod.block_sparse`."""
-    return query_block_indices(
-        list(args.block_mask),
-        list(args.block_mask_sizes),
-        batch=problem.batch,
-        heads=problem.heads,
-        heads_kv=problem.heads_kv,
-        tile=(tile_m, tile_n),
-    )
-
-
-def block_mask_of(args: Any) -> BlockMask | None:
-    if not args.block_mask:
-        return None
-    return BlockMask.of_tensors(list(args.block_mask), list(args.block_mask_sizes))

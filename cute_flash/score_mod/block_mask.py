@@ -7,7 +7,7 @@ dimension of batch or heads has size 1 if the mask does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class BlockMask:
         return tuple(x for one in indices for x in (one.num_blocks, one.indices))
 
     @staticmethod
-    def of_tensors(tensors: list[Tensor], sizes: list[int]) -> BlockMask:
+    def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
         """The inverse of `tensors` and `sizes`."""
         tile_m, tile_n, seqlen_q, seqlen_k = sizes
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
@@ -126,20 +126,16 @@ class BlockMask:
         """Raise `ValueError` unless the block mask belongs to a call of these sizes."""
         if (self.seqlen_q, self.seqlen_k) != (seqlen_q, seqlen_k):
             raise ValueError(
-                f"block_map is of {self.seqlen_q} queries and {self.seqlen_k} keys: the call has {seqlen_q} "
+                f"block_mask is of {self.seqlen_q} queries and {self.seqlen_k} keys: the call has {seqlen_q} "
                 f"and {seqlen_k}"
             )
         for name, size, own in (("batch", batch, 0), ("heads", heads, 1)):
             found = self.partial_kv.num_blocks.shape[own]
             if found not in (1, size):
-                raise ValueError(f"block_map has {name}={found}: expected 1 or {size}")
+                raise ValueError(f"block_mask has {name}={found}: expected 1 or {size}")
         found_device = self.partial_kv.num_blocks.device
         if found_device != device:
-            raise ValueError(f"block_map is on {found_device} and q is on {device}: they must agree")
-
-
-# The former name, for one release.
-BlockMap = BlockMask
+            raise ValueError(f"block_mask is on {found_device} and q is on {device}: they must agree")
 
 
 def _ceil_div(a: int, b: int) -> int:

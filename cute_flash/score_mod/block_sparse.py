@@ -11,6 +11,8 @@ one after the other. An entry is packed into an int32:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,8 @@ _cache: TensorCache[list[Tensor]] = TensorCache(64)
 
 
 def query_block_indices(
-    tensors: list[Tensor],
-    sizes: list[int],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
     *,
     batch: int,
     heads: int,
@@ -54,7 +56,7 @@ def _made(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[in
     group = heads // heads_kv
     if m_blocks >= 1 << (HEAD_SHIFT - M_BLOCK_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
         raise UnsupportedError(
-            f"block_map of {m_blocks} blocks of queries and {group} heads that share keys: at most "
+            f"block_mask of {m_blocks} query blocks and {group} query heads per K/V head: at most "
             f"{(1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1} and {(1 << (31 - HEAD_SHIFT)) - 1}"
         )
     # From tiles of the mask to tiles of the kernel.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cute_flash.score_mod.derive import Gradient, gradient
@@ -74,7 +75,10 @@ def graphs_of(text: str) -> Graphs:
 @lru_cache(maxsize=1024)
 def _interned(score: Graph | None, mask: Graph | None, bwd: Graph | None) -> Graphs:
     """The object that `graphs_of` returns for these graphs, so that later lookups compare by identity."""
-    return graphs_of(Graphs(score, mask, bwd).text)
+    text = Graphs(score, mask, bwd).text
+    graphs = graphs_of(text)
+    assert graphs.text == text
+    return graphs
 
 
 class BoundMods(NamedTuple):
@@ -85,17 +89,26 @@ class BoundMods(NamedTuple):
     scalars: tuple[float, ...]
 
     @staticmethod
-    def of(
-        score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None
-    ) -> BoundMods:
-        if score_mod_bwd is not None and score_mod is None:
-            raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
-        score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
-        mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
-        bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
-        graphs = _interned(score.graph, mask.graph, bwd.graph)
-        captures = score.captures + mask.captures + bwd.captures
-        return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)
+    def of(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
+        if score_mod is None and mask_mod is None and score_mod_bwd is None:
+            return NO_MODS
+        if torch.compiler.is_dynamo_compiling():
+            from cute_flash.score_mod import opaque
+
+            return opaque.bind_mods(score_mod, mask_mod, score_mod_bwd)
+        return bind_mods(score_mod, mask_mod, score_mod_bwd)
+
+
+def bind_mods(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
+    if score_mod_bwd is not None and score_mod is None:
+        raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
+    score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
+    mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
+    bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
+    graphs = _interned(score.graph, mask.graph, bwd.graph)
+    captures = score.captures + mask.captures + bwd.captures
+    return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)
 
 
 _NO_MOD: Any = BoundMod(None, (), ())  # type: ignore[arg-type]
+NO_MODS = BoundMods(Graphs(), (), ())

@@ -25,7 +25,7 @@ from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 
 # Modules whose contents do not change: their functions and classes are not entered.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
-MAX_ITEMS = 256
+MAX_CONTAINER_SIZE = 256
 MAX_INT = 1 << 31
 
 
@@ -156,7 +156,7 @@ class CaptureTracer:
         return TensorProxy(self.builder, capture, size)
 
     def _container(self, value: Any, source: int) -> Any:
-        if len(value) > MAX_ITEMS:
+        if len(value) > MAX_CONTAINER_SIZE:
             raise trace_error(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         found = {key: self.visit(source, key, itemgetter(key), one) for key, one in items}

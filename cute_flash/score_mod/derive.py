@@ -122,26 +122,20 @@ def _needs_grad(graph: Graph, captures: tuple[int, ...]) -> list[bool]:
     """Which nodes need a gradient: floats that depend on the score or on one of these captures."""
     found: list[bool] = []
     for node in graph.nodes:
-        is_leaf = (node.op == "input" and node.value == "score") or (
-            node.op == "load" and node.value in captures
-        )
+        is_leaf = (node.op == "input" and node.value == "score") or (node.op == "load" and node.value in captures)
         found.append(node.kind == "float" and (is_leaf or any(found[i] for i in node.args)))
     return found
 
 
 @lru_cache(maxsize=1024)
-def gradient(
-    graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mod_bwd: Graph | None = None
-) -> Gradient:
+def gradient(graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mod_bwd: Graph | None = None) -> Gradient:
     """The gradient of a score_mod's graph. `score_mod_bwd`: the user's own gradient of the score.
 
     With `score_mod_bwd`, the captures and scalars are those of the score_mod followed by its own.
     """
     builder = Builder(graph.captures, graph.scalars)
     if score_mod_bwd is not None:
-        builder = Builder(
-            (*graph.captures, *score_mod_bwd.captures), (*graph.scalars, *score_mod_bwd.scalars)
-        )
+        builder = Builder((*graph.captures, *score_mod_bwd.captures), (*graph.scalars, *score_mod_bwd.scalars))
     nodes = copy_nodes(builder, graph)
     if score_mod_bwd is not None and not captures_needing_grad:
         return Gradient(builder.graph(_user_gradient(builder, graph, score_mod_bwd)))

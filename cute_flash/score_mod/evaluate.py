@@ -44,7 +44,7 @@ class Stages:
     """The stage at which each node of a graph is computed, and the nodes that later stages need."""
 
     nodes: tuple[tuple[int, ...], ...]  # by stage
-    kept: tuple[tuple[int, ...], ...]  # by stage: nodes that later stages or the outputs need
+    live: tuple[tuple[int, ...], ...]  # by stage: nodes that later stages or the outputs need
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -70,7 +70,7 @@ def _stage(bits: int) -> int:
 
 
 class Part(NamedTuple):
-    """The values of a head, a row or a column that later stages need, in the order of `Stages.kept`."""
+    """The values of a head, a row or a column that later stages need, in the order of `Stages.live`."""
 
     values: tuple[Any, ...]
 
@@ -90,7 +90,7 @@ class Evaluator:
 
     def needs(self, stage: int) -> bool:
         """Whether later stages need a value of this one."""
-        return bool(self.stages.kept[stage])
+        return bool(self.stages.live[stage])
 
     def at_head(self, b: Any, h: Any) -> Part:
         return self._part(AT_HEAD, {}, {"b": b, "h": h})
@@ -111,12 +111,12 @@ class Evaluator:
     def _known(self, *parts: Part) -> dict[int, Any]:
         known: dict[int, Any] = {}
         for stage, part in enumerate(parts):
-            known.update(zip(self.stages.kept[stage], part.values))
+            known.update(zip(self.stages.live[stage], part.values))
         return known
 
     def _part(self, stage: int, known: dict[int, Any], inputs: dict[str, Any]) -> Part:
         self._run(stage, known, inputs)
-        return Part(tuple(known[i] for i in self.stages.kept[stage]))
+        return Part(tuple(known[i] for i in self.stages.live[stage]))
 
     def _value(self, known: dict[int, Any], i: int) -> Any:
         node = self.graph.nodes[i]
@@ -134,12 +134,12 @@ class Evaluator:
                 known[i] = arithmetic.scalar(self.scalars[node.value], node.kind)
             elif node.op == "load":
                 known[i] = arithmetic.load(self.captures[node.value], args, node.kind)
-            elif node.op == "to_float" and self._given_float(node, inputs) is not None:
-                known[i] = self._given_float(node, inputs)
+            elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
+                known[i] = self._converted_input(node, inputs)
             else:
                 known[i] = arithmetic.op(node, *args)
 
-    def _given_float(self, node: Node, inputs: dict[str, Any]) -> Any:
+    def _converted_input(self, node: Node, inputs: dict[str, Any]) -> Any:
         return inputs.get(f"float {self.graph.nodes[node.args[0]].value}")
 
 

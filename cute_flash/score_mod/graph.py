@@ -217,9 +217,7 @@ class Builder:
         return self.add(Node("input", INPUTS[name][0], value=name))
 
     def constant(self, value: Any, kind: str | None = None) -> int:
-        kind = kind or next(
-            k for k, t in (("bool", bool), ("int", int), ("float", float)) if type(value) is t
-        )
+        kind = kind or next(k for k, t in (("bool", bool), ("int", int), ("float", float)) if type(value) is t)
         value = {"bool": bool, "int": int, "float": float}[kind](value)
         return self.add(Node("constant", kind, value=value))
 
@@ -324,8 +322,7 @@ class Builder:
                 continue
             order.setdefault(todo.pop(), len(order))
         nodes = tuple(
-            Node(x.op, x.kind, tuple(order[j] for j in x.args), x.value)
-            for x in (self.nodes[i] for i in order)
+            Node(x.op, x.kind, tuple(order[j] for j in x.args), x.value) for x in (self.nodes[i] for i in order)
         )
         return Graph(nodes, tuple(order[i] for i in outputs), tuple(self.captures), tuple(self.scalars))
 

@@ -102,9 +102,7 @@ class ModSpec:
         """Without what the backward does not use: it loads the bias without TMA, and has a block mask in
         tiles of its own.
         """
-        return replace(
-            self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False
-        )
+        return replace(self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
 
 
 # Operations per score: of a fused score_mod that takes hardly a register; of a mod of the backward that does;

@@ -158,9 +158,7 @@ def node_of(builder: Builder, x: Any) -> int:
         plain = x if isinstance(x, bool) else int(x) if isinstance(x, int) else float(x)
         return builder.constant(plain)
     if isinstance(x, TensorProxy):
-        raise trace_error(
-            f"a captured tensor of {x._rank - len(x._indices)} dimension(s) as a value: index it"
-        )
+        raise trace_error(f"a captured tensor of {x._rank - len(x._indices)} dimension(s) as a value: index it")
     if isinstance(x, Tensor):
         if x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
             return node_of(builder, x.item())
@@ -183,9 +181,7 @@ def op(name: str, *operands: Any) -> ScalarProxy:
 class TensorProxy:
     """A captured tensor, of which the first dimensions may already be indexed."""
 
-    def __init__(
-        self, builder: Builder, capture: int, sizes: Callable[[int], Any], indices: tuple = ()
-    ) -> None:
+    def __init__(self, builder: Builder, capture: int, sizes: Callable[[int], Any], indices: tuple = ()) -> None:
         self._builder, self._capture, self._sizes, self._indices = builder, capture, sizes, indices
 
     @property

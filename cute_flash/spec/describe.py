@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.score_mod.block_mask import BlockMask
-from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.features import features_of
 from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Problem:
-    """Describe a call; refuse what contradicts itself, or what the device has no kernel for."""
+def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str = "") -> Problem:
+    """Describe a call; refuse what contradicts itself, or what the device has no kernel for.
+
+    `device`: "cuda" or "cpu", whose implementation computes it; by default that of q.
+    """
     varlen = args.cu_seqlens_q is not None
     _check_tensors(q, k, v, 3 if varlen else 4)
     _check_numbers(args)
@@ -48,7 +49,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Problem:
         out_fp32=args.out_fp32,
         batch_invariant=args.batch_invariant,
     )
-    device = "cpu" if q.device.type in ("cpu", "meta") else "cuda"
+    device = device or ("cpu" if q.device.type in ("cpu", "meta") else "cuda")
     problem.check(device)
     if device == "cuda":
         check_softcap(args.softcap)
@@ -56,8 +57,10 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Problem:
     return problem
 
 
-def _mod_spec(args: AttentionArgs) -> ModSpec:
-    """Without what the memory of the bias decides, which only the launch knows."""
+def _mod_spec(args: AttentionArgs) -> Any:
+    """A `ModSpec` without what the memory of the bias decides, which only the launch knows."""
+    from cute_flash.score_mod.mod_spec import ModSpec
+
     sizes = args.block_mask_sizes
     return ModSpec(
         graphs=args.mods,
@@ -153,7 +156,7 @@ def _check_float(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
 
 
-def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[Any, ...]) -> None:
+def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
     if args.cu_seqlens_q is not None:
         for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
             if present:
@@ -167,5 +170,7 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[Any, ...]) -> None:
     for x in args.captures:
         _check_device("a captured tensor", x, q)
     if args.block_mask:
+        from cute_flash.score_mod.block_mask import BlockMask
+
         mask = BlockMask.of_tensors(list(args.block_mask), list(args.block_mask_sizes))
         mask.check(*sizes, q.device)

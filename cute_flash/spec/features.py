@@ -59,7 +59,8 @@ def _softcap(args: Any, scale: float) -> float:
 
 def _alibi_slopes(args: Any, problem: Any) -> Any:
     """(B, H): slopes (H) have a batch stride of 0."""
-    return args.alibi.float().expand(problem.batch, problem.heads)
+    alibi = args.alibi if str(args.alibi.dtype) == "torch.float32" else args.alibi.float()
+    return alibi.expand(problem.batch, problem.heads)
 
 
 def _sinks(args: Any) -> Any:
@@ -124,13 +125,19 @@ FEATURES = (
     FeatureSpec("bias", lambda args: args.bias is not None, 4, (BIAS,), (BIAS, DBIAS), ("bias",)),
     FeatureSpec(
         "score_mod",
-        lambda args: args.mods.score is not None,
+        lambda args: bool(args.score_mod) and args.mods.score is not None,
         4,
         (CAPTURES, SCALARS),
         (CAPTURES, SCALARS, DCAPTURES),
         ("captures",),
     ),
-    FeatureSpec("mask_mod", lambda args: args.mods.mask is not None, 4, (CAPTURES, SCALARS), (CAPTURES, SCALARS)),
+    FeatureSpec(
+        "mask_mod",
+        lambda args: bool(args.score_mod) and args.mods.mask is not None,
+        4,
+        (CAPTURES, SCALARS),
+        (CAPTURES, SCALARS),
+    ),
 )
 FEATURE = {feature.name: feature for feature in FEATURES}
 # Features of user functions and a bias: a kernel evaluates them as one pass over the scores.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.plan import check_family
 from cute_flash.spec import arch
+from cute_flash.spec.family import check_family
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 # Modules whose import shows that a requirement works.
@@ -292,7 +292,7 @@ def _cache() -> Check:
         detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
         remedy = "make it yours alone, or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
         return Check("kernel cache", BROKEN, detail, remedy)
-    entries = cache.entries()
+    entries = cache.files()
     size = sum(path.stat().st_size for path in entries)
     detail = f"{cache.folder}, private, {len(entries)} kernel(s), {size / 1e6:.1f} MB"
     return Check("kernel cache", OK, detail)

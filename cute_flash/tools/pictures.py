@@ -1,4 +1,4 @@
-"""Pictures of a mask and of its block map: what each query sees, and what a kernel skips or masks."""
+"""Pictures of a mask and its block mask: the keys that each query sees, and the blocks that kernels skip."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch import Tensor
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMask, visible_pairs
 from cute_flash.score_mod.trace import bind
 
-# (ANSI 256-colour code, the same colour for SVG) of a block, and of a visible pair in it.
+# (ANSI 256-colour code, the same colour for SVG) of a block, by status.
 _COLOURS = {EMPTY: (255, "#eeeeee"), PARTIAL: (229, "#ffffaf"), FULL: (157, "#afffaf")}
-_SEEN = {PARTIAL: "#d7af5f", FULL: "#5faf5f"}
+# The colour of a visible (query, key) pair in a block, by status.
+_VISIBLE = {PARTIAL: "#d7af5f", FULL: "#5faf5f"}
 _NAMES = {FULL: "full", PARTIAL: "partial", EMPTY: "empty"}
 
 
 @dataclass(frozen=True, eq=False)
 class _Picture:
-    seen: Tensor  # (Sq, Sk)
-    status: Tensor  # (blocks of queries, blocks of keys)
+    visible: Tensor  # (Sq, Sk)
+    status: Tensor  # (query blocks, K/V blocks)
     tile: tuple[int, int]
     title: str
 
     @property
     def caption(self) -> str:
         counts = [f"{int((self.status == value).sum())} {name}" for value, name in _NAMES.items()]
-        share = float(self.seen.double().mean()) if self.seen.numel() else 0.0
-        sizes = f"{self.seen.shape[0]} queries x {self.seen.shape[1]} keys"
+        share = float(self.visible.double().mean()) if self.visible.numel() else 0.0
+        sizes = f"{self.visible.shape[0]} queries x {self.visible.shape[1]} keys"
         return f"{sizes}, blocks of {self.tile[0]} x {self.tile[1]}: {', '.join(counts)}; {share:.0%} visible"
 
 
@@ -46,33 +47,33 @@ def draw(
     as_svg: bool = False,
     has_colour: bool = False,
 ) -> str:
-    """A mask and its block map, rows being queries, as text or as SVG.
+    """Draw a mask and its block mask as text or as SVG; rows are queries.
 
-    In text, `#` is a visible pair in a full block, `+` one in a partial block, `.` a hidden pair in a partial
-    block and a blank one in an empty block. `place`: the (b, h) that is shown; causal, window: as for `attn`.
+    In text, `#` is a visible (query, key) pair in a full block, `+` a visible and `.` a masked pair in a
+    partial block; empty blocks are blank. `place`: the (b, h) to show; causal, window: as for `attn`.
     """
-    bounds = window[0], 0 if causal else window[1]
-    picture = _picture(mask_mod, seqlen_q, seqlen_k, tile, bounds, place, title)
+    window = window[0], 0 if causal else window[1]
+    picture = _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title)
     return _svg(picture) if as_svg else _text(picture, has_colour)
 
 
-def _picture(mask_mod, seqlen_q, seqlen_k, tile, bounds, place, title) -> _Picture:
+def _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title) -> _Picture:
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
     device = mask.captures[0].device if mask is not None and mask.captures else torch.device("cpu")
     rows, keys = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
-    seen = visible_pairs(mask, bounds, rows, keys, (seqlen_q, seqlen_k), place)
+    visible = visible_pairs(mask, window, rows, keys, (seqlen_q, seqlen_k), place)
     shape = (place[0] + 1, place[1] + 1, seqlen_q, seqlen_k)
-    status = BlockMask.of(mask_mod, shape, tile=tile, window=bounds, device=device).status
+    status = BlockMask.of(mask_mod, shape, tile=tile, window=window, device=device).status
     b, h = (min(i, n - 1) for i, n in zip(place, status.shape))
     name = title or getattr(mask_mod, "__qualname__", "mask").partition(".<locals>")[0]
-    return _Picture(seen.cpu(), status[b, h].cpu(), tile, name)
+    return _Picture(visible.cpu(), status[b, h].cpu(), tile, name)
 
 
 def _text(picture: _Picture, has_colour: bool) -> str:
     (tile_m, tile_n), signs = picture.tile, {FULL: ("#", "#"), PARTIAL: (".", "+"), EMPTY: (" ", " ")}
     lines = [f"{picture.title}: {picture.caption}"]
-    for i, row in enumerate(picture.seen.tolist()):
+    for i, row in enumerate(picture.visible.tolist()):
         line = f"{i:4d} " if i % tile_m == 0 else " " * 5
         for n, status in enumerate(picture.status[i // tile_m].tolist()):
             part = "".join(signs[status][x] for x in row[n * tile_n : (n + 1) * tile_n])
@@ -82,7 +83,7 @@ def _text(picture: _Picture, has_colour: bool) -> str:
 
 
 def _svg(picture: _Picture) -> str:
-    (tile_m, tile_n), (sq, sk) = picture.tile, picture.seen.shape
+    (tile_m, tile_n), (sq, sk) = picture.tile, picture.visible.shape
     cell = max(2, min(12, 384 // max(sq, sk, 1)))
     left, top, title = 48, 72, picture.title
     width = max(left + cell * sk + 16, 32 + 7 * max(len(title), len(picture.caption)))
@@ -103,17 +104,17 @@ def _svg(picture: _Picture) -> str:
         for n, status in enumerate(blocks):
             rows, keys = min(tile_m, sq - m * tile_m), min(tile_n, sk - n * tile_n)
             box = f'x="{left + cell * n * tile_n}" y="{y}" width="{cell * keys}" height="{cell * rows}"'
-            fill = _SEEN[FULL] if status == FULL else _COLOURS[status][1]
+            fill = _VISIBLE[FULL] if status == FULL else _COLOURS[status][1]
             lines.append(f'<rect {box} fill="{fill}" stroke="#ffffff"/>')
     lines += _runs(picture, cell, left, top)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _runs(picture: _Picture, cell: int, left: int, top: int) -> list[str]:
-    """The visible pairs of partial blocks, those that follow each other in a row as one box."""
+    """The visible pairs of partial blocks, with neighbours in a row merged into one box."""
     tile_m, tile_n = picture.tile
-    found = []
-    for i, row in enumerate(picture.seen.tolist()):
+    boxes = []
+    for i, row in enumerate(picture.visible.tolist()):
         blocks, start = picture.status[i // tile_m].tolist(), None
         for j in range(len(row) + 1):
             is_in = j < len(row) and row[j] and blocks[j // tile_n] == PARTIAL
@@ -121,6 +122,6 @@ def _runs(picture: _Picture, cell: int, left: int, top: int) -> list[str]:
                 start = j
             elif not is_in and start is not None:
                 box = f'x="{left + cell * start}" y="{top + cell * i}" width="{cell * (j - start)}"'
-                found.append(f'<rect {box} height="{cell}" fill="{_SEEN[PARTIAL]}"/>')
+                boxes.append(f'<rect {box} height="{cell}" fill="{_VISIBLE[PARTIAL]}"/>')
                 start = None
-    return found
+    return boxes

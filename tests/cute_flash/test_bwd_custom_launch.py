@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cute_flash.custom import custom_of
 from torch import Tensor
 
 from cute_flash import UnsupportedError, attn, backward_general, custom, use_kernels
-from cute_flash.custom import custom_of
 from cute_flash.score_mod.block_mask import BlockMask
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.args import How
@@ -206,7 +206,7 @@ def test_lists_are_made_once(gpu: FakeBackward) -> None:
 def test_gradients_are_computed_by_the_family_of_their_forward(
     gpu: FakeBackward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cute_flash.planning.plan import requested_family
+    from cute_flash.spec.family import requested_family
 
     seen = []
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import BwdPlan, use_kernels
+from cute_flash.planning.plan import BwdPlan
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from tests import mod_gradients
 from tests.backward_capture import Request, capture, case_of
 from tests.gates import kernel_resources

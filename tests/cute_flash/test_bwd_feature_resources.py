@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import BwdPlan, bwd_plan, use_kernels
+from cute_flash.planning.plan import BwdPlan, bwd_plan
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD_SCORE
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW

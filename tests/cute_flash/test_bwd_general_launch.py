@@ -133,7 +133,7 @@ def test_gradients_are_computed_by_the_family_of_their_forward(
     gpu: FakeBackward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cute_flash import attn
-    from cute_flash.planning.plan import requested_family
+    from cute_flash.spec.family import requested_family
 
     seen = []
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cute_flash import UnsupportedError
-from cute_flash.planning.plan import bwd_plan, use_kernels
+from cute_flash.planning.plan import bwd_plan
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests import mod_gradients
 from tests.mod_cases import Case, Kind, Sizes

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -19,7 +20,6 @@ from cute_flash.device import ldmatrix
 from cute_flash.device.mask import column_offset
 from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static

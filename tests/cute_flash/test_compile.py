@@ -21,9 +21,10 @@ import torch
 from cute_flash.jit import compile as compiling
 from cute_flash.jit.compile import CacheInfo, cache_info, compiled, digest, forget, precompile
 from cute_flash.jit.disk import CacheWarning, DiskCache
-from cute_flash.planning.plan import CompileKey, Plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, Plan, plan
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 
 OBJECT = b"an object file"
@@ -219,7 +220,8 @@ import json, sys, torch, time
 start = time.perf_counter()
 from cute_flash.jit import compile as compiling
 from cute_flash.spec.arch import ARCHS
-from cute_flash.planning.plan import plan, use_kernels
+from cute_flash.planning.plan import plan
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 target, family = sys.argv[1:]
 with use_kernels(family):
@@ -265,7 +267,7 @@ def test_without_a_linker_the_entry_is_an_object_file(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert_checks_its_arguments(compiled(plan_of()))
-    assert DiskCache(fresh_cache).entries() == [fresh_cache / f"{digest(plan_of().key)}.o"]
+    assert DiskCache(fresh_cache).files() == [fresh_cache / f"{digest(plan_of().key)}.o"]
     forget()
     assert precompile(plan_of().key) is False
     assert_checks_its_arguments(compiled(plan_of()))

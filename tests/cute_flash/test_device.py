@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -23,7 +24,6 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static

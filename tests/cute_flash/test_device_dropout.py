@@ -82,7 +82,7 @@ def test_every_score_has_its_draw(shape: Any) -> None:
     for (first, p), found in zip(draws, after_dropout(shape, draws), strict=True):
         mask = philox.Dropout(p, torch.tensor(RNG), 5)
         ranges = [range(start, start + size) for start, size in zip(first, (rows, columns), strict=True)]
-        kept = mask.kept(range(1, 2), range(3, 4), *ranges)[0, 0]
+        kept = mask.keep_mask(range(1, 2), range(3, 4), *ranges)[0, 0]
         assert torch.equal(found, torch.where(kept, 7.0, 0.0))
 
 
@@ -130,5 +130,5 @@ def test_every_score_has_its_mask() -> None:
     draws = [((0, 0), 0.3), ((256, 192), 0.8)]
     for (first, p), found in zip(draws, drawn_masks(draws), strict=True):
         rows, keys = range(first[0], first[0] + 128), range(first[1], first[1] + 16 * STEPS)
-        kept = philox.Dropout(p, torch.tensor(RNG), 5).kept(range(1, 2), range(3, 4), rows, keys)[0, 0]
+        kept = philox.Dropout(p, torch.tensor(RNG), 5).keep_mask(range(1, 2), range(3, 4), rows, keys)[0, 0]
         assert torch.equal(found, kept.float())

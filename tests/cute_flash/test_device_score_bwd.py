@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
+from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
@@ -22,7 +23,6 @@ from cute_flash.device.score_bwd import Terms
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import make_mma
-from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.reference import dropout as philox
 from cute_flash.spec.band import Band
@@ -163,7 +163,7 @@ def test_a_block(name: str, features: str) -> None:
     exact = (S - lse).exp().masked_fill(hidden, 0.0)
     if "dropout" in names:
         ranges = range(first[1], first[1] + queries), range(first[0], first[0] + keys)
-        kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).kept(
+        kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).keep_mask(
             range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), *ranges
         )
         Z = kept[0, 0].T / 0.7

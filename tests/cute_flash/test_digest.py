@@ -14,10 +14,11 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit.compile import digest
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, plan
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 
 PACKAGE = Path(compiling.__file__).parents[1]

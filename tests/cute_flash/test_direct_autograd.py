@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_flash import BlockMask, attn, attn_varlen, custom, general, ops, use_kernels
-from cute_flash.planning.plan import requested_family
+from cute_flash.spec.family import requested_family
 from tests.fake_gpu import normal
 from tests.recorded import Recorded, assert_same, by_operators, on_cpu
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_flash.kernels.fwd_sm90 import FwdSm90
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.kernels.fwd_sm90 import FwdSm90
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_flash import UnsupportedError, api, attn, general, supports
 from cute_flash.planning.plan import bwd_plan, plan
-from cute_flash.reference import tiled as reference
+from cute_flash.reference import tiled
 from cute_flash.spec import arch
 from cute_flash.spec.args import How
 from cute_flash.spec.problem import PLAIN, Features, Problem
@@ -108,7 +108,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_refusals_come_before_any_work(
     options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "forward", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(tiled, "forward", lambda *_: pytest.fail("computed"))
     q, k, v = qkv()
     with pytest.raises(error, match=message) as raised:
         attn(q, k, v, **options)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cute_flash.custom import Custom, custom_of
 from torch import Tensor
 
 from cute_flash import BlockMask, UnsupportedError, custom, masks
-from cute_flash.custom import Custom, custom_of
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.spec.args import How
 from tests.fake_gpu import FakeGpu, normal

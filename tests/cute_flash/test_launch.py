@@ -268,7 +268,7 @@ def test_launch_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     run(inputs())
     # A range costs about a microsecond: without a listener, none around a launch.
     assert marked == ["plan"]
-    monkeypatch.setattr(ranges, "LAUNCH_RANGES", True)
+    monkeypatch.setattr(ranges, "MARKS_LAUNCHES", True)
     monkeypatch.setattr(ops, "_launches", {})
     run(inputs())
     run(inputs())

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, plan
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem, UnsupportedError
 from layouts import HOPPER_VARIANTS, VARIANTS, sm80_uses, sm90_uses
 from tests.gates import kernel_resources

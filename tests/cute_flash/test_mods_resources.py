@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cute_flash.planning.plan import plan as planned
-from cute_flash.planning.plan import use_kernels
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
 from tests import mod_cases
 from tests.cute_flash.test_resources import check_registers
 from tests.gates import kernel_resources

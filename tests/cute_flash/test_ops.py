@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cute_flash import UnsupportedError, api, attn, ops, supports
+from cute_flash import UnsupportedError, api, attn, ops, reference, supports
 from cute_flash.planning.plan import chosen_family, use_kernels
-from cute_flash.reference import tiled as reference
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
 

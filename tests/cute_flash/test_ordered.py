@@ -9,16 +9,17 @@ from collections.abc import Callable
 import cutlass.cute as cute
 import pytest
 import torch
+from cute_flash.kernels.bwd_sm90_shared import Tile
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device.ordered import Order
-from cute_flash.kernels.bwd_sm90_shared import Tile
-from cute_flash.planning.plan import bwd_plan, use_kernels
+from cute_flash.planning.plan import bwd_plan
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import FAR, Band, BlockRange, ceil_div
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests.gates import kernel_resources
 

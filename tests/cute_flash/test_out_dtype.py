@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash import UnsupportedError, attn, attn_varlen, backward_general, general, merge
+from cute_flash import UnsupportedError, attn, attn_varlen, backward_general, general, merge, reference
 from cute_flash.jit.resources import nvdisasm
 from cute_flash.planning.plan import plan, use_kernels
-from cute_flash.reference import tiled as reference
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.args import How
 from cute_flash.spec.band import Band

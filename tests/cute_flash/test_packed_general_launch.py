@@ -16,7 +16,7 @@ from tests.combinations import RNG
 from tests.cute_flash.test_packed_launch import BANDS, how_of, tensors
 from tests.fake_gpu import normal
 from tests.fake_packed import FakePacked, faked
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 SLOPES, SINKS = torch.tensor([0.3, -0.2, 0.0, 1.5]), torch.tensor([0.3, -math.inf, 4.0, -2.0])
 EACH: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from cute_flash.reference import varlen as packed
 from cute_flash.spec.args import How
 from tests.fake_gpu import normal
 from tests.fake_packed import FakePacked, faked
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 D = 16
 BANDS = [(None, None), (None, 0), (30, 0), (5, None)]

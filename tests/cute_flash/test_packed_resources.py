@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, bwd_plan, plan
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests.gates import kernel_resources
 

@@ -10,7 +10,7 @@ import pytest
 
 from cute_flash.jit import resources as reading
 from cute_flash.jit.resources import Resources, disassemble, nvdisasm, resources
-from cute_flash.planning.plan import Plan, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import Plan, bwd_plan, plan
 from cute_flash.planning.tiles import fwd_tile
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, BwdTileSm90, BwdTileSm90Wide
@@ -18,6 +18,7 @@ from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from tests.gates import kernel_resources
 from tests.launch_capture import Request, capture, has_compiler

@@ -8,13 +8,14 @@ import itertools
 
 import pytest
 
-from cute_flash.planning.plan import FAMILIES, plan, use_kernels
+from cute_flash.planning.plan import plan
 from cute_flash.planning.tiles import bwd_tile, fwd_tile
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTileSm80
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import FAMILIES, use_kernels
 from cute_flash.spec.problem import Features, Problem, UnsupportedError
 
 # Registers a thread can have at most, and those that addresses, loop counters and row statistics take.

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_flash import api, attn, attn_nested, attn_varlen, general, merge
-from cute_flash.reference import tiled as reference
+from cute_flash import api, attn, attn_nested, attn_varlen, general, merge, reference
+from cute_flash.reference import tiled
 from tests.combinations import RNG, Combination, PackedCombination, normal, results
 from tests.feature_gradients import assert_feature_gradients
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -135,7 +135,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_refusals_come_before_any_work(
     options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "forward", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(tiled, "forward", lambda *_: pytest.fail("computed"))
     q, k, v = qkv()
     options = dict(options)
     given_q = options.pop("q", q)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_flash.planning.plan import bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import bwd_plan, plan
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Features, Problem
 from tests.backward_capture import Request, capture
 from tests.cute_flash.test_resources import CAUSAL, FULL, MASKS, WINDOW

@@ -24,7 +24,8 @@ from cute_flash.planning.varlen import (
 )
 from cute_flash.spec.band import Band, ceil_div
 from tests import packed_model
-from tests.packed_model import Item, Lengths
+from tests.lengths import Lengths
+from tests.packed_model import Item
 
 BANDS = [Band(), Band(None, 0), Band(40, 0), Band(40, None), Band(3, 70)]
 
@@ -110,10 +111,9 @@ def test_padded_sequences_do_not_overlap(seed: int, tile: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_runs_as_the_kernel_finds_them(seed: int, of_keys: bool) -> None:
     pytest.importorskip("cutlass")
+    from cute_flash.kernels.prepare import Batch, Tiles
     from cutlass import Int32, cute
     from cutlass.cute.runtime import from_dlpack
-
-    from cute_flash.kernels.prepare import Batch, Tiles
 
     lengths, tiles, band = Lengths.drawn(seed), (128, 64), BANDS[seed % len(BANDS)]
     used = lengths.used_k

@@ -5,14 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_flash.planning.plan import FAMILIES
+from cute_flash import api
+from cute_flash.spec.family import FAMILIES
+from tests.combinations import RNG
 from tests.gpu import families
 from tests.gpu.poison import poisoned_memory as poisoned_memory
 
 
 @pytest.fixture(autouse=True, scope="session")
 def few_threads() -> Iterator[None]:
-    """Of the CPU: files of tests run side by side, and what all of them compute there is little."""
+    """Of the CPU: files of tests run side by side, and compute little there."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, 2))
     yield
@@ -24,5 +26,11 @@ def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """A test runs once with each family of kernels that the GPU can run."""
     if reason := families.obstacle(request.param):
         pytest.skip(reason)
-    with families.everywhere(request.param):
+    with families.chosen(request.param):
         yield request.param
+
+
+@pytest.fixture
+def known_rng(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of dropout has the same seed."""
+    monkeypatch.setattr(api, "draw_seed", lambda device: torch.tensor(RNG, device=device))

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
-from cute_flash.reference.dense import _mask, _modified
-from cute_flash.reference.dropout import Dropout
+from cute_flash import reference
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Features, Problem
+from cute_flash.spec.features import FEATURES
+from cute_flash.spec.problem import Problem
 from tests.cases import CAUSAL, FULL, Case, make_inputs
 from tests.combinations import RNG
 
@@ -34,7 +34,8 @@ class Asked:
         return f"{self.case.id}-{str(self.dtype).removeprefix('torch.')}-{'+'.join(self.names)}"
 
     def problem(self) -> Problem:
-        return replace(self.case.problem(self.dtype), features=Features(**dict.fromkeys(self.names, True)))
+        features = tuple(feature.name for feature in FEATURES if feature.name in self.names)
+        return replace(self.case.problem(self.dtype), features=features)
 
     def tensors(self, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """q, k, v, and the keywords of `attn`."""
@@ -53,17 +54,26 @@ class Asked:
             **options,
         }
 
-    def score(self, options: dict[str, Any], device: str = "cuda") -> reference.Score:
-        dropout = Dropout(self.dropout, torch.tensor(RNG, device=device), self.case.heads)
-        alibi, sinks = options.get(ALIBI), options.get(SINKS)
-        return reference.Score(options.get(SOFTCAP), alibi, sinks, dropout if DROPOUT in options else None)
+    def args(self, q: Tensor, options: dict[str, Any]) -> AttentionArgs:
+        """The call for functions of `cute_flash.reference`; dropout has the seed `RNG`."""
+        return reference.plain_args(q, self.case.band)._replace(
+            softcap=options.get(SOFTCAP, 0.0),
+            alibi=options.get(ALIBI),
+            sinks=options.get(SINKS),
+            dropout=options.get(DROPOUT, 0.0),
+            rng=torch.tensor(RNG, device=q.device) if DROPOUT in options else None,
+            return_max_logit=MOST in options,
+        )
 
 
-def max_logit(q: Tensor, k: Tensor, band: Band, score: reference.Score) -> Tensor:
-    """(H) in fp64, by definition."""
-    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = _modified(q.double() @ keys.mT * q.shape[-1] ** -0.5, score)
-    return scores.masked_fill(~_mask(q, k, band), -torch.inf).amax(dim=(0, 2, 3))
+def max_logit(q: Tensor, k: Tensor, args: AttentionArgs) -> Tensor:
+    """(H) in fp64, by the CPU path, on the CPU."""
+    on_cpu = [x if x is None else x.cpu() for x in (args.alibi, args.sinks)]
+    args = args._replace(alibi=on_cpu[0], sinks=on_cpu[1], dropout=0.0, rng=None, return_max_logit=True)
+    q, k = q.double().cpu(), k.double().cpu()
+    most = reference.forward(q, k, k, args)[2]
+    assert most is not None
+    return most
 
 
 def _cases() -> list[Asked]:

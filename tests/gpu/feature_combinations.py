@@ -1,6 +1,6 @@
 """Calls with features, forward and backward, for tests on a GPU and for compiling ahead.
 
-What is compiled in comes from a list, so that many random calls share few kernels; all else is drawn.
+What is compiled in comes from a list, so that many random calls share few kernels; all else is random.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.problem import PLAIN, UnsupportedError
-from tests.combinations import Combination, PackedCombination
+from tests.combinations import Combination, VarlenCombination
+from tests.fakes.recording import backward_keys, forward_keys
 from tests.feature_gradients import AnyCombination
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SOFTCAP: dict[str, Any] = {"softcap": 2.0}
@@ -28,7 +29,7 @@ DROPOUT: dict[str, Any] = {"dropout": 0.3}
 ALL = {**SOFTCAP, **ALIBI, **SINKS, **DROPOUT}
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257, 300)
-PACKED_LENGTHS = (0, 0, 1, 17, 63, 64, 65, 100, 129, 200, 257)
+VARLEN_LENGTHS = (0, 0, 1, 17, 63, 64, 65, 100, 129, 200, 257)
 
 
 def _cases() -> list[Combination]:
@@ -45,7 +46,7 @@ def _cases() -> list[Combination]:
     made += [case(2, 3, 2, 333, 129, 72, FP16, causal, features) for features in (ALIBI, ALL)]
     made += [case(2, 1, 2, 150, 260, d, BF16, causal, ALL) for d in (40, 96, 192)]
     made += [case(1, 2, 1, 999, 3, 64, BF16, causal, ALL), case(1, 2, 1, 1, 1, 128, FP16, (None, None), ALL)]
-    # Many more tiles than SMs, of several query heads: persistent blocks work on some of each.
+    # Many more tiles than SMs, of several query heads: persistent CTAs work on some of each.
     made += [
         case(4, 10, 4, 300, 900, 64, BF16, window, ALL),
         case(4, 10, 4, 300, 900, 128, BF16, causal, ALL),
@@ -59,23 +60,21 @@ def _cases() -> list[Combination]:
 
 CASES = _cases()
 # Of a test of its own, with other lengths.
-CAPTURED = Combination(
-    1, 2, 1, 200, 300, 64, 64, BF16, None, None, {"softcap": 5.0, "alibi": 1, "dropout": 0.5}
-)
-# Also compared bit by bit, where there is an order.
-ORDERED = [
+CAPTURED = Combination(1, 2, 1, 200, 300, 64, 64, BF16, None, None, {"softcap": 5.0, "alibi": 1, "dropout": 0.5})
+# Whose gradients are also compared bit by bit.
+DETERMINISTIC = [
     case for case in CASES if len(case.features) in (1, 4) and 300 <= case.seqlen_q and case.head_dim < 256
 ][-5:]
 
 
-def _packed_cases() -> list[PackedCombination]:
+def _varlen_cases() -> list[VarlenCombination]:
     ragged = Lengths([257, 1, 0, 130, 64, 300], [391, 3, 77, 0, 64, 129], None, (70, 33))
     used = Lengths([200, 50, 0, 129, 40], [300, 64, 50, 129, 40], [250, 0, 20, 128, 40], (3, 200))
     busy = Lengths([300, 40, 999, 128] * 3, [300, 40, 999, 128] * 3)
     causal, window, full = (None, 0), (100, 37), (None, None)
 
-    def case(lengths, kv, group, d, dtype, band, features) -> PackedCombination:  # type: ignore[no-untyped-def]
-        return PackedCombination(Combination(1, kv, group, 1, 1, d, d, dtype, *band, features), lengths)
+    def case(lengths, kv, group, d, dtype, band, features) -> VarlenCombination:  # type: ignore[no-untyped-def]
+        return VarlenCombination(Combination(1, kv, group, 1, 1, d, d, dtype, *band, features), lengths)
 
     some = (ALIBI, SINKS, {**SOFTCAP, **ALIBI}, ALL)
     made = [case(ragged, 2, 2, 128, BF16, causal, features) for features in some]
@@ -92,8 +91,8 @@ def _packed_cases() -> list[PackedCombination]:
     return made
 
 
-# Packed batches; the last two also bit by bit.
-PACKED_CASES = _packed_cases()
+# Varlen batches; the last two also bit by bit.
+VARLEN_CASES = _varlen_cases()
 
 
 def mask_of(case: Combination) -> str:
@@ -119,7 +118,7 @@ class Kind:
 
 # Those of the cases, and some more.
 KINDS = list(dict.fromkeys(Kind.of(case) for case in CASES if case.head_dim in (*HEAD_DIMS, 192)))
-KINDS += list(dict.fromkeys(Kind.of(case, True) for case in ORDERED))
+KINDS += list(dict.fromkeys(Kind.of(case, True) for case in DETERMINISTIC))
 KINDS += [
     Kind(64, 64, BF16, "l", ("dropout",)),
     Kind(64, 64, BF16, "r", ()),
@@ -128,31 +127,31 @@ KINDS += [
     Kind(256, 256, BF16, "r", ("alibi",)),
     Kind(256, 256, FP16, "", ("dropout",)),
 ]
-# Of packed batches.
-PACKED_KINDS = [
-    *dict.fromkeys(Kind.of(case.one) for case in PACKED_CASES if case.head_dim in HEAD_DIMS),
+# Of varlen batches.
+VARLEN_KINDS = [
+    *dict.fromkeys(Kind.of(case.one) for case in VARLEN_CASES if case.head_dim in HEAD_DIMS),
     Kind(64, 64, BF16, "r", ()),
     Kind(128, 128, BF16, "l", ("softcap", "sinks")),
 ]
 
 
 def kind_of(seed: int) -> Kind:
-    """Every third is of a packed batch."""
+    """Every third is of a varlen batch."""
     third, rest = divmod(seed, 3)
-    return PACKED_KINDS[third % len(PACKED_KINDS)] if rest == 2 else KINDS[(2 * third + rest) % len(KINDS)]
+    return VARLEN_KINDS[third % len(VARLEN_KINDS)] if rest == 2 else KINDS[(2 * third + rest) % len(KINDS)]
 
 
 def drawn(seed: int) -> AnyCombination:
     """One of all that belong together; the same for the same seed."""
     pick = random.Random(seed)
     one = _one(pick, kind_of(seed))
-    return PackedCombination(one, _lengths(pick)) if seed % 3 == 2 else one
+    return VarlenCombination(one, _lengths(pick)) if seed % 3 == 2 else one
 
 
 def _lengths(pick: random.Random) -> Lengths:
     """Of a few sequences, some of them empty on either side, not all."""
     batch = pick.choice([1, 2, 3, 5])
-    queries, keys = ([pick.choice(PACKED_LENGTHS) for _ in range(batch)] for _ in range(2))
+    queries, keys = ([pick.choice(VARLEN_LENGTHS) for _ in range(batch)] for _ in range(2))
     keys[pick.randrange(batch)], queries[pick.randrange(batch)] = pick.choice(LENGTHS), pick.choice(LENGTHS)
     used = [pick.randrange(k + 1) for k in keys] if pick.random() < 0.4 else None
     return Lengths(queries, keys, used, (pick.choice([0, 0, 5, 130]), pick.choice([0, 0, 9, 130])))
@@ -185,56 +184,36 @@ def _one(pick: random.Random, kind: Kind) -> Combination:
 
 
 def has_gradients(case: AnyCombination, family: str) -> bool:
-    """Whether a family computes them: wgmma has no registers for features beside wide heads, and no kernel
-    for packed batches of them.
+    """Whether a family computes them: wgmma has no registers for features at wide head dims, and no kernel for
+    their varlen batches.
     """
-    is_plain = case.problem.features.in_gradients == PLAIN
+    is_plain = not case.problem.backward_features and not case.problem.varlen
     return family == "sm80" or is_plain or max(case.head_dim, case.head_dim_v) <= 128
 
 
 def keys(arch: ArchSpec, runnable: list[str], count: int) -> Iterator[CompileKey]:
-    """Of all kernels that the tests of gradients with features need."""
+    """The kernels of all tests of gradients with features, dense and random."""
     for case, family in itertools.product((*CASES, CAPTURED, *map(drawn, range(count))), runnable):
-        if isinstance(case, Combination):
-            yield from case_keys(case, arch, family)
-        else:
-            yield from packed_keys(case, arch, family)
+        yield from case_keys(case, arch, family)
 
 
-def packed_cases_keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    """Of those that the tests of packed gradients need."""
-    for case, family in itertools.product(PACKED_CASES, runnable):
-        yield from packed_keys(case, arch, family)
+def varlen_cases_keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
+    for case, family in itertools.product(VARLEN_CASES, runnable):
+        yield from case_keys(case, arch, family)
 
 
-def case_keys(case: Combination, arch: ArchSpec, family: str) -> Iterator[CompileKey]:
-    problem = case.problem
-    with use_kernels(family):
-        # Asked for beside the gradients.
-        yield plan(problem, arch, is_packable=True).key
-        for deterministic in (False, True) if case in ORDERED else (False,):
+def case_keys(case: AnyCombination, arch: ArchSpec, family: str) -> Iterator[CompileKey]:
+    x = case.tensors()
+    q, k, v, args = x["q"], x["k"], x["v"], case.args(x)._replace(kernels=family)
+    yield from forward_keys(q, k, v, args, arch)
+    is_listed = case in CASES or case is CAPTURED or case in VARLEN_CASES
+    is_deterministic = case in DETERMINISTIC or case in VARLEN_CASES[-2:]
+    for deterministic in (False, True) if is_deterministic else (False,):
+        for has_dlse in (True, False) if is_listed else (True,):
             try:
-                gradients = bwd_plan(problem, arch, deterministic)
+                yield from backward_keys(q, k, v, args._replace(deterministic=deterministic), arch, has_dlse)
             except UnsupportedError:
                 continue
-            yield from (gradients.before(True), gradients.main, gradients.after)
-            if case in CASES or case is CAPTURED:
-                yield gradients.before(False)
-
-
-def packed_keys(case: PackedCombination, arch: ArchSpec, family: str) -> Iterator[CompileKey]:
-    problem = case.problem
-    with use_kernels(family):
-        forward = plan(problem, arch)
-        yield from (forward.prepare, forward.key)
-        for deterministic in (False, True) if case in PACKED_CASES[-2:] else (False,):
-            try:
-                gradients = bwd_plan(problem, arch, deterministic)
-            except UnsupportedError:
-                continue
-            yield from (gradients.prepare, gradients.before(True), gradients.main, gradients.after)
-            if case in PACKED_CASES:
-                yield gradients.before(False)
 
 
 def with_other_values(case: Combination) -> Combination:

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, packed, floats, mods, mods_bwd; all of them by default.
+SET: plain, study, features, varlen, floats, mods, mods_bwd; all of them by default.
 """
 
 import itertools
@@ -13,21 +13,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from cute_flash import reference
+from cute_flash.errors import UnsupportedError
 from cute_flash.jit.compile import precompile_all
-from cute_flash.planning.plan import CompileKey, bwd_plan, plan, use_kernels
+from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.spec.arch import detect
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import PLAIN, Problem, UnsupportedError
-from profiling.ncu_case import LAYOUTS
 from tests import cases, mod_cases, mod_gradients
+from tests.fakes.recording import backward_keys, forward_keys
 from tests.gpu import (
     families,
     feature_cases,
     feature_combinations,
     float_cases,
     small_case,
-    test_banks,
     test_batch_invariance,
     varlen_cases,
 )
@@ -35,98 +37,75 @@ from tests.gpu import (
 DTYPES = (torch.bfloat16, torch.float16)
 COMBINATIONS = 300  # the default of `--combinations`
 
+Inputs = tuple[Tensor, Tensor, Tensor]
 
-def problems() -> Iterator[Problem]:
+
+def call_keys(
+    inputs: Inputs, args: AttentionArgs, forward: bool = True, deterministic: bool = False
+) -> Iterator[CompileKey]:
+    """Forward and gradients of one call by every family; what a family has no kernel for is left out."""
+    for family in families.runnable():
+        own = args._replace(kernels=family, deterministic=deterministic)
+        try:
+            if forward:
+                yield from forward_keys(*inputs, own, detect(0))
+            for has_dlse in (False, True):
+                yield from backward_keys(*inputs, own, detect(0), has_dlse)
+        except UnsupportedError:
+            continue
+
+
+def plain_keys() -> Iterator[CompileKey]:
     for case, dtype in itertools.product((*cases.GPU, *small_case.SMALL), DTYPES):
-        yield case.problem(dtype)
-    yield from deterministic_problems()
+        inputs = cases.make_inputs(case, dtype)
+        yield from call_keys(inputs, reference.plain_args(inputs[0], case.band))
     for widths, band, rows in itertools.product(cases.OTHER_WIDTHS, cases.OTHER_WIDTH_BANDS, (200, 3)):
-        head_dim, head_dim_v = widths
-        yield Problem(2, 8, 2, rows, 333, head_dim, "bfloat16", band, head_dim_v)
+        q, k, v = cases.other_width_inputs(widths)
+        yield from call_keys((q[:, :, :rows].contiguous(), k, v), reference.plain_args(q, band))
+    for case in (*cases.DETERMINISTIC, *small_case.SMALL):
+        inputs = cases.make_inputs(case, torch.bfloat16)
+        args = reference.plain_args(inputs[0], case.band)
+        yield from call_keys(inputs, args, deterministic=True)
+        yield from call_keys(inputs, args)
+    for widths in ((128, 64), (192, 128)):
+        inputs = cases.other_width_inputs(widths)
+        args = reference.plain_args(inputs[0], Band(None, 0))
+        yield from call_keys(inputs, args, forward=False, deterministic=True)
 
 
-def deterministic_problems() -> Iterator[Problem]:
-    return (case.problem(torch.bfloat16) for case in cases.DETERMINISTIC)
-
-
-def gradient_keys(problem: Problem, family: str, deterministic: bool = False) -> Iterator[CompileKey]:
-    try:
-        with use_kernels(family):
-            gradients = bwd_plan(problem, detect(0), deterministic)
-    except UnsupportedError:
-        return
-    yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
-
-
-def packed_keys() -> Iterator[CompileKey]:
-    arch = detect(0)
+def varlen_keys() -> Iterator[CompileKey]:
     wanted = [(case, torch.bfloat16) for case in (*varlen_cases.CASES, *varlen_cases.OTHER_WIDTHS)]
     wanted += [(case, torch.float16) for case in varlen_cases.IN_FP16]
     for case, dtype in wanted:
-        problem = varlen_cases.problem_of(case, dtype)
-        for family in families.runnable():
-            try:
-                with use_kernels(family):
-                    forward = plan(problem, arch)
-            except UnsupportedError:
-                continue
-            yield from (forward.prepare, forward.key)
-            for deterministic in (False, True):
-                if deterministic and case.head_dim not in varlen_cases.ORDERED_DIMS:
-                    continue
-                try:
-                    with use_kernels(family):
-                        gradients = bwd_plan(problem, arch, deterministic)
-                except UnsupportedError:
-                    # Those of wide heads are the other family's.
-                    continue
-                yield gradients.prepare
-                yield from (gradients.before(False), gradients.before(True), gradients.main, gradients.after)
-    yield from feature_combinations.packed_cases_keys(arch, families.runnable())
-
-
-def keys() -> Iterator[CompileKey]:
-    arch = detect(0)
-    for problem in problems():
-        if problem.is_empty:
-            continue
-        for family in families.runnable():
-            try:
-                with use_kernels(family):
-                    yield plan(problem, arch, is_packable=True).key
-            except UnsupportedError:
-                continue
-            if problem.features == PLAIN:
-                yield from gradient_keys(problem, family)
-    in_order = (case.problem(torch.bfloat16) for case in small_case.SMALL)
-    widths = (
-        Problem(2, 8, 2, 200, 333, d, "bfloat16", Band(None, 0), dv) for d, dv in ((128, 64), (192, 128))
-    )
-    wanted = (*deterministic_problems(), *in_order, *widths)
-    for problem, family in itertools.product(wanted, families.runnable()):
-        yield from gradient_keys(problem, family, deterministic=True)
+        inputs = case.inputs(dtype, "cpu")
+        args = case.args(inputs[0])
+        yield from call_keys(inputs, args)
+        if case.head_dim in varlen_cases.DETERMINISTIC_DIMS:
+            yield from call_keys(inputs, args, forward=False, deterministic=True)
+    yield from feature_combinations.varlen_cases_keys(detect(0), families.runnable())
 
 
 def study_keys() -> Iterator[CompileKey]:
     """Kernels with other layouts of shared memory."""
-    arch = detect(0)
+    from profiling.ncu_case import LAYOUTS
+    from tests.gpu import test_banks
+
     for case in test_banks.PROFILED:
         if case.family in families.runnable():
-            yield from case.keys(arch)
+            yield from case.keys(detect(0))
     for case, family in itertools.product(test_banks.STUDIED, families.runnable()):
-        with use_kernels(family):
-            key = plan(case.problem(torch.bfloat16), arch).key
+        problem = case.problem(torch.bfloat16)
+        tile = plan_forward(problem, detect(0), family).tile
         for layout in LAYOUTS[f"fwd-{family}"]:
-            yield replace(key, tile=replace(key.tile, layout=layout))
+            yield plan_forward(problem, detect(0), family, tile=replace(tile, layout=layout)).main
 
 
 def feature_keys() -> Iterator[CompileKey]:
     """Those of the forward tests, and forward and backward of the tests of gradients."""
-    arch = detect(0)
-    for asked, family in itertools.product(feature_cases.CASES, families.runnable()):
-        with use_kernels(family):
-            yield plan(asked.problem(), arch, is_packable=True).key
-    yield from feature_combinations.keys(arch, families.runnable(), COMBINATIONS)
+    for case, family in itertools.product(feature_cases.CASES, families.runnable()):
+        q, k, v, options = case.tensors("cpu")
+        yield from forward_keys(q, k, v, case.args(q, options)._replace(kernels=family), detect(0))
+    yield from feature_combinations.keys(detect(0), families.runnable(), COMBINATIONS)
 
 
 def float_keys() -> Iterator[CompileKey]:
@@ -134,23 +113,24 @@ def float_keys() -> Iterator[CompileKey]:
 
 
 def mod_keys() -> Iterator[CompileKey]:
-    """Those of the tests with functions, a bias and block maps, and of batch invariance; others are few."""
-    arch = detect(0)
-    for case, family in itertools.product(mod_cases.cases(), families.runnable()):
-        problem, _given = case.problem()
-        with use_kernels(family):
-            yield plan(problem, arch).key
-    yield from test_batch_invariance.keys(arch, families.runnable())
+    """Those of the tests with user mods, a bias and block masks, and of batch invariance; others are few."""
+    for case, family in itertools.product(mod_cases.cases("cpu"), families.runnable()):
+        yield from forward_keys(*case.inputs(), case.args(kernels=family), detect(0))
+    yield from test_batch_invariance.keys(detect(0), families.runnable())
+
+
+def mod_bwd_keys() -> Iterator[CompileKey]:
+    return mod_gradients.keys(detect(0), families.runnable())
 
 
 SETS = {
-    "plain": keys,
+    "plain": plain_keys,
     "study": study_keys,
     "features": feature_keys,
-    "packed": packed_keys,
+    "varlen": varlen_keys,
     "floats": float_keys,
     "mods": mod_keys,
-    "mods_bwd": lambda: mod_gradients.keys(detect(0), families.runnable()),
+    "mods_bwd": mod_bwd_keys,
 }
 
 
@@ -159,6 +139,7 @@ def main() -> None:
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else os.cpu_count() or 1
     chosen = sys.argv[3:] or list(SETS)
     wanted = list(dict.fromkeys(itertools.chain.from_iterable(SETS[name]() for name in chosen)))
+    print(f"{len(wanted)} kernels", flush=True)
     compiled = 0
     for done, is_new in enumerate(precompile_all(wanted, jobs), start=1):
         compiled += is_new

@@ -11,28 +11,28 @@ from cutlass.memory import SmemAllocator
 from cute_flash.device.ragged import RaggedTiles
 from cute_flash.device.sequence import unpacked
 from cute_flash.device.smem import byte_swizzle, to_cute
-from cute_flash.kernels.arguments import DTYPES, fake_rows
+from cute_flash.kernels.common.fakes import CUTE_DTYPES, Fakes
 from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.problem import Features, Static
+from cute_flash.spec.problem import Static
 
 
 class RaggedCopy:
     """mX rows [begin + rows · block, begin + length) -> the same rows of mY, all heads; one warp a head.
 
-    What the load found past the end is told by `mSeen`: the whole tile as it stood in shared memory.
+    `mSeen` receives the whole tile as it was in shared memory, with what the load found past the end.
     """
 
     def __init__(self, head_dim: int, rows: int = 64):
-        self.static = Static("bfloat16", head_dim, False, False, features=Features(varlen=True))
+        self.static = Static("bfloat16", head_dim, varlen=True)
         self.tile = SmemTile(rows, -(-head_dim // 32) * 32)
 
     def fake_arguments(self) -> tuple:
-        heads, tokens, others, seen = (cute.sym_int() for _ in range(4))
-        shapes = (1, heads, tokens, self.static.head_dim), (1, heads, others, self.static.head_dim)
-        tensors = (fake_rows(self.static, shape) for shape in shapes)
-        whole = fake_rows(self.static, (1, heads, seen, self.tile.cols))
+        fakes = Fakes(self.static, None)
+        fakes.sizes["columns"] = self.tile.cols
+        dims = ("B", "H", "tokens", "D"), ("B", "H", "others", "D"), ("B", "H", "rows", "columns")
+        tensors = (fakes.rows(self.static.dtype, x) for x in dims)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (*tensors, whole, Int32(0), Int32(0), Int32(0), stream)
+        return (*tensors, Int32(0), Int32(0), Int32(0), stream)
 
     def compiled(self):
         options = "--gpu-arch sm_90a --enable-tvm-ffi"
@@ -67,7 +67,7 @@ class RaggedCopy:
         block: Int32,
     ):
         tile, smem = self.tile, SmemAllocator()
-        dtype = DTYPES[self.static.dtype]
+        dtype = CUTE_DTYPES[self.static.dtype]
         sX = smem.allocate_tensor(dtype, to_cute(tile.affine(1)), 1024, swizzle=byte_swizzle(tile))
         sX = sX[None, None, 0]
         barrier = smem.allocate_array(cutlass.Int64, 1, byte_alignment=8)

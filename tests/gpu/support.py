@@ -1,10 +1,10 @@
-"""What the random calls of `test_features_bwd.py` say of what is supported: for the table in the README.
+"""Which features the random calls of `test_features_bwd.py` covered: data of the support table in the README.
 
     python -m pytest tests/gpu/test_features_bwd.py -k random --support FOLDER
     python -m tests.gpu.support FOLDER COMMIT profiling/results/h200/DATE-support.json
     python -m profiling plots
 
-A cell counts the calls that were right, by family of kernels, direction and dtype.
+Each cell is the number of calls that passed, by family of kernels, direction and dtype.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.combinations import PackedCombination
+from tests.combinations import VarlenCombination
 from tests.feature_gradients import AnyCombination
 from tests.gpu.feature_combinations import Kind
 
 FEATURES = ("softcap", "alibi", "sinks", "dropout")
 
 
-def told(case: AnyCombination, kind: Kind, family: str, has_gradients: bool) -> dict[str, Any]:
-    """Of a call that was right."""
-    one = case.one if isinstance(case, PackedCombination) else case
-    is_packed = isinstance(case, PackedCombination)
+def record_of(case: AnyCombination, kind: Kind, family: str, has_gradients: bool) -> dict[str, Any]:
+    """A call that passed."""
+    one = case.one if isinstance(case, VarlenCombination) else case
+    is_varlen = isinstance(case, VarlenCombination)
     rows = {
         "no mask": kind.mask == "",
         "causal or one bound": kind.mask in ("l", "r"),
@@ -38,9 +38,9 @@ def told(case: AnyCombination, kind: Kind, family: str, has_gradients: bool) -> 
         **{name: name in kind.names for name in FEATURES},
         "all four together": set(FEATURES) <= set(kind.names),
         "deterministic": kind.deterministic,
-        "packed": is_packed,
-        "packed, seqused_k": isinstance(case, PackedCombination) and case.lengths.used is not None,
-        "packed, all four": is_packed and set(FEATURES) <= set(kind.names),
+        "packed": is_varlen,
+        "packed, seqused_k": isinstance(case, VarlenCombination) and case.lengths.used is not None,
+        "packed, all four": is_varlen and set(FEATURES) <= set(kind.names),
     }
     dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(kind.dtype)]
     return {

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.planning import plan as planning
 from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu.captured import Captured
@@ -21,8 +20,8 @@ def check(case, dtype, with_lse=False, turn=lambda x: x, scale=None):
     generator = torch.Generator("cuda").manual_seed(7)
     dout = torch.randn(inputs[0].shape, generator=generator, device="cuda")
     dlse = torch.randn(inputs[0].shape[:3], generator=generator, device="cuda") if with_lse else None
-    how = {"window": (case.band.left, case.band.right), "scale": scale, "return_lse": True}
-    assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, case.band, weighted(dout, dlse), scale)
+    options = {"window": case.band.bounds, "scale": scale, "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, case.band, weighted(dout, dlse), scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
@@ -38,8 +37,8 @@ def test_values_of_another_width(widths, band):
     generator = torch.Generator("cuda").manual_seed(7)
     dout = torch.randn(2, 8, 200, widths[1], generator=generator, device="cuda")
     dlse = torch.randn(2, 8, 200, generator=generator, device="cuda")
-    how = {"window": (band.left, band.right), "return_lse": True}
-    assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, band, weighted(dout, dlse))
+    options = {"window": band.bounds, "return_lse": True}
+    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, band, weighted(dout, dlse))
 
 
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(100, 30)), ids=str)
@@ -130,10 +129,10 @@ def test_captured_training_step():
 def test_deterministic_gradients_have_the_same_bits(case, family):
     inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
     loss = weighted(torch.randn_like(inputs[0]))
-    how = {"window": (case.band.left, case.band.right), "return_lse": True}
+    options = {"window": case.band.bounds, "return_lse": True}
 
     def attend(*x):
-        return cute_flash.attn(*x, deterministic=True, **how)
+        return cute_flash.attn(*x, deterministic=True, **options)
 
     if family == "sm90" and case.head_dim > 128:
         with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
@@ -144,18 +143,16 @@ def test_deterministic_gradients_have_the_same_bits(case, family):
             again = gradients(attend, inputs, loss)
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
         assert_gradients(attend, inputs, case.band, loss)
-    # Unasked for, they are added in any order.
-    assert_gradients(lambda *x: cute_flash.attn(*x, **how), inputs, case.band, loss)
+    # By default they are added in any order.
+    assert_gradients(lambda *x: cute_flash.attn(*x, **options), inputs, case.band, loss)
 
 
-def test_torch_asks_for_deterministic_gradients():
+def test_deterministic_gradients_by_torchs_own_switch():
     inputs = cases.make_inputs(cases.DETERMINISTIC[-1], torch.bfloat16, "cuda")
     loss = weighted(torch.randn_like(inputs[0]))
     torch.use_deterministic_algorithms(True)
     try:
-        first, *others = (
-            gradients(lambda *x: cute_flash.attn(*x, return_lse=True), inputs, loss) for _ in range(5)
-        )
+        first, *others = (gradients(lambda *x: cute_flash.attn(*x, return_lse=True), inputs, loss) for _ in range(5))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for again in others for a, b in zip(again, first, strict=True))
@@ -179,17 +176,14 @@ def test_deterministic_gradients_of_values_of_another_width(widths, family):
 
 
 def test_the_default_family_has_deterministic_gradients_of_wide_heads():
-    """By the other one."""
-    token = planning._requested.set(None)
-    try:
-        inputs = cases.make_inputs(cases.Case(1, 4, 2, 500, 500, 256, CAUSAL), torch.bfloat16, "cuda")
-        loss = weighted(torch.randn_like(inputs[0]))
+    """By mma.sync."""
+    inputs = cases.make_inputs(cases.Case(1, 4, 2, 500, 500, 256, CAUSAL), torch.bfloat16, "cuda")
+    loss = weighted(torch.randn_like(inputs[0]))
 
-        def attend(*x):
-            return cute_flash.attn(*x, causal=True, return_lse=True, deterministic=True)
+    def attend(*x):
+        return cute_flash.attn(*x, causal=True, return_lse=True, deterministic=True)
 
+    with cute_flash.use_kernels(""):
         first, again = (gradients(attend, inputs, loss) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
         assert_gradients(attend, inputs, CAUSAL, loss)
-    finally:
-        planning._requested.reset(token)

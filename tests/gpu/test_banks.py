@@ -11,8 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from cute_flash import reference
 from cute_flash.jit.compile import precompile
-from cute_flash.planning.plan import plan, use_kernels
+from cute_flash.planning.plan import plan_forward
+from cute_flash.runtime import binder
 from cute_flash.spec.arch import detect
 from cute_flash.spec.band import Band
 from profiling.expect import expected
@@ -20,7 +22,6 @@ from profiling.ncu import NotPermittedError, Tool
 from profiling.ncu_case import LAYOUTS, Case
 from profiling.ncu_metrics import Profile
 from profiling.suites import Shape
-from profiling.trial import launch_plan
 from tests import cases
 from tests.gpu import families
 
@@ -88,17 +89,16 @@ STUDIED = [
 ]
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", STUDIED, ids=lambda case: case.id)
 def test_layouts_do_not_change_a_bit(case: cases.Case, family: str) -> None:
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
-    with use_kernels(family):
-        default = plan(case.problem(torch.bfloat16), detect(0))
+    args, problem = reference.plain_args(q, case.band), case.problem(torch.bfloat16)
+    default = plan_forward(problem, detect(0), family).tile
     results = []
     for layout in LAYOUTS[f"fwd-{family}"]:
-        tile = replace(default.tile, layout=layout)
-        out = torch.full_like(q, torch.nan)
-        lse = torch.full(q.shape[:3], torch.nan, dtype=torch.float32, device="cuda")
-        launch_plan(replace(default, tile=tile))(q, k, v, out, lse)
+        plan = plan_forward(problem, detect(0), family, tile=replace(default, layout=layout))
+        out, lse, _ = binder.bind_forward(plan, q.device, copies_inputs=False, copies_output=False)(q, k, v, args)
         results.append((out, lse))
     cases.assert_is_attention(*results[0], q, k, v, case.band)
     for (out, lse), layout in zip(results[1:], LAYOUTS[f"fwd-{family}"][1:], strict=True):

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.planning.plan import CompileKey, plan, use_kernels
+from cute_flash import reference
+from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
-from cute_flash.spec.problem import Features, Problem
+from tests.fakes.recording import forward_keys
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 SQ, SK, NEIGHBOURS = 150, 700, (1, 2, 7, 64, 300)
 HEAD_DIMS = (64, 128, 256)
-HOWS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"causal": True},
     {"window": (200, 50)},
@@ -26,36 +27,38 @@ HOWS: list[dict[str, Any]] = [
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    for family, head_dim, how in itertools.product(runnable, HEAD_DIMS, HOWS):
-        band = Band.of(how.get("causal", False), how.get("window", (None, None)))
-        features = Features(batch_invariant=True, softcap="softcap" in how)
-        with use_kernels(family):
-            yield plan(Problem(2, 4, 2, SQ, SK, head_dim, band=band, features=features), arch).key
+    for family, head_dim, options in itertools.product(runnable, HEAD_DIMS, OPTIONS):
+        q, k, v = drawn(head_dim, 2, "cpu")
+        band = Band.of(options.get("causal", False), options.get("window", (None, None)))
+        args = reference.plain_args(q, band)._replace(
+            batch_invariant=True, deterministic=True, softcap=options.get("softcap", 0.0), kernels=family
+        )
+        yield from forward_keys(q, k, v, args, arch)
 
 
-def drawn(head_dim: int, batch: int) -> list[torch.Tensor]:
+def drawn(head_dim: int, batch: int, device: str = "cuda") -> list[torch.Tensor]:
     """Some rows with outliers, which outgrow their maximum late."""
     generator = torch.Generator().manual_seed(head_dim)
     shapes = ((4, SQ), (2, SK), (2, SK))
     q, k, v = (torch.randn(batch, *shape, head_dim, generator=generator) for shape in shapes)
     q[:, :, ::7] *= 6
-    return [x.to("cuda", torch.bfloat16) for x in (q, k, v)]
+    return [x.to(device, torch.bfloat16) for x in (q, k, v)]
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
-    return cute_flash.attn(q, k, v, batch_invariant=True, return_lse=True, **how)
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    return cute_flash.attn(q, k, v, batch_invariant=True, return_lse=True, **options)
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_among_neighbours(head_dim: int, how: dict) -> None:
+def test_among_neighbours(head_dim: int, options: dict) -> None:
     q, k, v = drawn(head_dim, max(NEIGHBOURS))
-    alone = run(q[:1], k[:1], v[:1], **how)
+    alone = run(q[:1], k[:1], v[:1], **options)
     for batch in NEIGHBOURS:
         for place in (0, batch - 1):
             order = [1 + i for i in range(batch - 1)]
             order.insert(place, 0)
-            found = run(*(x[order] for x in (q, k, v)), **how)
+            found = run(*(x[order] for x in (q, k, v)), **options)
             assert all(torch.equal(a[place], b[0]) for a, b in zip(found, alone, strict=True)), (batch, place)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import api
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.reference.dropout import Dropout
 from cute_flash.spec.band import Band
 from tests import cases
@@ -20,27 +19,22 @@ from tests.gpu.feature_cases import Asked
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 
-@pytest.fixture
-def known_rng(monkeypatch):
-    monkeypatch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG, device=device))
-
-
 @pytest.mark.usefixtures("known_rng")
 @pytest.mark.parametrize("asked", feature_cases.CASES, ids=lambda asked: asked.id)
 def test_against_the_oracle(asked):
     q, k, v, options = asked.tensors()
     out, lse, *most = cute_flash.attn(q, k, v, return_lse=True, **options)
-    band, score = asked.case.band, asked.score(options)
-    oracle, oracle_lse = reference.dense(q, k, v, band, None, score)
-    low, _ = reference.dense_low_precision(q, k, v, band, None, score)
+    band, args = asked.case.band, asked.args(q, options)
+    oracle, oracle_lse = reference.dense(q, k, v, args=args)
+    low, _ = reference.dense_low_precision(q, k, v, args=args)
     cases.assert_lse_close(lse, oracle_lse)
     cases.assert_error_within("out", out, oracle, low)
     empty = torch.tensor([band.hi(i, *shape) <= band.lo(i, *shape) for shape in [(q.shape[2], k.shape[2])]
                           for i in range(q.shape[2])])  # fmt: skip
     assert (out[:, :, empty.cuda()] == 0).all()
     if most:
-        expected = feature_cases.max_logit(q, k, band, score)
-        torch.testing.assert_close(most[0].double(), expected, rtol=1e-5, atol=1e-5 + 1e-6 * asked.softcap)
+        expected = feature_cases.max_logit(q, k, args)
+        torch.testing.assert_close(most[0].double().cpu(), expected, rtol=1e-5, atol=1e-5 + 1e-6 * asked.softcap)
 
 
 # Dropout
@@ -54,7 +48,7 @@ def test_the_mask_is_that_of_the_cpu(head_dim, causal):
     batch, heads, sq, sk = 2, 3, 300, 333
     q, k = (torch.zeros(batch, heads, s, head_dim, device="cuda").bfloat16() for s in (sq, sk))
     dropout = Dropout(0.4, torch.tensor(RNG), heads)
-    expected = dropout.kept(range(batch), range(heads), range(sq), range(sk))
+    expected = dropout.keep_mask(range(batch), range(heads), range(sq), range(sk))
     if causal:
         expected &= torch.arange(sk) <= torch.arange(sq)[:, None] + sk - sq
     for first in range(0, sk, head_dim):
@@ -132,12 +126,11 @@ def test_sinks_alone_for_rows_without_keys():
 def test_any_finite_scale(scale):
     case = cases.Case(1, 2, 1, 130, 200, 128, CAUSAL)
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
-    score = reference.Score(4.0, torch.full((1, 2), 0.1, device="cuda"), None, None)
-    out, lse = cute_flash.attn(
-        q, k, v, causal=True, scale=scale, softcap=4.0, alibi=score.alibi, return_lse=True
-    )
-    exact = reference.dense(q, k, v, CAUSAL, scale, score)
-    low, _ = reference.dense_low_precision(q, k, v, CAUSAL, scale, score)
+    alibi = torch.full((1, 2), 0.1, device="cuda")
+    out, lse = cute_flash.attn(q, k, v, causal=True, scale=scale, softcap=4.0, alibi=alibi, return_lse=True)
+    args = reference.plain_args(q, CAUSAL, scale)._replace(softcap=4.0, alibi=alibi)
+    exact = reference.dense(q, k, v, args=args)
+    low, _ = reference.dense_low_precision(q, k, v, args=args)
     cases.assert_close(out, lse, *exact, low)
 
 
@@ -155,7 +148,7 @@ def test_max_logit_of_falling_and_rising_scores(band):
     case = cases.Case(2, 4, 2, 257, 700, 128, band)
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
     q, k = q.abs(), -k.abs() * torch.linspace(2, 1, 700, device="cuda").bfloat16()[:, None]
-    window = (band.left, band.right)
-    most = cute_flash.attn(q, k, v, window=window, return_max_logit=True)[1]
-    torch.testing.assert_close(most.double(), feature_cases.max_logit(q, k, band, None), rtol=1e-5, atol=1e-5)
+    most = cute_flash.attn(q, k, v, window=band.bounds, return_max_logit=True)[1]
+    expected = feature_cases.max_logit(q, k, reference.plain_args(q, band))
+    torch.testing.assert_close(most.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     assert (most < 0).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from tests import cases
 

@@ -59,7 +59,7 @@ def test_side_stream(qkv):
 
 
 def test_streams_side_by_side(qkv):
-    """Launches that run at once: none draws the tiles of another."""
+    """Launches that run at once: none fetches the tiles of another."""
     expected = cute_flash.attn(*qkv, causal=True)
     captured = Captured.of(lambda: cute_flash.attn(*qkv, causal=True))
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -107,9 +107,7 @@ def test_other_device(qkv):
 
 
 def test_torch_compile(qkv):
-    attend = torch.compile(
-        lambda q, k, v: cute_flash.attn(q * 1, k, v, causal=True) + 1, fullgraph=True, dynamic=True
-    )
+    attend = torch.compile(lambda q, k, v: cute_flash.attn(q * 1, k, v, causal=True) + 1, fullgraph=True, dynamic=True)
     for seqlen in (700, 333, 64):
         q, k, v = (x[:, :, :seqlen] for x in qkv)
         torch.testing.assert_close(attend(q, k, v), cute_flash.attn(q, k, v, causal=True) + 1, rtol=0, atol=0)
@@ -125,11 +123,11 @@ def test_torch_compile_with_cuda_graphs(qkv):
 
 
 def test_opcheck(qkv):
-    torch.library.opcheck(torch.ops.cute_flash.fwd.default, (*qkv, 0.1, None, 0))
+    torch.library.opcheck(torch.ops.cute_flash.attention_fwd.default, (*qkv, 0.1, None, 0))
 
 
 def test_modes_and_profilers_see_the_op(qkv):
-    """A call that nobody watches may skip the dispatcher; one that is watched may not."""
+    """A call that nothing observes may go past the dispatcher; an observed one may not."""
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -140,11 +138,11 @@ def test_modes_and_profilers_see_the_op(qkv):
     expected = cute_flash.attn(*qkv, causal=True)
     with Watch():
         watched = cute_flash.attn(*qkv, causal=True)
-    assert torch.ops.cute_flash.fwd.default in seen
+    assert torch.ops.cute_flash.attention_fwd.default in seen
     assert torch.equal(watched, expected)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         cute_flash.attn(*qkv, causal=True)
-    assert any(event.key == "cute_flash::fwd" for event in profile.key_averages())
+    assert any(event.key == "cute_flash::attention_fwd" for event in profile.key_averages())
 
 
 class Listening(TorchDispatchMode):

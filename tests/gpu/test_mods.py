@@ -1,5 +1,5 @@
-"""Functions that users write, biases and block maps on a GPU, by every family: against the fp64 oracle and
-against FlexAttention on the same functions.
+"""score_mod, mask_mod, bias and block masks on a GPU, by every family: against the fp64 oracle and against
+FlexAttention with the same functions.
 """
 
 from typing import Any
@@ -9,9 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMask, UnsupportedError, api, masks
-from cute_flash.reference import tiled as reference
-from cute_flash.spec.band import Band
+from cute_flash import BlockMask, UnsupportedError, api, masks, reference
 from tests import cases, mod_cases
 from tests.mod_cases import Case, Kind, Sizes
 
@@ -22,10 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memor
 def test_against_the_oracle(case: Case) -> None:
     q, k, v = case.inputs()
     out, lse, *most = cute_flash.attn(q, k, v, return_lse=True, **case.options)
-    score = case.score()
-    exact = reference.dense(q, k, v, case.band, None, score)
-    low, _ = reference.dense_low_precision(q, k, v, case.band, None, score)
-    # Captured tables and the bias have what precision they have on both sides.
+    exact = reference.dense(q, k, v, args=case.args())
+    low, _ = reference.dense_low_precision(q, k, v, args=case.args())
+    # Captured tensors and the bias have what precision they have on both sides.
     cases.assert_close(out, lse, *exact, low)
     assert len(most) == ("return_max_logit" in case.options)
 
@@ -50,37 +47,33 @@ def test_against_flex_attention(kind: Kind) -> None:
     wide = (x.double() for x in (q, k, v))
     expected = flex_attention(*wide, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
     out, lse = cute_flash.attn(q, k, v, return_lse=True, score_mod=score_mod, mask_mod=mask_mod)
-    low, _ = reference.dense_low_precision(q, k, v, Band(), None, case.score())
+    low, _ = reference.dense_low_precision(q, k, v, args=case.args())
     seen = (lse != -torch.inf)[..., None]
     cases.assert_error_within("out", out, expected.masked_fill(~seen, 0.0), low)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
-def test_a_map_changes_nothing(head_dim: int) -> None:
-    """Blocks of the default size and of larger ones; a band that the map knows of, one that it does not."""
+def test_a_block_mask_changes_nothing(head_dim: int) -> None:
+    """Blocks of the default size and of larger ones; a band that the block mask knows of, one that it does not."""
     case = Case(Kind(head_dim, mask="document"), Sizes(2, 4, 2, 700, 900), seed=4)
     q, k, v = case.inputs()
     mask, shape = case.options["mask_mod"], (2, 4, 700, 900)
     for causal in (False, True):
         expected, expected_lse = cute_flash.attn(q, k, v, mask_mod=mask, causal=causal, return_lse=True)
         for tile, knows in (((128, 128), causal), ((128, 128), False), ((256, 384), causal)):
-            block_map = BlockMask.of(mask, shape, tile=tile, causal=knows, device="cuda")
-            out, lse = cute_flash.attn(
-                q, k, v, mask_mod=mask, causal=causal, block_map=block_map, return_lse=True
-            )
+            block_mask = BlockMask.of(mask, shape, tile=tile, causal=knows, device="cuda")
+            out, lse = cute_flash.attn(q, k, v, mask_mod=mask, causal=causal, block_mask=block_mask, return_lse=True)
             torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=2e-5)
             torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
 
 
-def test_a_map_of_ones_own() -> None:
-    """In a full block the function is not asked; an empty one is not visited; partial without a function: all
-    of it.
-    """
+def test_a_block_mask_of_ones_own() -> None:
+    """Full blocks do not evaluate mask_mod, empty ones are skipped, and without a mask_mod partial ones are full."""
     case = Case(Kind(128), Sizes(1, 2, 2, 300, 400), seed=1)
     q, k, v = case.inputs()
     status = torch.tensor([[0, 2, 1, 0], [0, 0, 0, 0], [1, 0, 2, 1]], dtype=torch.uint8, device="cuda")
-    block_map = BlockMask.of_status(status[None, None], 128, 128, 300, 400)
-    out, lse = cute_flash.attn(q, k, v, block_map=block_map, return_lse=True)
+    block_mask = BlockMask.of_status(status[None, None], 128, 128, 300, 400)
+    out, lse = cute_flash.attn(q, k, v, block_mask=block_mask, return_lse=True)
     i, j = (torch.arange(n, device="cuda") // 128 for n in (300, 400))
     seen = status[i][:, j] > 0
     bias = torch.zeros(300, 400, device="cuda").masked_fill(~seen, -torch.inf)
@@ -90,11 +83,11 @@ def test_a_map_of_ones_own() -> None:
     rows = [*range(128), *range(256, 300)]
     torch.testing.assert_close(out[:, :, rows].double().cpu(), expected[:, :, rows], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse[:, :, rows].double().cpu(), expected_lse[:, :, rows], rtol=1e-5, atol=5e-5)
-    with pytest.raises(UnsupportedError, match="block_map of blocks of 16 x 16"):
-        cute_flash.attn(q, k, v, block_map=BlockMask.of(None, (1, 2, 300, 400), tile=(16, 16), device="cuda"))
+    with pytest.raises(UnsupportedError, match="block_mask of blocks of 16 x 16"):
+        cute_flash.attn(q, k, v, block_mask=BlockMask.of(None, (1, 2, 300, 400), tile=(16, 16), device="cuda"))
 
 
-def test_numbers_and_tables_compile_nothing() -> None:
+def test_new_captured_values_compile_nothing() -> None:
     case = Case(Kind(64, score="alibi", mask="window"), Sizes(1, 2, 2, 200, 200))
     q, k, v = case.inputs()
     slopes = torch.rand(2, device="cuda")
@@ -115,7 +108,7 @@ def test_numbers_and_tables_compile_nothing() -> None:
     torch.testing.assert_close(run(200), cute_flash.attn(q, k, v, causal=True), rtol=2e-2, atol=1e-2)
 
 
-def test_packed_sequences() -> None:
+def test_varlen() -> None:
     """Functions count within a sequence, and know which one it is."""
     lengths = [100, 0, 257, 31]
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
@@ -143,9 +136,7 @@ def test_packed_sequences() -> None:
 
             wide = (x.cpu() for x in one)
             expected = cute_flash.attn(*wide, score_mod=own_score, mask_mod=own_mask)
-            torch.testing.assert_close(
-                out[rows].transpose(0, 1).float().cpu(), expected[0], rtol=2e-2, atol=1e-2
-            )
+            torch.testing.assert_close(out[rows].transpose(0, 1).float().cpu(), expected[0], rtol=2e-2, atol=1e-2)
 
 
 def test_same_input_same_bits() -> None:
@@ -158,19 +149,19 @@ def test_same_input_same_bits() -> None:
 
 
 def test_functions_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same mask on both sides, with a map and without: forward and gradients as the CPU path has them."""
+    """The same mask on both sides, with a block mask and without: forward and gradients as the CPU path has them."""
     rng = torch.tensor([123456789123, 42])
-    monkeypatch.setattr(api, "draw_rng", lambda device: rng.to(device))
+    monkeypatch.setattr(api, "draw_seed", lambda device: rng.to(device))
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randn(2, heads, 300, 128, generator=generator).bfloat16() for heads in (4, 2, 2)]
     mask = masks.sliding_window(70)
-    for has_map in (False, True):
+    for has_block_mask in (False, True):
         found = []
         for device in ("cuda", "cpu"):
             q, k, v = (x.to(device).requires_grad_() for x in inputs)
             given: dict[str, Any] = {"mask_mod": mask}
-            if has_map:
-                given["block_map"] = BlockMask.of(mask, (2, 4, 300, 300), device=device)
+            if has_block_mask:
+                given["block_mask"] = BlockMask.of(mask, (2, 4, 300, 300), device=device)
             out = cute_flash.attn(q, k, v, dropout=0.3, **given)
             dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
             found.append([out, *torch.autograd.grad(out, (q, k, v), dout)])

@@ -1,5 +1,5 @@
-"""Gradients with functions that users write, a bias and block maps on a GPU, against the fp64 oracle, the CPU
-path and torch's FlexAttention.
+"""Gradients with score_mod, mask_mod, bias and block masks on a GPU, against the fp64 oracle, the CPU path and
+torch's FlexAttention.
 """
 
 import pytest
@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memor
 
 
 def test_sampled_cases(family, record_property):
-    """Many calls; all that fail are told of at the end."""
+    """Many calls; all failures are reported at the end."""
     count, refused, failed = 0, 0, []
-    for case, plan in mod_gradients.chosen(detect(0), family, "cuda"):
-        if plan is None:
+    for case, kernels in mod_gradients.chosen(detect(0), family, "cuda"):
+        if not kernels:
             refused += 1
             continue
         count += 1
@@ -26,13 +26,13 @@ def test_sampled_cases(family, record_property):
             mod_gradients.assert_gradients(case)
         except AssertionError as error:
             failed.append(f"{case.id}: {error}")
-    ran = f"{family}: {count} gradients, {refused} refused by type, {len(failed)} failed"
+    ran = f"{family}: {count} gradients, {refused} refused, {len(failed)} failed"
     print(ran)
     record_property("mod gradients", ran)
     assert not failed, "\n".join([ran, *failed[:20]])
 
 
-@pytest.mark.parametrize("case", mod_gradients.ordered("cuda"), ids=lambda case: case.kind.id)
+@pytest.mark.parametrize("case", mod_gradients.deterministic_cases("cuda"), ids=lambda case: case.kind.id)
 def test_deterministic_gradients_have_the_same_bits(case, family):
     case.options["deterministic"] = True
     leaves, douts = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
@@ -49,7 +49,7 @@ def test_as_flex_attention(index, family):
     """The same functions; of 16-bit products and sums, within what those cost."""
     case = mod_cases.Case(mod_cases.KINDS[index], mod_cases.Sizes(2, 4, 4, 384, 384), 2)
     leaves, (dout, _) = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
-    options, names = case.options, [name for name in leaves if name in "qkv" or name.startswith("table")]
+    options, names = case.options, [name for name in leaves if name in "qkv" or name.startswith("capture")]
     qkv = [leaves[name] for name in "qkv"]
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
     right = options["window"][1]
@@ -85,13 +85,13 @@ def test_captured_training_step(family):
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
     table = torch.randn(4, 64, device="cuda", requires_grad=True)
     mask = cute_flash.masks.causal()
-    block_map = cute_flash.BlockMask.of(mask, (2, 4, 300, 300), device="cuda")
+    block_mask = cute_flash.BlockMask.of(mask, (2, 4, 300, 300), device="cuda")
 
     def score_mod(score, b, h, q, kv):
         return score + table[h, (q - kv).abs()]
 
     def step():
-        out = cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=mask, block_map=block_map)
+        out = cute_flash.attn(q, k, v, score_mod=score_mod, mask_mod=mask, block_mask=block_mask)
         return torch.autograd.grad(out.float().square().sum(), (q, k, v, table))
 
     expected, captured = step(), Captured.of(step)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from tests import cases
 from tests.gpu import float_cases, varlen_cases
 from tests.gradients import assert_gradients, gradients, weighted
@@ -16,17 +16,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memor
 attend = functools.partial(cute_flash.attn, return_lse=True, out_dtype=torch.float32)
 
 
-def window(case):
-    return case.band.left, case.band.right
-
-
 @pytest.mark.parametrize("case", float_cases.CASES, ids=lambda case: case.id)
 def test_outputs_are_not_rounded(case):
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
-    out, lse = attend(q, k, v, window=window(case))
+    out, lse = attend(q, k, v, window=case.band.bounds)
     assert out.dtype == torch.float32
     cases.assert_is_attention(out, lse, q, k, v, case.band)
-    rounded = cute_flash.attn(q, k, v, window=window(case))
+    rounded = cute_flash.attn(q, k, v, window=case.band.bounds)
     torch.testing.assert_close(out.bfloat16(), rounded, rtol=2**-7, atol=1e-5)
     oracle, _ = reference.dense(q, k, v, case.band)
     error, error_of_rounded = ((x.double() - oracle).abs().mean() for x in (out, rounded))
@@ -40,7 +36,7 @@ def test_gradients(case):
     dout = torch.randn(inputs[0].shape, generator=generator, device="cuda")
     dlse = torch.randn(inputs[0].shape[:3], generator=generator, device="cuda")
     for loss in (weighted(dout), weighted(dout, dlse)):
-        assert_gradients(functools.partial(attend, window=window(case)), inputs, case.band, loss)
+        assert_gradients(functools.partial(attend, window=case.band.bounds), inputs, case.band, loss)
 
 
 def test_strides_and_widths():
@@ -76,11 +72,10 @@ def test_merged_parts_have_the_gradients_of_the_whole(head_dim):
         torch.testing.assert_close(found, x, rtol=0.03, atol=0.02 * x.abs().max().item())
 
 
-@pytest.mark.parametrize("case", float_cases.PACKED, ids=lambda case: case.id)
-def test_packed(case, family):
-    inputs, cu = case.inputs(), (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda())
-    how = {**case.options(), "out_dtype": torch.float32}
-    out, lse = cute_flash.attn_varlen(*inputs, *cu, **how)
+@pytest.mark.parametrize("case", float_cases.VARLEN, ids=lambda case: case.id)
+def test_varlen(case):
+    inputs = case.inputs()
+    out, lse = case.attend(out_dtype=torch.float32)(*inputs)
     assert out.dtype == torch.float32
     clean = tuple(x.nan_to_num() for x in inputs)
     oracle, oracle_lse = varlen_cases.exact(case, *(x.double() for x in clean))
@@ -89,12 +84,11 @@ def test_packed(case, family):
     cases.assert_error_within("out", out, oracle, low)
     dout = torch.randn(out.shape, device="cuda")
     dout[sum(case.lengths.queries) :] = 0
-    flows = {"floats": dout, "rounded": dout.bfloat16()}
+    douts = {"floats": dout, "rounded": dout.bfloat16()}
     found = {}
-    for name, flow in flows.items():
+    for name, dout in douts.items():
         leaves = [x.clone().requires_grad_() for x in clean]
-        asked = how if name == "floats" else case.options()
-        out, _ = cute_flash.attn_varlen(*leaves, *cu, **asked)
-        found[name] = torch.autograd.grad(out, leaves, flow)
+        out, _ = case.attend(**({"out_dtype": torch.float32} if name == "floats" else {}))(*leaves)
+        found[name] = torch.autograd.grad(out, leaves, dout)
     for a, b in zip(*found.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.02 * b.abs().max().item())

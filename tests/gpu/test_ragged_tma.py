@@ -1,4 +1,4 @@
-"""The copy engine knows where a sequence of a packed batch ends: loads are filled with 0, stores are cut."""
+"""TMA knows where a sequence of a varlen batch ends: loads are zero-filled, stores are dropped."""
 
 import pytest
 import torch

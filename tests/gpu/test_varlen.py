@@ -9,8 +9,8 @@ from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu import varlen_cases
 from tests.gpu.captured import Captured
-from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, OTHER_WIDTHS, Packed
-from tests.packed_model import Lengths
+from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, OTHER_WIDTHS, VarlenCase
+from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
@@ -26,7 +26,7 @@ def poisoned_methods(monkeypatch):
     )
 
 
-def check(case: Packed, out, lse, inputs) -> None:
+def check(case: VarlenCase, out, lse, inputs) -> None:
     clean = [x.nan_to_num() for x in inputs]
     oracle, oracle_lse = varlen_cases.exact(case, *(x.double() for x in clean))
     low, _ = varlen_cases.rough(case, *clean)
@@ -58,10 +58,10 @@ def test_values_of_another_width(case):
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
 def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band):
     """Bit for bit the same beside numbers and beside what is none."""
-    case = Packed(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
+    case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     out, lse = attend(*inputs)
-    spans = list(case.sequences())
+    spans = list(case.lengths.spans())
     for kept, (queries, _) in enumerate(spans):
         for value in (torch.nan, torch.inf):
             poisoned = [x.clone() for x in inputs]
@@ -77,25 +77,24 @@ def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(50, 9)), ids=str)
 def test_equal_lengths_are_a_batch(head_dim, band):
-    case = Packed(Lengths([300] * 3, [300] * 3), 4, 2, head_dim, band)
+    case = VarlenCase(Lengths([300] * 3, [300] * 3), 4, 2, head_dim, band)
     flat = case.inputs()
     batch = [x.unflatten(0, (3, 300)).transpose(1, 2) for x in flat]
     out, lse = case.attend()(*flat)
-    window = (band.left, band.right)
-    expected, expected_lse = cute_flash.attn(*batch, window=window, return_lse=True)
+    expected, expected_lse = cute_flash.attn(*batch, window=band.bounds, return_lse=True)
     torch.testing.assert_close(out.unflatten(0, (3, 300)).transpose(1, 2), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse.unflatten(1, (3, 300)).transpose(0, 1), expected_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_new_lengths_neither_wait_nor_compile():
     """200 random batches without a host sync; nothing is compiled after the first two."""
-    warm = [Packed(Lengths.drawn(seed), 4, 2, 64, CAUSAL) for seed in (1, 2, 3, 4, 5, 6)]
+    warm = [VarlenCase(Lengths.drawn(seed), 4, 2, 64, CAUSAL) for seed in (1, 2, 3, 4, 5, 6)]
     for case in warm:
         case.attend()(*case.inputs())
     before = cache_info()
     compiled, built = before.compiles, before.disk_hits
     for seed in range(200):
-        case = Packed(Lengths.drawn(seed, most=700), 4, 2, 64, CAUSAL)
+        case = VarlenCase(Lengths.drawn(seed, longest=700), 4, 2, 64, CAUSAL)
         inputs, attend = case.inputs(), case.attend()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -115,7 +114,7 @@ def test_a_graph_with_lengths_written_in_place():
         Lengths([0, 0, 256], [100, 56, 100]),
         Lengths([10, 20, 30], [10, 20, 30], None, (196, 196)),
     )
-    case = Packed(first, 4, 2, 128, CAUSAL)
+    case = VarlenCase(first, 4, 2, 128, CAUSAL)
     inputs = tuple(x.nan_to_num() for x in case.inputs())
     cu_q, cu_k = first.cu_q.cuda(), first.cu_k.cuda()
 
@@ -126,12 +125,12 @@ def test_a_graph_with_lengths_written_in_place():
     for lengths in (first, *others):
         cu_q.copy_(lengths.cu_q)
         cu_k.copy_(lengths.cu_k)
-        check(Packed(lengths, 4, 2, 128, CAUSAL), *captured.replay(), inputs)
+        check(VarlenCase(lengths, 4, 2, 128, CAUSAL), *captured.replay(), inputs)
 
 
 @pytest.mark.parametrize("scale", (-0.3, 0.0, 2.5))
 def test_any_finite_scale(scale):
-    case = Packed(Lengths([70, 129], [70, 200]), 2, 2, 64)
+    case = VarlenCase(Lengths([70, 129], [70, 200]), 2, 2, 64)
     q, k, v = case.inputs()
     cu = case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()
     found = cute_flash.attn_varlen(q, k, v, *cu, scale=scale)
@@ -140,7 +139,7 @@ def test_any_finite_scale(scale):
 
 
 def test_jagged_tensors():
-    case = Packed(Lengths([70, 200, 33], [70, 200, 33]), 4, 2, 64, CAUSAL)
+    case = VarlenCase(Lengths([70, 200, 33], [70, 200, 33]), 4, 2, 64, CAUSAL)
     flat, offsets = case.inputs(), case.lengths.cu_q.long().cuda()
     jagged = [torch.nested.nested_tensor_from_jagged(x, offsets) for x in flat]
     out = cute_flash.attn_nested(*jagged, causal=True)

@@ -6,24 +6,23 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import api
 from cute_flash.jit.compile import cache_info
 from cute_flash.spec.band import Band
 from tests import cases, combinations
-from tests.combinations import RNG, PackedCombination
+from tests.combinations import VarlenCombination
 from tests.feature_gradients import assert_feature_gradients, assert_outputs, weights
 from tests.gpu import varlen_cases
 from tests.gpu.captured import Captured
-from tests.gpu.feature_combinations import PACKED_CASES, has_gradients
-from tests.gpu.varlen_cases import CASES, CAUSAL, IN_FP16, ORDERED_DIMS, OTHER_WIDTHS, Packed, unused_keys
+from tests.gpu.feature_combinations import VARLEN_CASES, has_gradients
+from tests.gpu.varlen_cases import CASES, CAUSAL, DETERMINISTIC_DIMS, IN_FP16, OTHER_WIDTHS, VarlenCase
 from tests.gradients import gradients, largest, weighted
-from tests.packed_model import Lengths
+from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 
-def flows(case: Packed, with_lse: bool = False):
-    """Gradients of out and of the LSE; those that flow into rows of nobody are no numbers."""
+def douts_of(case: VarlenCase, with_lse: bool = False):
+    """Gradients of out and of the LSE; those of rows that belong to no sequence are NaN."""
     generator = torch.Generator().manual_seed(7)
     total, real = case.lengths.totals[0], sum(case.lengths.queries)
     dout = torch.randn(total, case.heads, case.head_dim_v or case.head_dim, generator=generator)
@@ -40,8 +39,8 @@ def grads_of(attend, inputs, dout, dlse):
     return torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))
 
 
-def check(case: Packed, with_lse: bool = False, attend=None, dtype=torch.bfloat16) -> None:
-    dout, dlse = flows(case, with_lse)
+def check(case: VarlenCase, with_lse: bool = False, attend=None, dtype=torch.bfloat16) -> None:
+    dout, dlse = douts_of(case, with_lse)
     real = sum(case.lengths.queries)
     inputs = case.inputs(dtype)
     clean = tuple(x.nan_to_num() for x in inputs)
@@ -54,7 +53,7 @@ def check(case: Packed, with_lse: bool = False, attend=None, dtype=torch.bfloat1
     wide = tuple(x.double() for x in clean)
     exact = gradients(lambda *x: varlen_cases.exact(case, *x), wide, cut)
     rough = gradients(lambda *x: varlen_cases.rough(case, *x), clean, cut)
-    unused = unused_keys(case.lengths).cuda()
+    unused = case.lengths.unused_keys().cuda()
     assert not mine[0][real:].any(), "dq of padding"
     assert not mine[1][unused].any() and not mine[2][unused].any(), "dk, dv of keys of nobody"
     most = max(map(largest, exact))
@@ -66,11 +65,11 @@ def check(case: Packed, with_lse: bool = False, attend=None, dtype=torch.bfloat1
         cases.assert_error_within(f"d{name}", value, oracle, low)
 
 
-def check_or_refusal(case: Packed, family: str, **more) -> None:
-    """Packed gradients of wide heads are the other family's."""
+def check_or_refusal(case: VarlenCase, family: str, **more) -> None:
+    """Varlen gradients of wide heads are computed by mma.sync only."""
     if family == "sm90" and max(case.head_dim, case.head_dim_v or 0) > 128:
         with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn_varlen"):
-            grads_of(case.attend(), case.inputs(), *flows(case))
+            grads_of(case.attend(), case.inputs(), *douts_of(case))
     else:
         check(case, **more)
 
@@ -92,12 +91,12 @@ def test_fp16(case):
 
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
 def test_through_the_lse(band):
-    check(Packed(Lengths([70, 0, 200, 33], [90, 5, 150, 40]), 4, 2, 64, band), with_lse=True)
+    check(VarlenCase(Lengths([70, 0, 200, 33], [90, 5, 150, 40]), 4, 2, 64, band), with_lse=True)
 
 
 def test_keys_without_queries_have_no_gradient():
     """Exactly 0, beside neighbours that are no numbers."""
-    case = Packed(Lengths([100, 0, 0, 60], [90, 130, 1, 0], None, (9, 200)), 4, 2, 128, CAUSAL)
+    case = VarlenCase(Lengths([100, 0, 0, 60], [90, 130, 1, 0], None, (9, 200)), 4, 2, 128, CAUSAL)
     q, k, v = (x.requires_grad_() for x in case.inputs())
     out, _ = case.attend()(q, k, v)
     out.backward(torch.full_like(out, torch.nan))
@@ -110,8 +109,8 @@ def test_keys_without_queries_have_no_gradient():
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
 def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
     if family == "sm90" and head_dim > 128:
-        pytest.skip("packed gradients of wide heads are the other family's")
-    case = Packed(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
+        pytest.skip("varlen gradients of wide heads are computed by mma.sync only")
+    case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     dout = torch.randn(303, 4, head_dim, device="cuda").bfloat16()
 
@@ -119,7 +118,7 @@ def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
         leaves = [x.detach().clone().requires_grad_() for x in tensors]
         return torch.autograd.grad(attend(*leaves)[0], leaves, dout)
 
-    expected, spans = grads(inputs, dout), list(case.sequences())
+    expected, spans = grads(inputs, dout), list(case.lengths.spans())
     for kept, (queries, keys) in enumerate(spans):
         poisoned, flow = [x.clone() for x in inputs], dout.clone()
         for b, (other_queries, other_keys) in enumerate(spans):
@@ -130,14 +129,12 @@ def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
         for name, a, b, span in zip("qkv", found, expected, (queries, keys, keys), strict=True):
             # dQ is added in no certain order.
             close = {"rtol": 0.02, "atol": 0.01 * b.abs().max().item()}
-            torch.testing.assert_close(
-                a[span], b[span], **close, msg=lambda text, name=name: f"d{name}: {text}"
-            )
+            torch.testing.assert_close(a[span], b[span], **close, msg=lambda text, name=name: f"d{name}: {text}")
 
 
 def test_new_lengths_neither_wait_nor_compile():
     def step(seed, most):
-        case = Packed(Lengths.drawn(seed, most), 4, 2, 64, CAUSAL)
+        case = VarlenCase(Lengths.drawn(seed, most), 4, 2, 64, CAUSAL)
         leaves = [x.nan_to_num().requires_grad_() for x in case.inputs()]
         attend, dout = case.attend(), torch.randn_like(leaves[0])
         torch.cuda.synchronize()
@@ -163,7 +160,7 @@ def test_a_graph_of_a_training_step_with_lengths_written_in_place():
         Lengths([1, 250, 5], [1, 255, 0]),
         Lengths([10, 20, 30], [10, 20, 30], None, (196, 196)),
     )
-    case = Packed(batches[0], 4, 2, 128, CAUSAL)
+    case = VarlenCase(batches[0], 4, 2, 128, CAUSAL)
     leaves = [x.nan_to_num().requires_grad_() for x in case.inputs()]
     cu_q, cu_k = batches[0].cu_q.cuda(), batches[0].cu_k.cuda()
 
@@ -180,16 +177,16 @@ def test_a_graph_of_a_training_step_with_lengths_written_in_place():
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * b.abs().max().item() + 1e-6)
 
 
-@pytest.mark.parametrize("head_dim", ORDERED_DIMS)
+@pytest.mark.parametrize("head_dim", DETERMINISTIC_DIMS)
 @pytest.mark.parametrize("band", (Band(), CAUSAL, Band(200, 100)), ids=str)
 def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
-    case = Packed(Lengths([1000, 3, 0, 700, 333], [1000, 3, 50, 900, 333]), 8, 2, head_dim, band)
+    case = VarlenCase(Lengths([1000, 3, 0, 700, 333], [1000, 3, 50, 900, 333]), 8, 2, head_dim, band)
     cu, window = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), (band.left, band.right)
 
     def attend(*x):
         return cute_flash.attn_varlen(*x, *cu, window=window, return_lse=True, deterministic=True)
 
-    inputs, loss = case.inputs(), weighted(flows(case)[0])
+    inputs, loss = case.inputs(), weighted(douts_of(case)[0])
     if family == "sm90" and head_dim > 128:
         with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
             gradients(attend, inputs, loss)
@@ -204,18 +201,13 @@ def test_deterministic_gradients_have_the_same_bits(head_dim, band, family):
 # Softcap, ALiBi, sinks and dropout
 
 
-@pytest.fixture
-def known_rng(monkeypatch):
-    monkeypatch.setattr(api, "draw_rng", lambda device: torch.tensor(RNG, device=device))
-
-
 def on_gpu(case):
     return {name: x.cuda() for name, x in case.tensors().items()}
 
 
 @pytest.mark.usefixtures("known_rng")
 @pytest.mark.parametrize("with_lse", (False, True), ids=("out", "out+lse"))
-@pytest.mark.parametrize("case", PACKED_CASES, ids=str)
+@pytest.mark.parametrize("case", VARLEN_CASES, ids=str)
 def test_features_against_the_oracle(case, with_lse, family):
     tensors, douts = on_gpu(case), weights(case, "cuda", with_lse)
     if not has_gradients(case, family):
@@ -224,13 +216,13 @@ def test_features_against_the_oracle(case, with_lse, family):
             combinations.gradients(case.attend, tensors, douts)
         return
     found = assert_feature_gradients(case.attend, case, tensors, douts)
-    real, unused = sum(case.lengths.queries), unused_keys(case.lengths).cuda()
+    real, unused = sum(case.lengths.queries), case.lengths.unused_keys().cuda()
     assert not found["q"][real:].any(), "dq of padding"
     assert not found["k"][unused].any() and not found["v"][unused].any(), "dk, dv of keys of nobody"
 
 
 @pytest.mark.usefixtures("known_rng")
-@pytest.mark.parametrize("case", PACKED_CASES[-2:], ids=str)
+@pytest.mark.parametrize("case", VARLEN_CASES[-2:], ids=str)
 def test_deterministic_gradients_with_features_have_the_same_bits(case):
     attend = functools.partial(case.attend, deterministic=True)
     tensors, douts = on_gpu(case), weights(case, "cuda", True)
@@ -242,7 +234,7 @@ def test_deterministic_gradients_with_features_have_the_same_bits(case):
 
 @pytest.mark.usefixtures("known_rng")
 def test_slopes_and_sinks_have_the_same_bits_in_any_case():
-    case = PACKED_CASES[-1]
+    case = VARLEN_CASES[-1]
     tensors, douts = on_gpu(case), weights(case, "cuda", True)
     first = combinations.gradients(case.attend, tensors, douts)
     for _ in range(5):
@@ -252,11 +244,11 @@ def test_slopes_and_sinks_have_the_same_bits_in_any_case():
 
 @pytest.mark.usefixtures("known_rng")
 def test_the_slopes_of_a_sequence_know_nothing_of_its_neighbours():
-    case = PACKED_CASES[3]
+    case = VARLEN_CASES[3]
     assert case.lengths.queries[3] and case.features["alibi"] == 2
     tensors, (dout, dlse) = on_gpu(case), weights(case, "cuda", True)
     expected = combinations.gradients(case.attend, tensors, (dout, dlse))["alibi"]
-    queries, _ = next(case.spans())
+    queries, _ = next(case.lengths.spans())
     dout[queries] = torch.nan
     found = combinations.gradients(case.attend, tensors, (dout, dlse))["alibi"]
     assert found[0].isnan().all()
@@ -267,10 +259,10 @@ def test_the_slopes_of_a_sequence_know_nothing_of_its_neighbours():
 
 def test_new_lengths_with_features_neither_wait_nor_compile():
     """Also where slopes are those of sequences, and rows of nobody have a sink beside them."""
-    one = PACKED_CASES[3].one
+    one = VARLEN_CASES[3].one
 
     def step(seed):
-        case = PackedCombination(one, Lengths.drawn(seed, 300))
+        case = VarlenCombination(one, Lengths.drawn(seed, 300))
         leaves = {name: x.nan_to_num().cuda().requires_grad_() for name, x in case.tensors().items()}
         cu, used = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), case.lengths.used_k
         used = None if used is None else used.cuda()
@@ -294,7 +286,7 @@ def test_new_lengths_with_features_neither_wait_nor_compile():
 
 def test_a_captured_training_step_with_features():
     """Replayed, it draws anew, and its gradients are those of its own mask: out is linear in v."""
-    case = PACKED_CASES[3]
+    case = VARLEN_CASES[3]
     leaves = {name: x.nan_to_num().cuda().requires_grad_() for name, x in case.tensors().items()}
     cu, options = (case.lengths.cu_q.cuda(), case.lengths.cu_k.cuda()), case.one.options(leaves)
 
@@ -314,8 +306,8 @@ def test_a_captured_training_step_with_features():
 
 @pytest.mark.usefixtures("known_rng")
 def test_jagged_tensors_with_features():
-    one, lengths = PACKED_CASES[3].one, Lengths([70, 200, 33], [70, 200, 33])
-    case = PackedCombination(one, lengths)
+    one, lengths = VARLEN_CASES[3].one, Lengths([70, 200, 33], [70, 200, 33])
+    case = VarlenCombination(one, lengths)
     tensors, douts = on_gpu(case), weights(case, "cuda", False)
 
     def nested(x):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.accuracy import OUTLIER_RATE, draw, draw_dout, relative_distance
+from profiling.accuracy import OUTLIER_RATE, random_dout, random_inputs, relative_distance
 from profiling.oracles import forward_oracle
 from profiling.suites import Shape
 
@@ -23,7 +23,7 @@ ids = [shape.id for shape in SHAPES]
 def exact(
     shape: Shape, dtype: torch.dtype = torch.bfloat16, distribution: str = "normal"
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    inputs = draw(shape, dtype, CPU, seed=1, distribution=distribution)
+    inputs = random_inputs(shape, dtype, CPU, seed=1, distribution=distribution)
     out, _ = reference.dense(*inputs, Band.of(shape.causal, (None, None)))
     return inputs, out
 
@@ -130,14 +130,14 @@ def test_relative_distance():
 
 def test_inputs_depend_on_the_seed_and_outliers_are_as_rare_and_as_large_as_said():
     shape = Shape(1, 4, 4, 2000, 64, False)
-    q, k, _ = draw(shape, torch.float16, CPU, seed=3)
-    assert torch.equal(q, draw(shape, torch.float16, CPU, seed=3)[0])
-    assert not torch.equal(q, k) and not torch.equal(q, draw(shape, torch.float16, CPU, seed=4)[0])
-    dout = draw_dout(shape, torch.float16, CPU, seed=3)
+    q, k, _ = random_inputs(shape, torch.float16, CPU, seed=3)
+    assert torch.equal(q, random_inputs(shape, torch.float16, CPU, seed=3)[0])
+    assert not torch.equal(q, k) and not torch.equal(q, random_inputs(shape, torch.float16, CPU, seed=4)[0])
+    dout = random_dout(shape, torch.float16, CPU, seed=3)
     assert dout.shape == q.shape and not torch.equal(dout, q)
-    assert torch.equal(dout, draw_dout(shape, torch.float16, CPU, seed=3))
+    assert torch.equal(dout, random_dout(shape, torch.float16, CPU, seed=3))
     assert float(dout.float().std()) == pytest.approx(1.0, rel=0.01)
-    with_outliers = draw(shape, torch.float16, CPU, seed=3, distribution="outliers")[1].float()
+    with_outliers = random_inputs(shape, torch.float16, CPU, seed=3, distribution="outliers")[1].float()
     # Of N(0, 101) 62 % lie beyond 5, of N(0, 1) almost none.
     rate = float((with_outliers.abs() > 5).float().mean())
     assert rate == pytest.approx(0.62 * OUTLIER_RATE, rel=0.2)

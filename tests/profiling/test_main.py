@@ -75,7 +75,7 @@ def test_wrong_gradients_of_ours_decide_the_exit_status(bench, capsys):
     def spoil(dq, dk, dv):
         dv.zero_()
 
-    assert bench("--direction", "bwd", spoil_gradients=spoil) == cli.FOUND_WANTING
+    assert bench("--direction", "bwd", spoil_gradients=spoil) == cli.FAILED
     assert "cute_flash wrong in dv on normal inputs" in capsys.readouterr().out
     assert bench("--direction", "fwd", spoil_gradients=spoil) == cli.OK
 
@@ -86,7 +86,7 @@ def test_base_decides_the_exit_status(bench, tmp_path, capsys):
     assert bench("--base", str(base), ours_ms=0.4) == cli.OK
     assert bench("--base", str(base), ours_ms=0.51) == cli.OK
     capsys.readouterr()
-    assert bench("--base", str(base), ours_ms=0.6) == cli.FOUND_WANTING
+    assert bench("--base", str(base), ours_ms=0.6) == cli.FAILED
     assert "regression" in capsys.readouterr().out
     assert bench("--base", str(base), "--threshold", "0.5", ours_ms=0.6) == cli.OK
 
@@ -95,14 +95,14 @@ def test_a_base_that_shares_no_cell_does_not_pass(bench, tmp_path):
     base = tmp_path / "base.json"
     bench("--out", str(base))
     record.save(replace(record.load(base), cells=()), base)
-    assert bench("--base", str(base)) == cli.FOUND_WANTING
+    assert bench("--base", str(base)) == cli.FAILED
 
 
 def test_a_wrong_output_of_ours_decides_the_exit_status(bench, capsys):
     def spoil(out):
         out.zero_()
 
-    assert bench(spoil=spoil) == cli.FOUND_WANTING
+    assert bench(spoil=spoil) == cli.FAILED
     assert "cute_flash wrong" in capsys.readouterr().out
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
-from profiling.accuracy import Oracle, draw, draw_dout
+from profiling.accuracy import Oracle, random_dout, random_inputs
 from profiling.oracles import GRADIENTS, backward_oracles
 from profiling.suites import Shape
 
@@ -26,16 +26,16 @@ ids = [shape.id for shape in SHAPES]
 
 def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, distribution: str = "normal") -> list[Tensor]:
     """q, k, v, dout"""
-    inputs = draw(shape, dtype, CPU, seed=1, distribution=distribution)
-    return [*inputs, draw_dout(shape, dtype, CPU, seed=1)]
+    inputs = random_inputs(shape, dtype, CPU, seed=1, distribution=distribution)
+    return [*inputs, random_dout(shape, dtype, CPU, seed=1)]
 
 
 def exact(inputs: list[Tensor], causal: bool) -> dict[str, Tensor]:
     """dq, dk, dv in fp64 from the tiled formulas, which know nothing of autograd."""
     q, k, v, dout = (x.double() for x in inputs)
-    band = Band.of(causal, (None, None))
-    out, lse = reference.forward(q, k, v, band)
-    grads = reference.backward(dout, q, k, v, out, lse, band)
+    args = reference.plain_args(q, Band.of(causal, (None, None)))
+    out, lse, _ = reference.forward(q, k, v, args)
+    *grads, _ = reference.backward(dout, None, q, k, v, out, lse, args)
     return dict(zip(GRADIENTS, grads, strict=True))
 
 
@@ -93,10 +93,10 @@ def test_gradients_that_are_rounded_once_are_right(shape, dtype, distribution):
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_the_cpu_path_of_the_operator_is_right(shape):
     *inputs, dout = tensors(shape)
-    band = Band.of(shape.causal, (None, None))
-    out, lse = reference.forward(*inputs, band)
+    args = reference.plain_args(inputs[0], Band.of(shape.causal, (None, None)))
+    out, lse, _ = reference.forward(*inputs, args)
     # From the rounded output, as every kernel has it.
-    grads = dict(zip(GRADIENTS, reference.backward(dout, *inputs, out, lse, band), strict=True))
+    grads = dict(zip(GRADIENTS, reference.backward(dout, None, *inputs, out, lse, args)[:3], strict=True))
     for name, oracle in backward_oracles(*inputs, dout, shape.causal).items():
         accuracy = oracle.judge(grads[name])
         assert not accuracy.is_wrong and accuracy.distance is None, name

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.band import Band
 from profiling import providers
 from profiling.providers import (
@@ -249,15 +249,15 @@ class FakeFa3:
     def fwd(self, q, k, v, *, softmax_scale, is_causal, num_splits):
         self.calls.append("fwd")
         tensors, band = [x.transpose(1, 2) for x in (q, k, v)], Band.of(is_causal, (None, None))
-        out, lse = reference.forward(*tensors, band, softmax_scale)
+        out, lse, _ = reference.forward(*tensors, reference.plain_args(tensors[0], band, softmax_scale))
         return out.transpose(1, 2).contiguous(), lse, None, None
 
     def bwd(self, dout, q, k, v, out, softmax_lse, *, dq, dk, dv, softmax_scale, is_causal):
         self.calls.append("bwd")
         assert all(x.is_contiguous() for x in (dout, q, k, v, out, dq, dk, dv))
         dO, Q, K, V, O = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        band = Band.of(is_causal, (None, None))
-        grads = reference.backward(dO, Q, K, V, O, softmax_lse, band, softmax_scale)
+        args = reference.plain_args(Q, Band.of(is_causal, (None, None)), softmax_scale)
+        *grads, _ = reference.backward(dO, None, Q, K, V, O, softmax_lse, args)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad.transpose(1, 2))
         return softmax_lse, None

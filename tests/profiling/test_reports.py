@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not (DATA / COUNTERS).exists(), reason=f"waits f
 
 
 def test_the_record_is_what_the_exports_say() -> None:
-    _, record = ncu_run.remade(FOLDER)
+    _, record = ncu_run.from_folder(FOLDER)
     found = json.loads(json.dumps(record))
     written = json.loads((DATA / COUNTERS).read_text())
     assert written == found, "python -m profiling ncu --from-exports --out profiling/reports/h200"

@@ -1,4 +1,4 @@
-"""Users' functions become graphs: what is compiled in, what is an argument, what is refused, and how fast."""
+"""Tracing of mods: what is compiled in, what is an argument, what is refused, and how fast a known mod is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The examples of docs/mods.md run, print what the page says, and draw the pictures that it shows.
 
-`python -m tests.cute_flash.test_mods_docs` draws them again.
+`python -m tests.score_mod.test_docs` draws them again.
 """
 
 from __future__ import annotations

@@ -16,13 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_flash import attn, custom, masks
+from cute_flash import attn, masks
 from cute_flash.score_mod.bound import BoundMods, Graphs, graphs_of
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.graph import CAPTURE_KINDS, INPUTS, Builder, CaptureSpec, Graph
 from cute_flash.score_mod.lower import lowered
 from cute_flash.score_mod.parse import parse_graph
 from cute_flash.score_mod.trace import bind
+from cute_flash.spec.args import to_schema
+from tests.arguments import call_args
 from tests.mod_cases import KINDS, Make, Sizes
 
 ROOT = Path(__file__).parents[2]
@@ -109,9 +111,7 @@ def test_any_graph(graph: Graph) -> None:
 
 def test_equal_texts_are_one_object() -> None:
     slopes = torch.rand(4)
-    call = BoundMods.of(
-        lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), masks.causal(), lambda g, *x: g
-    )
+    call = BoundMods.of(lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), masks.causal(), lambda g, *x: g)
     text = call.graphs.text
     assert call.graphs.text is text  # computed once
     assert graphs_of(text) is call.graphs is graphs_of(str(text.encode(), "ascii"))
@@ -177,18 +177,17 @@ def test_refusals(text: str) -> None:
 
 PROGRAM = """
 import sys, torch
-import cute_flash.custom
+import cute_flash
 arguments = torch.load(sys.argv[1])
-torch.save(torch.ops.cute_flash.custom_fwd(*arguments), sys.argv[2])
+torch.save(torch.ops.cute_flash.attention_fwd(*arguments), sys.argv[2])
 """
 
 
 def test_another_process_runs_what_this_one_traced(tmp_path: Path) -> None:
     q, k, v = (torch.randn(2, 4, 12, 8) for _ in range(3))
     score_mod, mask_mod = MAKE.gated(), MASK_MODS["document"]
-    how = custom.How(8**-0.5, None, None)
-    call = custom.custom_of(None, BoundMods.of(score_mod, mask_mod, None), None)
-    torch.save((q, k, v, *how, *call), tmp_path / "arguments.pt")
+    args = call_args(q, score_mod=score_mod, mask_mod=mask_mod)
+    torch.save((q, k, v, *to_schema(args)), tmp_path / "arguments.pt")
     paths = [str(tmp_path / name) for name in ("arguments.pt", "found.pt")]
     subprocess.run([sys.executable, "-c", PROGRAM, *paths], cwd=ROOT, check=True)
     out, _lse, _max_logit = torch.load(tmp_path / "found.pt")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_flash.reference import tiled as reference
+from cute_flash import reference
 from cute_flash.spec.arch import ARCHS, SM_80, SM_90
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem

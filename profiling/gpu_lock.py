@@ -1,8 +1,8 @@
-"""Processes that share a GPU and compile at the same time, but time one after the other.
+"""A lock for processes that share a GPU: they compile at the same time and measure one after the other.
 
-Each holds a file's lock with the others while it compiles and checks, and alone while it times: whoever times
-waits until nobody else is at work on the GPU. Compile everything first: a process that went back to compiling
-would keep all others waiting.
+Each process holds a shared lock on a file while it compiles and checks, and an exclusive lock while it measures. A
+process that measures therefore waits until no other uses the GPU. Each process must compile everything before it
+measures.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class Turns:
+class GpuLock:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Once; afterwards it no longer takes part."""
+    def exclusive(self) -> Iterator[None]:
+        """Hold the GPU alone. Once: afterwards the lock is released."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.reference.dropout import Dropout, philox_4x32
-from cute_flash.spec.args import draw_rng
+from cute_flash.runtime.rng import draw_seed
 from cute_flash.spec.dropout import DRAW_BITS, MAX_DRAW, SECOND, threshold
 
 # Random123, tests/kat_vectors: philox4x32 7, (counter, key, result).
@@ -48,7 +48,7 @@ def philox_by_the_paper(counter: list[int], key: list[int], rounds: int = 7) -> 
 
 
 @pytest.mark.parametrize(("rounds", "known"), [(7, KNOWN), (10, KNOWN_OF_TEN)])
-def test_the_other_one_too(rounds: int, known: list[tuple[str, str, str]]) -> None:
+def test_the_model_has_the_published_vectors(rounds: int, known: list[tuple[str, str, str]]) -> None:
     for counter, key, expected in known:
         assert philox_by_the_paper(words(counter), words(key), rounds) == words(expected)
 
@@ -59,8 +59,8 @@ def test_the_other_one_too(rounds: int, known: list[tuple[str, str, str]]) -> No
 )
 def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
     seed, offset, heads = 0x7123456789ABCDEF, 0x3FEDCBA987654321, 5
-    dropout = Dropout(0.3, torch.tensor([seed, offset]), heads, first=2)
-    kept = dropout.kept(range(1, 3), range(2, 4), rows, keys)
+    dropout = Dropout(0.3, torch.tensor([seed, offset]), heads)
+    kept = dropout.keep_mask(range(3, 5), range(2, 4), rows, keys)
     assert kept.shape == (2, 2, len(rows), len(keys))
     places = itertools.product(enumerate((3, 4)), enumerate((2, 3)), enumerate(rows), enumerate(keys))
     for (nb, b), (nh, h), (ni, i), (nj, j) in places:
@@ -71,17 +71,17 @@ def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
         assert bool(kept[nb, nh, ni, nj]) == (draw >= round(0.3 * 2**15))
 
 
-def test_a_mask_does_not_depend_on_how_it_is_cut() -> None:
+def test_a_mask_does_not_depend_on_its_blocks() -> None:
     dropout = Dropout(0.5, torch.tensor([5, 6]), 3)
-    whole = dropout.kept(range(2), range(3), range(70), range(90))
+    mask = dropout.keep_mask(range(2), range(3), range(70), range(90))
     for rows, keys in ((range(0, 70), range(33, 90)), (range(17, 23), range(5, 71))):
-        part = dropout.kept(range(1, 2), range(1, 3), rows, keys)
-        assert torch.equal(part, whole[1:2, 1:3, rows.start : rows.stop, keys.start : keys.stop])
+        block = dropout.keep_mask(range(1, 2), range(1, 3), rows, keys)
+        assert torch.equal(block, mask[1:2, 1:3, rows.start : rows.stop, keys.start : keys.stop])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_as_many_are_dropped_as_asked_for(p: float) -> None:
-    kept = Dropout(p, torch.tensor([1, 2]), 4).kept(range(2), range(4), range(256), range(256))
+def test_share_of_dropped_weights(p: float) -> None:
+    kept = Dropout(p, torch.tensor([1, 2]), 4).keep_mask(range(2), range(4), range(256), range(256))
     # Half a million draws: five standard deviations.
     assert abs(1 - p - kept.double().mean().item()) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
     # Neither rows nor keys nor heads repeat each other.
@@ -124,13 +124,10 @@ def test_of_odd_keys_still_more(p: float) -> None:
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_all_scores_of_a_word_together(p: float) -> None:
     """Each of the 16 ways in which four scores are dropped or kept is as frequent as it should be."""
-    kept = Dropout(p, torch.tensor([7, 8]), 4).kept(range(2), range(4), range(512), range(512))
+    kept = Dropout(p, torch.tensor([7, 8]), 4).keep_mask(range(2), range(4), range(512), range(512))
     # (..., 32 rows, 16 of them, pair of keys): rows 16 apart, keys side by side.
     above, below = kept.unflatten(2, (-1, 2, 16)).unbind(3)
-    ways = sum(
-        x[..., key::2].long() << bit
-        for bit, (x, key) in enumerate(itertools.product((above, below), range(2)))
-    )
+    ways = sum(x[..., key::2].long() << bit for bit, (x, key) in enumerate(itertools.product((above, below), range(2))))
     assert isinstance(ways, Tensor)
     found = torch.bincount(ways.flatten(), minlength=16)
     for way, count in enumerate(found.tolist()):
@@ -141,7 +138,7 @@ def test_all_scores_of_a_word_together(p: float) -> None:
 
 def test_seed_and_offset_both_matter() -> None:
     masks = [
-        Dropout(0.5, torch.tensor(rng), 1).kept(range(1), range(1), range(64), range(64))
+        Dropout(0.5, torch.tensor(rng), 1).keep_mask(range(1), range(1), range(64), range(64))
         for rng in ([1, 2], [2, 2], [1, 3], [1 + (1 << 32), 2])
     ]
     assert len({bytes(mask.flatten().tolist()) for mask in masks}) == 4
@@ -157,7 +154,7 @@ def test_rng_follows_the_generator() -> None:
     drawn = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        drawn += [draw_rng(torch.device("cpu")), draw_rng(torch.device("cpu"))]
+        drawn += [draw_seed(torch.device("cpu")), draw_seed(torch.device("cpu"))]
     assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
     assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[4])
     assert all(x.dtype == torch.int64 and x.shape == (2,) for x in drawn)

@@ -16,9 +16,10 @@ import cute_flash
 from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources
 from cute_flash.jit.disk import DiskCache
-from cute_flash.planning.plan import CompileKey, Plan, plan
+from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import demo, explain, roofline
 from cute_flash.tools.cli import main
@@ -27,18 +28,18 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machi
 
 
 def fake_resources(spill_bytes: int = 0, serialised: tuple[str, ...] = ()):
-    """Stands for a compilation: what it would find, and the plans it was asked about."""
-    asked: list[Plan] = []
+    """A replacement of `kernel_resources` without a compilation, and the keys that it was called with."""
+    keys: list[CompileKey] = []
 
-    def find(chosen: Plan) -> resources.Resources:
-        asked.append(chosen)
-        is_hopper = chosen.key.kernel == "fwd_sm90"
+    def kernel_resources(key: CompileKey) -> resources.Resources:
+        keys.append(key)
+        is_hopper = key.kernel == "fwd_sm90"
         mix = Counter({"HGMMA": 48, "UTMALDG": 7} if is_hopper else {"HMMA": 320, "MUFU": 64})
-        moved = "setmaxnreg.dec.sync.aligned.u32 24;setmaxnreg.inc.sync.aligned.u32 240;" if is_hopper else ""
-        sizes = (168, 0, spill_bytes, 0, chosen.tile.smem_bytes)
-        return resources.Resources("symbol", chosen.key.target, *sizes, serialised, mix, ptx=moved)
+        ptx = "setmaxnreg.dec.sync.aligned.u32 24;setmaxnreg.inc.sync.aligned.u32 240;" if is_hopper else ""
+        sizes = (168, 0, spill_bytes, 0, key.tile.smem_bytes)
+        return resources.Resources("symbol", key.target, *sizes, serialised, mix, ptx=ptx)
 
-    return find, asked
+    return kernel_resources, keys
 
 
 def exit_status(argv: list[str]) -> object:
@@ -71,12 +72,12 @@ def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture
     assert main(argv.split()) == 0
     (found,) = json.loads(capsys.readouterr().out)
     problem = Problem(2, 16, 4, 4096, 8192, 128, "bfloat16", Band(1000, 0))
-    chosen = plan(problem, arch.SM_80)
-    tile = chosen.tile
+    plan = plan_forward(problem, arch.SM_80)
+    tile = plan.tile
     expected = roofline.roofline(problem, arch.SM_80)
     assert found["problem"]["band"] == {"left": 1000, "right": 0}
     assert (found["arch"], found["kernel"], found["target"]) == ("sm_80", "fwd_sm80", "sm_80")
-    assert found["blocks"] == found["tiles"] == chosen.num_tiles
+    assert found["blocks"] == found["tiles"] == plan.sizes["num_tiles"]
     assert (found["tile"]["tile_m"], found["tile"]["tile_n"]) == (tile.tile_m, tile.tile_n)
     assert found["smem_bytes"] == tile.smem_bytes <= found["smem_limit_bytes"] == arch.SM_80.smem_per_block
     assert found["flops"] == roofline.flops(problem) == expected.flops
@@ -97,8 +98,8 @@ def test_explain_text_holds_plan_and_roofline_of_every_shape(capsys: pytest.Capt
     first, second = capsys.readouterr().out.strip().split("\n\n")
     for text, batch in ((first, 1), (second, 3)):
         problem = Problem(batch, 1, 1, 1024, 1024, 64, "float16", Band(None, 0))
-        chosen, bound = plan(problem, arch.SM_90), roofline.roofline(problem, arch.SM_90)
-        for line in [*chosen.lines(), *bound.lines()]:
+        plan, bound = plan_forward(problem, arch.SM_90), roofline.roofline(problem, arch.SM_90)
+        for line in [*plan.lines(), *bound.lines()]:
             assert line.split(None, 1)[1] in text
         labels = [line[: explain.LABEL_WIDTH].strip() for line in text.splitlines()]
         assert {"re-reads", "rescales", "SRAM"} < set(labels) and "" not in labels
@@ -108,14 +109,15 @@ def test_explain_knows_the_hopper_kernel(capsys: pytest.CaptureFixture) -> None:
     argv = ["explain", "2,16,4096,128", "--causal", "--gpu", "H200"]
     assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    chosen = plan(Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", Band(None, 0)), arch.H200)
+    plan = plan_forward(Problem(2, 16, 16, 4096, 4096, 128, "bfloat16", Band(None, 0)), arch.H200)
+    num_tiles = plan.sizes["num_tiles"]
     assert (found["arch"], found["kernel"], found["target"]) == ("sm_90", "fwd_sm90", "sm_90a")
-    # Persistent: one block an SM for all tiles.
-    assert (found["tiles"], found["blocks"]) == (chosen.num_tiles, 132)
-    assert found["tile"]["tile_m"] == chosen.tile.tile_m and "q_stages" in found["tile"]
+    # Persistent: one CTA per SM for all tiles.
+    assert (found["tiles"], found["blocks"]) == (num_tiles, 132)
+    assert found["tile"]["tile_m"] == plan.tile.tile_m and "q_stages" in found["tile"]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    assert "fwd_sm90" in text and f"132 blocks, {chosen.num_tiles} tiles" in text and str(chosen.tile) in text
+    assert "fwd_sm90" in text and f"132 CTAs, {num_tiles} tiles" in text and str(plan.tile) in text
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H200"])
@@ -186,15 +188,13 @@ def test_inspect_fails_on_spills_and_serialised_wgmma(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    find, asked = fake_resources(spilled, serialised)
-    monkeypatch.setattr(resources, "resources", find)
-    assert (
-        main(["inspect", "--head-dim", "96", "--window", "5", "none", "--arch", "sm_86", "--dtype", "fp16"])
-        == status
-    )
-    static = asked[0].key.static
+    kernel_resources, keys = fake_resources(spilled, serialised)
+    monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
+    argv = ["inspect", "--head-dim", "96", "--window", "5", "none", "--arch", "sm_86", "--dtype", "fp16"]
+    assert main(argv) == status
+    static = keys[0].static
     assert (static.dtype, static.head_dim, static.has_left, static.has_right) == ("float16", 96, True, False)
-    assert asked[0].key.target == "sm_86"
+    assert keys[0].target == "sm_86"
     out = capsys.readouterr().out
     assert "168 a thread" in out and f"{spilled} bytes spilled" in out and "HMMA 320" in out
     assert ("C7510" in out) == bool(serialised)
@@ -203,33 +203,32 @@ def test_inspect_fails_on_spills_and_serialised_wgmma(
 def test_inspect_knows_the_hopper_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    find, asked = fake_resources()
-    monkeypatch.setattr(resources, "resources", find)
+    kernel_resources, keys = fake_resources()
+    monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
     assert main(["inspect", "--head-dim", "128", "--causal", "--arch", "sm_90"]) == 0
     out, error = capsys.readouterr()
-    assert (asked[0].key.kernel, asked[0].key.target) == ("fwd_sm90", "sm_90a")
+    assert (keys[0].kernel, keys[0].target) == ("fwd_sm90", "sm_90a")
     for part in ("fwd_sm90", "(sm_90a)", "168 at launch, then 24 or 240 a thread", "HGMMA 48, UTMALDG 7"):
         assert part in out
-    assert str(asked[0].tile) in out and "HMMA 320" not in out
+    assert str(keys[0].tile) in out and "HMMA 320" not in out
     assert "compiling fwd_sm90 for sm_90a" in error
-    # The Ampere-style kernel is still there, and its code runs on any GPU of the architecture.
-    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm80")
-    assert main(["inspect", "--head-dim", "128", "--arch", "sm_90"]) == 0
-    assert (asked[1].key.kernel, asked[1].key.target) == ("fwd_sm80", "sm_90")
+    # The mma.sync kernel runs on Hopper too.
+    with use_kernels("sm80"):
+        assert main(["inspect", "--head-dim", "128", "--arch", "sm_90"]) == 0
+    assert (keys[1].kernel, keys[1].target) == ("fwd_sm80", "sm_90")
     assert "HMMA 320" in capsys.readouterr().out
 
 
 def test_inspect_finds_the_tile_of_a_length(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    find, asked = fake_resources()
-    monkeypatch.setattr(resources, "resources", find)
-    for keys in ("100", "1000000"):
-        assert main(["inspect", "--head-dim", "256", "--arch", "sm_90", "--seqlen-k", keys]) == 0
+    kernel_resources, keys = fake_resources()
+    monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
+    for seqlen_k in ("100", "1000000"):
+        assert main(["inspect", "--head-dim", "256", "--arch", "sm_90", "--seqlen-k", seqlen_k]) == 0
     assert main(["inspect", "--head-dim", "256", "--arch", "sm_90"]) == 0
-    keys_asked = (100, 1000000, 1000000)
-    expected = [plan(Problem(1, 1, 1, 1000, keys, 256), arch.SM_90).tile for keys in keys_asked]
-    assert [chosen.tile for chosen in asked] == expected
+    problems = [Problem(1, 1, 1, 1000, seqlen_k, 256) for seqlen_k in (100, 1000000, 1000000)]
+    assert [key.tile for key in keys] == [plan_forward(problem, arch.SM_90).tile for problem in problems]
 
 
 @pytest.mark.compiles
@@ -257,9 +256,9 @@ def test_precompile_fills_the_cache_once(fresh_cache: Path, capsys: pytest.Captu
     assert main(argv) == 0
     out, error = capsys.readouterr()
     assert "1 kernel(s) compiled, 0 already there" in out and "[1/1]" in error
-    chosen = plan(Problem(3, 2, 2, 77, 99, 64), arch.SM_80)
+    plan = plan_forward(Problem(3, 2, 2, 77, 99, 64), arch.SM_80)
     # The kernel of every problem of this head dim, dtype and mask.
-    assert [path.stem for path in DiskCache(fresh_cache).entries()] == [compiling.digest(chosen.key)]
+    assert [path.stem for path in DiskCache(fresh_cache).files()] == [compiling.digest(plan.main)]
     assert main(argv) == 0
     assert "0 kernel(s) compiled, 1 already there" in capsys.readouterr().out
     assert main(["cache"]) == 0 and "1 kernel(s)" in capsys.readouterr().out
@@ -272,8 +271,9 @@ def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.Captu
     argv = "precompile --arch sm_86 --head-dims 32 --dtypes bf16,fp16 --masks full --jobs 2".split()
     assert main(argv) == 0
     assert "2 kernel(s) compiled, 0 already there" in capsys.readouterr().out
-    keys = [plan(Problem(1, 1, 1, 5, 5, 32, dtype), arch.SM_86).key for dtype in ("bfloat16", "float16")]
-    assert {path.stem for path in DiskCache(fresh_cache).entries()} == set(map(compiling.digest, keys))
+    problems = [Problem(1, 1, 1, 5, 5, 32, dtype) for dtype in ("bfloat16", "float16")]
+    keys = [plan_forward(problem, arch.SM_86).main for problem in problems]
+    assert {path.stem for path in DiskCache(fresh_cache).files()} == set(map(compiling.digest, keys))
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_90"])
@@ -292,15 +292,17 @@ def test_precompile_leaves_nothing_to_compile(
     target = {"sm_80": "sm_80", "sm_90": "sm_90a"}[name]
     assert f"{len(keys)} kernel(s) compiled" in out and f"{len(keys)} kernel(s) for {target}," in error
     assert len(set(keys)) == len(keys) and {key.target for key in keys} == {target}
-    # Whatever the dtype, mask, lengths and heads: each has its kernel, and there is none besides.
+    # Problems of these head dims, of any dtype, mask, lengths and heads, need exactly these kernels.
     bands = (Band(), Band(None, 0), Band(100, 3))
     lengths = list(itertools.product((1, 100, 5000), (1, 1000, 1024, 1025, 2048, 2049, 1 << 20)))
-    asked = {
-        plan(Problem(1, heads, 1, *length, dim, dtype, band), arch.ARCHS[name], is_packable).key
+    needed = {
+        plan_forward(
+            Problem(1, heads, 1, *length, dim, dtype, band), arch.ARCHS[name], can_pack_gqa=can_pack_gqa
+        ).main
         for dim, dtype, band in itertools.product((64, 128, 256), ("bfloat16", "float16"), bands)
-        for length, heads, is_packable in itertools.product(lengths, (1, 8), (False, True))
+        for length, heads, can_pack_gqa in itertools.product(lengths, (1, 8), (False, True))
     }
-    assert asked == set(keys)
+    assert needed == set(keys)
     assert len(keys) == 18 if name == "sm_80" else len(keys) > 18
 
 
@@ -327,13 +329,13 @@ def test_precompile_into_a_folder_that_is_not_kept_fails(
 
 @needs_no_gpu
 def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    find, asked = fake_resources()
-    monkeypatch.setattr(resources, "resources", find)
+    kernel_resources, keys = fake_resources()
+    monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
     assert main(["demo"]) == 0
     out, error = capsys.readouterr()
     assert out.startswith("CPU path: torch sees no CUDA GPU")
     assert out.endswith("CPU path: the result is right\n")
-    compiled = [(chosen.key.target, chosen.problem.head_dim) for chosen in asked]
+    compiled = [(key.target, key.static.head_dim) for key in keys]
     assert compiled == [("sm_80", 64), ("sm_80", 128), ("sm_90a", 64), ("sm_90a", 128)]
     assert out.count("for sm_80: 168 registers a thread, 0 bytes spilled, 320 HMMA,") == 2
     hopper = "for sm_90a: 168 at launch, then 24 or 240 registers a thread, 0 bytes spilled, 48 HGMMA,"
@@ -345,8 +347,7 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @needs_no_gpu
 def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    find, _ = fake_resources()
-    monkeypatch.setattr(resources, "resources", find)
+    monkeypatch.setattr(resources, "kernel_resources", fake_resources()[0])
     # Every row gets the result of the row before it.
     monkeypatch.setattr(
         demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2)
@@ -356,11 +357,11 @@ def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_nan_or_a_bad_mean_is_wrong() -> None:
-    right = demo.Distance(1e-2, 1e-4)
+    right = demo.Error(1e-2, 1e-4)
     for bad in (
-        demo.Distance(float("nan"), float("nan")),
-        demo.Distance(1e-2, 3e-4),
-        demo.Distance(3e-2, 1e-4),
+        demo.Error(float("nan"), float("nan")),
+        demo.Error(1e-2, 3e-4),
+        demo.Error(3e-2, 1e-4),
     ):
         assert demo.Comparison(right, right, right, right).is_right
         assert not demo.Comparison(bad, right, right, right).is_right

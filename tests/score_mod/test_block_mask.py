@@ -1,4 +1,4 @@
-"""Masks, block maps and their pictures, against definitions pair by pair."""
+"""Masks, block masks and their pictures, against definitions for each (query, key) pair."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import cute_flash
 from cute_flash import BlockMask, masks
 from cute_flash.score_mod import trace
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, _cache, visible_pairs
@@ -88,7 +89,7 @@ def test_masks_that_contradict_themselves() -> None:
             make()
 
 
-# Block maps
+# Block masks
 
 SHAPES = [(12, 12, (4, 4)), (12, 11, (5, 4)), (7, 12, (8, 8)), (12, 5, (3, 2))]
 
@@ -96,10 +97,10 @@ SHAPES = [(12, 12, (4, 4)), (12, 11, (5, 4)), (7, 12, (8, 8)), (12, 5, (3, 2))]
 @pytest.mark.parametrize("name", ["none", "prefixes", "window and global", "and", "not"])
 @pytest.mark.parametrize(("sq", "sk", "tile"), SHAPES)
 @pytest.mark.parametrize("window", [(None, None), (4, 1)])
-def test_block_maps(name: str, sq: int, sk: int, tile: tuple[int, int], window: Any) -> None:
+def test_block_masks(name: str, sq: int, sk: int, tile: tuple[int, int], window: Any) -> None:
     mask = None if name == "none" else MASKS[name][0]
-    block_map = BlockMask.of(mask, (2, 3, sq, sk), tile=tile, window=window)
-    status = block_map.status
+    block_mask = BlockMask.of(mask, (2, 3, sq, sk), tile=tile, window=window)
+    status = block_mask.status
     assert tuple(status.shape) == (1 + (name == "prefixes"), 1, ceil_div(sq, tile[0]), ceil_div(sk, tile[1]))
     for b in range(len(status)):
         pairs = seen(mask, sq, sk, (b, 0), window)
@@ -111,15 +112,15 @@ def test_block_maps(name: str, sq: int, sk: int, tile: tuple[int, int], window: 
             assert status[b, 0, m, n] == expected
     # Both ways, in order.
     for lists, value, by in (
-        (block_map.partial_kv, PARTIAL, status), (block_map.full_kv, FULL, status),
-        (block_map.partial_q, PARTIAL, status.mT), (block_map.full_q, FULL, status.mT),
+        (block_mask.partial_kv, PARTIAL, status), (block_mask.full_kv, FULL, status),
+        (block_mask.partial_q, PARTIAL, status.mT), (block_mask.full_q, FULL, status.mT),
     ):  # fmt: skip
         assert lists.num_blocks.dtype == lists.indices.dtype == torch.int32 and lists.indices.is_contiguous()
         for place in product(*map(range, by.shape[:3])):
             expected = (by[place] == value).nonzero().flatten().tolist()
             assert lists.indices[place][: lists.num_blocks[place]].tolist() == expected
     visited = int((status != EMPTY).sum())
-    assert block_map.density == pytest.approx(visited / status.numel())
+    assert block_mask.density == pytest.approx(visited / status.numel())
 
 
 def test_a_band_alone_is_what_kernels_visit() -> None:
@@ -134,7 +135,7 @@ def test_a_band_alone_is_what_kernels_visit() -> None:
                 assert (found == FULL) == (blocks.full_begin <= n < blocks.full_end)
 
 
-def test_maps_are_kept_while_they_hold() -> None:
+def test_block_masks_are_cached_until_a_capture_changes() -> None:
     ids = IDS.clone()
     shape, mask = (1, 1, 12, 12), masks.document(ids)
     first = BlockMask.of(mask, shape, tile=(4, 4))
@@ -157,14 +158,18 @@ def test_many_queries_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(BlockMask.of(masks.dilated(5, 3), (1, 1, 50, 40), tile=(8, 8)).status, whole)
 
 
+def test_the_former_name() -> None:
+    assert cute_flash.BlockMap is BlockMask
+
+
 def test_a_status_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="status has shape"):
         BlockMask.of_status(torch.zeros(1, 1, 2, 2), 4, 4, 12, 12)
     with pytest.raises(ValueError, match="the last block of keys is not whole"):
         BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 12, 11)
-    block_map = BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 11, 12)
-    again = BlockMask.of_tensors(list(block_map.tensors), list(block_map.sizes))
-    assert torch.equal(again.status, block_map.status) and again.sizes == block_map.sizes
+    block_mask = BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 11, 12)
+    again = BlockMask.of_tensors(list(block_mask.tensors), list(block_mask.sizes))
+    assert torch.equal(again.status, block_mask.status) and again.sizes == block_mask.sizes
 
 
 # Pictures

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_flash import attention_probs, attn, merge
-from cute_flash.reference import merge as partial
+from cute_flash.reference import merge as merge_module
 from tests.combinations import normal
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -82,8 +82,8 @@ def test_other_layouts() -> None:
     out, lse = merge(outs, lses)
     other, other_lse = merge([x.transpose(1, 2) for x in outs], lses, layout="bshd")
     torch.testing.assert_close((other.transpose(1, 2), other_lse), (out, lse))
-    packed = [x[0].transpose(0, 1) for x in outs], [x[0] for x in lses]
-    other, other_lse = merge(*packed, layout="thd")
+    varlen = [x[0].transpose(0, 1) for x in outs], [x[0] for x in lses]
+    other, other_lse = merge(*varlen, layout="thd")
     torch.testing.assert_close((other.transpose(0, 1), other_lse), (out[0], lse[0]))
 
 
@@ -112,7 +112,7 @@ def test_refusals_of_merge() -> None:
 def test_weights_times_values_are_attention(
     window: Any, lengths: tuple[int, int], features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partial, "MAX_SCORES", 200)
+    monkeypatch.setattr(merge_module, "MAX_SCORES", 200)
     q, k, v = qkv(*lengths)
     options: dict[str, Any] = {"window": window, "scale": 0.4, **features}
     if "alibi" in features:

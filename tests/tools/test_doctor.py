@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_flash.errors import UnsupportedError
 from cute_flash.jit import compile as compiling
 from cute_flash.spec import arch
-from cute_flash.spec.problem import UnsupportedError
 from cute_flash.tools import doctor
 from cute_flash.tools.cli import main
 
@@ -63,9 +63,9 @@ def test_doctor_finds_old_and_missing_packages(fresh_cache: Path, monkeypatch: p
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, known(name)))
     found = checks_by_name()
     assert found["nvidia-cutlass-dsl"].status == found["nvtx"].status == doctor.BROKEN
-    assert "4.9.0, tested are" in found["nvidia-cutlass-dsl"].found
+    assert "4.9.0, tested are" in found["nvidia-cutlass-dsl"].detail
     assert "pip install 'nvidia-cutlass-dsl" in found["nvidia-cutlass-dsl"].remedy
-    assert found["nvtx"].found == "not installed"
+    assert found["nvtx"].detail == "not installed"
     # The compiled parts of another version beside it.
     assert found["DSL flavours"].status == doctor.BROKEN
 
@@ -73,7 +73,7 @@ def test_doctor_finds_old_and_missing_packages(fresh_cache: Path, monkeypatch: p
 def test_doctor_finds_packages_that_do_not_import(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor.MODULES, "cuda-bindings", "cuda_bindings_that_is_not_there")
     check = checks_by_name()["cuda-bindings"]
-    assert check.status == doctor.BROKEN and "ModuleNotFoundError" in check.found
+    assert check.status == doctor.BROKEN and "ModuleNotFoundError" in check.detail
     assert "--force-reinstall" in check.remedy
 
 
@@ -108,7 +108,7 @@ def test_doctor_finds_a_torch_that_does_not_fit_the_machine(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     (check,) = doctor._gpus()
     assert check.status == status and check.remedy
-    assert ("CPU build" in check.found) == (visible == 2 and cuda is None)
+    assert ("CPU build" in check.detail) == (visible == 2 and cuda is None)
 
 
 def test_doctor_tells_supported_gpus_from_others(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_doctor_reads_the_environment(fresh_cache: Path, monkeypatch: pytest.Mon
     for name, value in {"ARCH": "sm_12", "KERNELS": "sm80", "CACHE": "/tmp"}.items():
         monkeypatch.setenv(f"CUTE_FLASH_{name}", value)
     found = checks_by_name()
-    assert found["CUTE_FLASH_ARCH"].status == doctor.BROKEN and "sm_80" in found["CUTE_FLASH_ARCH"].found
+    assert found["CUTE_FLASH_ARCH"].status == doctor.BROKEN and "sm_80" in found["CUTE_FLASH_ARCH"].detail
     assert found["CUTE_FLASH_KERNELS"].status == doctor.OK
     assert found["CUTE_FLASH_CACHE"].status == doctor.NOTE
     assert "CUTE_FLASH_CACHE_DIR" in found["CUTE_FLASH_CACHE"].remedy

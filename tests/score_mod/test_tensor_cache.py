@@ -1,24 +1,24 @@
-"""What is kept of tensors: found by them alone, never stale, and not for long."""
+"""Values cached by tensors: found by identity, never stale, and freed with the tensors."""
 
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cute_flash import BlockMask, custom_cuda, masks
-from cute_flash.custom import custom_of
+from cute_flash import BlockMask, masks
+from cute_flash.runtime import block_masks
 from cute_flash.score_mod import block_mask, block_sparse
-from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.tensor_cache import TensorCache, versions
-from cute_flash.spec.problem import Features, Problem
+from cute_flash.spec.args import AttentionArgs
 
-PROBLEM = Problem(2, 4, 2, 300, 400, 64, features=Features(block_map=True))
+PROBLEM: Any = SimpleNamespace(batch=2, heads=4, heads_kv=2)
 
 
-def test_found_by_the_very_tensors_and_the_rest() -> None:
+def test_found_by_tensors_and_key() -> None:
     cache: TensorCache[str] = TensorCache(4)
     x, y = torch.ones(2), torch.ones(2)
     assert cache.get([x, y], "a") is None
@@ -29,7 +29,7 @@ def test_found_by_the_very_tensors_and_the_rest() -> None:
     assert TensorCache[int](3).put([], "nothing", 7) == 7
 
 
-def test_the_oldest_go_first() -> None:
+def test_the_oldest_values_are_dropped_first() -> None:
     cache: TensorCache[int] = TensorCache(3)
     x = torch.ones(1)
     for i in range(10):
@@ -39,7 +39,7 @@ def test_the_oldest_go_first() -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_value_goes_with_any_of_its_tensors(gone: int) -> None:
+def test_a_value_is_dropped_with_any_of_its_tensors(gone: int) -> None:
     cache: TensorCache[int] = TensorCache(3)
     tensors = [torch.ones(1), torch.ones(1)]
     cache.put(tensors, None, 1)
@@ -49,11 +49,11 @@ def test_a_value_goes_with_any_of_its_tensors(gone: int) -> None:
     assert len(cache) == 1 and cache.get(tensors, None) == 2
 
 
-def test_an_id_of_another_tensor_is_not_believed() -> None:
+def test_a_reused_id_is_detected() -> None:
     cache: TensorCache[int] = TensorCache(3)
     x, other = torch.ones(1), torch.ones(1)
     cache.put([other], None, 1)
-    # As if `other` had gone unnoticed, and x had its id.
+    # As if `other` had been freed unnoticed, and x had its id.
     cache._known[(id(x), None)] = cache._known[(id(other), None)]
     assert cache.get([x], None) is None
 
@@ -68,28 +68,27 @@ def test_versions() -> None:
     assert versions([]) == ()
 
 
-def made_map() -> BlockMask:
+def made_mask() -> BlockMask:
     status = torch.randint(0, 3, (1, 4, 3, 4), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     status[..., -1].clamp_(max=1)
     return BlockMask.of_status(status, 128, 128, 300, 400)
 
 
-def lists_of(made: BlockMask) -> Any:
-    asked = custom_of(None, BoundMods.of(None, None, None), made)
-    return custom_cuda.given(asked, PROBLEM).lists
+def forward_block_indices(made: BlockMask) -> Any:
+    args = AttentionArgs(1.0, block_mask=made.tensors, block_mask_sizes=made.sizes)
+    return block_masks.forward_block_indices(args, PROBLEM)
 
 
 def query_block_indices(made: BlockMask) -> Any:
-    heads = {"batch": PROBLEM.batch, "heads": PROBLEM.heads, "heads_kv": PROBLEM.heads_kv}
-    return block_sparse.query_block_indices(list(made.tensors), list(made.sizes), **heads, tile=(64, 128))
+    return block_sparse.query_block_indices(made.tensors, made.sizes, **vars(PROBLEM), tile=(64, 128))
 
 
 @pytest.mark.parametrize(
-    ("make", "known"), [(lists_of, custom_cuda._known), (query_block_indices, block_sparse._cache)]
+    ("make", "known"), [(forward_block_indices, block_masks._forward_lists), (query_block_indices, block_sparse._cache)]
 )
-def test_lists_live_as_long_as_their_map(make: Any, known: TensorCache) -> None:
+def test_indices_live_as_long_as_their_block_mask(make: Any, known: TensorCache) -> None:
     known.clear()
-    one, other = made_map(), made_map()
+    one, other = made_mask(), made_mask()
     assert make(one) is make(one) and make(other) is not make(one)
     assert len(known) == 2
     del one
@@ -98,10 +97,10 @@ def test_lists_live_as_long_as_their_map(make: Any, known: TensorCache) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_entries_follow_what_is_written_into_a_map(part: int) -> None:
-    one = made_map()
+def test_query_block_indices_follow_writes_to_a_block_mask(part: int) -> None:
+    one = made_mask()
     before = query_block_indices(one)
-    other = made_map()
+    other = made_mask()
     numbers = (one.tensors[part], other.tensors[part])
     for x in numbers:
         # Fewer blocks, or others.
@@ -111,30 +110,30 @@ def test_entries_follow_what_is_written_into_a_map(part: int) -> None:
     assert all(map(torch.equal, after, query_block_indices(other)))
 
 
-def test_lists_of_the_forward_show_what_is_written_into_a_map() -> None:
-    one = made_map()
-    lists = lists_of(one)
+def test_forward_block_indices_show_writes_to_a_block_mask() -> None:
+    one = made_mask()
+    lists = forward_block_indices(one)
     one.full_kv.num_blocks.fill_(1)
-    assert lists_of(one) is lists and (lists[0] == 1).all()
-    # Those that had to be copied are made anew.
+    assert forward_block_indices(one) is lists and (lists[0] == 1).all()
+    # Copies are not cached.
     turned = [x.mT.contiguous().mT if x.dim() == 4 else x for x in one.tensors]
-    copied = BlockMask.of_tensors(turned, list(one.sizes))
-    found = lists_of(copied)
+    copied = BlockMask.of_tensors(turned, one.sizes)
+    found = forward_block_indices(copied)
     copied.full_kv.indices.fill_(2)
-    assert not (found[1] == 2).all() and (lists_of(copied)[1] == 2).all()
+    assert not (found[1] == 2).all() and (forward_block_indices(copied)[1] == 2).all()
 
 
-def test_maps_made_for_inference_are_not_taken_for_others() -> None:
-    """They do not count what is written into them: entries are made at each call, lists are views anyway."""
+def test_inference_block_masks_are_not_cached() -> None:
+    """Inference tensors count no writes: query block indices are made at each call, the others are views."""
     with torch.inference_mode():
-        made = made_map()
+        made = made_mask()
         first = query_block_indices(made)
         made.partial_kv.num_blocks.zero_()
         assert not torch.equal(query_block_indices(made)[0], first[0])
-        assert lists_of(made) is lists_of(made)
+        assert forward_block_indices(made) is forward_block_indices(made)
 
 
-def test_a_map_goes_with_what_its_mask_captured() -> None:
+def test_a_block_mask_is_freed_with_the_captures_of_its_mask() -> None:
     block_mask._cache.clear()
     ids = torch.arange(12) // 5
     made = BlockMask.of(masks.document(ids), (1, 1, 12, 12), tile=(4, 4))

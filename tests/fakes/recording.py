@@ -1,0 +1,64 @@
+"""A `Gpu` that collects what would be compiled: the launches do nothing, and tensors may be on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.planning.plan import CompileKey
+from cute_flash.runtime import launcher
+from cute_flash.runtime.gpu import Gpu, use_gpu
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.shapes import outputs
+
+# The address of a tile counter, which only a GPU would read.
+COUNTER = 1 << 40
+
+
+class RecordingGpu(Gpu):
+    current_device = staticmethod(lambda: None)  # the index of the CPU
+
+    def __init__(self, spec: ArchSpec) -> None:
+        self.spec = spec
+        self.keys: list[CompileKey] = []  # in the order in which launches were bound
+
+    def arch(self, index: int | None) -> ArchSpec:
+        return self.spec
+
+    def kernel(self, key: CompileKey) -> Callable[..., None]:
+        self.keys.append(key)
+        return lambda *arguments: None
+
+    def tile_counter(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1, dtype=torch.int32), COUNTER
+
+    def on_device(self, index: int, launch: Callable[..., Any], *arguments: Any) -> Any:
+        raise AssertionError("tensors on another device")
+
+
+def forward_keys(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, arch: ArchSpec) -> list[CompileKey]:
+    """The kernels that a forward call launches."""
+    gpu = RecordingGpu(arch)
+    with use_gpu(gpu):
+        launcher.forward(q, k, v, args)
+    return gpu.keys
+
+
+def backward_keys(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, arch: ArchSpec, has_dlse: bool = False
+) -> list[CompileKey]:
+    """The kernels that the gradients of a call launch."""
+    out, lse, _max_logit = outputs(q, v, args)
+    gpu = RecordingGpu(arch)
+    with use_gpu(gpu):
+        launcher.backward(out, lse if has_dlse else None, q, k, v, out, lse, args)
+    return gpu.keys
+
+
+def main_key(keys: list[CompileKey]) -> CompileKey:
+    """The kernel that computes attention, or its gradients."""
+    return next(key for key in keys if key.kernel.startswith(("fwd_sm", "bwd_sm")))

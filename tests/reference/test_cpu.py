@@ -1,0 +1,186 @@
+"""The CPU path of plain attention against the oracle and finite differences; strides and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_flash import reference
+from cute_flash.reference import plain_args, tiled
+from cute_flash.spec.band import Band
+from tests.arguments import attention
+from tests.cases import CAUSAL, FULL, SMALL, Case, assert_error_within, assert_is_attention, make_inputs
+from tests.reference.memory import Memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_forward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small chunks, so that small shapes have several of them.
+    monkeypatch.setattr(tiled, "MAX_ROWS", 32)
+    monkeypatch.setattr(tiled, "MAX_KEYS", 16)
+    q, k, v = make_inputs(case, dtype)
+    out, lse, _ = reference.forward(q, k, v, plain_args(q, case.band))
+    assert (out.dtype, lse.dtype) == (dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    assert out.is_contiguous()
+    assert_is_attention(out, lse, q, k, v, case.band)
+
+
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(200, 100)])
+def test_forward_in_fp32_is_within_1e_5(band: Band) -> None:
+    q, k, v = make_inputs(Case(1, 2, 1, 700, 1100, 64), torch.float32)
+    oracle_out, oracle_lse = reference.dense(q, k, v, band)
+    out, lse, _ = reference.forward(q, k, v, plain_args(q, band))
+    assert float((out - oracle_out).abs().max() / oracle_out.abs().max()) <= 1e-5
+    assert float((lse - oracle_lse).abs().max() / oracle_lse.abs().max()) <= 1e-5
+
+
+def test_forward_of_large_scores_does_not_overflow() -> None:
+    q, k, v = make_inputs(Case(1, 2, 2, 40, 40, 16, CAUSAL), torch.float32)
+    out, lse, _ = reference.forward(100 * q, 100 * k, v, plain_args(q, CAUSAL))
+    oracle_out, oracle_lse = reference.dense(100 * q, 100 * k, v, CAUSAL)
+    # Scores of 1e5 carry absolute errors of 1e-2, which decide rows whose two best keys are that close.
+    torch.testing.assert_close(out.double(), oracle_out, rtol=0, atol=0.02)
+    torch.testing.assert_close(lse.double(), oracle_lse, rtol=1e-6, atol=0)
+
+
+def test_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "MAX_ROWS", 8)
+    case = Case(2, 4, 2, 21, 30, 8, Band(9, 2))
+    contiguous = make_inputs(case, torch.float64)
+    q = contiguous[0].transpose(1, 2).contiguous().transpose(1, 2)
+    k = contiguous[1].mT.contiguous().mT
+    v = contiguous[2].repeat_interleave(2, dim=2)[:, :, ::2]
+    assert not any(x.is_contiguous() for x in (q, k, v))
+    args = plain_args(q, case.band)
+    out, lse, max_logit = reference.forward(q, k, v, args)
+    assert out.stride() == q.stride() and lse.is_contiguous() and max_logit is None
+    oracle_out, oracle_lse = reference.dense(*contiguous, case.band)
+    torch.testing.assert_close(out, oracle_out, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(lse, oracle_lse, rtol=1e-11, atol=1e-12)
+    dout = make_inputs(case, torch.float64, seed=3)[0].mT.contiguous().mT
+    *found, others = reference.backward(dout, None, q, k, v, out, lse, args)
+    expected = oracle_gradients(dout, *contiguous, case.band)
+    torch.testing.assert_close(found, list(expected), rtol=1e-11, atol=1e-12)
+    assert [x.stride() for x in found] == [torch.empty_like(x).stride() for x in (q, k, v)]
+    assert others == [None, None, None]
+
+
+def largest_within_budget(q: Tensor, k: Tensor, v: Tensor, band: Band, budget: int) -> int:
+    """Check the temporaries of forward and backward; the bytes of the largest tensor of either."""
+    args = plain_args(q, band)
+    with Memory() as forward:
+        out, lse, _ = reference.forward(q, k, v, args)
+    assert forward.peak <= out.nbytes + lse.nbytes + budget
+    with Memory() as backward:
+        *gradients, _ = reference.backward(out, None, q, k, v, out, lse, args)
+    # The gradients, and dk and dv once more to accumulate them.
+    linear = sum(x.nbytes for x in gradients) + k.nbytes + v.nbytes
+    assert backward.peak <= linear + budget
+    return max(forward.largest, backward.largest)
+
+
+@pytest.mark.parametrize("budget", [4 << 20, 64 << 20])
+@pytest.mark.parametrize("heads_kv", [8, 1])
+def test_memory_is_bounded(budget: int, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "MAX_TEMPORARY_BYTES", budget)
+    seqlen = 2048
+    case = Case(1, 8, heads_kv, seqlen, seqlen, 8, Band(600, 0))
+    q, k, v = make_inputs(case, torch.float32)
+    # No tensor as large as the scores of even one of the eight heads.
+    assert largest_within_budget(q, k, v, case.band, budget) < seqlen * seqlen * 4
+
+
+@pytest.mark.parametrize(
+    "case",
+    # Many batches, many heads, many heads on one key head, wide heads: each alone could exceed the budget.
+    [
+        Case(64, 4, 4, 40, 40, 8),
+        Case(1, 96, 96, 40, 40, 8),
+        Case(1, 96, 1, 40, 40, 8),
+        Case(2, 8, 2, 40, 40, 96),
+    ],
+    ids=lambda case: case.id,
+)
+def test_memory_is_bounded_in_every_direction(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = 256 << 10
+    monkeypatch.setattr(tiled, "MAX_TEMPORARY_BYTES", budget)
+    q, k, v = make_inputs(case, torch.float32)
+    assert largest_within_budget(q, k, v, case.band, budget) <= max(budget, q.nbytes)
+    out, lse, _ = reference.forward(q, k, v, plain_args(q, case.band))
+    assert_is_attention(out, lse, q, k, v, case.band)
+
+
+# The backward pass of the CPU path
+
+
+def oracle_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, band: Band, dlse: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Autograd through the fp64 oracle."""
+    q, k, v = leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = reference.dense(q, k, v, band)
+    loss = (out * dout.double()).sum()
+    if dlse is not None:
+        loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse.double()).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2, 2, 5, 5, 3),
+        Case(2, 2, 1, 4, 7, 3, CAUSAL),
+        Case(1, 2, 2, 7, 4, 3, CAUSAL),
+        Case(1, 4, 2, 5, 6, 2, Band(1, 2)),
+        Case(1, 1, 1, 6, 3, 2, Band(0, 0)),
+        Case(1, 1, 1, 3, 6, 2, Band(2, None)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_gradcheck(case: Case, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "MAX_ROWS", 2)
+    monkeypatch.setattr(tiled, "MAX_KEYS", 3)
+    inputs = [x.requires_grad_() for x in make_inputs(case, torch.float64)]
+
+    def outputs(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = attention(q, k, v, plain_args(q, case.band))
+        # Finite differences of -inf are NaN; a row that is empty stays so, and its LSE is no function of q.
+        return (out, lse[lse != -torch.inf]) if with_lse else out
+
+    assert torch.autograd.gradcheck(outputs, inputs, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_backward(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "MAX_ROWS", 32)
+    monkeypatch.setattr(tiled, "MAX_KEYS", 16)
+    q, k, v = make_inputs(case, dtype)
+    dout, _, _ = make_inputs(case, dtype, seed=1)
+    dlse = make_inputs(case, torch.float32, seed=2)[0][..., 0]
+    out, lse, _ = reference.forward(q, k, v, plain_args(q, case.band))
+    *found, _ = reference.backward(dout, dlse, q, k, v, out, lse, plain_args(q, case.band))
+    expected = oracle_gradients(dout, q, k, v, case.band, dlse)
+    for name, gradient, oracle in zip("qkv", found, expected, strict=True):
+        assert gradient.dtype == dtype
+        # fp32 inside, rounded once at the end, from an `out` rounded once: the oracle rounded to the dtype is
+        # the whole yardstick.
+        assert_error_within(f"d{name}", gradient, oracle, oracle.to(dtype))
+
+
+def test_backward_ignores_what_empty_rows_receive() -> None:
+    q, k, v = make_inputs(Case(1, 2, 1, 9, 4, 8, CAUSAL), torch.float32)
+    args = plain_args(q, CAUSAL)
+    out, lse, _ = reference.forward(q, k, v, args)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    *clean, _ = reference.backward(dout, dlse, q, k, v, out, lse, args)
+    dout[:, :, :5], dlse[:, :, :5] = torch.nan, torch.inf
+    *poisoned, _ = reference.backward(dout, dlse, q, k, v, out, lse, args)
+    for gradient, expected in zip(poisoned, clean, strict=True):
+        assert torch.equal(gradient, expected)
+    assert torch.equal(poisoned[0][:, :, :5], torch.zeros(1, 2, 5, 8))
