@@ -21,7 +21,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
     """
     varlen = args.cu_seqlens_q is not None
     _check_tensors(q, k, v, 3 if varlen else 4)
-    _check_numbers(args)
+    _check_numbers(q, args)
     if varlen:
         batch, seqlen_q, seqlen_k = _check_offsets(q, k, args), q.shape[0], k.shape[0]
     else:
@@ -89,15 +89,17 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device} and q is on {q.device}: they must agree")
 
 
-def _check_numbers(args: AttentionArgs) -> None:
+def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
     check_scale(args.scale)
     if not 0 <= args.softcap < math.inf:
         raise ValueError(f"softcap={args.softcap}: use a positive number, or None for no cap")
     if not 0 <= args.dropout < 1:
         raise ValueError(f"dropout={args.dropout}: use a probability from 0 up to, not including, 1")
     rng = args.rng
-    if rng is not None and (rng.dtype != torch.int64 or rng.shape != (2,)):
-        raise ValueError(f"rng is {rng.dtype} of shape {tuple(rng.shape)}: expected int64, (2)")
+    if rng is not None:
+        if rng.dtype != torch.int64 or rng.shape != (2,):
+            raise ValueError(f"rng is {rng.dtype} of shape {tuple(rng.shape)}: expected int64, (2)")
+        _check_device("rng", rng, q)
 
 
 def check_rng(args: AttentionArgs) -> None:

@@ -8,8 +8,8 @@ import torch
 from cute_flash import api
 from cute_flash.spec.family import FAMILIES
 from tests.combinations import RNG
+from tests.fakes import gpu as fakes
 from tests.gpu import families
-from tests.gpu.poison import poisoned_memory as poisoned_memory
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,6 +28,13 @@ def family(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(reason)
     with families.chosen(request.param):
         yield request.param
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New memory holds NaN, so that what no kernel writes is seen."""
+    with fakes.poisoned_memory():
+        yield
 
 
 @pytest.fixture

@@ -1,0 +1,340 @@
+"""What each kernel computes, in fp32 on CPU tensors, from its named arguments alone.
+
+dQ is accumulated by rows, not in the order of accumulators: only the kernels know that one. Kernels of a varlen
+batch compute each tile from its row of the tile list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.varlen import padded_block
+from cute_flash.reference import tiled
+from cute_flash.reference.grads import FeatureGrads
+from cute_flash.reference.score import Part, ScoreFeatures
+from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockIndices, BlockMask
+from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
+from tests.fakes import varlen_model
+from tests.fakes.checks import dalibi_warps, graphs_of
+from tests.fakes.varlen_model import VarlenTile
+
+LOG2_E = math.log2(math.e)
+
+Arguments = dict[str, Any]
+
+
+def kernel_of(name: str) -> Callable[[CompileKey, Arguments], None]:
+    """The stand-in of a kernel of `planning.registry`."""
+    for prefix, kernel in _KERNELS.items():
+        if name.startswith(prefix):
+            return kernel
+    raise KeyError(name)
+
+
+def args_of(key: CompileKey, a: Arguments, block_mask: BlockMask | None = None) -> AttentionArgs:
+    """The call that the arguments of a main kernel describe."""
+    static, dropout_scale = key.static, a["dropout_scale"]
+    mods = static.mods
+    args = AttentionArgs(
+        scale=a["scale"],
+        window_left=a["window_left"] if static.has_left else None,
+        window_right=a["window_right"] if static.has_right else None,
+        softcap=a["softcap"] or 0.0,
+        alibi=a["alibi_slopes"],
+        sinks=a["sinks"],
+        dropout=0.0 if dropout_scale is None else 1 - 1 / dropout_scale,
+        rng=a["rng"],
+        bias=a["bias"],
+        block_mask=() if block_mask is None else block_mask.tensors,
+        block_mask_sizes=() if block_mask is None else block_mask.sizes,
+    )
+    if mods is None:
+        return args
+    tables = [table for graph in graphs_of(static) for table in graph.captures]
+    return args._replace(
+        score_mod=mods.graphs.text,
+        captures=tuple(_as_captured(x, table) for x, table in zip(a["captures"] or (), tables)),
+        scalars=tuple(a["scalars"] or ()),
+        needs_grad=(False, *(i in mods.captures_needing_grad for i in range(len(tables)))),
+    )
+
+
+def _as_captured(x: Tensor, table: Any) -> Tensor:
+    """As a call has it: bools rather than bytes, and single values."""
+    x = x.view(torch.bool) if table.dtype == "bool" else x
+    return x if table.rank else x[0]
+
+
+# ---- forward
+
+
+def _forward(key: CompileKey, a: Arguments) -> None:
+    if key.static.varlen:
+        _varlen_forward(key, a)
+        return
+    seqlen_q = a["seqlen_q"] or a["q"].shape[2]
+    group = a["q"].shape[2] // seqlen_q
+    assert key.static.pack_gqa == (group > 1 and key.static.is_bounded)
+    q = _unpack_gqa(a["q"], group)
+    shape = torch.Size((*q.shape[:3], a["k"].shape[2]))
+    args = args_of(key, a, _fwd_block_mask(key, a["block_indices"], shape))
+    out, lse = (torch.full_like(_unpack_gqa(x, group), torch.nan) for x in (a["out"], a["lse"]))
+    tiled.forward(q, a["k"], a["v"], args, out, lse, a["max_logit"])
+    for target, values in ((a["out"], out), (a["lse"], lse)):
+        target.unflatten(2, (group, seqlen_q)).copy_(values.unflatten(1, (-1, group)))
+
+
+def _unpack_gqa(x: Tensor, group: int) -> Tensor:
+    """(B, H / group, group S, ...) as (B, H, S, ...)."""
+    return x.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def _fwd_block_mask(key: CompileKey, lists: list[Tensor] | None, shape: torch.Size) -> BlockMask | None:
+    if lists is None:
+        return None
+    tile = key.static.mods.block_mask_tile
+    full, partial = (BlockIndices(*lists[i : i + 2]) for i in (0, 2))
+    # Query blocks of K/V blocks are the backward's.
+    return BlockMask(*tile, *shape[2:], partial, full, partial, full)
+
+
+def _varlen_forward(key: CompileKey, a: Arguments) -> None:
+    args, tile_m = args_of(key, a), key.tile.tile_m
+    for tile in varlen_model.read(a["q_tile_list"]):
+        q, k, v = _sequence(tile, a["q"], a["k"], a["v"])
+        out, lse = q.new_empty(*q.shape[:3], v.shape[3], dtype=a["out"].dtype), torch.empty(q.shape[:3])
+        tiled.forward(q, k, v, args, out, lse, a["max_logit"], tile.sequence)
+        first = tile.block * tile_m
+        rows = _rows_of(tile, tile_m)
+        a["out"][rows] = out[0, :, first : first + tile_m].transpose(0, 1)
+        a["lse"][:, rows] = lse[0, :, first : first + tile_m]
+
+
+def _sequence(tile: VarlenTile, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The (1, H, S, D) tensors of a tile's sequence."""
+    queries = slice(tile.q_begin, tile.q_begin + tile.q_len)
+    keys = slice(tile.k_begin, tile.k_begin + tile.k_len)
+    return [x[span].transpose(0, 1)[None] for x, span in ((q, queries), (k, keys), (v, keys))]
+
+
+def _rows_of(tile: VarlenTile, tile_m: int) -> slice:
+    """The rows of a tile of queries in tensors of tokens."""
+    first = tile.block * tile_m
+    return slice(tile.q_begin + first, tile.q_begin + min(first + tile_m, tile.q_len))
+
+
+# ---- varlen schedulers
+
+
+def _scheduler_fwd(key: CompileKey, a: Arguments) -> None:
+    _write_tile_list(a, of_keys=False)
+
+
+def _scheduler_bwd(key: CompileKey, a: Arguments) -> None:
+    _write_tile_list(a, of_keys=True)
+    # Their workspace has blocks of its own for what comes after the last sequence.
+    _write_tile_list(a, of_keys=False, numbers_rest=True)
+
+
+def _write_tile_list(a: Arguments, of_keys: bool, numbers_rest: bool = False) -> None:
+    offsets, totals = (a["cu_seqlens_q"], a["cu_seqlens_k"], a["seqused_k"]), (a["total_q"], a["total_k"])
+    infos = varlen_model.sequences(*offsets, totals, of_keys, numbers_rest)
+    left, right, tile = a["scheduler_left"], a["scheduler_right"], (a["tile_m"], a["tile_n"])
+    band = Band(right, left) if of_keys else Band(left, right)
+    tiles = varlen_model.tiles(infos, band, tile[::-1] if of_keys else tile, of_keys, a["tile_order"])
+    varlen_model.write(a["kv_tile_list" if of_keys else "q_tile_list"], list(tiles))
+
+
+# ---- backward
+
+
+def _q_tiles(key: CompileKey, a: Arguments) -> Iterator[tuple[slice, slice]]:
+    """For each tile of a varlen batch, its rows among the tokens, and its block of rows in the workspace."""
+    tile_m = key.tile.tile_m
+    for tile in varlen_model.read(a["q_tile_list"]):
+        first = (padded_block(tile.q_begin, tile.sequence, tile_m) + tile.block) * tile_m
+        yield _rows_of(tile, tile_m), slice(first, first + tile_m)
+
+
+def _preprocess(key: CompileKey, a: Arguments) -> None:
+    out, dout, lse, dlse = a["out"], a["dout"], a["lse"], a["dlse"]
+    if not key.static.varlen:
+        _preprocess_rows(a, slice(None), out, dout, lse, dlse)
+        a["dq_accum"].zero_()
+        if a["dq_semaphore"] is not None:
+            a["dq_semaphore"].zero_()
+        return
+    for rows, block in _q_tiles(key, a):
+        parts = (x[rows].transpose(0, 1)[None] for x in (out, dout))
+        statistics = (None if x is None else x[None, :, rows] for x in (lse, dlse))
+        _preprocess_rows(a, block, *parts, *statistics)
+        index = block.start // key.tile.tile_m
+        a["dq_accum"][0, :, index] = 0
+        if a["dq_semaphore"] is not None:
+            a["dq_semaphore"][0, :, index] = 0
+
+
+def _preprocess_rows(a: Arguments, block: slice, out, dout, lse, dlse) -> None:
+    """LSE in units of log2, and Δ, of (B, H, S) rows; those of the block beyond them are padding."""
+    has_keys, num = lse > -torch.inf, lse.shape[2]
+    lse_log2, delta = a["lse_log2"][:, :, block], a["delta"][:, :, block]
+    lse_log2.fill_(torch.inf)
+    lse_log2[:, :, :num] = torch.where(has_keys, lse * LOG2_E, torch.inf)
+    delta.zero_()
+    dots = (out.float() * dout.float()).sum(-1)
+    delta[:, :, :num] = dots if dlse is None else dots - dlse * has_keys
+
+
+def _backward(key: CompileKey, a: Arguments) -> None:
+    if a["dq_semaphore"] is not None:
+        # Blocks of no query are not zeroed in a varlen batch, and not read.
+        assert key.static.varlen or not a["dq_semaphore"].any()
+    if key.static.varlen:
+        _varlen_backward(key, a)
+    else:
+        _dense_backward(key, a)
+    if a["dq_semaphore"] is not None:
+        a["dq_semaphore"].fill_(7)
+
+
+def _dense_backward(key: CompileKey, a: Arguments) -> None:
+    q, k = a["q"], a["k"]
+    (batch, heads, sq, width), sk = q.shape, k.shape[2]
+    block_mask = None
+    if a["block_indices"] is not None:
+        block_mask = _bwd_block_mask(key, *a["block_indices"], torch.Size((batch, heads, sq, sk)))
+    args = args_of(key, a, block_mask)
+    grads = FeatureGrads(captures={i: torch.zeros(args.captures[i].shape) for i in args.captures_needing_grad})
+    if a["dalibi_partial"] is not None:
+        grads.alibi = torch.zeros(batch, heads)
+    if a["dbias"] is not None:
+        grads.bias = torch.zeros(batch, heads, sq, sk)
+    dq, dk, dv = _gradients(
+        args, grads, range(batch), (q, k, a["v"], a["dout_cast"]), a["lse_log2"][:, :, :sq], a["delta"][:, :, :sq],
+        range(sk), sk,
+    )  # fmt: skip
+    _accumulated_rows(key, a)[:, :, :sq, :width] += dq
+    a["dk"].copy_(dk)
+    a["dv"].copy_(dv)
+    if a["dalibi_partial"] is not None:
+        # All of it in one of the parts.
+        a["dalibi_partial"][:, :, -1] = grads.alibi
+    if a["dbias"] is not None:
+        _store_dbias(a["dbias"], grads.bias, key.static.mods.dbias_accumulates)
+    for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
+        into += grad.view_as(into)
+
+
+def _varlen_backward(key: CompileKey, a: Arguments) -> None:
+    args, tile_m, tile_n = args_of(key, a), key.tile.tile_m, key.tile.tile_n
+    dq_rows, dalibi = _accumulated_rows(key, a), a["dalibi_partial"]
+    for tile in varlen_model.read(a["kv_tile_list"]):
+        first = tile.block * tile_n
+        span = range(first, min(first + tile_n, tile.k_len))
+        keys = slice(tile.k_begin + span.start, tile.k_begin + span.stop)
+        queries = slice(tile.q_begin, tile.q_begin + tile.q_len)
+        begin = padded_block(tile.q_begin, tile.sequence, tile_m) * tile_m
+        padded = slice(begin, begin + tile.q_len)
+        inputs = [
+            x[rows].transpose(0, 1)[None]
+            for x, rows in ((a["q"], queries), (a["k"], keys), (a["v"], keys), (a["dout_cast"], queries))
+        ]
+        grads = FeatureGrads()
+        if dalibi is not None:
+            grads.alibi = torch.zeros(tile.sequence + 1, a["q"].shape[1])
+        statistics = a["lse_log2"][:, :, padded], a["delta"][:, :, padded]
+        batch = range(tile.sequence, tile.sequence + 1)
+        dq, dk, dv = _gradients(args, grads, batch, inputs, *statistics, span, tile.k_len)
+        a["dk"][keys] = dk[0].transpose(0, 1).to(a["dk"].dtype)
+        a["dv"][keys] = dv[0].transpose(0, 1).to(a["dv"].dtype)
+        if tile.q_len:
+            dq_rows[:, :, padded, : dq.shape[3]] += dq
+        if dalibi is not None and tile.q_len:
+            # All of it in one of the tile's parts.
+            warps, block = dalibi_warps(key), padded_block(tile.k_begin, tile.sequence, tile_n)
+            part = (block + tile.block) * warps + tile.block % warps
+            assert not dalibi[0, :, part].any(), "two tiles in one place"
+            assert grads.alibi is not None
+            dalibi[0, :, part] = grads.alibi[tile.sequence]
+
+
+def _gradients(
+    args: AttentionArgs, grads: FeatureGrads, batch: range, inputs: Any, lse_log2: Tensor, delta: Tensor, keys: range,
+    seqlen_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ without the scale, dK and dV of all rows and some keys, (B, H, S, D); adds to `grads`."""
+    q, k, v, dout = inputs
+    heads_kv, group, sq = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
+    Q, dO, lse, delta = (x.float().unflatten(1, (-1, group)).flatten(2, 3) for x in (q, dout, lse_log2, delta))
+    K, V = k.float(), v.float()
+    part = Part(batch=batch, heads_kv=range(heads_kv), group=group)
+    features = ScoreFeatures(args, part, (sq, seqlen_k), torch.float32, q.shape[1])
+    block = features.block(range(sq), keys)
+    P = (block.apply(Q @ K.mT * args.scale) - lse[..., None] / LOG2_E).exp()
+    block.apply_mask_(P, 0.0)
+    Z = block.dropout_factors()
+    Z = torch.ones(()) if Z is None else Z
+    dV = (P * Z).mT @ dO
+    dS = block.backward(P * (dO @ V.mT * Z - delta[..., None]), P, grads)
+    dQ = (dS @ K).unflatten(2, (group, -1)).flatten(1, 2)
+    return dQ, dS.mT @ Q * args.scale, dV
+
+
+def _accumulated_rows(key: CompileKey, a: Arguments) -> Tensor:
+    """dq_accum as (B, H, rows, columns of a tile)."""
+    return a["dq_accum"].view(*a["dq_accum"].shape[:2], -1, key.tile.head_dim)
+
+
+def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
+    """Sums over the dimensions in which entries of `dbias` share memory."""
+    shared = [i for i in range(4) if dbias.stride(i) == 0 or dbias.shape[i] == 1]
+    one = dbias[tuple(slice(1) if i in shared else slice(None) for i in range(4))]
+    total = grad.sum(dim=shared, keepdim=True) if shared else grad
+    one.copy_(one + total if accumulates else total)
+
+
+def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, shape: torch.Size) -> BlockMask:
+    """Of tiles of the kernel, from the list of each K/V tile; see `score_mod.block_sparse`."""
+    (batch, heads, sq, sk), tile = shape, (key.tile.tile_m, key.tile.tile_n)
+    m_blocks, group = -(-sq // tile[0]), heads // num.shape[1]
+    status = torch.full((batch, heads, m_blocks, num.shape[2]), EMPTY, dtype=torch.uint8)
+    for b, h, n in torch.cartesian_prod(*map(torch.arange, num.shape)).tolist():
+        listed = indices[b, h, n, : num[b, h, n]].tolist()
+        own_heads = [one >> HEAD_SHIFT for one in listed]
+        assert own_heads == sorted(own_heads) and all(0 <= head < group for head in own_heads)
+        ends = [i for i in range(len(listed)) if own_heads[i] not in own_heads[i + 1 :]]
+        assert [i for i, one in enumerate(listed) if one & IS_LAST] == ends
+        for one, head in zip(listed, own_heads, strict=True):
+            m_block = (one >> M_BLOCK_SHIFT) & ((1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1)
+            assert status[b, h * group + head, m_block, n] == EMPTY, "a block is listed twice"
+            status[b, h * group + head, m_block, n] = PARTIAL if one & IS_PARTIAL else FULL
+    return BlockMask.of_status(status, *tile, sq, sk)
+
+
+def _postprocess(key: CompileKey, a: Arguments) -> None:
+    rows, dq = _accumulated_rows(key, a), a["dq"]
+    if not key.static.varlen:
+        dq.copy_(rows[:, :, : dq.shape[2], : dq.shape[3]] * a["dq_scale"])
+        return
+    for tokens, block in _q_tiles(key, a):
+        num = tokens.stop - tokens.start
+        values = rows[0, :, block.start : block.start + num, : dq.shape[2]] * a["dq_scale"]
+        dq[tokens] = values.transpose(0, 1).to(dq.dtype)
+
+
+_KERNELS = {
+    "fwd_sm": _forward,
+    "bwd_preprocess": _preprocess,
+    "bwd_postprocess": _postprocess,
+    "bwd_sm": _backward,
+    "varlen_scheduler_fwd": _scheduler_fwd,
+    "varlen_scheduler_bwd": _scheduler_bwd,
+}
