@@ -22,10 +22,10 @@ RANKS = (
     "ops", "api", "tools", "integrations",
 )  # fmt: skip
 
-# The DSL takes seconds to import. These rooms are made of it; those import it when they first need it.
+# The DSL takes seconds to import. These folders are written in it; those modules import it when they first need it.
 DSL = ("cutlass", "tvm_ffi", "cuda")
 MADE_OF_DSL = ("cute_flash.device", "cute_flash.kernels")
-DSL_ON_DEMAND = ("cute_flash.jit.compile", "cute_flash.spec.band")
+DSL_ON_DEMAND = ("cute_flash.jit.compile",)
 
 
 def module_name(path: Path) -> str:
