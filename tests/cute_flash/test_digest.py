@@ -86,7 +86,7 @@ def test_digest_changes_with_the_text_of_the_sources(
 
     seen = [digest_now()]
     assert digest_now() == seen[0]
-    kernels = ["kernels/fwd_sm80.py", "kernels/fwd_sm90.py", "kernels/arguments.py"]
+    kernels = ["kernels/sm80/fwd.py", "kernels/sm90/fwd.py", "kernels/common/fakes.py"]
     deciding = [
         *kernels,
         "device/mask.py",
