@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cute_flash import ops
 from cute_flash.errors import UnsupportedError
 from cute_flash.runtime.rng import draw_seed
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
-from cute_flash.spec.family import requested_family
+from cute_flash.spec.family import current_family, requested_family
 from cute_flash.spec.problem import Support, check_window
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("bhsd", "bshd")
 UNBOUNDED = (None, None)
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def attn(
@@ -102,50 +100,64 @@ def attn(
         UnsupportedError: what no kernel serves. Both before any launch; a gradient that no kernel computes is
             refused in `backward()`.
     """
-    left, right = (None, 0 if causal else None) if window == UNBOUNDED else _window(causal, window)
-    if scale is None:
-        scale = _default_scale(q)
-    is_plain = (
-        alibi is sinks is out_dtype is bias is score_mod is mask_mod is None
-        and score_mod_bwd is block_mask is block_map is None
-        and not (softcap or dropout or return_max_logit or batch_invariant)
-    )
-    if is_plain and not _is_compiling():
-        args = _plain_args(scale, left, right, deterministic, requested_family())
+    shape = q.shape
+    args = _args(
+        shape, causal, window, scale, deterministic, softcap, return_max_logit,
+        _is_fp32_output(q, out_dtype), batch_invariant,
+    )  # fmt: skip
+    if alibi is not None or sinks is not None or dropout:
+        args = _with_features(args, q, alibi, sinks, dropout)
+    if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is block_map is None):
+        block_mask = block_map if block_mask is None else block_mask
+        args = _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
+    if layout == "bhsd" and len(shape) == 4:
+        out, lse, max_logit = ops.attention(q, k, v, args)
     else:
-        args = _args(
-            q, scale, left, right,
-            deterministic=deterministic, softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout,
-            return_max_logit=return_max_logit, out_dtype=out_dtype, batch_invariant=batch_invariant, bias=bias,
-            score_mod=score_mod, mask_mod=mask_mod, score_mod_bwd=score_mod_bwd,
-            block_mask=block_map if block_mask is None else block_mask,
-        )  # fmt: skip
-    if layout == "bhsd" and q.dim() == 4:
-        out, lse, max_logit = _attention(q, k, v, args)
-    else:
-        out, lse, max_logit = _attention(*_to_bhsd(q, k, v, layout), args)
+        out, lse, max_logit = ops.attention(*_to_bhsd(q, k, v, layout), args)
         out, lse = _from_bhsd(out, lse, q.dim(), layout)
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
     return (out, lse) if return_lse else out
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Support:
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = UNBOUNDED,
+    scale: float | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    deterministic: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | None = None,
+    return_max_logit: bool = False,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    bias: Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    score_mod_bwd: Callable | None = None,
+    block_mask: BlockMask | None = None,
+    block_map: BlockMask | None = None,
+) -> Support:
     """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
 
     It answers for the forward pass and, with `deterministic`, for the gradients too.
     """
     try:
-        layout = arguments.pop("layout", "bhsd")
-        causal, window = arguments.pop("causal", False), arguments.pop("window", UNBOUNDED)
-        scale = arguments.pop("scale", None)
-        arguments.pop("return_lse", None)
-        block_map = arguments.pop("block_map", None)
-        if block_map is not None:
-            arguments["block_mask"] = block_map
-        scale = _default_scale(q) if scale is None else scale
-        args = _args(q, scale, *_window(causal, window), draws_seed=False, **arguments)
-        problem = describe(*_autocast(*_to_bhsd(q, k, v, layout)), args)
+        args = _args(
+            q.shape, causal, window, scale, deterministic, softcap, return_max_logit,
+            _is_fp32_output(q, out_dtype), batch_invariant,
+        )  # fmt: skip
+        args = _with_features(args, q, alibi, sinks, dropout, draws_seed=False)
+        block_mask = block_map if block_mask is None else block_mask
+        args = _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
+        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
@@ -208,10 +220,8 @@ def attn_varlen(
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give an int32 tensor of B + 1 offsets")
     args = _args(
-        q, _default_scale(q) if scale is None else scale, *_window(causal, window),
-        deterministic=deterministic, softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout,
-        return_max_logit=return_max_logit, out_dtype=out_dtype, batch_invariant=batch_invariant,
-        score_mod=score_mod, mask_mod=mask_mod, score_mod_bwd=score_mod_bwd,
+        q.shape, causal, window, scale, deterministic, softcap, return_max_logit,
+        _is_fp32_output(q, out_dtype), batch_invariant,
     )._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -219,9 +229,13 @@ def attn_varlen(
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
     )  # fmt: skip
-    out, lse, max_logit = _attention(q, k, v, args)
+    if alibi is not None or sinks is not None or dropout:
+        args = _with_features(args, q, alibi, sinks, dropout)
+    if not (score_mod is mask_mod is score_mod_bwd is None):
+        args = _with_mods(args, None, score_mod, mask_mod, score_mod_bwd, None)
+    out, lse, max_logit = ops.attention(q, k, v, args)
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
-    return results if len(results) > 1 else out  # type: ignore[return-value]
+    return results if len(results) > 1 else out
 
 
 def attn_nested(
@@ -276,57 +290,72 @@ def _ragged_dim(x: Any, name: str) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def _plain_args(scale: float, left: int | None, right: int | None, deterministic: bool, kernels: str) -> AttentionArgs:
-    """Of a call without features: built once."""
-    return AttentionArgs(
-        scale=scale, window_left=left, window_right=right, deterministic=deterministic, kernels=kernels
+def _args(
+    shape: tuple[int, ...],
+    causal: bool,
+    window: tuple[int | None, int | None],
+    scale: float | None,
+    deterministic: bool,
+    softcap: float | None,
+    return_max_logit: bool,
+    out_fp32: bool,
+    batch_invariant: bool,
+) -> AttentionArgs:
+    """The arguments that are no tensors, of a q of some shape."""
+    if window is not UNBOUNDED:
+        check_window(window)
+    left, right = window
+    if _is_dynamo_compiling():
+        build, family = _cached_args.__wrapped__, requested_family()
+    else:
+        build, family = _cached_args, current_family()
+    if scale is None:
+        scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
+    return build(
+        scale, left, 0 if causal else right, deterministic, softcap, return_max_logit, out_fp32, batch_invariant, family
     )
 
 
-def _args(
-    q: Tensor,
+@lru_cache(maxsize=1024)
+def _cached_args(
     scale: float,
     left: int | None,
     right: int | None,
-    *,
-    deterministic: bool = False,
-    softcap: float | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float | None = None,
-    return_max_logit: bool = False,
-    out_dtype: torch.dtype | None = None,
-    batch_invariant: bool = False,
-    bias: Tensor | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
-    score_mod_bwd: Callable | None = None,
-    block_mask: BlockMask | None = None,
+    deterministic: bool,
+    softcap: float | None,
+    return_max_logit: bool,
+    out_fp32: bool,
+    batch_invariant: bool,
+    family: str,
+) -> AttentionArgs:
+    return AttentionArgs(
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=softcap or 0.0,
+        return_max_logit=return_max_logit,
+        out_fp32=out_fp32,
+        # Sums over queries are those of the same queries, in the same order.
+        deterministic=deterministic or batch_invariant,
+        batch_invariant=batch_invariant,
+        kernels=family,
+    )
+
+
+def _with_features(
+    args: AttentionArgs,
+    q: Tensor,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    dropout: float | None,
     draws_seed: bool = True,
 ) -> AttentionArgs:
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
-    args = AttentionArgs(
-        scale=scale,
-        window_left=left,
-        window_right=right,
-        softcap=softcap or 0.0,
-        alibi=alibi,
-        sinks=sinks,
-        dropout=dropout or 0.0,
-        rng=draw_seed(q.device) if dropout and draws_seed else None,
-        return_max_logit=return_max_logit,
-        out_fp32=_is_fp32_output(q, out_dtype),
-        # Sums over queries are those of the same queries, in the same order.
-        deterministic=deterministic or batch_invariant,
-        batch_invariant=batch_invariant,
-        kernels=requested_family(),
-    )
-    if bias is score_mod is mask_mod is score_mod_bwd is block_mask is None:
-        return args
-    return _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
+    if not dropout:
+        return args._replace(alibi=alibi, sinks=sinks)
+    return args._replace(alibi=alibi, sinks=sinks, dropout=dropout, rng=draw_seed(q.device) if draws_seed else None)
 
 
 def _with_mods(
@@ -345,16 +374,15 @@ def _with_mods(
     if bias is not None:
         bias = _four_dimensional(bias)
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
-    is_enabled = torch.is_grad_enabled()
-    return args._replace(
-        bias=bias,
-        score_mod=mods.graphs.text,
-        captures=mods.captures,
-        scalars=mods.scalars,
-        needs_grad=tuple([is_enabled and x is not None and x.requires_grad for x in (bias, *mods.captures)]),
-        block_mask=() if block_mask is None else block_mask.tensors,
-        block_mask_sizes=() if block_mask is None else block_mask.sizes,
+    needs_grad: tuple[bool, ...] = ()
+    if torch.is_grad_enabled() and (bias is not None or mods.captures):
+        needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *mods.captures)])
+    args = args._replace(
+        bias=bias, score_mod=mods.graphs.text, captures=mods.captures, scalars=mods.scalars, needs_grad=needs_grad
     )
+    if block_mask is None:
+        return args
+    return args._replace(block_mask=block_mask.tensors, block_mask_sizes=block_mask.sizes)
 
 
 def _four_dimensional(bias: Any) -> Tensor:
@@ -373,42 +401,8 @@ def _is_fp32_output(q: Tensor, out_dtype: torch.dtype | None) -> bool:
     return True
 
 
-def _window(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    """The two bounds, checked. Causal lowers the right one to 0."""
-    check_window(window)
-    left, right = window
-    return left, 0 if causal else right
-
-
-def _default_scale(q: Tensor) -> float:
-    return (q.size(-1) or 1) ** -0.5 if q.dim() else 1.0
-
-
 # ---- tensors
 # ----------------------------------------------------------------------------------------------------------
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> ops.Outputs:
-    if _is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, *args.differentiable)
-    return ops.attention(q, k, v, args)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
-    return casts[0], casts[1], casts[2]
-
-
-def _refuse_tangents(*inputs: Tensor | None) -> None:
-    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
+from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
@@ -31,7 +32,8 @@ _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiling = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
-_is_compiling = torch.compiler.is_compiling
+_autocasting = torch._C._is_any_autocast_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 # Tensors with no dispatch of their own.
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
@@ -69,19 +71,31 @@ _cuda = _Cuda()
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     """out, lse, max_logit; the last is None or empty if the call did not ask for it."""
-    if is_direct(q, k, v, args):
-        if _is_grad_enabled() and _requires_grad(q, k, v, args):
-            # Past `Function.apply`, which looks for functorch transforms: there is none.
-            return _apply(_cuda.forward, args, q, k, v, *args.differentiable)
+    if _is_dynamo_compiling() or not is_direct(q, k, v, args):
+        return _observed_attention(q, k, v, args)
+    if not _is_grad_enabled():
         return _cuda.forward(q, k, v, args)
-    return attention_fwd(q, k, v, *to_schema(args))
+    if args.has_tensors:
+        others = args.differentiable
+        if _requires_grad(q, k, v, *others):
+            return _apply(_cuda.forward, args, q, k, v, *others)
+    elif q.requires_grad or k.requires_grad or v.requires_grad:
+        return _apply(_cuda.forward, args, q, k, v)
+    return _cuda.forward(q, k, v, args)
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    """Whether a call is on CUDA, nothing observes it, and no tensor has a dispatch of its own: then the
+    """Whether a call is on CUDA, nothing observes or changes it, and no tensor has a dispatch of its own: then the
     dispatcher would only call the operator's CUDA kernel.
     """
-    if not q.is_cuda or _is_compiling() or is_observed() or not _is_plain(q, k, v):
+    if (
+        not q.is_cuda
+        or is_observed()
+        or type(q) not in _PLAIN_TYPES
+        or type(k) not in _PLAIN_TYPES
+        or type(v) not in _PLAIN_TYPES
+    ):
+        # A lazily negated q, k or v is an imaginary part; its elements lie two apart, so the launch copies it.
         return False
     return not args.has_tensors or _is_plain(
         *args.differentiable, args.rng, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, *args.block_mask
@@ -89,9 +103,17 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
 
 
 def is_observed() -> bool:
-    """Whether something would see the operator: a mode, a transform, a profiler, torch.jit.trace."""
+    """Whether something sees or changes operators: a mode, a transform, autocast, forward-mode differentiation, a
+    profiler, torch.jit.trace.
+    """
     return bool(
-        _dispatch_modes() or _function_modes() or _transform() is not None or _profiling() or _tracing() is not None
+        _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _autocasting()
+        or _profiling()
+        or forward_ad._current_level >= 0
+        or _tracing() is not None
     )
 
 
@@ -102,10 +124,32 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _requires_grad(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return True
-    return args.has_tensors and any(x is not None and x.requires_grad for x in args.differentiable)
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
+    """Through the dispatcher. Operators see neither autocast nor forward-mode tangents."""
+    if _autocasting():
+        q, k, v = autocast(q, k, v)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, *args.differentiable)
+    return attention_fwd(q, k, v, *to_schema(args))
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast, if it is enabled for the device."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+    return casts[0], casts[1], casts[2]
+
+
+def _refuse_tangents(*inputs: Tensor | None) -> None:
+    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 # ---- autograd
@@ -117,7 +161,7 @@ class Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-        """`others` are `args.differentiable`, for autograd to see them."""
+        """`others`: `args.differentiable`, for autograd to see them; left out if the call has no such tensor."""
         out, lse, max_logit = run(q, k, v, args)
         ctx.set_materialize_grads(False)
         if max_logit is not None:
@@ -125,29 +169,27 @@ class Attention(Function):
         if args.has_tensors:
             saved = [getattr(args, name) for name in SAVED]
             ctx.save_for_backward(q, k, v, out, lse, *others, *saved, *args.block_mask)
-            ctx.num_others = len(others)
             empty: dict[str, Any] = dict.fromkeys((*SAVED, "alibi", "sinks", "bias"))
             args = args._replace(captures=(), block_mask=(), **empty)
         else:
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.num_others = 3
-        ctx.args = args
+        ctx.args, ctx.num_others = args, len(others)
         return out, lse, max_logit
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: Any) -> Any:
-        none = (None,) * ctx.num_others
         if dout is None and dlse is None:
-            return None, None, None, None, None, *none
+            return (None,) * (5 + ctx.num_others)
         q, k, v, out, lse, *saved = ctx.saved_tensors
         args = _with_saved(ctx.args, saved, ctx.num_others) if saved else ctx.args
         if dout is None:
             dout = torch.zeros_like(out)
         dq, dk, dv, grads = gradients(dout, dlse, q, k, v, out, lse, args)
-        return None, None, dq, dk, dv, *grads
+        return None, None, dq, dk, dv, *grads[: ctx.num_others]
 
 
-# Calls past the dispatcher have no functorch transform to look for.
+# Past `Function.apply`, which looks for functorch transforms: a direct call has none, and the dispatcher has dealt
+# with them before it reaches the Autograd key.
 _apply = super(Function, Attention).apply
 
 
@@ -249,9 +291,53 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Any
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
-    if not (_is_grad_enabled() and _requires_grad(q, k, v, args)):
+    if not (_is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)):
         return _below_autograd(q, k, v, args)
-    return Attention.apply(_below_autograd, args, q, k, v, *args.differentiable)
+    if _transform() is None:
+        return _apply(_below_autograd, args, q, k, v, *args.differentiable)
+    # This kernel runs once for each level of functorch's grad: one level of autograd is what is wanted here.
+    from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return _apply(_below_autograd, args, q, k, v, *args.differentiable)
+
+
+# ---- vmap
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _vmap(op: Any, info: Any, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One call per element of the mapped dimension, for any arguments."""
+
+    def element(x: Any, dim: Any, i: int) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [element(y, d, i) for y, d in zip(x, dim or [None] * len(x))]
+        return x if dim is None else x.select(dim, i)
+
+    calls = [op(*(element(x, dim, i) for x, dim in zip(values, in_dims, strict=True))) for i in range(info.batch_size)]
+    stacked = [
+        [torch.stack(y) for y in zip(*x)] if isinstance(x[0], (list, tuple)) else torch.stack(x) for x in zip(*calls)
+    ]
+    return tuple(stacked), tuple([0] * len(x) if isinstance(x, list) else 0 for x in stacked)
+
+
+def _fwd_vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
+    args, dims = from_schema(values), in_dims[:3]
+    if q.dim() - (dims[0] is not None) != 4 or args.has_tensors or args.return_max_logit:
+        return _vmap(attention_fwd, info, in_dims, (q, k, v, *values))
+    # A plain dense call: the mapped dimension becomes part of the batch.
+    Q, K, V = (_front(x, dim, info.batch_size).flatten(0, 1) for x, dim in zip((q, k, v), dims))
+    out, lse, max_logit = attention_fwd(Q, K, V, *values)
+    out, lse = (x.unflatten(0, (info.batch_size, -1)) for x in (out, lse))
+    return (out, lse, max_logit.expand(info.batch_size, 0)), (0, 0, 0)
+
+
+def _front(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _bwd_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+    return _vmap(attention_bwd, info, in_dims, values)
 
 
 LIBRARY.impl("attention_fwd", _fwd_cpu, "CPU")
@@ -261,6 +347,8 @@ LIBRARY.impl("attention_bwd", _bwd_cpu, "CPU")
 LIBRARY.impl("attention_bwd", _bwd_cuda, "CUDA")
 torch.library.register_fake("cute_flash::attention_fwd", _fwd_fake, lib=LIBRARY)
 torch.library.register_fake("cute_flash::attention_bwd", _bwd_fake, lib=LIBRARY)
+torch.library.register_vmap("cute_flash::attention_fwd", _fwd_vmap, lib=LIBRARY)
+torch.library.register_vmap("cute_flash::attention_bwd", _bwd_vmap, lib=LIBRARY)
 
 
 # ---- operators of version 0.1, for one minor version
@@ -279,14 +367,17 @@ LIBRARY.define(
 
 
 def _old_fwd(q, k, v, scale, window_left, window_right, deterministic=False) -> Any:
-    args = AttentionArgs(scale, window_left, window_right, deterministic=deterministic)
+    args = AttentionArgs(scale=scale, window_left=window_left, window_right=window_right, deterministic=deterministic)
     return attention_fwd(q, k, v, *to_schema(args))[:2]
 
 
 def _old_bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right, deterministic=False) -> Any:
-    args = AttentionArgs(scale, window_left, window_right, deterministic=deterministic)
+    args = AttentionArgs(scale=scale, window_left=window_left, window_right=window_right, deterministic=deterministic)
     return attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))[:3]
 
 
 LIBRARY.impl("fwd", _old_fwd, "CompositeImplicitAutograd")
 LIBRARY.impl("bwd", _old_bwd, "CompositeImplicitAutograd")
+
+fwd = torch.ops.cute_flash.fwd.default
+bwd = torch.ops.cute_flash.bwd.default

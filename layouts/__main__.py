@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from cute_flash.planning.plan import plan
+from cute_flash.planning.plan import plan_forward
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS, SmemTile
 from cute_flash.spec import arch
 from cute_flash.spec.family import use_kernels
@@ -89,7 +89,7 @@ def _has_colour(choice: str) -> bool:
 def _kernel_tile(args: argparse.Namespace) -> Any:
     """The row of the kernel's table of tiles."""
     with use_kernels(args.kernel.removeprefix("fwd-")):
-        return plan(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch)).tile
+        return plan_forward(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch)).tile
 
 
 def _marked(uses: Sequence[Use], operand: str, instruction: str | None) -> tuple[Phase, ...]:

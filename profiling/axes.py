@@ -26,7 +26,7 @@ class Scale:
 
 
 def nice_top(value: float) -> float:
-    """A round number that is not below `value`, but by a hair."""
+    """A round number that is not below `value`, up to 0.1 %."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value * 0.999)
 
@@ -95,7 +95,7 @@ def legend(canvas: Canvas, at: Point, entries: Sequence[tuple[str, str, str]]) -
 
 @dataclass(frozen=True)
 class Bar:
-    """What was predicted, and what was measured: each a value, and how much of it is a part to be marked."""
+    """A predicted and a measured value, each with a part that is marked."""
 
     predicted: float | None
     measured: float | None
@@ -108,7 +108,7 @@ BAR_HEIGHT, ROW_HEIGHT = 10, 34
 
 
 def bars(canvas: Canvas, at: Point, width: float, title: str, rows: Sequence[Bar], room: float = 112) -> None:
-    """A row for each, predicted above measured, marked parts in red; `room` is for the labels behind."""
+    """One row per bar, predicted above measured, marked parts in red; `room` is the width of the labels."""
     (left, top), known = at, [v for row in rows for v in (row.predicted, row.measured) if v is not None]
     full = width - room
     unit = full / max([*known, 1e-12])
@@ -121,10 +121,10 @@ def bars(canvas: Canvas, at: Point, width: float, title: str, rows: Sequence[Bar
             if value is None:
                 continue
             place = y + line * (BAR_HEIGHT + 1)
-            whole = max(value - part, 0.0) * unit
-            # A hair where there is nothing, so that a zero is seen to be one.
-            canvas.rect(left, place, max(whole, 1.0), BAR_HEIGHT, f"blue {fill}")
+            length = max(value - part, 0.0) * unit
+            # At least one pixel, so that a zero is visible.
+            canvas.rect(left, place, max(length, 1.0), BAR_HEIGHT, f"blue {fill}")
             if part * unit >= 0.5:
-                canvas.rect(left + whole, place, part * unit, BAR_HEIGHT, f"red {fill}")
+                canvas.rect(left + length, place, part * unit, BAR_HEIGHT, f"red {fill}")
             end = max(end, left + value * unit)
         canvas.text(end + 6, y + BAR_HEIGHT + 4, row.label, "ink small")

@@ -1,4 +1,4 @@
-"""`python -m profiling plots`: the figures of the documents, from checked-in files, to the same bytes."""
+"""`python -m profiling plots`: the figures of the documents, from checked-in files, reproducible byte for byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from profiling.record import Run, load
 
 FOLDER = ROOT / "profiling" / "plots"
 DATA = ROOT / "profiling"
-# The runs that are drawn. A newer run is drawn once it is named here.
+# The runs that are plotted. To plot a newer run, name it here.
 FORWARD = "results/h200/2026-11-15-fwd-sm90-paper.json"
 FORWARD_SM80 = "results/h200/2026-11-15-fwd-sm80-paper.json"
 BACKWARD = "results/h200/2026-11-15-bwd-sm90-paper.json"
@@ -75,12 +75,12 @@ FIGURES = {
 
 
 def write(folder: Path = FOLDER) -> dict[str, list[str]]:
-    """Write all that can be drawn; returns what each of the others lacks."""
+    """Write the figures; returns the missing files of those that cannot be drawn."""
     folder.mkdir(parents=True, exist_ok=True)
-    lacking = {}
+    missing = {}
     for name, figure in FIGURES.items():
         if figure.missing:
-            lacking[name] = figure.missing
+            missing[name] = figure.missing
         else:
             (folder / name).write_text(figure.draw(), encoding="utf-8")
-    return lacking
+    return missing

@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_flash.planning.plan import CompileKey
 from profiling.host_cases import MADE_BY_TORCH, Case, Settings, contender
 from profiling.host_report import FLOOR, OURS, Place, Times, case_record, figures_of
 from profiling.terminal import Step
@@ -47,7 +49,7 @@ LIMIT_S = 180.0
 
 
 class Launch(NamedTuple):
-    key: Any  # CompileKey
+    key: CompileKey
     function: Callable[..., None]
     args: tuple[Any, ...]
 
@@ -56,25 +58,25 @@ class Launch(NamedTuple):
 def recorded_launches(is_dry: bool = False) -> Iterator[list[Launch]]:
     """Record every kernel launch of cute_flash inside the block, in order, with its positional arguments.
 
-    With `is_dry` nothing is compiled or launched: the list has the kernels that the calls need.
-
-    `use_gpu` restores the functions that were bound before: timed calls do not run through the recorder.
+    With `is_dry` nothing is compiled or launched: the list has the kernels that the calls need. `use_gpu` restores
+    the functions that were bound before, so that timed calls do not run through the recorder.
     """
-    from cute_flash.runtime.gpu import Gpu, use_gpu
+    from cute_flash.runtime.gpu import current_gpu, use_gpu
 
     launches: list[Launch] = []
+    recorder, kernel_of = copy(current_gpu()), current_gpu().kernel
 
-    class Recorder(Gpu):
-        def kernel(self, key: Any) -> Callable[..., None]:
-            function = (lambda *args: None) if is_dry else super().kernel(key)
+    def kernel(key: CompileKey) -> Callable[..., None]:
+        function = (lambda *args: None) if is_dry else kernel_of(key)
 
-            def launch(*args: Any) -> None:
-                launches.append(Launch(key, function, args))
-                function(*args)
+        def launch(*args: Any) -> None:
+            launches.append(Launch(key, function, args))
+            function(*args)
 
-            return launch
+        return launch
 
-    with use_gpu(Recorder()):
+    recorder.kernel = kernel  # type: ignore[method-assign]
+    with use_gpu(recorder):
         yield launches
 
 
@@ -128,9 +130,9 @@ def _call_once(case: Case, settings: Settings) -> None:
         ours.call()
 
 
-def needed_kernels(settings: Settings) -> list[Any]:
+def needed_kernels(settings: Settings) -> list[CompileKey]:
     """The compile keys of all cases, without compiling. `measure` reports the cases that fail."""
-    timer, keys = EventTimer(), {}
+    timer, keys = EventTimer(), dict[CompileKey, None]()
     for case in settings.chosen():
         note(case.name)
         with recorded_launches(is_dry=True) as launches:

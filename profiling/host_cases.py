@@ -1,4 +1,4 @@
-"""The cases of the host benchmark: what is called, beside what, and which goal its host time has."""
+"""The cases of the host benchmark: the call, the backends to compare with, and the goal of its host time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from profiling.suites import DTYPES, Shape
 from profiling.timing import Contender
 
 SHAPE = Shape(batch=2, heads=8, heads_kv=8, seqlen=512, head_dim=64, causal=False)
-# At most 5 launches a call, and the launch queue holds 1024: the host never waits for a free place.
+# With at most 5 launches a call, a loop never fills the launch queue of 1024.
 CALLS, REPEATS, PROCESSES = 100, 10, 5
-# Change of the ratio to SDPA between two runs that counts as noise.
+# Relative change of the ratio to SDPA between two runs that counts as noise.
 NOISE = 0.05
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -40,7 +40,7 @@ class Goal:
     is_as_base: bool = False  # the ratio to SDPA is no higher than that of an earlier run, but for NOISE
 
     def bounds(self, base_ratio: float | None) -> dict[str, float]:
-        """The bound of each figure of `Figures`; without an earlier run `is_as_base` gives none."""
+        """The bounds by field of `Figures`; without an earlier run `is_as_base` gives none."""
         bounds = {"over_floor_us": self.over_floor_us, "ratio": self.of_sdpa}
         if self.is_as_base and base_ratio is not None:
             bounds["ratio"] = base_ratio * (1 + NOISE)
@@ -123,7 +123,7 @@ class Settings:
 
     @staticmethod
     def of(args: argparse.Namespace) -> Settings:
-        """Of the arguments that `add_arguments` adds."""
+        """The settings of arguments that `add_arguments` added."""
         return Settings(cases=args.cases, processes=args.processes, calls=args.calls, repeats=args.repeats)
 
     def chosen(self) -> list[Case]:
@@ -193,6 +193,6 @@ def contender(case: Case, settings: Settings, backend: SDPBackend | None = None)
         return Contender(partial(forward, *leaves), context)
     with context():
         out = forward(*leaves)
-    # In the memory order of the output, as the next layer's gradient would be.
+    # In the stride order of the output, as the next layer's gradient would be.
     dout = torch.randn_like(out)
     return Contender(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True), context)

@@ -26,7 +26,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Figures:
-    """A case in all processes. The figures are None where what they compare was not measured."""
+    """A case in all processes. A figure is None if one of its sides was not measured."""
 
     process_us: dict[str, tuple[float, ...]]  # by side
 
@@ -44,12 +44,12 @@ class Figures:
 
     @property
     def ratio(self) -> float | None:
-        """To the fastest backend of SDPA."""
+        """The ratio of our host time to that of the fastest backend of SDPA."""
         ours, sdpa = self.us(OURS), self.us(self.fastest_sdpa or "")
         return ours / sdpa if ours and sdpa else None
 
     def meets(self, bounds: Mapping[str, float]) -> bool | None:
-        """Whether all bounds are met, which a figure that is missing does not; None: there is no bound."""
+        """Whether all bounds are met; a missing figure does not meet its bound. None: there is no bound."""
         figures = {name: getattr(self, name) for name in bounds}
         return all(x is not None and x <= bounds[name] for name, x in figures.items()) if bounds else None
 

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made, and the state of the card before and after each cell.
+"""Facts of a measurement: machine, versions, source, and the state of the card before and after each cell.
 
 Everything may be missing (no driver, no git, no DSL): a fact that cannot be read is None, never an error.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# Folders whose source decides what the kernels are.
-MEASURED_SOURCE = ("cute_flash", "layouts")
+# Folders whose source determines the kernels and the calls.
+MEASURED_SOURCE = ("cute_flash",)
 # Environment variables that change which kernels run.
 CHOICES = ("CUTE_FLASH_ARCH", "CUTE_FLASH_KERNELS")
 
@@ -43,7 +43,7 @@ REASONS = {
     0x100: "display_clock_setting",
 }
 
-# A command to its standard output, or None when it fails.
+# Command -> its standard output, or None if it fails.
 Runner = Callable[[Sequence[str]], str | None]
 
 
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def source_digest(root: Path = ROOT) -> str:
-    """Names the measured code where there is no git, or where the tree is dirty."""
+    """Identifies the measured code without git, or in a dirty tree."""
     digest = hashlib.sha256()
     for folder in MEASURED_SOURCE:
         for path in sorted((root / folder).rglob("*.py")):
@@ -100,7 +100,7 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
         "cutlass_dsl": _version("nvidia-cutlass-dsl"),
         "tvm_ffi": _version("apache-tvm-ffi"),
         "flash_attn_4": _version("flash-attn-4"),
-        # A copy of the tree without its history is told by the variable that build systems set.
+        # Build systems set GIT_COMMIT for a copy of the tree without its history.
         "git_commit": run(("git", "rev-parse", "HEAD")) or os.environ.get("GIT_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
         "source_digest": source_digest(),
@@ -109,7 +109,7 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
 
 
 def _selector() -> tuple[str, ...]:
-    """The card that torch uses, where there are several: its index is not nvidia-smi's."""
+    """Selects the card that torch uses if there are several: torch and nvidia-smi number them differently."""
     is_only_one = torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
     if is_only_one or not torch.cuda.is_available():
         return ()
@@ -131,7 +131,7 @@ def _number(text: str) -> float | None:
 
 
 def card_state(run: Runner = run_command) -> dict[str, Any]:
-    """Clocks, power, temperature and what holds the clocks back; empty where nvidia-smi does not answer."""
+    """Clocks, power, temperature and throttle reasons; empty if nvidia-smi fails."""
     for reason_field in REASON_FIELDS:
         query = ",".join((*STATE_FIELDS, reason_field))
         answer = run(("nvidia-smi", *_selector(), f"--query-gpu={query}", "--format=csv,noheader,nounits"))

@@ -1,4 +1,4 @@
-"""What Nsight Compute counted beside what was predicted: bank conflicts by layout, and bytes of HBM.
+"""Counters of Nsight Compute beside their predictions: bank conflicts by layout, and bytes of HBM.
 
 Drawn from the record of `python -m profiling ncu`.
 """
@@ -14,8 +14,8 @@ from profiling.svg import Canvas
 Case = dict[str, Any]
 
 WIDTH, NAMES, HEAD, GAP = 960, 128, 104, 62
-# Title, wavefronts and conflicts under our names of the counters, by instruction where that is counted.
-# The hardware calls no wavefront of a copy a conflict.
+# Title, and our names of the counters of wavefronts and conflicts, by instruction if there are such counters.
+# The hardware counts no wavefront of cp.async as a conflict.
 LOADS = ("ldmatrix conflicts", "sass_ldsm_wavefronts", "sass_ldsm_conflicts")
 STORES = ("store conflicts", "st_wavefronts", "st_conflicts")
 COPIES = ("cp.async wavefronts", "sass_ldgsts_wavefronts", None)
@@ -24,7 +24,7 @@ DIRECTIONS = (("read, MB", "dram_read_bytes"), ("written, MB", "dram_write_bytes
 
 
 def _groups(record: dict[str, Any]) -> dict[str, list[Case]]:
-    """Kernel and shape -> its cases with different layouts, the default first."""
+    """Kernel and shape -> cases with different layouts, the default first."""
     groups: dict[str, list[Case]] = {}
     for case in record["cases"].values():
         if case["kernel"] in COUNTED and case["measured"]:

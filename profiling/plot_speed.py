@@ -28,7 +28,7 @@ MARGIN_RIGHT = 20
 
 
 def _grid(num: int) -> tuple[float, list[float]]:
-    """The width of each of `num` panels beside each other, and where they begin."""
+    """The width of each of `num` panels in a row, and their left edges."""
     width = (WIDTH - LEFT - MARGIN_RIGHT - GAP_X * (num - 1)) / num
     return width, [LEFT + (width + GAP_X) * index for index in range(num)]
 
@@ -84,7 +84,7 @@ def speed(run: Run, title: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Whose points are drawn: our column of a run."""
+    """A series of points: our results of a run."""
 
     label: str
     run: Run
@@ -93,14 +93,14 @@ class Kernel:
 
 
 def _intensity(cell: Cell) -> float:
-    """FLOPs of the visible pairs a byte, every tensor once."""
-    # The papers count as many more for a gradient.
+    """FLOPs of the visible pairs per byte, with every tensor moved once."""
+    # The ratio of a direction's FLOPs to those of the forward.
     factor = cell.flops / cell.shape.flops()
     return factor * flops(cell.shape.problem(cell.dtype)) / cell.working_set_bytes
 
 
 def roofline(kernels: Sequence[Kernel], title: str) -> str:
-    """Our points of each run, filled without a mask and hollow under a causal one; a panel a head dim."""
+    """Our points of each run, filled without a mask and hollow with a causal mask; one panel per head dim."""
     spec = arch.H200
     head_dims = _head_dims([kernel.run for kernel in kernels])
     width, lefts = _grid(len(head_dims))

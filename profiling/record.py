@@ -1,4 +1,4 @@
-"""What a benchmark run leaves behind: one JSON file with everything that was measured, per round.
+"""The record of a benchmark run: one JSON file with all results, per round.
 
 Keys are stable and sorted, every field is always there, and a value that does not exist is null: files of
 different days can be compared by text and by program.
@@ -21,7 +21,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Result:
-    """One provider in one cell: its times, or the error that it ended with."""
+    """One provider in one cell: its times, or its error."""
 
     tflops: float | None = None
     ms: float | None = None
@@ -30,7 +30,7 @@ class Result:
     round_ms: tuple[float, ...] = ()
     # By distribution of the inputs, such as "normal"; for gradients by their name too, such as "normal dq".
     accuracy: dict[str, Accuracy] = field(default_factory=dict)
-    # The same bits before and after the timed calls; None: not asked, for gradients may add in any order.
+    # The same bits before and after the timed calls; None for gradients, which may be summed in any order.
     is_repeatable: bool | None = None
     error: str | None = None
 
@@ -91,7 +91,7 @@ class Cell:
         return values[0] / values[1]
 
     def worst_error_ratio(self, name: str, other: str, distribution: str = "normal") -> float | None:
-        """Of the output, or of the gradient where it is largest; None if one of them has none."""
+        """The relative error of the output, or the largest of the gradients; None if one is missing."""
         labels = [label for label in self.yardstick if label.partition(" ")[0] == distribution]
         ratios = [self.error_ratio(name, other, label) for label in labels]
         known = [ratio for ratio in ratios if ratio is not None]
@@ -166,7 +166,7 @@ def to_dict(run: Run) -> dict[str, Any]:
 
 
 def write_json(data: Any, path: Path) -> None:
-    """Atomically: a run that is killed while writing leaves the previous state."""
+    """Write a file atomically: a run that is killed while writing leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""A run as tables: one per head dim and mask, then each peer as a whole, then everything that went wrong."""
+"""Tables of a run: one per head dim and mask, a summary of each peer, and the failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profiling.compare import Change
 from profiling.record import Cell, Result, Run
 from profiling.terminal import Table
 
-# A cell whose rounds differ by more than this is marked: its last digits mean little.
+# A larger spread of the rounds is marked.
 NOISY_SPREAD = 0.05
 LEGEND = (
     "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
@@ -88,7 +88,7 @@ def _directions(run: Run) -> str:
 
 
 def summary_table(run: Run) -> Table:
-    """Every provider over all cells; how ours stands to each, and to the best peer of each cell."""
+    """Every provider over all cells: our speed over each, and over the best peer of each cell."""
     ceiling = run.ceiling.tflops if run.ceiling else None
     columns = ["provider", "geomean TFLOP/s", "best TFLOP/s", "best % of matmul"]
     if run.ours:
@@ -135,33 +135,33 @@ def accuracy_table(run: Run) -> Table | None:
 
 
 def failures(run: Run) -> list[str]:
-    """What makes a run fail: ours missing, failed, wrong or racing in a cell, or a run that did not end."""
+    """The failures of a run: ours is missing, failed, wrong or not repeatable in a cell, or the run stopped."""
     oracles = [(cell.key, f"no oracle: {cell.oracle_error}") for cell in run.cells if cell.oracle_error]
     stopped = [run.stopped] if run.stopped else []
-    return _absences(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))
+    return _unavailable(run, True) + stopped + _merged(oracles + _complaints(run, run.ours))
 
 
 def notes(run: Run) -> list[str]:
-    """What a reader must know, though it is not ours: absent peers, peers that failed or were wrong."""
-    return _absences(run, False) + _merged(_complaints(run, run.peers))
+    """Notes on peers that are unavailable, failed or were wrong."""
+    return _unavailable(run, False) + _merged(_complaints(run, run.peers))
 
 
-def _absences(run: Run, is_ours: bool) -> list[str]:
-    absent = {n: why for n, why in run.unavailable.items() if n.startswith("cute_flash") == is_ours}
-    return [f"{name} is not available: {why}" for name, why in absent.items()]
+def _unavailable(run: Run, is_ours: bool) -> list[str]:
+    reasons = {n: why for n, why in run.unavailable.items() if n.startswith("cute_flash") == is_ours}
+    return [f"{name} is not available: {why}" for name, why in reasons.items()]
 
 
 def _complaints(run: Run, names: Sequence[str]) -> list[tuple[str, str]]:
-    """(cell, what is wrong with one provider there)."""
-    failures = []
+    """(cell, complaint about a provider in it)."""
+    complaints = []
     for cell in run.cells:
         for name in names:
             result = cell.results[name]
             lines = [f"failed: {result.error}"] if result.error else []
             lines += [_wrong(label, a) for label, a in result.accuracy.items() if a.is_wrong]
             lines += ["gives other bits on the same inputs"] if result.is_repeatable is False else []
-            failures += [(cell.key, f"{name} {line}") for line in lines]
-    return failures
+            complaints += [(cell.key, f"{name} {line}") for line in lines]
+    return complaints
 
 
 def _wrong(label: str, accuracy: Accuracy) -> str:
@@ -174,7 +174,7 @@ def _wrong(label: str, accuracy: Accuracy) -> str:
 
 
 def _merged(complaints: Sequence[tuple[str, str]]) -> list[str]:
-    """One line for the same complaint about many cells."""
+    """One line per complaint, with its first cell and the number of the others."""
     cells: dict[str, list[str]] = {}
     for key, line in complaints:
         cells.setdefault(line, []).append(key)

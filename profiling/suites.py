@@ -1,8 +1,8 @@
-"""What is measured: shapes of attention, grouped into suites.
+"""Shapes of the benchmark, grouped into suites.
 
 The `paper` suite is the setting in which FlashAttention-2 and -3 publish their speed: 16,384 tokens in all,
-hidden size 2048, as many key heads as query heads. So all cells read and write the same bytes, and differ in
-how the same tokens are cut into sequences and heads. The `gqa` suites share key heads among query heads.
+hidden size 2048, as many K/V heads as query heads. All cells read and write the same bytes; they differ in the number
+of sequences and heads. In the `gqa` suites query heads share K/V heads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cute_flash.tools import roofline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = ("full", "causal")
-# The directions that can be measured, with their FLOPs relative to the forward pass as the papers count them.
+# FLOPs of each direction relative to the forward pass, as the papers count them.
 FLOPS_FACTOR = {"fwd": 1.0, "bwd": 2.5}
 HBM_BYTES = {"fwd": roofline.hbm_bytes, "bwd": roofline.hbm_bytes_backward}
 
@@ -48,11 +48,11 @@ class Shape:
         return Problem(self.batch, self.heads, self.heads_kv, *lengths, self.head_dim, dtype=name, band=band)
 
     def flops(self, direction: str = "fwd") -> float:
-        """By the papers' convention: all pairs, half of them when causal."""
+        """FLOPs as the papers count them: all pairs, half of them if causal."""
         return roofline.flops_nominal(self.problem("bf16")) * FLOPS_FACTOR[direction]
 
     def hbm_bytes(self, dtype: str, direction: str = "fwd") -> int:
-        """Of the tensors that a call must read or write."""
+        """Bytes of the tensors that a call must read or write."""
         return HBM_BYTES[direction](self.problem(dtype))
 
 
@@ -63,7 +63,7 @@ class Suite:
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     masks: tuple[str, ...] = MASKS
-    group: int = 1  # query heads that share a key head
+    group: int = 1  # query heads that share a K/V head
 
     def narrowed(
         self,
@@ -71,7 +71,7 @@ class Suite:
         head_dims: Iterable[int] | None = None,
         masks: Iterable[str] | None = None,
     ) -> Suite:
-        """The same setting at other lengths, head dims or masks; None keeps the suite's own."""
+        """The suite with other lengths, head dims or masks; None: its own."""
         return replace(
             self,
             lengths=self.lengths if lengths is None else tuple(lengths),
@@ -93,7 +93,7 @@ class Suite:
             raise ValueError(f"mask {mask!r}: choose from {', '.join(MASKS)}")
         if head_dim < 1 or seqlen < 1:
             raise ValueError(f"head dim {head_dim}, length {seqlen}: both must be 1 or more")
-        # Whole heads and sequences: where the division leaves a rest, the cell is a little smaller.
+        # Rounded down to whole heads and sequences.
         heads_kv, batch = max(1, self.hidden // (head_dim * self.group)), max(1, self.tokens // seqlen)
         return Shape(batch, heads_kv * self.group, heads_kv, seqlen, head_dim, mask == "causal")
 
@@ -101,9 +101,9 @@ class Suite:
 SUITES = {
     "paper": Suite(16384, 2048, (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256)),
     "quick": Suite(16384, 2048, (1024, 8192), (64, 128)),
-    # Where launches, and the beginning and end of tiles, are most of the time.
+    # Lengths at which launches, prologues and epilogues take most of the time.
     "short": Suite(16384, 2048, (64, 128, 256, 512, 1024), (64, 128)),
-    # 32 query heads on 8 key heads, and 64 on 8, at D=128.
+    # 32 query heads on 8 K/V heads, and 64 on 8, at D=128.
     "gqa": Suite(16384, 4096, (1024, 4096, 8192), (128,), group=4),
     "gqa8": Suite(16384, 8192, (1024, 4096, 8192), (128,), group=8),
 }

@@ -15,7 +15,7 @@ Point = tuple[float, float]
 SURFACES = {"page": ("#ffffff", "#0d1117"), "panel": ("#f6f8fa", "#161b22")}
 TEXTS = {"ink": ("#1f2328", "#e6edf3"), "dim": ("#59636e", "#9198a1")}
 GRID = ("#d8dee4", "#30363d")
-# Series, told apart in either palette and, by their order of lightness, in grey.
+# Series, distinguishable in both palettes and, by lightness, in grey.
 COLOURS = {
     "blue": ("#0550ae", "#79c0ff"),
     "orange": ("#bc4c00", "#ffa657"),
@@ -31,7 +31,7 @@ MARKER = 3.5
 
 
 def number(value: float) -> str:
-    """A coordinate: a tenth of a pixel is enough, and rounding hides what machines differ in."""
+    """A coordinate, rounded to a tenth of a pixel: machines differ in the last digits."""
     text = f"{value:.1f}".removesuffix(".0")
     return "0" if text == "-0" else text
 
@@ -51,7 +51,7 @@ def style() -> str:
         ".faint{fill-opacity:0.35;stroke:none}.bar{stroke:none}"
     )
     light, dark = "".join(_rules(0)), "".join(_rules(1))
-    # After both palettes: what is hollow stays so in either.
+    # After both palettes, so that hollow markers stay hollow in either.
     return f"{light}@media (prefers-color-scheme:dark){{{dark}}}{fixed}"
 
 

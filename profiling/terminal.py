@@ -1,6 +1,6 @@
-"""Tables and progress: with rich where it is installed and the output is a terminal, else plain text.
+"""Tables and progress: with rich if it is installed and the output is a terminal, else plain text.
 
-The plain table is Markdown, so that what a log shows can be pasted into a document.
+The plain table is Markdown, so that it can be copied from a log into a document.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Table:
 def markdown(table: Table) -> str:
     rows = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
-    # The first column names the row; numbers are read from their last digit.
+    # The first column names the row; numbers are aligned to the right.
     lines = [
         "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
         for row in rows
@@ -65,7 +65,7 @@ class Step(Protocol):
 
 @contextmanager
 def progress(total: int, stream: TextIO | None = None) -> Iterator[Step]:
-    """A function to call with a line after each of `total` steps: a bar with rich, else numbered lines."""
+    """Yields a function to call with a line after each of `total` steps: a bar with rich, else numbered lines."""
     stream = stream or sys.stderr
     done = 0
 

@@ -1,3 +1,1 @@
-"""Parts shared by all kernels. Each works on the (m, n) view of an accumulator, on lengths, or on block
-order.
-"""
+"""Parts that kernels share. They work on the (m, n) view of an accumulator, on lengths, or on the order of blocks."""

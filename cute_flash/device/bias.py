@@ -1,7 +1,8 @@
-"""A block of a bias on its way to scores: read by threads at their places, by a warp, or by the copy engine.
+"""A block of a bias in the forward, from global memory to the scores.
 
-In the end a thread has what an accumulator has: of a k-step of 16 keys, pairs of neighbours, in two rows 8
-apart and then in keys 8 apart. Of 64 rows in shared memory that is one ldmatrix.
+Threads load their own elements, a warp loads one row that all queries share, or TMA loads tiles to shared memory. In
+the end a thread holds the elements of its accumulator: in every k-step of 16 keys, pairs of neighbouring keys, in two
+rows 8 apart and at two keys 8 apart. For 64 rows in shared memory that is one ldmatrix.
 """
 
 from dataclasses import dataclass
@@ -11,20 +12,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.ldmatrix import STEP, swizzled
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.ptx import rederived
-from cute_flash.device.stages import allocate_stages
+from cute_flash.device.smem import allocate_stages
 from cute_flash.device.tma import TmaTiles
 from cute_flash.planning.tiles.common import WARP_ROWS
 from cute_flash.smem.tile import SmemTile
 
-VALUES = 8  # of a k-step in a thread
-KEYS_OF_WARP = 64  # in one register of all lanes
+STEP_VALUES = 8  # of a k-step in a thread
+KEYS_PER_WARP_LOAD = 64  # one register of every lane, a pair of keys each
 
 
-def floats_of(pair: cute.Tensor) -> list:
-    """Two neighbours as floats; of bf16, by one instruction each."""
+def pair_to_floats(pair: cute.Tensor) -> list:
+    """Two neighbouring elements as floats; bf16 takes one instruction each."""
     if pair.element_type is not cutlass.BFloat16:
         return [Float32(pair[i]) for i in range(2)]
     word, halves = cute.recast_tensor(pair, Int32)[0], cute.make_rmem_tensor(2, Int32)
@@ -33,8 +34,8 @@ def floats_of(pair: cute.Tensor) -> list:
     return [floats[0], floats[1]]
 
 
-class Bias:
-    """Of a block; of what must be waited for, and given back, a kind says so."""
+class BlockBias:
+    """The bias of a block. Subclasses say where it is, and whether it must be waited for and released."""
 
     def wait(self): ...
 
@@ -44,8 +45,8 @@ class Bias:
         """[row][column] of a k-step, as floats."""
         raise NotImplementedError
 
-    def add(self, acc_S_mn: cute.Tensor):
-        """To natural scores, in place."""
+    def add_to(self, acc_S_mn: cute.Tensor):
+        """Add it to natural scores, in place."""
         rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
         for k in range(columns // 4):
             values = self.step(k)
@@ -55,47 +56,47 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class LoadedBias(Bias):
-    """In registers."""
+class RegisterBias(BlockBias):
+    """In the registers of its thread."""
 
-    found: cute.Tensor  # (2, pairs, rows), or one row for all
+    rBias: cute.Tensor  # (2, pairs, rows), or one row for all
 
-    def add(self, acc_S_mn: cute.Tensor):
-        """Of as many rows as an mma.sync kernel's thread has."""
+    def add_to(self, acc_S_mn: cute.Tensor):
+        """For as many rows as a thread of an mma.sync kernel has."""
         rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
         for r in range(rows):
             for pair in range(columns // 2):
-                values = floats_of(self._pair(pair, r))
+                values = pair_to_floats(self._pair(pair, r))
                 for i in range(2):
                     acc_S_mn[r, 2 * pair + i] = acc_S_mn[r, 2 * pair + i] + values[i]
 
     def step(self, k: int) -> list:
-        pairs = [[floats_of(self._pair(2 * k + i, r)) for i in range(2)] for r in range(2)]
+        pairs = [[pair_to_floats(self._pair(2 * k + i, r)) for i in range(2)] for r in range(2)]
         return [[*first, *second] for first, second in pairs]
 
     def _pair(self, pair: int, r: int) -> cute.Tensor:
-        return self.found[None, pair, r % cute.size(self.found, mode=[2])]
+        return self.rBias[None, pair, r % cute.size(self.rBias, mode=[2])]
 
 
 @dataclass(frozen=True)
-class SharedBias(Bias):
-    """One row for all queries, in registers of a warp: pairs of keys, one a lane, that lanes ask each other
-    for.
-    """
+class WarpBias(BlockBias):
+    """One row for all queries, distributed over a warp: each lane holds pairs of keys, and shuffles exchange them."""
 
-    words: cute.Tensor  # of every 64 keys, this lane's pair
+    words: cute.Tensor  # this lane's pair of every 64 keys
     dtype: cutlass.Constexpr
 
     @staticmethod
-    def load(row: cute.Tensor, first_col: Int32, columns: int, last: Int32 | None) -> "SharedBias":
-        """Keys of a block from a column on, up to the last pair of the row."""
-        words = cute.make_rmem_tensor(-(-columns // KEYS_OF_WARP), Int32)
+    def load(row: cute.Tensor, first_col: Int32, columns: int, last: Int32 | None) -> "WarpBias":
+        """The keys of a block that begins at `first_col`; `last`: the last pair of the row, if the block may end
+        after it.
+        """
+        words = cute.make_rmem_tensor(-(-columns // KEYS_PER_WARP_LOAD), Int32)
         for j in range(cute.size(words)):
-            key = first_col + 2 * cute.arch.lane_idx() + KEYS_OF_WARP * j
+            key = first_col + 2 * cute.arch.lane_idx() + KEYS_PER_WARP_LOAD * j
             key = key if last is None else cutlass.min(key, last)
             pair = (row.iterator + key).align(4)
             words[j] = cute.make_tensor(cute.recast_ptr(pair, dtype=Int32), cute.make_layout(1))[0]
-        return SharedBias(words, row.element_type)
+        return WarpBias(words, row.element_type)
 
     def step(self, k: int) -> list:
         words = cute.make_rmem_tensor(2, Int32)
@@ -104,88 +105,91 @@ class SharedBias(Bias):
             lane = (cute.arch.lane_idx() & 3) + pair % 32
             words[i] = cute.arch.shuffle_sync(self.words[pair // 32], lane)
         pairs = cute.logical_divide(cute.recast_tensor(words, self.dtype), cute.make_layout(2))
-        row = [*floats_of(pairs[None, 0]), *floats_of(pairs[None, 1])]
+        row = [*pair_to_floats(pairs[None, 0]), *pair_to_floats(pairs[None, 1])]
         return [row, row]
 
 
 @dataclass(frozen=True)
-class BiasBlocks:
-    """Of every warpgroup, some blocks that the copy engine fetched. Fills are those of K and V."""
+class BiasPipeline:
+    """Tiles of the bias in shared memory, loaded by TMA, with a pipeline for each consumer warpgroup.
 
-    sB: cute.Tensor  # (64, tile_n, (warpgroup, stage))
-    full: cute.Pointer  # one mbarrier a stage and warpgroup: none waits until others are done
+    Iterations are those of K and V.
+    """
+
+    sBias: cute.Tensor  # (64, tile_n, (warpgroup, stage))
+    full: cute.Pointer  # one mbarrier per stage and warpgroup: no warpgroup waits for another
     empty: cute.Pointer
     tile: cutlass.Constexpr  # SmemTile of a warpgroup
     num_warpgroups: cutlass.Constexpr
     stages: cutlass.Constexpr
 
     @staticmethod
-    def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasBlocks":
-        sB = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
-        sB = cute.logical_divide(sB, (None, None, num_warpgroups))
+    def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasPipeline":
+        sBias = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
+        sBias = cute.logical_divide(sBias, (None, None, num_warpgroups))
         num = num_warpgroups * stages
         barriers = smem.allocate_array(cutlass.Int64, 2 * num, byte_alignment=8)
-        return BiasBlocks(sB, barriers, barriers + num, tile, num_warpgroups, stages)
+        return BiasPipeline(sBias, barriers, barriers + num, tile, num_warpgroups, stages)
 
     @cute.jit
     def init_barriers(self):
-        """By one thread, before a fence and a barrier of all."""
+        """One thread calls it, before a fence and a barrier of all threads."""
         for warpgroup in cutlass.range_constexpr(self.num_warpgroups):
-            self.ring(warpgroup).init(1, WARPGROUP_THREADS // 32)
+            self.pipeline(warpgroup).init(1, WARPGROUP_THREADS // 32)
 
-    def ring(self, warpgroup: Int32 | int) -> Ring:
+    def pipeline(self, warpgroup: Int32 | int) -> Pipeline:
         first = warpgroup * self.stages
-        return Ring(self.full + first, self.empty + first, self.stages)
+        return Pipeline(self.full + first, self.empty + first, self.stages)
 
     @cute.jit
-    def load(self, tiles: TmaTiles, fill: Int32, place: tuple, coord: tuple):
-        """By one warp: the block of all warpgroups. `place`: of rows and of keys; `coord`: head and batch."""
-        m_block, n_block = place
+    def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
+        """One warp loads the block (m_block, n_block) for all warpgroups."""
+        m_block, n_block = block
         for w in cutlass.range_constexpr(self.num_warpgroups):
-            ring = self.ring(w)
-            ring.wait_empty(fill)
-            ring.expect(fill, self.tile.bytes)
-            into = self.sB[None, None, (w, ring.stage(fill))]
-            tiles.load(into, m_block * self.num_warpgroups + w, *coord, ring.full_of(fill), n_block)
+            pipeline = self.pipeline(w)
+            pipeline.wait_empty(iteration)
+            pipeline.expect_bytes(iteration, self.tile.bytes)
+            sX = self.sBias[None, None, (w, pipeline.stage(iteration))]
+            tma.load(sX, m_block * self.num_warpgroups + w, *head_batch, pipeline.full_barrier(iteration), n_block)
 
-    def at(self, warpgroup: Int32, thread: Int32, fill: Int32) -> "FetchedBias":
-        """What a thread of a warpgroup reads of a fill; its address is found anew, not kept in a register."""
+    def block(self, warpgroup: Int32, thread: Int32, iteration: Int32) -> "SmemBias":
+        """The bias of one iteration for a thread; its address is recomputed, not kept in a register."""
         thread = rederived(thread)
-        # By bits: of a quotient of signed numbers the compiler makes more.
+        # Bit operations: the compiler generates more for a quotient of signed integers.
         row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
-        place = (row * self.tile.row_stride + chunk * self.tile.chunk_cols) * self.tile.element_bytes
-        first = Int32(self.sB.iterator.toint())
-        ring = self.ring(warpgroup)
-        part = (ring.stage(fill) * self.num_warpgroups + warpgroup) * self.tile.bytes
-        return FetchedBias(self, ring, swizzled(first + place, self.tile) + part, fill)
+        offset = (row * self.tile.row_stride + chunk * self.tile.chunk_cols) * self.tile.element_bytes
+        first = Int32(self.sBias.iterator.toint())
+        pipeline = self.pipeline(warpgroup)
+        stage = (pipeline.stage(iteration) * self.num_warpgroups + warpgroup) * self.tile.bytes
+        return SmemBias(self, pipeline, swizzled(first + offset, self.tile) + stage, iteration)
 
 
 @dataclass(frozen=True)
-class FetchedBias(Bias):
-    """In shared memory."""
+class SmemBias(BlockBias):
+    """In shared memory, read by ldmatrix."""
 
-    blocks: BiasBlocks
-    ring: Ring
+    owner: BiasPipeline
+    pipeline: Pipeline
     address: Int32  # of this thread's 16 bytes of the first k-step
-    fill: Int32
+    iteration: Int32
 
     def wait(self):
-        self.ring.wait_full(self.fill)
+        self.pipeline.wait_full(self.iteration)
 
     @cute.jit
     def release(self):
-        """By a warp that has it in registers, or has used it."""
+        """A warp calls it when the bias is in its registers, or used."""
         cute.arch.sync_warp()
-        self.ring.release(self.fill)
+        self.pipeline.release(self.iteration)
 
     def step(self, k: int) -> list:
-        tile, dtype = self.blocks.tile, self.blocks.sB.element_type
-        found = cute.make_rmem_tensor(VALUES, dtype)
+        tile, dtype = self.owner.tile, self.owner.sBias.element_type
+        values = cute.make_rmem_tensor(STEP_VALUES, dtype)
         flipped, added = tile.column(STEP * k)
         address = self.address ^ (flipped * tile.element_bytes)
         source = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16) + added
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-        one = cute.make_layout(((VALUES, 1),), stride=((1, 0),))
-        cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(found.iterator, one))
-        pairs = cute.logical_divide(found, cute.make_layout(2))
-        return [floats_of(pairs[None, r]) + floats_of(pairs[None, 2 + r]) for r in range(2)]
+        layout = cute.make_layout(((STEP_VALUES, 1),), stride=((1, 0),))
+        cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(values.iterator, layout))
+        pairs = cute.logical_divide(values, cute.make_layout(2))
+        return [pair_to_floats(pairs[None, r]) + pair_to_floats(pairs[None, 2 + r]) for r in range(2)]

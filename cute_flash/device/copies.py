@@ -1,4 +1,4 @@
-"""cp.async copies of row tiles from global to shared memory, zero-filling what lies outside the tensor."""
+"""Copies of row tiles between global and shared memory. cp.async zero-fills rows and columns outside the tensor."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
 
 
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
-    """Global -> shared by cp.async, cached in L2 only: K and V are shared between blocks, not within one."""
+    """Global -> shared by cp.async, cached in L2 only: CTAs share K and V, the threads of one do not."""
     op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
     return row_copy(op, num_threads, row_elements, dtype)
 
@@ -32,10 +32,10 @@ def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
-    """The tile of `rows` from `first_row` on: 64-bit address of its first element, 32-bit offsets within.
+    """The tile of `rows` rows from `first_row` on: a 64-bit address of its first element, and 32-bit offsets within.
 
-    The host has checked that a tile spans less than 2^31 elements; offsets in 64 bits would cost a
-    multiplication and two registers for every row that a thread copies.
+    The host has checked that a tile spans less than 2^31 elements. 64-bit offsets would cost a multiplication and two
+    registers for every row that a thread copies.
     """
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
@@ -45,7 +45,7 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
 
 
 def _narrow(stride: cutlass.Int64, gX: cute.Tensor) -> Int32:
-    """Row strides are multiples of the vector: said again, because the conversion to 32 bits forgets it."""
+    """The stride in 32 bits. Row strides are multiples of the vector, which the conversion forgets."""
     return cute.assume(Int32(stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
 
 
@@ -53,8 +53,8 @@ def _narrow(stride: cutlass.Int64, gX: cute.Tensor) -> Int32:
 class RowTiles:
     """This thread's share of the tiles of one (rows, head_dim) matrix.
 
-    `head_dim` is static; the tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past
-    the matrix are zero-filled only where `check_rows` asks for it: all tiles but the last one are whole.
+    `head_dim` is static; the tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past the
+    matrix are zero-filled only with `check_rows`, which only the last tile needs.
     """
 
     copy: cute.TiledCopy
@@ -65,7 +65,7 @@ class RowTiles:
 
     @cute.jit
     def load(self, gX: cute.Tensor, sX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """Start the copy of the tile gX (tile_rows, tile_d) into sX; `rows_left` rows of it exist."""
+        """Start to copy the tile gX (tile_rows, tile_d), of which `rows_left` rows exist, to sX."""
         thr_copy = self.copy.get_slice(self.thread)
         tXgX = thr_copy.partition_S(gX)
         tXsX = thr_copy.partition_D(sX)
@@ -77,7 +77,7 @@ class RowTiles:
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """(vector, rows, columns) -> inside the matrix? One value serves all rows that are not checked."""
+        """Whether (vector, row, column) is inside the matrix; rows that are not checked share one value."""
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)

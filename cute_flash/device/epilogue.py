@@ -1,6 +1,4 @@
-"""Writing a tile of the output: accumulator -> shared memory -> rows of global memory, and the LSE of its
-rows.
-"""
+"""Store a tile of the output and the LSE of its rows."""
 
 from dataclasses import dataclass
 
@@ -16,6 +14,8 @@ from cute_flash.device.views import as_mn
 
 @dataclass(frozen=True)
 class Epilogue:
+    """Stores a tile through shared memory: accumulator -> shared memory -> rows of global memory."""
+
     tiled_mma: cute.TiledMma
     rows: RowTiles
     thread: Int32
@@ -23,9 +23,9 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor):
-        """acc_O -> sO in the output's dtype -> gO in 16-byte vectors, as far as rows and columns exist."""
+        """acc_O -> sO in the type of the output -> gO in 16-byte vectors, for rows and columns that exist."""
         dtype = sO.element_type
-        # sO is where Q was: every warp must be done reading it.
+        # sO overlaps Q: wait until every warp has read Q.
         cute.arch.sync_threads()
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))
@@ -44,7 +44,7 @@ class Epilogue:
 
 @cute.jit
 def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: Int32, rows_left: Int32):
-    """One of the threads that share a row writes its LSE."""
+    """One of the threads that share a row stores its LSE."""
     coords = as_mn(tScS)
     if thread % THREADS_PER_ROW == 0:
         for r in cutlass.range_constexpr(cute.size(lse)):
@@ -54,8 +54,8 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
 
 
 @cute.jit
-def raise_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
-    """The maximum of a head (H) and of what each thread of this warp found; NaN does not count."""
+def update_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
+    """Raise the maximum of a head, in mMax (H), to the largest logit of this warp; NaN does not count."""
     for step in cutlass.range_constexpr(5):
         largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
     if cute.arch.lane_idx() == 0 and largest > -Float32.inf:
@@ -64,9 +64,9 @@ def raise_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
 
 @cute.jit
 def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """Accumulators -> global memory in fp32. `where`: this thread, and rows of the tile that exist.
+    """Accumulators -> global memory in fp32. `where`: this thread, and how many rows of the tile exist.
 
-    Pairs of columns: the four threads of a row write a whole sector of 32 bytes.
+    A store has two columns, so that the four threads of a row fill a sector of 32 bytes.
     """
     thread, rows_left = where
     coords = as_mn(tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape)))
@@ -83,7 +83,7 @@ def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, wh
 
 @cute.jit
 def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """A warpgroup's rows from registers, in their type. `where`: as that of `store_floats`."""
+    """16-bit registers of a warpgroup -> global memory. `where`: as in `store_floats`."""
     thread, rows_left = where
     tOcO = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape))
     # A pair of columns is one register: (2 rows, n8 tiles)
@@ -94,17 +94,17 @@ def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, wh
 
 @cute.jit
 def store_rows(packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32):
-    """Registers -> global memory without a stop. `packed`: pairs of columns, (rows, n8 tiles).
+    """Registers -> global memory, not through shared memory. `packed`: pairs of columns, (rows, n8 tiles).
 
-    Of two neighbouring tiles of 8 columns, even lanes collect the first and odd lanes the second, four
-    columns each: a row's share of one store is then a whole sector of 32 bytes.
+    Of two neighbouring tiles of 8 columns, even lanes collect the first and odd lanes the second, four columns
+    each: one store then fills a sector of 32 bytes of a row.
     """
     is_odd = cute.arch.lane_idx() % 2 == 1
     gO_8_bytes = cute.recast_tensor(gO, cutlass.Int64)
     both = cute.make_rmem_tensor(2, Int32)
     for r in cutlass.range_constexpr(cute.size(packed, mode=[0])):
         row, first = tOcO[r, 0]
-        # An odd lane's four columns begin with its neighbour's pair.
+        # The four columns of an odd lane begin with its neighbour's pair.
         first = first + 6 if is_odd else first
         for t in cutlass.range_constexpr(0, cute.size(packed, mode=[1]), 2):
             low, high = packed[r, t], packed[r, t + 1]

@@ -1,10 +1,9 @@
-"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR; accumulators on their way
-there.
+"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR; stores of fragments to such tiles.
 
-A thread's 16 bytes of a 16x16 sub-tile lie at row r, chunk c ^ (r mod 8) (the swizzle). Going 16 columns to
-the right flips bits of c only: the address is XORed with a constant. Going to other rows of sub-tiles, to the
-next atom of columns or to another stage adds a multiple of the swizzle's period: an immediate. Left to the
-compiler, every ldmatrix of a column step would compute its swizzle anew. In tiles without a swizzle, made for
+The 16 bytes of a thread in a 16x16 sub-tile are at row r, chunk c ^ (r mod 8) (the swizzle). A step of 16
+columns flips bits of c only: the address is XORed with a constant. A step to other rows of sub-tiles, to the
+next atom of columns or to another stage adds a multiple of the swizzle's period: an immediate. The compiler by
+itself would compute the swizzle for every ldmatrix of a column step. In tiles without a swizzle, which are for
 study, columns add up like rows.
 """
 
@@ -21,27 +20,27 @@ STEP = 16  # rows and columns of one ldmatrix.x4
 
 
 @dataclass(frozen=True)
-class Operand:
+class MmaOperand:
     copy: cute.TiledCopy
     address: Int32  # of this thread's 16 bytes in the first sub-tile of the first stage, swizzled
     tile: SmemTile
     row_step: int  # rows from one of this warp's sub-tiles to the next
     fragment: cute.Tensor
-    view: cute.Tensor  # the fragment as ldmatrix fills it: (registers, m or n, k)
+    view: cute.Tensor  # the fragment in the order of ldmatrix: (registers, m or n, k)
     is_transposed: bool
     column_stride: int = STEP  # columns from one of this warp's sub-tiles to the next
-    offset: int = 0  # elements to the tile that is meant
+    offset: int = 0  # elements from the first tile
 
-    def shifted(self, tiles: int) -> "Operand":
-        """The same of the tile so many further: at the same addresses, with another immediate."""
+    def shifted(self, tiles: int) -> "MmaOperand":
+        """The same operand `tiles` tiles further: the same addresses with another immediate."""
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
-    def rederived(self) -> "Operand":
-        """The same, for addresses of column steps that are not worth a register from block to block."""
+    def rederived(self) -> "MmaOperand":
+        """The same operand, whose addresses of column steps are not kept in registers from block to block."""
         return replace(self, address=rederived(self.address))
 
     def load(self, column_step: int, stage: Int32) -> None:
-        """Fill the fragments of all sub-tiles of rows at one step of columns."""
+        """Load the fragments of all sub-tiles of rows at one step of columns."""
         slot = (None, column_step, None) if self.is_transposed else (None, None, column_step)
         target = self.view[slot]
         layout = cute.make_layout(
@@ -50,7 +49,7 @@ class Operand:
         cute.copy(self.copy, cute.make_tensor(self._pointer(column_step, stage), layout), target)
 
     def load_k(self, k: int, stage: Int32) -> None:
-        """Fill the fragments of one k-step: of all columns at a step of rows, if rows are summed over."""
+        """Load the fragments of one k-step: all columns at a step of rows, if the product sums over rows."""
         if not self.is_transposed:
             self.load(k, stage)
             return
@@ -62,7 +61,7 @@ class Operand:
             cute.copy(self.copy, source, self.view[None, column_step, k])
 
     def _pointer(self, column_step: int, stage: Int32) -> cute.Pointer:
-        """This thread's 16 bytes in the first sub-tile of rows at a step of columns."""
+        """The address of this thread's 16 bytes in the first sub-tile of rows at a step of columns."""
         tile, dtype = self.tile, self.fragment.element_type
         flipped, added = tile.column(column_step * self.column_stride)
         address = (self.address + stage * tile.bytes) ^ (flipped * tile.element_bytes)
@@ -70,7 +69,7 @@ class Operand:
         return pointer + (added + self.offset)
 
 
-def operand(
+def mma_operand(
     copy: cute.TiledCopy,
     thread: Int32,
     sX: cute.Tensor,
@@ -79,22 +78,22 @@ def operand(
     fragment: cute.Tensor,
     is_transposed: bool = False,
     column_stride: int = STEP,
-) -> Operand:
+) -> MmaOperand:
     """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`."""
     thr_copy = copy.get_slice(thread)
     address = swizzled(Int32(thr_copy.partition_S(sX).iterator.toint()), tile)
     view = _by_instruction(thr_copy.retile(fragment))
-    return Operand(copy, address, tile, row_step, fragment, view, is_transposed, column_stride)
+    return MmaOperand(copy, address, tile, row_step, fragment, view, is_transposed, column_stride)
 
 
 def _by_instruction(view: cute.Tensor) -> cute.Tensor:
-    """((registers, loads), 1, k) -> ((registers, 1), loads, k), where one tile of the copy takes several
-    loads because a warp's sub-tiles lie side by side in it.
+    """((registers, loads), 1, k) -> ((registers, 1), loads, k). One tile of the copy takes several loads if the
+    sub-tiles of a warp are neighbours in it.
     """
     (registers, loads), tiles, steps = view.layout.shape
     if cute.size(loads) == 1:
         return view
-    assert cute.size(tiles) == 1, "the sub-tiles of a warp lie side by side, and yet elsewhere"
+    assert cute.size(tiles) == 1, "the sub-tiles of a warp must be neighbours"
     (register_stride, load_stride), _, step_stride = view.layout.stride
     layout = cute.make_layout(((registers, 1), loads, steps), stride=((register_stride, 0), load_stride, step_stride))
     return cute.make_tensor(view.iterator, layout)
@@ -111,25 +110,25 @@ def swizzled(address: Int32, tile: SmemTile) -> Int32:
 
 
 @dataclass(frozen=True)
-class Landing:
-    """Where a thread's accumulators of a tile go as pairs of 16-bit elements.
+class FragmentStore:
+    """Stores the accumulators of a thread to a tile in shared memory as pairs of 16-bit elements.
 
-    Eight rows of four threads each write whole chunks, and the swizzle puts those of different rows into
-    different banks. Columns of a warp lie side by side: from one n8 tile to the next it is a chunk.
+    The four threads of each of eight rows write one chunk, and the swizzle puts the chunks of different rows into
+    different banks. The columns of a warp are contiguous: the next n8 tile is the next chunk.
     """
 
     address: Int32  # of this thread's first pair, swizzled
     tile: SmemTile
     row_step: int  # rows from one of this warp's m16 tiles to the next
-    offset: int = 0  # elements to the tile that is meant
+    offset: int = 0  # elements from the first tile
 
-    def shifted(self, tiles: int) -> "Landing":
+    def shifted(self, tiles: int) -> "FragmentStore":
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     @staticmethod
     def of(tiled_mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, row_step: int):
         first = tiled_mma.get_slice(thread).partition_C(sX).iterator
-        return Landing(swizzled(Int32(first.toint()), tile), tile, row_step)
+        return FragmentStore(swizzled(Int32(first.toint()), tile), tile, row_step)
 
     def store(self, fragment: cute.Tensor) -> None:
         """`fragment`: ((2, 2), MMA_M, MMA_N), compact."""

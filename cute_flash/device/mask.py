@@ -1,4 +1,4 @@
-"""Masking of a block of scores: what lies outside the band becomes -inf."""
+"""The band applied to a block of scores: masked scores become -inf."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from cute_flash.device.views import as_mn
 
 
 def column_offset(c: int) -> int:
-    """Distance of a thread's c-th column from its first: pairs of columns, one pair every 8."""
+    """Distance of the c-th column of a thread from its first: pairs of columns, one pair every 8."""
     return c % 2 + c // 2 * 8
 
 
@@ -24,14 +24,14 @@ class Mask:
     seqlen_k: Int32
     first_row: Int32
     tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
-    wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other
+    wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other (pack_gqa)
 
     @cute.jit
-    def apply(self, acc_S_mn: cute.Tensor, first_col: Int32, hidden_value=-Float32.inf):
-        """`hidden_value`: what takes the place of a hidden score; the bits of it, where those are given."""
+    def apply(self, acc_S_mn: cute.Tensor, first_col: Int32, masked_value=-Float32.inf):
+        """Replace scores outside the band by `masked_value`, in a block that begins at `first_col`."""
         coords = as_mn(self.tScS)
-        # A thread's columns are its first one plus compile-time offsets. Counted from that one, the keys end
-        # earlier; the band is aligned to their end, so its formulas hold as they are.
+        # The columns of a thread are its first one plus compile-time offsets. Counted from that one, there are fewer
+        # keys; the band is aligned to their end, so its formulas hold.
         keys = self.seqlen_k - first_col - coords[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]
@@ -41,15 +41,15 @@ class Mask:
             lo = self.band.lo(row, self.seqlen_q, keys)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                 offset = column_offset(c)
-                hidden = offset >= hi
+                is_masked = offset >= hi
                 if cutlass.const_expr(self.band.left is not None):
-                    hidden = hidden or offset < lo
-                acc_S_mn[r, c] = hidden_value if hidden else acc_S_mn[r, c]
+                    is_masked = is_masked or offset < lo
+                acc_S_mn[r, c] = masked_value if is_masked else acc_S_mn[r, c]
 
     @cute.jit
-    def hide_tail(self, acc_S_mn: cute.Tensor, hidden_value=-Float32.inf):
-        """Rows past the end: the band knows the ends of columns only."""
+    def apply_to_tail_rows(self, acc_S_mn: cute.Tensor, masked_value=-Float32.inf):
+        """Replace rows past the end, which the band does not know."""
         coords = as_mn(self.tScS)
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             if self.first_row + coords[r, 0][0] >= self.seqlen_q:
-                acc_S_mn[r, None].fill(hidden_value)
+                acc_S_mn[r, None].fill(masked_value)

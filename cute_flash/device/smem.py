@@ -1,11 +1,11 @@
-"""Shared-memory layouts of `cute_flash/smem` as CuTe layouts."""
-
-from __future__ import annotations
+"""Tiles of `cute_flash/smem` in the shared memory of a kernel."""
 
 from typing import Any
 
 from cutlass import cute
+from cutlass.memory import SmemAllocator
 
+from cute_flash.planning.tiles.common import SMEM_ALIGN
 from cute_flash.smem.layout import AnyLayout, ComposedLayout
 from cute_flash.smem.tile import SmemTile
 
@@ -25,3 +25,8 @@ def byte_swizzle(tile: SmemTile) -> Any:
     if swizzle is None:
         return None
     return cute.make_swizzle(swizzle.bits, swizzle.base + tile.element_bytes.bit_length() - 1, swizzle.shift)
+
+
+def allocate_stages(smem: SmemAllocator, dtype, tile: SmemTile, stages: int) -> cute.Tensor:
+    """A tile for every stage: (rows, columns, stage). The pointer carries the swizzle, the layout stays affine."""
+    return smem.allocate_tensor(dtype, to_cute(tile.affine(stages)), SMEM_ALIGN, swizzle=byte_swizzle(tile))

@@ -1,9 +1,12 @@
 """Online softmax over blocks of scores (Milakov & Gimelshein; FlashAttention, algorithm 1).
 
-Per row: m, the running maximum of the scores, and l, the sum of exp(scale * (s - m)). A new block raises
-m to m', scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2
-with the scale folded in: one FMA and one MUFU per score. l is summed per thread and reduced over the four
-threads of a row only at the end.
+Per row: m, the running maximum of the scores, and l, the sum of exp(scale * (s - m)). A new block raises m to
+m', scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the
+scale folded in: one FMA and one MUFU per score. Each thread sums l over its own columns; the four threads of a
+row add theirs at the end.
+
+With a speculative row max, P of a block is computed with the old maximum before that of the block is known. If the row
+sums show that the old maximum may be too small, and it is, P is computed again.
 """
 
 from collections.abc import Callable
@@ -17,30 +20,29 @@ from cute_flash.device.views import as_mn
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Four neighbouring threads hold the columns of one row of an accumulator, on mma.sync and wgmma alike.
+# Four neighbouring threads hold the columns of one row of an accumulator, of mma.sync and of wgmma.
 THREADS_PER_ROW = 4
 
-# log2 of how far a row's reference maximum may lag behind its true one; beyond it, m, l and O are rescaled.
-# The final division removes the factor exactly, so it shows only in the rounding of P: the largest P of an
-# exact maximum is 1, which rounds to itself, and the heavier a key, the more its rounding matters. In a model
-# of the kernels, on inputs with outliers, the error is up to 1.20 times that of an exact maximum with 8, 1.06
-# with 4, 1.04 with 3, 1.02 with 2; on normal inputs one block in 100 exceeds 3, one in 15 exceeds 2.
+# log2 of how far m may lag behind the true maximum of a row; beyond it, m, l and O are rescaled. The final division
+# removes the factor exactly, so it shows only in the rounding of P: with an exact maximum the largest P is 1, which
+# rounds to itself, and the larger P, the more its rounding matters. In a model of the kernels, on inputs with outliers,
+# the error is up to 1.20 times that of an exact maximum with 8, 1.06 with 4, 1.04 with 3, 1.02 with 2; on normal inputs
+# one block in 100 exceeds 3, one in 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
-# Over the first keys the maximum is kept exact: the fewer there are, the more the heaviest weighs. An exact
-# block runs the whole rescaling, as every block of FlashAttention-2 does. Measured on an H200, error against
-# FlashAttention-2's at S=512 and speed of short full tiles: first block only 1.056, 192 keys 1.038 and 3 %
-# slower, 512 keys 1.00 and 8 % slower.
+# Over the first keys m is exact: the fewer keys there are, the more the largest P matters. An exact block rescales, as
+# every block of FlashAttention-2 does. Measured on an H200, error against FlashAttention-2's at S=512 and speed of
+# short full tiles: first block only 1.056, 192 keys 1.038 and 3 % slower, 512 keys 1.00 and 8 % slower.
 EXACT_KEYS = 128
-# Where P is made with the old maximum, its sums raise a suspicion: above this thread's part of l by so much.
-SUSPICIOUS_EXCESS = 6.0
-# It is confirmed by a single P above this share of the sums, or by a sum near what P in 16 bits can hold. In
-# the model: error up to 1.04; of the blocks of normal inputs one in 50 is suspicious, one in 300 done again.
-OUTWEIGHED_SHARE, OUTWEIGHED_BY = 0.5, 1.0
+# With a speculative maximum, row sums of a block that exceed this thread's part of l by so much are checked.
+SPECULATION_EXCESS = 6.0
+# The check fails for a single P above this share of the sums, plus the offset, or a sum near the largest 16-bit P. In
+# the model: error up to 1.04; of the blocks of normal inputs one in 50 is checked, one in 300 computed again.
+REDO_SHARE, REDO_OFFSET = 0.5, 1.0
 MAX_BLOCK_SUM = 256.0
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
-    """Combine a value over the threads that share a row; the DSL's own reduction adds NaN handling."""
+    """Combine a value over the threads of a row; the DSL's own reduction adds NaN handling."""
     offset = THREADS_PER_ROW // 2
     while offset:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
@@ -54,29 +56,29 @@ class Softmax:
     row_sum: cute.Tensor  # (rows of this thread,) fp32, this thread's columns only
     alpha: cute.Tensor  # (rows of this thread,) fp32, the factor of the last rescaling
     scale_log2: Float32  # scale * log2(e)
-    largest: cute.Tensor | None = None  # (rows of this thread,) fp32, of this thread's scores, if wanted
-    is_exact: cutlass.Constexpr = False  # the maximum never lags behind: a row's own business, not its warp's
+    max_score: cute.Tensor | None = None  # (rows of this thread,) fp32, over this thread's columns, for max_logit
+    is_exact: cutlass.Constexpr = False  # m never lags behind, so a row does not depend on those of its warp
 
     @staticmethod
     def start(
-        acc_O_mn: cute.Tensor, scale_log2: Float32, wants_largest: bool = False, is_exact: bool = False
+        acc_O_mn: cute.Tensor, scale_log2: Float32, tracks_max_score: bool = False, is_exact: bool = False
     ) -> "Softmax":
         rows = cute.size(acc_O_mn, mode=[0])
         statistics = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
-        largest = cute.make_rmem_tensor(rows, Float32) if wants_largest else None
-        softmax = Softmax(*statistics, scale_log2, largest, is_exact)
+        max_score = cute.make_rmem_tensor(rows, Float32) if tracks_max_score else None
+        softmax = Softmax(*statistics, scale_log2, max_score, is_exact)
         softmax.restart()
         return softmax
 
     def restart(self):
-        """Forget all keys seen."""
+        """Forget all keys."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
-        if self.largest is not None:
-            self.largest.fill(-Float32.inf)
+        if self.max_score is not None:
+            self.max_score.fill(-Float32.inf)
 
     def reference(self) -> tuple:
-        """What transformed scores of a further block are relative to: m, or 0 where no key was seen.
+        """The reference of transformed scores of a further block: m, or 0 in a row without keys.
 
         The transform subtracts it at no cost; such scores have a scale of 1.
         """
@@ -85,8 +87,8 @@ class Softmax:
         return tuple(cutlass.select_(has_none[r], Float32(0.0), self.row_max[r]) for r in rows)
 
     @cute.jit
-    def follow(self, acc_S_mn: cute.Tensor, reference: tuple | None):
-        """Scores that are relative to a reference become relative to m, after it was raised."""
+    def rebase(self, acc_S_mn: cute.Tensor, reference: tuple | None):
+        """Make scores that are relative to a reference relative to m, which was raised."""
         if cutlass.const_expr(reference is not None):
             for r in cutlass.range_constexpr(cute.size(self.row_max)):
                 grown = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r] - reference[r]
@@ -94,7 +96,7 @@ class Softmax:
 
     @cute.jit
     def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32):
-        """Turn a block of scores into probabilities in place; rescale the output if a maximum grew.
+        """Scores of a block -> P, in place; rescale the output if a maximum grew.
 
         `keys_seen`: keys of the blocks before this one.
         """
@@ -110,9 +112,9 @@ class Softmax:
             block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             if cutlass.const_expr(reference is not None):
                 block_max[r] = block_max[r] + reference[r]
-            # The maximum that weights are relative to may lag behind.
-            if cutlass.const_expr(self.largest is not None):
-                self.largest[r] = cute.arch.fmax(self.largest[r], block_max[r])
+            # m may lag behind.
+            if cutlass.const_expr(self.max_score is not None):
+                self.max_score[r] = cute.arch.fmax(self.max_score[r], block_max[r])
 
     @cute.jit
     def is_outgrown(
@@ -122,9 +124,9 @@ class Softmax:
         keys_seen: Int32,
         reference: tuple | None = None,
     ):
-        """Whether a row of this warp outgrew its maximum by more than may be; fills `block_max`.
+        """Whether a row of this warp exceeds m by more than the threshold; computes `block_max`.
 
-        The maximum over this thread's columns suffices to ask: the warp votes.
+        The maximum over this thread's columns suffices, because the warp votes.
         """
         threshold = Float32(0.0)
         if cutlass.const_expr(not self.is_exact):
@@ -136,37 +138,37 @@ class Softmax:
         return cute.arch.vote_any_sync(grew)
 
     @cute.jit
-    def is_suspicious(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
-        """Whether the sums of a block, made with the old maximum, leave it open that a row outgrew that.
+    def may_have_outgrown(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
+        """Whether the row sums of a block, computed with the old maximum, do not rule out that a row exceeds it.
 
-        No number is suspicious too: a row whose maximum is still -inf makes one of scores that are -inf;
-        where scores are relative, it is looked at.
+        A NaN does not rule it out: a row without keys so far has m = -inf, and gives NaN for scores of -inf. Relative
+        scores give no NaN, so m is checked.
         """
-        is_usual = cutlass.Boolean(True)
+        is_fine = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
-            usual = cute.arch.fmin(self.row_sum[r] + SUSPICIOUS_EXCESS, MAX_BLOCK_SUM)
-            is_usual = is_usual & (block_sum[r] <= usual)
+            most = cute.arch.fmin(self.row_sum[r] + SPECULATION_EXCESS, MAX_BLOCK_SUM)
+            is_fine = is_fine & (block_sum[r] <= most)
             if cutlass.const_expr(is_relative):
-                is_usual = is_usual & (self.row_max[r] != -Float32.inf)
-        return cute.arch.vote_any_sync(not is_usual)
+                is_fine = is_fine & (self.row_max[r] != -Float32.inf)
+        return cute.arch.vote_any_sync(not is_fine)
 
     @cute.jit
-    def is_outweighed(self, block_max: cute.Tensor, block_sum: cute.Tensor):
-        """Whether a single key of the block outweighs what a row has seen, or its sum is too large."""
+    def must_redo(self, block_max: cute.Tensor, block_sum: cute.Tensor):
+        """Whether a single P of the block is too large a share of its row sum, or the sum is too large."""
         is_within = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
             largest = cute.math.exp2(block_max[r] * self.scale_log2 - self.row_max[r], fastmath=True)
-            share = (self.row_sum[r] + block_sum[r]) * OUTWEIGHED_SHARE + OUTWEIGHED_BY
+            share = (self.row_sum[r] + block_sum[r]) * REDO_SHARE + REDO_OFFSET
             is_within = is_within & (largest <= share) & (block_sum[r] <= MAX_BLOCK_SUM)
         return cute.arch.vote_any_sync(not is_within)
 
     @cute.jit
     def raise_max(self, block_max: cute.Tensor, acc_O_mn: cute.Tensor | None = None):
-        """m' = max(m, block_max); alpha = exp(scale * (m - m')); l is scaled by it, and O, if it is given."""
+        """m' = max(m, block_max); alpha = exp(scale * (m - m')); scales l, and O if it is passed."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             m_old = self.row_max[r]
             m_new = cute.arch.fmax(m_old, _row_reduce(block_max[r], cute.arch.fmax) * self.scale_log2)
-            # A row without keys so far holds zeros, which any finite factor keeps; -inf - -inf would be NaN.
+            # A row without keys so far holds zeros, so any finite factor will do; -inf - -inf would be NaN.
             grown = Float32(0.0) if m_old == -Float32.inf else m_old - m_new
             self.alpha[r] = cute.math.exp2(grown, fastmath=True)
             self.row_max[r] = m_new
@@ -175,7 +177,7 @@ class Softmax:
                 acc_O_mn[r, None].store(acc_O_mn[r, None].load() * self.alpha[r])
 
     def rescale(self, acc_O_mn: cute.Tensor):
-        """O is scaled by alpha."""
+        """Scale O by alpha."""
         self.scale_rows(acc_O_mn, self.alpha)
 
     @cute.jit
@@ -193,11 +195,10 @@ class Softmax:
         maybe_empty: bool,
         is_relative: bool = False,
     ):
-        """P = exp(scale (S - m)), block_sum += rowsum P, of some k-steps of ((2, 2, 2), 1, k-step) views.
+        """P = exp(scale (S - m)), block_sum += rowsum P, for some k-steps of ((2, 2, 2), 1, k-step) views.
 
-        `S` is kept, and `l` left alone: the caller may find that it must begin again with another m.
-        `maybe_empty`: some row may not have seen a key yet, so that its maximum is still -inf.
-        `is_relative`: S is what it is relative to m, scaled.
+        S and l do not change: the caller may have to begin again with another m. `maybe_empty`: m of a row without
+        keys so far is -inf. `is_relative`: S is relative to m, and scaled.
         """
         row_max = [self.row_max[r] for r in range(2)]
         if cutlass.const_expr(maybe_empty and not is_relative):
@@ -221,7 +222,7 @@ class Softmax:
 
     @cute.jit
     def exponentiate(self, acc_S_mn: cute.Tensor):
-        """P = exp(scale * (S - m)) in place; l += rowsum P. A row without keys so far has no maximum."""
+        """P = exp(scale * (S - m)) in place; l += rowsum P. m of a row without keys so far is -inf."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             row_max = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r]
             probs = cute.math.exp2(acc_S_mn[r, None].load() * self.scale_log2 - row_max, fastmath=True)
@@ -229,12 +230,12 @@ class Softmax:
             acc_S_mn[r, None].store(probs)
 
     @cute.jit
-    def largest_of(self, tScS: cute.Tensor, rows_left: Int32) -> Float32:
-        """The largest score that this thread has seen, natural, of rows that exist."""
-        coords, found = as_mn(tScS), -Float32.inf
+    def max_logit(self, tScS: cute.Tensor, rows_left: Int32) -> Float32:
+        """The largest natural score of this thread, over rows that exist."""
+        coords, largest = as_mn(tScS), -Float32.inf
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
-            found = cute.arch.fmax(found, self.largest[r] if coords[r, 0][0] < rows_left else found)
-        return found * self.scale_log2 * LN_2
+            largest = cute.arch.fmax(largest, self.max_score[r] if coords[r, 0][0] < rows_left else largest)
+        return largest * self.scale_log2 * LN_2
 
     @cute.jit
     def finish(
@@ -242,11 +243,11 @@ class Softmax:
         acc_O_mn: cute.Tensor,
         lse: cute.Tensor,
         sink: Float32 | None = None,
-        keep_scale: Float32 | None = None,
+        dropout_scale: Float32 | None = None,
     ):
-        """Normalise the output; write each row's LSE."""
+        """Normalise the output, and compute the LSE of each row."""
         inverse = cute.make_fragment_like(self.row_sum)
-        self.close(lse, inverse, sink, keep_scale)
+        self.close(lse, inverse, sink, dropout_scale)
         self.scale_rows(acc_O_mn, inverse)
 
     @cute.jit
@@ -255,10 +256,10 @@ class Softmax:
         lse: cute.Tensor,
         inverse: cute.Tensor,
         sink: Float32 | None = None,
-        keep_scale: Float32 | None = None,
+        dropout_scale: Float32 | None = None,
     ):
-        """Each row's LSE, natural log, and 1 / l, times the scale of dropout. A row without keys gives 0, and
-        -inf or the sink.
+        """The natural LSE of each row, and 1 / l, times the scale of dropout. A row without keys has an LSE of -inf,
+        or of the sink, and 0 for 1 / l.
         """
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
@@ -267,15 +268,15 @@ class Softmax:
             log_sum = cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if is_empty else (self.row_max[r] + log_sum) * LN_2
             if cutlass.const_expr(sink is not None):
-                lse[r], share = _beside(lse[r], sink)
+                lse[r], share = _add_sink(lse[r], sink)
                 inverse[r] = inverse[r] * share
-            if cutlass.const_expr(keep_scale is not None):
-                inverse[r] = inverse[r] * keep_scale
+            if cutlass.const_expr(dropout_scale is not None):
+                inverse[r] = inverse[r] * dropout_scale
 
 
 @cute.jit
-def _beside(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """log(exp(lse) + exp(sink)), and the share that stays for the keys. Exact where either is -inf."""
+def _add_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """log(exp(lse) + exp(sink)), and the share of the keys. Exact if either is -inf."""
     has_keys = lse != -Float32.inf
     over = (sink - lse) * LOG2_E if has_keys else Float32(0.0)
     weight = cute.math.exp2(over, fastmath=True)

@@ -1,7 +1,7 @@
-"""Accumulators to shared memory, transposed: what a product has as columns become rows of a tile.
+"""Store accumulators to shared memory, transposed: columns of a product become rows of a tile.
 
-`stmatrix.trans` moves matrices of 8 x 8 elements: lane 8 i + j says where column j of the i-th one goes. An
-accumulator of 64 rows goes to a `SmemTile` of 64 columns, one atom wide, from a row that begins an atom on.
+`stmatrix.trans` stores matrices of 8 x 8 elements: lane 8 i + j holds the address of column j of the i-th matrix. An
+accumulator of 64 rows goes to a `SmemTile` of 64 columns, one atom wide, from the first row of an atom on.
 """
 
 import cutlass
@@ -16,8 +16,8 @@ _STMATRIX = "stmatrix.sync.aligned.m8n8.{}.trans.shared.b16 [{{$r0}}], {{ {} }};
 
 
 def lane_offset(thread):
-    """Bytes from the first row to where this lane's column of the first two n8 tiles goes: 16 rows of a warp
-    are two chunks of a row of the tile, permuted as in every swizzled tile.
+    """Bytes from the first row to the target of this lane's column of the first two n8 tiles: the 16 rows of a warp are
+    two chunks of a row of the tile, permuted as in every swizzled tile.
     """
     lane, warp = thread % 32, thread // 32
     column, half, second = lane % MATRIX, lane // MATRIX % 2, lane // (2 * MATRIX)
@@ -27,7 +27,7 @@ def lane_offset(thread):
 
 @cute.jit
 def store_transposed(rX: cute.Tensor, first: cute.Pointer, thread: Int32):
-    """`rX`: a 16-bit fragment in the order of m64nN accumulators; `first`: of the tile's N rows."""
+    """`rX`: a 16-bit fragment in the order of m64nN accumulators; `first`: the first of the N rows of the tile."""
     packed = cute.recast_tensor(rX, Int32)
     address = first.toint() + lane_offset(thread)
     tiles = cute.size(packed) // 2

@@ -1,36 +1,53 @@
-"""Tiles of (B, H, S, D) tensors moved by the tensor memory accelerator.
+"""Tiles of (B, H, S, D) tensors that TMA moves.
 
-Rows past S and columns past D are zero-filled on the way in and dropped on the way out.
+TMA zero-fills rows past S and columns past D when it loads, and drops them when it stores. It knows the bounds
+of a tensor, not those of the sequences in a varlen tensor (1, H, T, D). `VarlenTmaTiles` therefore describes a
+tensor in which every sequence ends where the rows end: it has WRAP rows, of which a sequence of `length` rows
+takes the last, and two more dimensions move the address back to the sequence, through the 2^64 bytes at which
+addresses wrap around:
+
+    dimension   row                     y                 w
+    size        WRAP                    MANY              MANY
+    stride      r                       r                 2^34 - r                (elements of 2 bytes)
+    coordinate  WRAP - length + row     begin + length    WRAP
+
+    address = first + (WRAP - length + row + begin + length - WRAP) r + WRAP 2^34 = first + (begin + row) r
+
+because WRAP 2^34 elements are 2^65 bytes. Rows past the end of the sequence are then past the end of the tensor.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.smem.tile import SmemTile
 
+WRAP = 1 << 30
+MANY = 0x7FFF0000
+WRAP_STRIDE = 1 << 34
+
 
 @dataclass(frozen=True)
 class TmaTiles:
     atom: cute.CopyAtom
-    coords: cute.Tensor  # (S, D, H, B) -> coordinates of the copy engine
+    coords: cute.Tensor  # TMA coordinates of (S, D, H, B)
     rows: cutlass.Constexpr
     cols: cutlass.Constexpr
 
     @staticmethod
     def of(op, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
-        """Inside a `@cute.jit` function on the host: builds the descriptor."""
+        """Build the descriptor, in a `@cute.jit` function on the host."""
         by_rows = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
         smem = cute.make_composed_layout(byte_swizzle(tile), 0, to_cute(tile.layout.layout))
         info = cpasync.make_tiled_tma_atom(op, by_rows, smem, (tile.rows, tile.cols))
         return TmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
 
     def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32, column: Int32 | int = 0):
-        """(bytes of a tile, stage...) in shared memory; (bytes of a tile, tile of rows) in global memory."""
+        """(bytes of a tile, stage...) of shared memory, and (bytes of a tile, tile of rows) of global memory."""
         gX = cute.local_tile(self.coords[None, None, head, batch], (self.rows, self.cols), (None, column))
         return cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
@@ -46,14 +63,62 @@ class TmaTiles:
         barrier: cute.Pointer,
         column: Int32 | int = 0,
     ):
-        """Start the copy of one tile of rows into sX (rows, cols), the `column`-th of those side by side; its
-        bytes are counted on the barrier.
+        """Start to load one tile of rows, the `column`-th of its row tiles, into sX (rows, cols).
+
+        The barrier counts the bytes.
         """
         tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
     def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, column: Int32 | int = 0):
-        """Start the copy of sX (rows, cols) to one tile of rows, the `column`-th of those side by side."""
+        """Start to store sX (rows, cols) as one tile of rows, the `column`-th of its row tiles."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
+        cute.copy(self.atom, tXsX, tXgX[None, block])
+
+
+@dataclass(frozen=True)
+class VarlenTmaTiles:
+    """`TmaTiles` of a varlen tensor: (begin, length) of a sequence takes the place of a batch index."""
+
+    atom: cute.CopyAtom
+    coords: cute.Tensor  # TMA coordinates of (row, D, H, y, w)
+    rows: cutlass.Constexpr
+    cols: cutlass.Constexpr
+
+    @staticmethod
+    def of(op, mX: cute.Tensor, tile: SmemTile) -> "VarlenTmaTiles":
+        """Build the descriptor, in a `@cute.jit` function on the host."""
+        _, heads, _, width = mX.shape
+        _, by_head, by_row, by_column = mX.stride
+        back = cute.assume(WRAP_STRIDE - Int64(by_row), divby=8)
+        layout = cute.make_layout(
+            (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY)),
+            stride=(by_row, by_column, by_head, by_row, back),
+        )
+        mWrapped = cute.make_tensor(mX.iterator, layout)
+        smem = cute.make_composed_layout(byte_swizzle(tile), 0, to_cute(tile.layout.layout))
+        info = cpasync.make_tiled_tma_atom(op, mWrapped, smem, (tile.rows, tile.cols))
+        return VarlenTmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
+
+    def _partition(self, sX: cute.Tensor, head: Int32, sequence: tuple, column: Int32 | int = 0):
+        """(bytes of a tile, stage...) of shared memory, and (bytes of a tile, tile of rows) of global memory."""
+        begin, length = sequence
+        gHead = self.coords[None, None, head, begin + length, Int32(WRAP)]
+        from_begin = cute.domain_offset((WRAP - length, 0), gHead)
+        gX = cute.local_tile(from_begin, (self.rows, self.cols), (None, column))
+        return cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+
+    @cute.jit
+    def load(self, sX: cute.Tensor, block: Int32, head: Int32, sequence: tuple, barrier: cute.Pointer):
+        """Start to load one tile of rows into sX (rows, cols); the barrier counts the bytes."""
+        tXsX, tXgX = self._partition(sX, head, sequence)
+        cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
+
+    @cute.jit
+    def store(self, sX: cute.Tensor, block: Int32, head: Int32, sequence: tuple, column: Int32 | int = 0):
+        """Start to store sX (rows, cols) as one tile of rows, the `column`-th of its row tiles."""
+        tXsX, tXgX = self._partition(sX, head, sequence, column)
         cute.copy(self.atom, tXsX, tXgX[None, block])

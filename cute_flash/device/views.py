@@ -1,8 +1,8 @@
-"""Views of MMA accumulators: the one seam between the architectures.
+"""Views of MMA accumulators, which hide the difference between the architectures.
 
 An accumulator of mma.sync m16n8k16 is ((2, 2), MMA_M, MMA_N): a pair of columns, a pair of rows 8 apart, then
-the tiles. One of wgmma m64nNk16 is ((2, 2, N/8), MMA_M, MMA_N): the n8 tiles are inside the instruction.
-Every other part sees both as (m, n): rows of this thread, columns of this thread.
+the tiles. An accumulator of wgmma m64nNk16 is ((2, 2, N/8), MMA_M, MMA_N): the n8 tiles are inside the
+instruction. All other parts see both as (m, n): rows of this thread, columns of this thread.
 """
 
 import cutlass.cute as cute

@@ -80,10 +80,10 @@ def compiled_kernel(key: CompileKey) -> Callable[..., None]:
             return _functions[key]
         cache = DiskCache.default()
         with marked(f"load {key.kernel}"), cache.locked(digest(key)):
-            found = _load_entry(cache, key)
+            found = _load_cached(cache, key)
             if found is None:
                 with marked(f"compile {key.kernel}"):
-                    found = _build_entry(cache, key)
+                    found = _build(cache, key)
                 _count(compiles=1)
             else:
                 _count(disk_hits=1)
@@ -195,7 +195,7 @@ def cute_compile(key: CompileKey, options: str = "") -> Any:
     )
 
 
-def _load_entry(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:
+def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:
     for suffix in (".so", ".o"):
         path = cache.find(digest(key), suffix)
         if path is None:
@@ -209,7 +209,7 @@ def _load_entry(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None
     return None
 
 
-def _build_entry(cache: DiskCache, key: CompileKey) -> Callable[..., None]:
+def _build(cache: DiskCache, key: CompileKey) -> Callable[..., None]:
     content, suffix = _compile_object(key)
     return _load(cache.store(digest(key), content, suffix))
 

@@ -74,12 +74,12 @@ class DiskCache:
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
-    def entries(self) -> list[Path]:
+    def files(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if path.suffix in (".so", ".o"))
 
     def clear(self) -> int:
         """Delete all entries; returns how many there were."""
-        entries = self.entries()
+        entries = self.files()
         for path in entries:
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
             path.unlink(missing_ok=True)

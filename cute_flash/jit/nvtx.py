@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 
-LAUNCH_RANGES = bool(os.environ.get("NVTX_INJECTION64_PATH") or os.environ.get("CUTE_FLASH_NVTX") == "1")
+MARKS_LAUNCHES = bool(os.environ.get("NVTX_INJECTION64_PATH") or os.environ.get("CUTE_FLASH_NVTX") == "1")
 
 
 def marked(name: str) -> AbstractContextManager:

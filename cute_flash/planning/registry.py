@@ -75,9 +75,9 @@ def _of_features(direction: str) -> tuple[Operand, ...]:
 
 
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
-_FWD_MORE = (*_of_features("fwd"), FWD_BLOCKS, Q_TILES)
+_FWD_OPTIONAL = (*_of_features("fwd"), FWD_BLOCKS, Q_TILES)
 _BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DK, DV, SCALE, *WINDOW, L2_GROUP)
-_BWD_MORE = (*_of_features("bwd"), BWD_BLOCKS, KV_TILES)
+_BWD_OPTIONAL = (*_of_features("bwd"), BWD_BLOCKS, KV_TILES)
 _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (
     Operand("cu_seqlens_q", "compact i32", ("B + 1",)),
@@ -89,10 +89,10 @@ _SCHEDULER = _scalars(
 )
 
 KERNELS = {
-    "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_MORE)),
-    "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, POSITIONS, TILE_COUNTER, *_FWD_MORE)),
-    "bwd_sm80": KernelSpec("sm80.bwd:BwdSm80", (*_BWD, *_BWD_MORE)),
-    "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_MORE)),
+    "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_OPTIONAL)),
+    "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, POSITIONS, TILE_COUNTER, *_FWD_OPTIONAL)),
+    "bwd_sm80": KernelSpec("sm80.bwd:BwdSm80", (*_BWD, *_BWD_OPTIONAL)),
+    "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
     "bwd_sm90_wide": KernelSpec("sm90.bwd_wide:BwdSm90Wide", (*_BWD, NUM_CTAS, TILE_COUNTER)),
     "bwd_preprocess": KernelSpec(
         "common.preprocess:BwdPreprocess",

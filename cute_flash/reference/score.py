@@ -42,7 +42,10 @@ class Part:
 
 
 def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
-    """fp32 temporaries per score of a block, beyond those of plain attention."""
+    """fp32 temporaries per score of a block, beyond those of plain attention: an upper bound.
+
+    Dropout draws with int64 words. Each operation of a user function may have a result and a copy of it alive.
+    """
     num = 2 * bool(args.softcap) + 3 * (args.alibi is not None) + 16 * bool(args.dropout)
     if not args.has_mods:
         return num
@@ -98,7 +101,7 @@ class ScoreFeatures:
 class ScoreBlock:
     """The scores of some rows and keys.
 
-    `apply` saves what `backward` needs. Both work out of place, so that autograd can go through `apply`.
+    `apply` saves intermediate values for `backward`. It works out of place, so that autograd can go through it.
     """
 
     def __init__(self, features: ScoreFeatures, rows: range, keys: range, in_band: bool) -> None:
@@ -157,7 +160,7 @@ class ScoreBlock:
         return mask.unflatten(1, (len(features.part.heads_kv), -1)).flatten(2, 3)
 
     def dropout_factors(self) -> Tensor | None:
-        """What dropout multiplies the weights of a block by."""
+        """The factors of the weights of a block: 0 for dropped ones, 1 / (1 - dropout) for the others."""
         mask, dropout = self.dropout_mask(), self.features.dropout
         return None if mask is None or dropout is None else mask.to(self.features.dtype).mul_(dropout.scale)
 

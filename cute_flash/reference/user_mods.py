@@ -15,7 +15,7 @@ from cute_flash.spec.args import AttentionArgs
 
 
 class UserMods:
-    """Of a call, for some sequences and query heads; `shape` is (Hkv, group) of these heads."""
+    """The user mods of a call, for some sequences and query heads; `shape` is (Hkv, group) of these heads."""
 
     def __init__(
         self, args: AttentionArgs, batch: range, heads: range, shape: tuple[int, int], dtype: torch.dtype

@@ -184,7 +184,7 @@ class Function:
 
     def bind(self) -> Callable[..., Any]:
         """The function; its source is compiled once for all plans that differ in values only."""
-        if nvtx.LAUNCH_RANGES:
+        if nvtx.MARKS_LAUNCHES:
             self.values["marked"] = nvtx.marked
             first, *body = self.lines
             self.lines = [first, '    with marked("launch"):', *(f"    {line}" for line in body)]

@@ -42,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     """out, lse, and the largest logits of each head if the call asks for them."""
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), args.key(),
+        q.get_device(), k.get_device(), v.get_device(), args.key,
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
@@ -63,7 +63,7 @@ def backward(
     # The kernels check the shapes and types of dout, out, lse and dlse by themselves.
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
-        k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key(),
+        k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key,
         is_mode_deterministic(),
     )  # fmt: skip
     launch = bound.get(signature)

@@ -139,8 +139,8 @@ class ComposedLayout:
     @property
     def cosize(self) -> int:
         """Elements to reserve: a swizzle moves an index within its block, so the last block counts whole."""
-        span = self.swizzle.span
-        return -(-(self.offset + self.layout.cosize) // span) * span
+        period = self.swizzle.period
+        return -(-(self.offset + self.layout.cosize) // period) * period
 
     def select(self, *modes: int) -> ComposedLayout:
         return ComposedLayout(self.swizzle, self.offset, self.layout.select(*modes))

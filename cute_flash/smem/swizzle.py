@@ -38,7 +38,7 @@ class Swizzle:
         return ((1 << self.bits) - 1) << (self.base + self.shift)
 
     @property
-    def span(self) -> int:
+    def period(self) -> int:
         """An aligned block of this many indices is mapped onto itself."""
         return 1 << (self.base + self.bits)
 

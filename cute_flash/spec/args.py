@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,14 +14,14 @@ if TYPE_CHECKING:
     from cute_flash.score_mod.bound import Graphs
 
 
-class AttentionArgs(NamedTuple):
-    """The arguments of both operators after their tensors, in the order of `SCHEMA`.
+class _Fields(NamedTuple):
+    """The fields of `AttentionArgs`, in the order of `SCHEMA`."""
 
-    It is built by keyword in `api.py` and passed on whole. Tensors are those of the call; the family of kernels
-    is here because threads of autograd and compiled graphs do not see context variables.
-    """
-
+    # No plan depends on the first four.
     scale: float
+    scalars: tuple[float, ...] = ()  # numbers that user functions captured, one graph after the other
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
     window_left: int | None = None
     window_right: int | None = None
     softcap: float = 0.0  # 0: none
@@ -32,25 +33,31 @@ class AttentionArgs(NamedTuple):
     bias: Tensor | None = None  # four dimensions, those that broadcast of size 1
     score_mod: str = ""  # text of the graphs of score_mod, mask_mod and score_mod_bwd
     captures: tuple[Tensor, ...] = ()  # tensors that those functions captured, one graph after the other
-    scalars: tuple[float, ...] = ()  # numbers that they captured
     needs_grad: tuple[bool, ...] = ()  # whether the bias, and each captured tensor, needs a gradient
     block_mask: tuple[Tensor, ...] = ()  # `BlockMask.tensors`
     block_mask_sizes: tuple[int, ...] = ()  # `BlockMask.sizes`
     cu_seqlens_q: Tensor | None = None  # (B + 1), int32: q, k, v are then (T, H, D)
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B), int32
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
     out_fp32: bool = False
     deterministic: bool = False  # gradients with the same bits every time
     batch_invariant: bool = False
     kernels: str = ""  # family of kernels; "": the best one for the GPU
 
+
+class AttentionArgs(_Fields):
+    """The arguments of both operators after their tensors: everything a call asks for besides q, k and v.
+
+    It is built by keyword in `api.py` and passed on whole. The family of kernels is among them because threads of
+    autograd and compiled graphs do not see context variables. A tuple, as that is what is made fastest; a subclass of
+    one, to cache what is derived.
+    """
+
     @property
     def band(self) -> Band:
         return Band(self.window_left, self.window_right)
 
-    @property
+    @cached_property
     def mods(self) -> Graphs:
         from cute_flash.score_mod.bound import graphs_of
 
@@ -82,7 +89,7 @@ class AttentionArgs(NamedTuple):
     def out_dtype(self, q: Tensor) -> torch.dtype:
         return torch.float32 if self.out_fp32 else q.dtype
 
-    @property
+    @cached_property
     def has_tensors(self) -> bool:
         return not (
             self.alibi is self.sinks is self.rng is self.bias is self.cu_seqlens_q is None
@@ -90,34 +97,38 @@ class AttentionArgs(NamedTuple):
             and not self.block_mask
         )
 
+    @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on, besides q, k and v: tensors by shape, strides, type and device; no value that
-        is an argument of the kernels and needs no check.
-        """
-        numbers = (
-            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit,
-            self.score_mod, self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic,
-            self.batch_invariant, self.kernels,
-        )  # fmt: skip
+        """What a plan depends on besides q, k and v; tensors by shape, type and device."""
         if not self.has_tensors:
-            return numbers
-        tensors = (self.alibi, self.sinks, self.rng, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k)
-        bias = self.bias
+            return self[4:]
+        alibi, sinks, bias, rng = self.alibi, self.sinks, self.bias, self.rng
         return (
-            numbers,
-            # How a bias is fetched depends on its strides and address.
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
-            *[None if x is None else (x.shape, x.dtype, x.device) for x in (*tensors, *self.captures)],
-            *[(x.shape, x.dtype, x.device) for x in self.block_mask],
-        )
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.score_mod,
+            self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
+            self.kernels,
+            None if alibi is None else (alibi.shape, alibi.dtype, alibi.get_device()),
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.get_device()),
+            # How kernels load a bias depends on its strides and address.
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.data_ptr() % 16),
+            None if rng is None else (rng.shape, rng.dtype, rng.get_device()),
+            None if self.cu_seqlens_q is None else self._offsets_key(),
+            *[(x.shape, x.dtype, x.get_device()) for x in self.captures],
+            *[(x.shape, x.dtype, x.get_device()) for x in self.block_mask],
+        )  # fmt: skip
+
+    def _offsets_key(self) -> tuple[Any, ...]:
+        offsets = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+        return tuple([None if x is None else (x.shape, x.dtype, x.get_device()) for x in offsets])
 
 
 SCHEMA = (
-    "float scale, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
+    "float scale, float[]? scalars=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
     "Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, Tensor? bias=None, "
-    'str score_mod="", Tensor[]? captures=None, float[]? scalars=None, bool[]? needs_grad=None, '
+    'str score_mod="", Tensor[]? captures=None, bool[]? needs_grad=None, '
     "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
     'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
 )
 # Fields that are lists to the dispatcher and tuples here.
@@ -129,10 +140,10 @@ SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 def from_schema(values: tuple[Any, ...]) -> AttentionArgs:
     """From what an operator's implementation is called with."""
-    args = list(AttentionArgs(*values))
+    fields: list[Any] = list(AttentionArgs(*values))
     for i in _LIST_PLACES:
-        args[i] = tuple(args[i] or ())
-    return AttentionArgs(*args)
+        fields[i] = tuple(fields[i] or ())
+    return AttentionArgs(*fields)
 
 
 def to_schema(args: AttentionArgs) -> tuple[Any, ...]:

@@ -97,4 +97,3 @@ class Band:
         full_begin = begin if self.left is None else self.minimum(ceil_div(self.lo(last, sq, sk), tile_n), end)
         full_end = self.maximum(full_begin, self.minimum(self.hi(first, sq, sk) // tile_n, end))
         return BlockRange(begin, full_begin, full_end, end)
-

@@ -159,7 +159,7 @@ def _check_float(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
 
 
-def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[Any, ...]) -> None:
+def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
     if args.cu_seqlens_q is not None:
         for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
             if present:

@@ -14,8 +14,18 @@ FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 
 _DEFAULT = os.environ.get("CUTE_FLASH_KERNELS") or ""
 _family: ContextVar[str] = ContextVar("cute_flash_kernels", default=_DEFAULT)
-# The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU.
-requested_family = _family.get
+
+
+def requested_family() -> str:
+    """The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU."""
+    return _family.get()
+
+
+# What `torch.compiler.assume_constant_result` sets, which would import torch._dynamo: a compiled function keeps the
+# family of its first call, as Dynamo cannot trace context variables.
+requested_family._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# The same as a C function, for calls that are not compiled.
+current_family = _family.get
 
 
 @contextmanager

@@ -59,7 +59,8 @@ def _softcap(args: Any, scale: float) -> float:
 
 def _alibi_slopes(args: Any, problem: Any) -> Any:
     """(B, H): slopes (H) have a batch stride of 0."""
-    return args.alibi.float().expand(problem.batch, problem.heads)
+    alibi = args.alibi if str(args.alibi.dtype) == "torch.float32" else args.alibi.float()
+    return alibi.expand(problem.batch, problem.heads)
 
 
 def _sinks(args: Any) -> Any:

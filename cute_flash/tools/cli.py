@@ -299,7 +299,7 @@ def _cache(args: argparse.Namespace) -> int:
     from cute_flash.jit.disk import DiskCache
 
     cache = DiskCache.default()
-    entries = cache.entries()
+    entries = cache.files()
     size = sum(path.stat().st_size for path in entries)
     if args.clear:
         cache.clear()

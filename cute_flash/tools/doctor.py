@@ -292,7 +292,7 @@ def _cache() -> Check:
         detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
         remedy = "make it yours alone, or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
         return Check("kernel cache", BROKEN, detail, remedy)
-    entries = cache.entries()
+    entries = cache.files()
     size = sum(path.stat().st_size for path in entries)
     detail = f"{cache.folder}, private, {len(entries)} kernel(s), {size / 1e6:.1f} MB"
     return Check("kernel cache", OK, detail)

@@ -267,7 +267,7 @@ def test_without_a_linker_the_entry_is_an_object_file(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert_checks_its_arguments(compiled(plan_of()))
-    assert DiskCache(fresh_cache).entries() == [fresh_cache / f"{digest(plan_of().key)}.o"]
+    assert DiskCache(fresh_cache).files() == [fresh_cache / f"{digest(plan_of().key)}.o"]
     forget()
     assert precompile(plan_of().key) is False
     assert_checks_its_arguments(compiled(plan_of()))

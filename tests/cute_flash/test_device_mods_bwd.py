@@ -252,7 +252,7 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     Z = torch.ones(())
     if "dropout" in names:
         ranges = range(first[1], first[1] + queries), range(first[0], first[0] + keys)
-        kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).kept(
+        kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).keep_mask(
             range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), *ranges
         )
         Z = kept[0, 0].T / 0.7

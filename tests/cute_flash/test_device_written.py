@@ -21,7 +21,7 @@ from cute_flash.device.mask import Mask
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.written import Written
-from cute_flash.reference.user_mods import PartWritten
+from cute_flash.reference.user_mods import UserMods
 from cute_flash.spec.band import Band
 from tests.cute_flash.test_device_features import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
@@ -103,10 +103,10 @@ def of_threads(
 
 
 def by_torch(case: Case, S: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
-    part = PartWritten(case.score().written, range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), 1, torch.float64)
-    block, _ = part.apply(S.double()[None, None], rows, keys)
-    part.hide_(block, rows, keys, -torch.inf)
-    return block[0, 0]
+    mods = UserMods(case.args(), range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), (1, 1), torch.float64)
+    block, _ = mods.apply(S.double()[None, None, None], rows, keys)
+    mask = mods.visible(rows, keys, S.device)
+    return (block if mask is None else block.masked_fill(~mask, -torch.inf))[0, 0, 0]
 
 
 KINDS = [

@@ -135,14 +135,14 @@ def test_a_link_is_ignored_with_a_warning(cache: DiskCache, tmp_path: Path) -> N
 
 
 def test_entries_and_clear(cache: DiskCache) -> None:
-    assert cache.entries() == []
+    assert cache.files() == []
     names = ["b.so", "a.so", "c.o"]
     for name in names:
         cache.store(name.partition(".")[0], CONTENT, name[1:])
     with cache.locked("a"):
-        assert [path.name for path in cache.entries()] == sorted(names)
+        assert [path.name for path in cache.files()] == sorted(names)
     assert cache.clear() == 3
-    assert cache.entries() == []
+    assert cache.files() == []
     assert list(cache.folder.glob("*.sha256")) == []
     assert cache.clear() == 0
 

@@ -27,13 +27,13 @@ def test_is_an_involution(swizzle: Swizzle, index: int) -> None:
 def test_changes_only_its_own_field(swizzle: Swizzle, index: int) -> None:
     changed = swizzle(index) ^ index
     assert changed % 2**swizzle.base == 0
-    assert changed < swizzle.span
+    assert changed < swizzle.period
 
 
 @deterministic
 @given(swizzles(), st.integers(0, 50))
 def test_permutes_every_aligned_block(swizzle: Swizzle, block: int) -> None:
-    indices = range(block * swizzle.span, (block + 1) * swizzle.span)
+    indices = range(block * swizzle.period, (block + 1) * swizzle.period)
     assert sorted(map(swizzle, indices)) == list(indices)
 
 

@@ -36,7 +36,11 @@ def digests_of(chosen: Sequence[Case], recorded: dict[str, str], jobs: int) -> d
     found: dict[str, str] = read(path)
     groups: dict[object, list[Case]] = {}
     for case in chosen:
-        groups.setdefault(compile_key(case), []).append(case)
+        try:
+            key: object = compile_key(case)
+        except Exception:
+            key = case  # it fails again when it is compiled, and is reported then
+        groups.setdefault(key, []).append(case)
     wanted = []
     for group in groups.values():
         known = next((found[case.name] for case in group if case.name in found), None)

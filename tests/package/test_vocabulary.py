@@ -27,7 +27,7 @@ WORDS = {
 }  # fmt: skip
 NAMES = {
     "BlockMap", "BlockList", "EntryList", "WorkList", "TileOrder", "TileQueue", "OfHead", "Sequence", "How", "Custom",
-    "Given", "pass_on", "speculative_max", "draws_tiles", "packs_heads", "LIGHT", "MEDIUM", "HEAVY", "MOST",
+    "Given", "pass_on", "checks_sums", "draws_tiles", "packs_heads", "LIGHT", "MEDIUM", "HEAVY", "MOST",
 }  # fmt: skip
 MODULES = {"partial"}
 

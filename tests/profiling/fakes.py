@@ -1,4 +1,4 @@
-"""A clock that only moves when a provider says so, and providers whose speed and mistakes are chosen."""
+"""A fake clock, providers with given speeds and errors, and a GPU that runs launches on CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 
 from cute_flash import reference
+from cute_flash.planning.plan import CompileKey
+from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band
 from profiling.accuracy import Accuracy, Errors
 from profiling.bench import Settings, Tools
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import Shape
 from profiling.timing import Batch, repeat
+from tests.fakes.recording import RecordingGpu
 
 
 @dataclass
 class FakeTimer:
     now_ms: float = 0.0
-    # What stands between two events takes time, even where it does not move this clock by itself.
+    # Two events are never at the same time, even if nothing between them moves the clock.
     event_ms: float = 1e-9
     is_lost: bool = False
-    turns: list[float] = field(default_factory=list)
+    intervals: list[float] = field(default_factory=list)
     is_on_stream: bool = False
 
     def batch(self, call: Callable[[], Any], calls: int) -> Batch:
@@ -35,8 +38,8 @@ class FakeTimer:
         start = self.now_ms
         run()
         self.now_ms += self.event_ms
-        self.turns.append(self.now_ms - start)
-        return self.turns[-1]
+        self.intervals.append(self.now_ms - start)
+        return self.intervals[-1]
 
     def synchronize(self) -> None:
         if self.is_lost:
@@ -51,8 +54,7 @@ class FakeTimer:
 
 @dataclass(frozen=True)
 class FakeProvider:
-    """Attention in the input's dtype that takes `call_ms`, its results then spoilt by `spoil` and by
-    `spoil_gradients`."""
+    """Attention in the input's dtype that takes `call_ms`; `spoil` and `spoil_gradients` change its results."""
 
     name: str
     timer: FakeTimer
@@ -95,6 +97,17 @@ class FakeProvider:
             return tuple(x.transpose(1, 2).contiguous() for x in grads) if self.is_bshd else grads
 
         return call
+
+
+class CpuGpu(RecordingGpu):
+    """A GPU for CPU tensors whose launches call `launch(key, operands)`, with the operands by name."""
+
+    def __init__(self, arch: ArchSpec, launch: Callable[[CompileKey, dict[str, Any]], None]) -> None:
+        super().__init__(arch)
+        self.launch = launch
+
+    def kernel(self, key: CompileKey) -> Callable[..., None]:
+        return lambda *args: self.launch(key, dict(zip(key.operands, args, strict=True)))
 
 
 SMALL = Shape(batch=2, heads=3, heads_kv=3, seqlen=300, head_dim=16, causal=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from profiling import features
-from profiling.features import Cell, Found, Settings, Side, measure_cell, run_features
+from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
 from profiling.record import write_json
 from profiling.timing import Samples
 from tests.profiling.fakes import FakeTimer
@@ -52,7 +52,7 @@ def test_sides_of_a_cell_compute_the_same(short_sequences):
 
 
 def test_ratios_are_those_of_times():
-    found = Found("feature", "x", "plain")
+    found = CellResult("feature", "x", "plain")
     found.samples["fwd"] = {"plain": Samples(1, (2.0,)), "slow": Samples(1, (4.0,))}
     found.samples["bwd"] = {"plain": Samples(1, (6.0,)), "slow": Samples(1, (6.0,))}
     assert found.ratio("slow", "fwd") == 0.5 and found.ratio("slow", "bwd") == 1.0

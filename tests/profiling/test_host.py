@@ -4,7 +4,7 @@ import gc
 import json
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 import cute_flash
-from cute_flash import arch, counters, operands, ops
-from cute_flash import compile as compiling
+from cute_flash.planning.plan import CompileKey
+from cute_flash.runtime import gpu
+from cute_flash.spec.arch import ARCHS
 from profiling import __main__ as cli
 from profiling import host, machine
 from profiling.host_cases import CASES, MADE_BY_TORCH, Case, Goal, Settings, contender
 from profiling.host_report import FLOOR, OURS, Figures, Times, figures_of, has_failed, host_tables
 from profiling.suites import Shape
 from profiling.timing import Contender
-from tests.profiling.fakes import FakeTimer
+from tests.profiling.fakes import CpuGpu, FakeTimer
 
 TINY = Shape(batch=2, heads=2, heads_kv=2, seqlen=16, head_dim=16, causal=False)
 
@@ -66,10 +67,10 @@ def test_host_time_is_the_median_of_warm_loops_without_the_synchronisation():
     times = host.host_times(contenders, WaitingTimer(), seconds, 4, 5, random.Random(0))
     assert times.errors == {}
     assert {side: round(us, 3) for (_, side), us in times.us.items()} == {"a": 10.0, "b": 30.0}
-    # One call before each loop of four; each contender once a turn, in changing order.
-    turns = [calls[i : i + 10 : 5] for i in range(0, len(calls), 10)]
-    assert len(turns) == 6 and all(sorted(turn) == ["a", "b"] for turn in turns)
-    assert ["a", "b"] in turns and ["b", "a"] in turns
+    # One call before each loop of four; each contender once a round, in changing order.
+    rounds = [calls[i : i + 10 : 5] for i in range(0, len(calls), 10)]
+    assert len(rounds) == 6 and all(sorted(names) == ["a", "b"] for names in rounds)
+    assert ["a", "b"] in rounds and ["b", "a"] in rounds
     assert gc.isenabled()
 
 
@@ -124,31 +125,29 @@ def test_every_goal_has_its_cases():
 # ---------------------------------------------------------------------------------------------------------
 
 
+Launched = list[tuple[CompileKey, dict[str, Any]]]
+
+
 @pytest.fixture
-def launched(monkeypatch) -> list[tuple[Any, tuple[Any, ...]]]:
-    """A GPU of kernels that do nothing, on CPU tensors that say they are on it: what was launched."""
-    found: list[tuple[Any, tuple[Any, ...]]] = []
-    monkeypatch.setattr(compiling, "compiled_kernel", lambda key: lambda *args: found.append((key, args)))
-    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_90"])
-    monkeypatch.setattr(counters, "counter", lambda index: (None, 1 << 40))
-    monkeypatch.setattr(operands, "current_device", lambda: None)
-    monkeypatch.setattr(ops, "_launches", {})
+def launched(monkeypatch) -> Iterator[Launched]:
+    """The launches on a Hopper GPU whose kernels do nothing; CPU tensors say that they are on it."""
+    launches: Launched = []
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.delenv("CUTE_FLASH_KERNELS", raising=False)
-    return found
+    with gpu.use_gpu(CpuGpu(ARCHS["sm_90"], lambda key, operands: launches.append((key, operands)))):
+        yield launches
 
 
 @pytest.fixture
 def allocated(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of tensors that were allocated like another."""
-    found: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def empty_like(x: Tensor, real: Any = torch.empty_like, **options: Any) -> Tensor:
-        found.append(tuple(x.shape))
+        shapes.append(tuple(x.shape))
         return real(x, **options)
 
     monkeypatch.setattr(torch, "empty_like", empty_like)
-    return found
+    return shapes
 
 
 def floor_of(case: Case) -> Contender:
@@ -180,12 +179,13 @@ def test_a_floor_repeats_the_launches_and_allocates_what_the_call_allocates(
     launched, allocated, case, kernels, shapes
 ):
     floor = floor_of(case)
-    key, args = launched[-1]
+    key, operands = launched[-1]
     launched.clear()
     allocated.clear()
     floor.call()
     assert len(launched) == kernels and launched[-1][0] == key
-    assert all(x is y for x, y in zip(launched[-1][1], args, strict=True))
+    assert launched[-1][1].keys() == operands.keys()
+    assert all(launched[-1][1][name] is x for name, x in operands.items())
     assert sorted(allocated) == sorted(shapes)
 
 
@@ -196,8 +196,8 @@ def test_the_floor_of_a_backward_allocates_gradients_and_workspace(launched, all
     allocated.clear()
     floor.call()
     assert [key for key, _ in launched] == keys
-    assert [key.kernel for key in keys] == ["bwd_preprocess", "bwd_sm90", "bwd_postprocess"]
-    # dq, dk and dv; the LSE, D and the sums of dQ, padded to tiles.
+    assert [key.kernel for key in keys] == ["bwd_preprocess", "bwd_sm90", "bwd_postprocess_sm90"]
+    # dq, dk and dv; lse_log2, delta and dq_accum, padded to tiles.
     assert sum(shape == Q for shape in allocated) == 3 and len(allocated) == 6
 
 
@@ -205,7 +205,7 @@ def test_the_floor_of_varlen_has_the_tile_list(launched, allocated):
     floor = floor_of(Case("varlen"))
     allocated.clear()
     floor.call()
-    assert [key.kernel.startswith("prepare_fwd") for key, _ in launched[-2:]] == [True, False]
+    assert [key.kernel for key, _ in launched[-2:]] == ["varlen_scheduler_fwd", "fwd_sm90"]
     assert len(allocated) == 3
 
 
@@ -227,13 +227,14 @@ def test_torch_work_counts_in_the_floor_only_if_the_call_does_it(launched, alloc
 def test_timed_calls_do_not_run_through_the_recorder(launched):
     ours = contender(Case(), settings())
     ours.call()
-    launches, compiled_kernel = dict(ops._launches), compiling.compiled_kernel
+    before, functions = gpu.current_gpu(), dict(gpu.bound)
+    assert functions
     host.floor_of(ours)
-    assert ops._launches == launches and compiling.compiled_kernel is compiled_kernel
+    assert gpu.current_gpu() is before and gpu.bound == functions
     with host.recorded_launches() as recorded:
-        assert not ops._launches
+        assert not gpu.bound
     ours.call()
-    assert recorded == [] and ops._launches == launches
+    assert recorded == [] and gpu.bound == functions
 
 
 def test_needed_kernels_are_found_without_compiling(launched):
@@ -241,8 +242,10 @@ def test_needed_kernels_are_found_without_compiling(launched):
     keys = host.needed_kernels(cases)
     assert launched == []
     names = [key.kernel for key in keys]
-    assert names.count("fwd_sm90") == 1 and names.count("bwd_sm90") == 1
-    assert {"fwd_sm90_general", "fwd_sm90_custom", "bwd_sm90_custom", "prepare_bwd"} <= set(names)
+    assert names.count("bwd_preprocess") == 2 and {"varlen_scheduler_fwd", "varlen_scheduler_bwd"} <= set(names)
+    tags = {name: [key.static.tags for key in keys if key.kernel == name] for name in ("fwd_sm90", "bwd_sm90")}
+    assert sorted(tags["fwd_sm90"]) == [(), ("score_mod",), ("softcap",), ("varlen",)]
+    assert sorted(tags["bwd_sm90"]) == [(), ("score_mod",), ("varlen",)]
     assert pickle.loads(pickle.dumps(keys)) == keys
 
 
@@ -296,7 +299,7 @@ def test_a_process_that_fails_is_reported_and_the_others_count():
         if function is host.needed_kernels:
             raise RuntimeError("no disk")
         if args[1] == 0:
-            raise RuntimeError("nothing was heard of it")
+            raise RuntimeError("no message for 180 s")
         return Times({("plain-fwd", OURS): 3.0, ("plain-fwd", FLOOR): 2.0, ("plain-fwd", "sdpa-flash"): 4.0})
 
     data = host.run_host(settings("plain-fwd"), run, lambda keys: None, lambda line: None, {})

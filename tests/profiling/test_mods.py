@@ -8,12 +8,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from profiling.turns import Turns
 
 from cute_flash import masks
 from profiling import __main__ as cli
 from profiling import features, mods, mods_fa4, mods_summary
-from profiling.features import Cell, Found, Settings, Side, measure_cell, run_features
+from profiling.features import Cell, CellResult, Settings, Side, measure_cell, run_features
+from profiling.gpu_lock import GpuLock
 from profiling.record import write_json
 from profiling.timing import Samples
 from tests.profiling.fakes import FakeTimer
@@ -36,7 +36,7 @@ def test_all_cells_run():
         assert len(one.samples["fwd"]) >= 2
     rows = {row[0]: row[1:] for row in mods_summary.summary(found).rows}
     assert rows["functions: cute_flash over flex"][0] == "12, 0"
-    assert rows["documents: with a map over without a map"][0] == "2"
+    assert rows["documents: with a block mask over without a block mask"][0] == "2"
     assert len([name for name in rows if name.startswith("bias")]) == 3
     assert not any("fa4" in name for name in rows)
 
@@ -61,9 +61,9 @@ def test_what_is_measured_can_be_chosen():
 
 
 def test_a_missing_fa4_is_left_out_unless_it_is_named(monkeypatch):
-    assert mods.absent(SMALL) == {"fa4": "ImportError: none here"}
+    assert mods.unavailable(SMALL) == {"fa4": "ImportError: none here"}
     named = replace(SMALL, peers=("fa4",), functions=("causal",))
-    assert mods.absent(named) == {}
+    assert mods.unavailable(named) == {}
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     found = run_features(("function",), named, FakeTimer(event_ms=1.0), CPU, cells=mods.KINDS)
     for one in found:
@@ -121,9 +121,9 @@ def test_a_wrong_gradient_alone_leaves_the_forward():
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", [masks.causal(), masks.prefix_lm(100), masks.sliding_window(300)])
-def test_block_lists_are_exact(mask, head_dim, direction):
+def test_block_indices_are_exact(mask, head_dim, direction):
     seqlen = 700
-    (count, index, full_count, full_index), (rows, keys) = mods_fa4.block_lists(
+    (count, index, full_count, full_index), (rows, keys) = mods_fa4.block_indices(
         mask, torch.empty(1, 1, seqlen, head_dim), direction
     )
     assert {x.dtype for x in (count, index, full_count, full_index)} == {torch.int32}
@@ -161,20 +161,20 @@ def _fake_fa4(monkeypatch, spoil=1.0):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     lists = SimpleNamespace(BlockSparseTensorsTorch=lambda *tensors, block_size: (*tensors, block_size))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", lists)
-    function = SimpleNamespace(options=lambda: {"mask_mod": "in its words"})
+    function = SimpleNamespace(options=lambda: {"mask_mod": "fa4 mask_mod"})
     monkeypatch.setattr(mods_fa4, "function", lambda name, *args: function)
     monkeypatch.setattr(mods_fa4, "missing", lambda: None)
     return seen
 
 
-def test_fa4_gets_its_layout_and_its_lists(monkeypatch):
+def test_fa4_gets_its_layout_and_its_block_indices(monkeypatch):
     seen = _fake_fa4(monkeypatch)
     settings = replace(SMALL, head_dims=(64,), hidden=128, functions=("causal",), seqlen=200, long=200)
     cell = next(mods.function_cells(settings, CPU))
     assert list(cell.sides) == ["flex", "fa4", "cute_flash"]
     found = measure_cell(cell, FakeTimer(event_ms=1.0), settings)
     assert {*found.errors} == {"flex bwd"} and {*found.samples["bwd"]} == {"fa4", "cute_flash"}
-    assert seen[0]["mask_mod"] == "in its words" and seen[0]["block_sparse_tensors"][-1] == (192, 128)
+    assert seen[0]["mask_mod"] == "fa4 mask_mod" and seen[0]["block_sparse_tensors"][-1] == (192, 128)
     assert "block_sparse_tensors_bwd" not in seen[0]
     (lists,) = (x["block_sparse_tensors_bwd"] for x in seen if "block_sparse_tensors_bwd" in x)
     assert lists[-1] == (128, 128)
@@ -201,27 +201,33 @@ def test_the_functions_can_be_made():
     assert len(mods_fa4.function("document", ids).tensors[0]) >= 40 + 192
 
 
-# ---- summary, parts, turns
+# ---- summary, parts, lock
 # -------------------------------------------------------------------------------------------------------
 
 
-def _found(kind, name, base, fwd, bwd):
+def _result(kind, name, base, fwd, bwd):
     samples = {
         direction: {side: Samples(1, (ms,)) for side, ms in times.items()}
         for direction, times in (("fwd", fwd), ("bwd", bwd))
     }
-    return Found(kind, name, base, samples)
+    return CellResult(kind, name, base, samples)
 
 
 RUN = [
-    _found(
+    _result(
         "function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}
     ),
-    _found(
+    _result(
         "function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}
     ),
-    _found("documents", "D=64", "without a map", {"without a map": 6, "with a map": 1}, {"without a map": 6}),
-    _found("bias", "D=64", "plain", {"plain": 3, "bias of all": 4}, {"plain": 3, "bias of all": 6}),
+    _result(
+        "documents",
+        "D=64",
+        mods.WITHOUT_BLOCK_MASK,
+        {mods.WITHOUT_BLOCK_MASK: 6, mods.WITH_BLOCK_MASK: 1},
+        {mods.WITHOUT_BLOCK_MASK: 6},
+    ),
+    _result("bias", "D=64", "plain", {"plain": 3, "bias of all": 4}, {"plain": 3, "bias of all": 6}),
 ]
 
 
@@ -230,7 +236,7 @@ def test_the_summary_is_of_geometric_means():
     assert mods_summary.summary(RUN).rows == (
         ("functions: cute_flash over flex", "2", "4.00 (2.00)", "1.41 (1.00)", "2.19 (2.00)"),
         ("functions: cute_flash over fa4", "2, 0", "2.00 (1.00)", "-", "-"),
-        ("documents: with a map over without a map", "1, 0", "6.00 (6.00)", "-", "-"),
+        ("documents: with a block mask over without a block mask", "1, 0", "6.00 (6.00)", "-", "-"),
         ("bias of all over plain", "1", "0.75 (0.75)", "0.50 (0.50)", "0.60 (0.60)"),
     )
 
@@ -254,20 +260,20 @@ def test_parts_make_a_whole(tmp_path, capsys):
     assert cli.main(("mods", "--parts", parts[0], str(tmp_path / "other.json"))) == cli.NOT_MEASURED
 
 
-def test_whoever_times_waits_for_who_compiles(tmp_path):
-    mine, other = Turns(tmp_path / "turns"), (tmp_path / "turns").open()
-    # Both compile at once, but nobody times.
+def test_measuring_waits_until_no_process_compiles(tmp_path):
+    mine, other = GpuLock(tmp_path / "lock"), (tmp_path / "lock").open()
+    # Both compile at once, and neither measures.
     fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
     fcntl.flock(other, fcntl.LOCK_UN)
     with pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with mine.alone(), pytest.raises(BlockingIOError):
+    with mine.exclusive(), pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     other.close()
 
 
-def test_with_turns_everything_is_compiled_before_anything_is_timed(tmp_path, monkeypatch):
+def test_with_a_lock_everything_is_compiled_before_anything_is_timed(tmp_path, monkeypatch):
     order: list[str] = []
     real = features.measure
     monkeypatch.setattr(features, "measure", lambda *args: order.append("time") or real(*args))
@@ -277,8 +283,8 @@ def test_with_turns_everything_is_compiled_before_anything_is_timed(tmp_path, mo
     cells = {
         "function": lambda settings, device: (Cell("function", x, {"a": _times(1.0)}, "a") for x in "xy")
     }
-    kept: list[int] = []
-    for turns, expected in ((None, "ccttcctt"), (Turns(tmp_path / "turns"), "cccctttt")):
+    saved: list[int] = []
+    for lock, expected in ((None, "ccttcctt"), (GpuLock(tmp_path / "lock"), "cccctttt")):
         order.clear()
         run_features(
             ("function",),
@@ -286,8 +292,8 @@ def test_with_turns_everything_is_compiled_before_anything_is_timed(tmp_path, mo
             FakeTimer(event_ms=1.0),
             CPU,
             cells=cells,
-            turns=turns,
-            keep=lambda found: kept.append(len(found)),
+            lock=lock,
+            save=lambda results: saved.append(len(results)),
         )
         assert "".join(x[0] for x in order) == expected
-    assert kept == [1, 2, 1, 2]
+    assert saved == [1, 2, 1, 2]

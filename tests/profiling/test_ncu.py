@@ -129,7 +129,7 @@ def test_keys_are_all_that_is_launched() -> None:
     spec = arch.by_name("sm_90")
     assert [key.tile.layout for key in PLAIN.keys(spec)] == ["swizzled", "plain"]  # type: ignore[union-attr]
     backward = Case("bwd-sm90", "swizzled", SHAPE).keys(spec)
-    names = ["fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_postprocess"]
+    names = ["fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_postprocess_sm90"]
     assert [key.kernel for key in backward] == names
 
 
@@ -228,7 +228,7 @@ def test_a_case_is_known_by_its_names(shape: Shape, dtype: str) -> None:
         ncu_case.case_of("notes", "")
 
 
-def test_the_record_is_remade_from_the_exports(on_a_gpu, tmp_path, capsys) -> None:
+def test_the_record_is_made_from_the_exports(on_a_gpu, tmp_path, capsys) -> None:
     assert on_a_gpu(FakeNcu(), "--kernels", "fwd-sm80") == cli.OK
     path = tmp_path / ncu_run.RECORD
     record = json.loads(path.read_text())

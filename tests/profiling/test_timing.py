@@ -57,8 +57,8 @@ class Recorder:
         return Contender(call, context)
 
 
-def turns_of(calls: list[str]) -> list[str]:
-    """Consecutive calls of one contender as one turn."""
+def batches_of(calls: list[str]) -> list[str]:
+    """Consecutive calls of one contender as one batch."""
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
@@ -66,9 +66,9 @@ def test_every_round_times_every_contender_once():
     recorder = Recorder()
     contenders = {name: recorder.contender(name, 1.0) for name in "abcd"}
     measured = measure(contenders, recorder.timer, rounds=4, budget_ms=10)
-    # Warm-up first; where one round ends with the contender that begins the next, the turns are joined.
+    # Warm-up first; where one round ends with the contender that begins the next, the batches are joined.
     orders = ["abcd", "abdc", "bcad", "cdba", "dacb"]
-    assert turns_of(recorder.calls) == turns_of(list("".join(orders)))
+    assert batches_of(recorder.calls) == batches_of(list("".join(orders)))
     assert all(len(samples.round_ms) == 4 for samples in measured.samples.values())
     assert recorder.inside == []
 
@@ -76,7 +76,7 @@ def test_every_round_times_every_contender_once():
 @pytest.mark.parametrize("names", ["", "a", "ab", "abc", "abcd", "abcde", "abcdef"])
 def test_nobody_always_follows_the_same(names):
     rounds = len(names) * (1 + len(names) % 2)
-    orders = [balanced(names, turn) for turn in range(rounds)]
+    orders = [balanced(names, i) for i in range(rounds)]
     assert all(sorted(order) == list(names) for order in orders)
     firsts = Counter(order[0] for order in orders)
     assert len(set(firsts.values())) <= 1 and len(firsts) == len(names)
@@ -91,7 +91,7 @@ def test_calls_fill_the_budget_and_half_as_many_before_are_untimed():
     assert measured.samples["a"] == Samples(calls=12, round_ms=(2.0, 2.0))
     # First call, estimate of three, and per round the untimed calls and the batch.
     assert len(recorder.calls) == 1 + 3 + 2 * (6 + 12)
-    assert recorder.timer.turns == [6.0, 24.0, 24.0]
+    assert recorder.timer.intervals == [6.0, 24.0, 24.0]
 
 
 def test_the_first_slow_call_is_not_in_the_result():

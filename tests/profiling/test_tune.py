@@ -13,6 +13,7 @@ import torch
 
 from cute_flash import reference
 from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from profiling import __main__ as cli
@@ -24,7 +25,7 @@ from profiling.trial import Build
 from profiling.tune import Settings, run_tune
 from profiling.variants import Variant, parse, table_rows
 from profiling.workers import Outcome, Task, Unusable
-from tests.profiling.fakes import FakeProvider, FakeTimer, tools
+from tests.profiling.fakes import CpuGpu, FakeProvider, FakeTimer, tools
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
@@ -32,13 +33,11 @@ FAMILY, HOPPER, ARCH = "fwd_sm80", "fwd_sm90", ARCHS["sm_90"]
 GOOD, FAST, OTHER, NOTED = (parse(f"64x{n} w4 s1", FAMILY, 64) for n in (32, 48, 64, 80))
 ROW = table_rows(FAMILY, 64, ARCH)[0]
 SETTINGS = Settings(family=FAMILY, rounds=2, ms=2.0)
-# The address of a counter, which only a GPU would read.
-COUNTER = 1 << 40
 
 
 @dataclass
 class World:
-    """Kernels that are right and take 1 ms, but for what is said of a variant by its text."""
+    """Kernels that are right and take 1 ms; variants with other times or mistakes are given by their text."""
 
     timer: FakeTimer = field(default_factory=FakeTimer)
     call_ms: dict[str, float] = field(default_factory=dict)
@@ -49,6 +48,7 @@ class World:
     saved: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     last_note: str | None = None
+    is_checking: bool = False
 
     @staticmethod
     def text(key: CompileKey) -> str:
@@ -61,21 +61,17 @@ class World:
             raise RuntimeError(self.build_errors[text])
         return True
 
-    def compiled(self, plan: Plan) -> Callable[..., None]:
-        text = self.text(plan.key)
-
-        def launch(q, k, v, out, lse, scale, left, right, *arguments) -> None:
-            counter = (COUNTER,) if plan.draws_tiles else ()
-            assert (left, right) == (0, 0) and arguments == (*plan.launch_arguments, *counter)
-            self.launched.append(text)
-            self.timer.now_ms += self.call_ms.get(text, 1.0)
-            band = Band(None, 0 if plan.key.static.has_right else None)
-            exact = reference.forward(q, k, v, reference.plain_args(q, band, scale))
-            out.copy_(exact[0])
-            lse.copy_(exact[1])
-            self.spoil.get(text, lambda out, lse: None)(out, lse)
-
-        return launch
+    def launch(self, key: CompileKey, operands: dict[str, Any]) -> None:
+        text, band = self.text(key), Band(None, 0 if key.static.has_right else None)
+        self.launched.append(text)
+        self.timer.now_ms += self.call_ms.get(text, 1.0)
+        q, k, v, out, lse = (operands[name] for name in ("q", "k", "v", "out", "lse"))
+        # New memory holds NaN while a variant is checked.
+        assert not self.is_checking or (out.isnan().all() and lse.isnan().all())
+        exact = reference.forward(q, k, v, reference.plain_args(q, band, operands["scale"]))
+        out.copy_(exact[0])
+        lse.copy_(exact[1])
+        self.spoil.get(text, lambda out, lse: None)(out, lse)
 
     def note(self, text: str) -> None:
         self.last_note = text
@@ -92,7 +88,7 @@ class World:
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
         """As a pool does it, last task first: outcomes come in any order."""
         for index, task in reversed(list(enumerate(tasks))):
-            self.last_note = None
+            self.last_note, self.is_checking = None, task.function is trial.check
             try:
                 outcome = Outcome(index, value=task.function(*task.args))
             except Unusable as error:
@@ -116,21 +112,20 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch) -> World:
+def world(monkeypatch) -> Iterator[World]:
     world = World()
     monkeypatch.setattr(trial, "precompile", world.precompile)
-    monkeypatch.setattr(trial, "compiled", world.compiled)
     monkeypatch.setattr(trial, "note", world.note)
-    monkeypatch.setattr(trial.counters, "counter", lambda device: (None, COUNTER))
     monkeypatch.setattr(trial, "tools", lambda is_graph: tools(world.timer))
     monkeypatch.setattr(
         trial, "select", lambda names: [FakeProvider(name, world.timer, 2.0) for name in names]
     )
-    monkeypatch.setattr(trial, "AWKWARD", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
+    monkeypatch.setattr(trial, "ODD_SHAPES", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
     monkeypatch.setitem(tune.SUITES, "quick", Suite(64, 128, (16, 32), (64,)))
     # Different in every real run.
     monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
-    return world
+    with use_gpu(CpuGpu(ARCH, world.launch)):
+        yield world
 
 
 def places(tuning: ranking.Tuning) -> list[tuple[str, float | None]]:
@@ -309,12 +304,12 @@ def test_the_file_is_written_after_every_step_and_stable(world, tmp_path):
 def test_compile_only_ranks_by_spills_and_then_by_registers(world, monkeypatch):
     uses = {GOOD.text: (168, 0), FAST.text: (128, 24), NOTED.text: (80, 0), OTHER.text: (96, 0)}
 
-    def build(plan: Plan, keeps_kernel: bool, reads_resources: bool) -> Build:
-        assert reads_resources and not keeps_kernel
-        registers, spills = uses[world.text(plan.key)]
-        notes = ("C7512",) if world.text(plan.key) == NOTED.text and plan.key.static.has_right else ()
-        registers += plan.key.static.has_right
-        return Build(1.0, registers, 0, spills, 2, notes)
+    def build(plan: Plan, stores_kernel: bool, reads_resources: bool) -> Build:
+        assert reads_resources and not stores_kernel
+        key = plan.main
+        registers, spills = uses[world.text(key)]
+        notes = ("C7512",) if world.text(key) == NOTED.text and key.static.has_right else ()
+        return Build(1.0, registers + key.static.has_right, 0, spills, 2, notes)
 
     monkeypatch.setattr(trial, "build", build)
     tuning = world.tune(GOOD, FAST, NOTED, OTHER, compile_only=True)
@@ -366,7 +361,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     (variant,) = json.loads(out.read_text())["variants"]
     assert variant["is_table_row"] and variant["variant"] == str(row) and variant["error"] is None
     build = variant["builds"]["full"]
-    assert build["spill_bytes"] == 0 and build["blocks_per_sm"] >= 1 and build["notes"] == []
+    assert build["spill_bytes"] == 0 and build["ctas_per_sm"] >= 1 and build["notes"] == []
     # On Hopper those at launch, before the warpgroups that multiply get more.
     assert build["registers"] <= 255 and (
         family == HOPPER or row.tile.accumulator_registers < build["registers"]
@@ -380,7 +375,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
         (("--compile-only", "--arch", "sm_70"), "sm_70"),
         (("--compile-only", "--arch", "sm_80"), "family 'sm90' needs more than sm_80"),
         (("--compile-only", "--arch", "sm_90", "--tile", "64: 128x64"), "s (stages) missing"),
-        (("--compile-only", "--arch", "sm_90", "--tile", "tiles.txt"), "no file"),
+        (("--compile-only", "--arch", "sm_90", "--tile", "tiles.txt"), "nor a file"),
         (("--compile-only", "--arch", "sm_90", "--masks", "diagonal"), "diagonal"),
     ],
 )

@@ -6,23 +6,22 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from cute_flash.planning.plan import plan as plan_of
+from cute_flash.planning.plan import plan_forward
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.family import FAMILIES as KERNEL_FAMILIES
-from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import UnsupportedError
 from profiling.variants import (
     FAMILIES,
     MAX_ACCUMULATORS,
     SM90_OTHER_REGISTERS,
     InfeasibleError,
+    Selection,
     Variant,
-    Wanted,
-    around,
     choose,
     expand,
+    neighbours,
     parse,
     read,
     sample_problem,
@@ -78,7 +77,7 @@ def test_every_field_of_a_tile_can_be_written(family):
 @runnable
 @pytest.mark.parametrize("head_dim", [32, 64, 72, 96, 128, 160, 192, 256])
 def test_every_neighbour_survives_the_round_trip(family, arch, head_dim):
-    found = around(table_rows(family, head_dim, arch), arch)
+    found = neighbours(table_rows(family, head_dim, arch), arch)
     assert [parse(variant.text, family, head_dim) for variant in found] == found
     assert len({variant.text for variant in found}) == len(found)
 
@@ -93,10 +92,10 @@ def test_order_and_spaces_do_not_matter_and_defaults_may_be_told():
     [
         (
             "128x64 w4 s2 z3",
-            "'z3' is no shape such as 128x64, no number after one of w, s, q, d, and no file",
+            "'z3' is neither a shape such as 128x64, nor a number after one of w, s, q, d, nor a file",
         ),
-        ("tiles.txt", "'tiles.txt' is no shape"),
-        ("128x64 w s2", "'w' is no shape"),
+        ("tiles.txt", "'tiles.txt' is neither a shape"),
+        ("128x64 w s2", "'w' is neither a shape"),
         ("128x64 s2", "w (num_warps) missing"),
         ("w4 s2", "tile_m, tile_n missing"),
         ("", "missing"),
@@ -118,7 +117,7 @@ def test_mistakes_are_named(text, part):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("128x64 w4 s2", "no number after one of s, q, c, l, t, d, and no file"),
+        ("128x64 w4 s2", "nor a number after one of s, q, c, l, t, d, nor a file"),
         ("128x64", "s (stages) missing"),
         ("128x64 s2 t2", "'t2': ping_pong is 0 or 1"),
         ("128x64 s2 c3", "'c3': speculative_max is 0 or 1"),
@@ -159,53 +158,53 @@ def test_files_and_expressions_are_read(tmp_path):
 
 def test_what_is_written_is_chosen_after_the_rows():
     sources = ("64: 64x48 w4 s1", "64x32 w4 s2", "128: 64x64 w4 s1")
-    chosen = choose(Wanted(sources), FAMILY, SM_80)
+    chosen = choose(Selection(sources), FAMILY, SM_80)
     row_64, row_128 = (str(table_rows(FAMILY, head_dim, SM_80)[0]) for head_dim in (64, 128))
     assert [str(variant) for variant in chosen] == [
         row_64, "64: 64x48 w4 s1", "64: 64x32 w4 s2", row_128, "128: 64x32 w4 s2", "128: 64x64 w4 s1",
     ]  # fmt: skip
     # One file serves every head dim: those that are not asked for are left out.
-    only = choose(Wanted(sources, head_dims=(128,)), FAMILY, SM_80)
+    only = choose(Selection(sources, head_dims=(128,)), FAMILY, SM_80)
     assert {variant.head_dim for variant in only} == {128} and len(only) == 3
     # A row that is written as well is there once.
-    assert choose(Wanted((row_64,)), FAMILY, SM_80) == table_rows(FAMILY, 64, SM_80)
+    assert choose(Selection((row_64,)), FAMILY, SM_80) == table_rows(FAMILY, 64, SM_80)
 
 
 def test_what_cannot_run_is_refused_alone_and_left_out_of_a_set():
     with pytest.raises(InfeasibleError, match="stages=3"):
-        choose(Wanted(("64: 128x64 w4 s3",)), FAMILY, SM_80)
-    with pytest.raises(InfeasibleError, match="192 KB of shared memory, sm_80 has 163 KB a block"):
-        choose(Wanted(("256: 128x64 w8 s2",)), FAMILY, SM_80)
+        choose(Selection(("64: 128x64 w4 s3",)), FAMILY, SM_80)
+    with pytest.raises(InfeasibleError, match="192 KB of shared memory, sm_80 has 163 KB a CTA"):
+        choose(Selection(("256: 128x64 w8 s2",)), FAMILY, SM_80)
     rows = table_rows(FAMILY, 256, SM_80)
-    chosen = choose(Wanted(("256: 128x{32,64} w8 s{1,2,3}",)), FAMILY, SM_80)
+    chosen = choose(Selection(("256: 128x{32,64} w8 s{1,2,3}",)), FAMILY, SM_80)
     feasible = {"128x32 w8 s1", "128x32 w8 s2", "128x64 w8 s1"}
     assert {variant.text for variant in chosen} == feasible | {row.text for row in rows}
     # A misspelt set is a mistake, not an infeasible one.
-    with pytest.raises(ValueError, match="'z1' is no shape"):
-        choose(Wanted(("256: 128x64 w8 {z1,z2}",)), FAMILY, SM_80)
+    with pytest.raises(ValueError, match="'z1' is neither a shape"):
+        choose(Selection(("256: 128x64 w8 {z1,z2}",)), FAMILY, SM_80)
     with pytest.raises(UnsupportedError, match="head_dim=300"):
-        choose(Wanted(head_dims=(300,)), FAMILY, SM_80)
+        choose(Selection(head_dims=(300,)), FAMILY, SM_80)
 
 
 @runnable
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_respect_the_limits_and_begin_with_the_rows(family, arch, head_dim):
     rows = table_rows(family, head_dim, arch)
-    found = around(rows, arch)
+    found = neighbours(rows, arch)
     assert found[: len(rows)] == sorted(rows, key=lambda row: row.text)
     assert len(found) > 30
     for variant in found[len(rows) :]:
-        assert variant.tile.fits(arch) and variant.obstacle(arch) is None
+        assert variant.tile.fits(arch)
         limit = MAX_ACCUMULATORS
         if family == HOPPER:
             limit = {64: 256, 128: 240, 192: 160}[variant.tile.tile_m] - SM90_OTHER_REGISTERS
-            # Turns are for two.
+            # Ping-pong needs two warpgroups.
             assert variant.tile.ping_pong or variant.tile.tile_m > 64
         assert variant.tile.accumulator_registers <= limit
     # The nearest differs in one field.
     nearest, names = found[len(rows)].tile, FAMILIES[family].choices
     assert 1 == min(sum(getattr(nearest, f) != getattr(row.tile, f) for f in names) for row in rows)
-    capped = choose(Wanted(head_dims=(head_dim,), most=7), family, arch)
+    capped = choose(Selection(head_dims=(head_dim,), max_neighbours=7), family, arch)
     assert capped == found[:7]
 
 
@@ -215,7 +214,7 @@ def test_registers_of_hopper_tiles():
         assert parse(text, HOPPER, 128).tile.accumulator_registers == registers
     # Just too many, by the compiler's own word: 192x96 has its wgmma serialised, 192x80 does not.
     rows = [parse("128x80 s1", HOPPER, 128)]
-    near = {(variant.tile.tile_m, variant.tile.tile_n) for variant in around(rows, SM_90)}
+    near = {(variant.tile.tile_m, variant.tile.tile_n) for variant in neighbours(rows, SM_90)}
     assert (192, 80) in near and (192, 96) not in near and (128, 192) in near
 
 
@@ -224,23 +223,23 @@ def test_registers_of_hopper_tiles():
 def test_rows_are_those_of_every_length(family, arch, head_dim):
     rows = {(row.tile.tile_m, row.tile.tile_n) for row in table_rows(family, head_dim, arch)}
     for mask, length in itertools.product(("full", "causal"), (1, 512, 1024, 1025, 2048, 2049, 100_000)):
-        with use_kernels(FAMILIES[family].kernels):
-            tile = plan_of(sample_problem(head_dim, mask, "bf16", length), arch).tile
+        problem = sample_problem(head_dim, mask, "bf16", length)
+        tile = plan_forward(problem, arch, FAMILIES[family].kernels).tile
         assert (tile.tile_m, tile.tile_n) in rows
 
 
 def test_a_family_that_the_gpu_cannot_run_is_refused():
     with pytest.raises(UnsupportedError, match="family 'sm90' needs more than sm_80"):
-        choose(Wanted(), HOPPER, SM_80)
+        choose(Selection(), HOPPER, SM_80)
 
 
 def test_a_variant_is_planned_with_its_own_tile():
     variant = parse("64x32 w4 s1", FAMILY, 64)
     plan = variant.plan(sample_problem(64, "causal", "fp16"), SM_90)
-    assert (plan.tile, plan.key.kernel, plan.key.target) == (variant.tile, FAMILY, "sm_90")
-    assert plan.key.static.has_right and plan.key.static.dtype == "float16"
+    assert (plan.tile, plan.main.kernel, plan.main.target) == (variant.tile, FAMILY, "sm_90")
+    assert plan.main.static.has_right and plan.main.static.dtype == "float16"
     hopper = parse("64x80 s4", HOPPER, 64)
     plan = hopper.plan(sample_problem(64, "full", "bf16"), SM_90)
-    assert (plan.tile, plan.key.kernel, plan.key.target) == (hopper.tile, HOPPER, "sm_90a")
+    assert (plan.tile, plan.main.kernel, plan.main.target) == (hopper.tile, HOPPER, "sm_90a")
     # The grid is that of the variant's own tile.
-    assert plan.num_tiles == plan.num_blocks == 1024 // 64
+    assert plan.sizes["num_tiles"] == plan.sizes["num_ctas"] == 1024 // 64

@@ -17,10 +17,11 @@ from torch import Tensor
 from cute_flash import reference
 from cute_flash.reference import plain_args, tiled
 from cute_flash.reference.dropout import Dropout
+from cute_flash.reference.varlen import sequences
 from cute_flash.spec.args import AttentionArgs
 from tests.arguments import attention
 from tests.cases import CAUSAL, FULL, assert_close, assert_error_within
-from tests.combinations import RNG, Combination, PackedCombination, gradients, normal, qkv, results
+from tests.combinations import RNG, Combination, VarlenCombination, gradients, normal, qkv, results
 from tests.feature_gradients import assert_feature_gradients, by_cpu_path
 from tests.gradients import largest
 from tests.lengths import Lengths
@@ -67,7 +68,7 @@ def test_all_together_by_definition(sq: int, sk: int) -> None:
     torch.testing.assert_close(oracle, expected[:2], rtol=1e-12, atol=1e-13)
 
 
-def attend(case: Combination | PackedCombination) -> Any:
+def attend(case: Combination | VarlenCombination) -> Any:
     """Tensors by name to (out, LSE) of the CPU path; differentiable."""
     return lambda x: attention(x["q"], x["k"], x["v"], case.args(x))
 
@@ -115,7 +116,7 @@ def test_varlen_combinations(seed: int) -> None:
     sizes, batch = [0, 0, 1, 5, 17, 33], pick.randrange(1, 5)
     queries, keys = ([pick.choice(sizes) for _ in range(batch)] for _ in range(2))
     used = [pick.randrange(sk + 1) for sk in keys] if pick.random() < 0.5 else None
-    case = PackedCombination(one, Lengths(queries, keys, used, (pick.choice([0, 3]), pick.choice([0, 3]))))
+    case = VarlenCombination(one, Lengths(queries, keys, used, (pick.choice([0, 3]), pick.choice([0, 3]))))
     tensors, weights = case.tensors(), case.weights(torch.Generator().manual_seed(3))
     found = results(attend(case), tensors, weights)
     expected = results(lambda x: case.dense(reference.dense, x), tensors, weights)
@@ -144,14 +145,14 @@ def test_gradcheck(features: dict[str, Any], sq: int, sk: int, left: int | None,
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     """Bit for bit, for all but dropout and (B, H) slopes, which know the sequence's index."""
     one = Combination(1, 2, 2, 0, 0, 8, 8, torch.float32, 20, 3, {"softcap": 2.0, "alibi": 1, "sinks": True})
-    case = PackedCombination(one, Lengths([5, 40, 9], [7, 61, 30]))
+    case = VarlenCombination(one, Lengths([5, 40, 9], [7, 61, 30]))
     x = case.tensors()
-    out, lse, _ = reference.forward(x["q"], x["k"], x["v"], case.args(x))
-    for queries, keys in case.spans():
-        q, k, v = (x[name][at].transpose(0, 1)[None] for name, at in zip("qkv", (queries, keys, keys)))
-        alone, alone_lse, _ = reference.forward(q, k, v, one.args(x))
-        assert torch.equal(out[queries].transpose(0, 1), alone[0])
-        assert torch.equal(lse[:, queries], alone_lse[0])
+    args = case.args(x)
+    out, lse, _ = reference.forward(x["q"], x["k"], x["v"], args)
+    for s in sequences(x["q"], x["k"], args):
+        alone = reference.forward(s.of_queries(x["q"]), s.of_keys(x["k"]), s.of_keys(x["v"]), one.args(x))
+        assert torch.equal(s.of_queries(out), alone[0])
+        assert torch.equal(s.of_rows(lse), alone[1])
 
 
 # Edges

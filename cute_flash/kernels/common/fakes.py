@@ -145,8 +145,7 @@ class Fakes:
 
     def captures(self, operand: Operand) -> list[cute.Tensor] | None:
         """Tensors that user mods captured, those of one graph after the other; None without any."""
-        tables = [table for graph in self.graphs() for table in graph.captures]
-        return [_capture(table) for table in tables] or None
+        return [_capture(x) for graph in self.graphs() for x in graph.captures] or None
 
     def scalars(self, operand: Operand) -> list | None:
         kinds = [kind for graph in self.graphs() for kind in graph.scalars]
@@ -187,6 +186,6 @@ def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
     return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
 
 
-def _capture(table: Any) -> cute.Tensor:
-    dtype, rank = CUTE_DTYPES[table.dtype], max(1, table.rank)
+def _capture(capture: Any) -> cute.Tensor:
+    dtype, rank = CUTE_DTYPES[capture.dtype], max(1, capture.rank)
     return _strided(dtype, tuple(cute.sym_int() for _ in range(rank)))

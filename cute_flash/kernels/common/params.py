@@ -1,4 +1,4 @@
-"""What score features add to the parameters of a kernel, and what of it concerns one head."""
+"""Parameters of score features: from the operands of a launch to what kernels read."""
 
 from dataclasses import dataclass
 
@@ -6,15 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_flash.device.bias_bwd import BiasTerms
-from cute_flash.device.block_iterator import BlockIndices
-from cute_flash.device.entry_list import EntryLists
-from cute_flash.device.mods_bwd import Code, WrittenTerms
+from cute_flash.device.bias_bwd import BwdBiasParams
+from cute_flash.device.block_sparse import BlockIndices, BwdBlockIndices
+from cute_flash.device.mods import HeadMods, ModParams
+from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
 from cute_flash.device.philox import Dropout
 from cute_flash.device.score import Score
-from cute_flash.device.score_bwd import Terms
+from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.written import Written, WrittenOfHead
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.spec.problem import Static
@@ -28,10 +27,10 @@ class ScoreParams:
     alibi_slopes: cute.Tensor | None = None  # (B, H)
     sinks: cute.Tensor | None = None  # (H)
     rng: cute.Tensor | None = None  # (seed, offset)
-    dropout_threshold: Int32 | None = None  # in both halves: draws below it are dropped
+    dropout_threshold: Int32 | None = None  # in both halves: random numbers below it drop their score
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
-    mods: Written | None = None
+    mods: ModParams | None = None
     block_indices: BlockIndices | None = None  # of a block mask
 
     @staticmethod
@@ -54,7 +53,8 @@ class ScoreParams:
         """From the operands of a launch."""
         mods = None
         if static.has_mods:
-            mods = Written(static.mods, bias, *(None if x is None else tuple(x) for x in (captures, scalars)))
+            arguments = (None if x is None else tuple(x) for x in (captures, scalars))
+            mods = ModParams(static.mods, bias, *arguments)
         # A bias and user mods see natural scores.
         is_natural = mods is not None and mods.changes_scores
         transforms = softcap is not None or alibi_slopes is not None or is_natural
@@ -71,7 +71,7 @@ class ScoreParams:
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
-        """Of the scores that the softmax sees. Transformed ones are in units of log2 already, or natural."""
+        """The scale of the scores that the softmax sees: transformed scores are in units of log2, or natural."""
         if self.score is None:
             return scale * LOG2_E
         return Float32(LOG2_E if self.score.unit == 1.0 else 1.0)
@@ -81,24 +81,27 @@ class ScoreParams:
             return None
         return Dropout.read(self.rng, Uint32(self.dropout_threshold), self.dropout_scale)
 
-    def shares_batch(self) -> cutlass.Boolean | None:
-        """Whether all of the batch have the same bias; None without one."""
+    def batch_shares_bias(self) -> cutlass.Boolean | None:
+        """Whether the bias is the same for the whole batch; None without a bias."""
         return None if self.mods is None or self.mods.bias is None else self.mods.bias.stride[0] == 0
 
-    def of_head(self, head: Int32, batch: Int32) -> "HeadScoreParams":
+    def for_head(self, head: Int32, batch: Int32) -> "HeadScoreParams":
         score = self.score
         if self.alibi_slopes is not None:
-            score = score.of_head(self.alibi_slopes[batch, head])
-        mods = None if self.mods is None else self.mods.of_head(head, batch)
-        return HeadScoreParams(score, None if self.sinks is None else self.sinks[head], self.dropout_scale, mods)
+            score = score.for_head(self.alibi_slopes[batch, head])
+        mods = None if self.mods is None else self.mods.for_head(head, batch)
+        sink = None if self.sinks is None else self.sinks[head]
+        return HeadScoreParams(score, sink, self.dropout_scale, mods)
 
 
 @dataclass(frozen=True)
 class HeadScoreParams:
+    """The score features of one head. None: absent."""
+
     score: Score | None
     sink: Float32 | None
     dropout_scale: Float32 | None
-    mods: WrittenOfHead | None = None
+    mods: HeadMods | None = None
 
 
 def bwd_score_params(
@@ -119,37 +122,39 @@ def bwd_score_params(
     scalars: list | None,
     dcaptures: list | None,
     block_indices: list | None,
-) -> Terms | None:
-    """The score features of a backward launch, from its operands; None if scores are products only."""
+) -> BwdScoreParams | None:
+    """The score features of a backward launch, from its operands; None if there are none."""
     if not (static.features or static.block_sparse):
         return None
-    written = None
+    mods = None
     if static.has_mods:
-        mods = static.mods
-        parts = mods.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
-        written = WrittenTerms(
-            Code.of(mods.graphs, mods.captures_needing_grad),
-            scale,
-            softcap,
-            *(_or_none(part) for part in (parts.score, parts.mask, parts.gradient)),
-            None if bias is None else BiasTerms(bias, dbias, mods.bias_varies, mods.dbias_accumulates),
-            None if dcaptures is None else tuple(dcaptures),
-            None if block_indices is None else EntryLists(*block_indices),
-            tile.prefetches_bias(mods.bwd_ops_per_score),
+        spec = static.mods
+        arguments = spec.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
+        mods = BwdModParams(
+            graphs=BwdGraphs.of(spec.graphs, spec.captures_needing_grad),
+            scale=scale,
+            softcap=softcap,
+            score=_or_none(arguments.score),
+            mask=_or_none(arguments.mask),
+            gradient=_or_none(arguments.gradient),
+            bias=None if bias is None else BwdBiasParams(bias, dbias, spec.bias_varies, spec.dbias_accumulates),
+            dcaptures=None if dcaptures is None else tuple(dcaptures),
+            block_indices=None if block_indices is None else BwdBlockIndices(*block_indices),
+            prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score),
         )
-    return Terms(
-        score=Score.of(scale, softcap, gives_tangent=True),
+    return BwdScoreParams(
+        score=Score.of(scale, softcap, returns_tanh=True),
         heads=heads,
-        slopes=alibi_slopes,
-        dslopes=dalibi_partial,
-        threshold=dropout_threshold,
-        keep_scale=dropout_scale,
+        alibi_slopes=alibi_slopes,
+        dalibi_partial=dalibi_partial,
+        dropout_threshold=dropout_threshold,
+        dropout_scale=dropout_scale,
         rng=rng,
-        written=written,
+        mods=mods,
     )
 
 
-def _or_none(part: tuple) -> tuple | None:
-    """(captures, scalars) of a graph, with None for what is empty: kernels take no empty tuples."""
-    found = tuple(x or None for x in part)
-    return None if found == (None, None) else found
+def _or_none(arguments: tuple) -> tuple | None:
+    """(captures, scalars) of a graph, with None for an empty tuple: kernels take no empty tuples."""
+    nonempty = tuple(x or None for x in arguments)
+    return None if nonempty == (None, None) else nonempty

@@ -1,4 +1,4 @@
-"""Before the main kernel of the backward: the statistics of rows, and a zeroed dQ."""
+"""Preprocess of the backward: row statistics, and zeros in the accumulators of dQ."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.sequence import Sequence, read_item, unpacked
+from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
 from cute_flash.device.softmax import LOG2_E
+from cute_flash.device.tile_scheduler import read_tile
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.problem import Static
 
-VECTOR = 8  # elements in 16 bytes, or in 32 where they are fp32
+VECTOR = 8  # elements of a load: 16 bytes, or 32 of fp32
 THREADS = 128
 
 
@@ -26,26 +27,26 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq)
     mLSE_log2: cute.Tensor  # (B, H, Sq padded)
     mD: cute.Tensor
-    mdQ: cute.Tensor  # sums (B, H, m_block, elements of a tile) in fp32
-    mCounters: cute.Tensor | None  # (B, H, m_block)
+    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
+    mSemaphore: cute.Tensor | None  # (B, H, m_block)
     mdLSE: cute.Tensor | None
-    mItems: cute.Tensor | None  # the blocks of a packed batch
+    mTiles: cute.Tensor | None  # the tile list of a varlen batch
 
 
 class BwdPreprocess:
-    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and past the end.
+    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and rows past the end.
 
-    The accumulators of dQ become 0, and so does its semaphore.
+    It also sets the accumulators of dQ and its semaphore to 0.
     """
 
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
-        # Where the main kernel may be launched before this one ends, and waits for its end by itself.
-        self.is_followed_early = not isinstance(tile, BwdTileSm80)
+        # The main kernel on Hopper is launched early, and waits for the end of this one.
+        self.overlaps_next = not isinstance(tile, BwdTileSm80)
         vectors = -(-static.width_v // VECTOR)
-        # Threads of a row; more than it has vectors, if there are more threads than those of all rows.
-        self.per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
+        # A power of two, and enough that all threads have a row.
+        self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
 
     @cute.jit
     def __call__(
@@ -64,8 +65,8 @@ class BwdPreprocess:
         batch, heads, padded = lse_log2.shape
         num_blocks = padded // self.tile_m
         if cutlass.const_expr(self.static.varlen):
-            out, dout, lse = (unpacked(x) for x in (out, dout, lse))
-            dlse = unpacked(dlse) if self.static.has_dlse else None
+            out, dout, lse = (with_batch_mode(x) for x in (out, dout, lse))
+            dlse = with_batch_mode(dlse) if self.static.has_dlse else None
             num_blocks = q_tile_list.shape[0] - TILE_LIST_HEADER
         params = Params(
             mO=out,
@@ -73,10 +74,10 @@ class BwdPreprocess:
             mLSE=lse,
             mLSE_log2=lse_log2,
             mD=delta,
-            mdQ=dq_accum,
-            mCounters=dq_semaphore,
+            mdQ_accum=dq_accum,
+            mSemaphore=dq_semaphore,
             mdLSE=dlse,
-            mItems=q_tile_list,
+            mTiles=q_tile_list,
         )
         self.kernel.set_name_prefix(
             f"cute_flash_bwd_preprocess_d{self.static.width_v}_{self.static.dtype}",
@@ -89,29 +90,29 @@ class BwdPreprocess:
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         index, head, batch = cute.arch.block_idx()
-        if cutlass.const_expr(self.is_followed_early):
+        if cutlass.const_expr(self.overlaps_next):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.static.varlen):
-            if index < p.mItems[0, 0]:
-                m_block, numbers = read_item(p.mItems, index)
-                self.one_block(p, thread, m_block, head, Sequence.told(numbers))
+            if index < p.mTiles[0, 0]:
+                m_block, seqlen_values = read_tile(p.mTiles, index)
+                self.process_block(p, thread, m_block, head, SeqlenInfo.of_values(seqlen_values))
         else:
-            self.one_block(p, thread, index, head, Sequence(batch, p.mO.shape[2], Int32(0)))
+            self.process_block(p, thread, index, head, SeqlenInfo(batch, p.mO.shape[2], Int32(0)))
 
     @cute.jit
-    def one_block(self, p: Params, thread: Int32, m_block: Int32, head: Int32, span: Sequence):
-        block = span.q_block(m_block, self.tile_m)
+    def process_block(self, p: Params, thread: Int32, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
+        block = seqlen.padded_q_block(m_block, self.tile_m)
         if cutlass.const_expr(self.static.deterministic):
             if thread == 0:
-                span.of(p.mCounters, head)[block] = Int32(0)
-        self.zero_sums(span.of(p.mdQ, head)[block, None], thread)
-        rows_at_once = THREADS // self.per_row
+                seqlen.slice_head(p.mSemaphore, head)[block] = Int32(0)
+        self.zero_dq(seqlen.slice_head(p.mdQ_accum, head)[block, None], thread)
+        rows_at_once = THREADS // self.threads_per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
-            row = m_block * self.tile_m + i * rows_at_once + thread // self.per_row
-            self.one_row(p, (span, head), row, thread % self.per_row * VECTOR)
+            row = m_block * self.tile_m + i * rows_at_once + thread // self.threads_per_row
+            self.process_row(p, (seqlen, head), row, thread % self.threads_per_row * VECTOR)
 
     @cute.jit
-    def zero_sums(self, gdQ: cute.Tensor, thread: Int32):
+    def zero_dq(self, gdQ: cute.Tensor, thread: Int32):
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         for i in cutlass.range(self.tile_m * self.tile_d // (4 * THREADS), unroll=4):
@@ -119,21 +120,20 @@ class BwdPreprocess:
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
-    def one_row(self, p: Params, where: tuple, row: Int32, column: Int32):
-        """By as many neighbouring threads as a row has vectors, or a few more."""
-        span, head = where
-        seqlen = span.q_len
+    def process_row(self, p: Params, sequence: tuple, row: Int32, column: Int32):
+        """`threads_per_row` neighbouring threads call it with the columns of their vectors."""
+        seqlen, head = sequence
         dot, lse = Float32(0.0), Float32.inf
-        if row < seqlen:
-            found = span.of(p.mLSE, head)[span.q_row(row)]
-            lse = Float32.inf if found == -Float32.inf else found * LOG2_E
+        if row < seqlen.q_len:
+            natural = seqlen.slice_head(p.mLSE, head)[seqlen.q_row(row)]
+            lse = Float32.inf if natural == -Float32.inf else natural * LOG2_E
             if column < self.static.width_v:
                 rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
-                cute.autovec_copy(self.vector(span.of(p.mO, head), span.q_row(row), column), rO)
-                cute.autovec_copy(self.vector(span.of(p.mdO, head), span.q_row(row), column), rdO)
+                cute.autovec_copy(self.vector(seqlen.slice_head(p.mO, head), seqlen.q_row(row), column), rO)
+                cute.autovec_copy(self.vector(seqlen.slice_head(p.mdO, head), seqlen.q_row(row), column), rdO)
                 products = rO.load().to(Float32) * rdO.load().to(Float32)
                 dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        offset = self.per_row // 2
+        offset = self.threads_per_row // 2
         while cutlass.const_expr(offset > 0):
             dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=offset)
             offset //= 2
@@ -141,11 +141,11 @@ class BwdPreprocess:
             if cutlass.const_expr(self.static.has_dlse):
                 # A row without keys has no gradient, whatever that of its LSE is.
                 dot = Float32(0.0) if lse == Float32.inf else dot
-                if row < seqlen and lse != Float32.inf:
-                    dot = dot - span.of(p.mdLSE, head)[span.q_row(row)]
-            at = span.padded_row(row, self.tile_m)
-            span.of(p.mLSE_log2, head)[at] = lse
-            span.of(p.mD, head)[at] = dot
+                if row < seqlen.q_len and lse != Float32.inf:
+                    dot = dot - seqlen.slice_head(p.mdLSE, head)[seqlen.q_row(row)]
+            padded_row = seqlen.padded_q_row(row, self.tile_m)
+            seqlen.slice_head(p.mLSE_log2, head)[padded_row] = lse
+            seqlen.slice_head(p.mD, head)[padded_row] = dot
 
     def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
         pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)

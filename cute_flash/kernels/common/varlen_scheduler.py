@@ -1,10 +1,10 @@
-"""Before the kernels of a packed batch: the list of its tiles, see `cute_flash/work.py`. One block a list.
+"""The scheduler of varlen batches: lists the tiles of all sequences; see `planning.varlen`. A CTA makes one list.
 
-| step  | who                 | what                                                                    |
-|-------|---------------------|-------------------------------------------------------------------------|
-| count | a warp 32 sequences | tiles of each class of length                                           |
-| sum   | a thread a class    | how many tiles are of longer classes, which come before                 |
-| write | a warp 32 sequences | each claims its places among those of its class, then all lanes write   |
+| step  | unit                       | what                                                                   |
+|-------|----------------------------|------------------------------------------------------------------------|
+| count | a warp per 32 sequences    | counts the tiles of each length class                                  |
+| sum   | a thread per length class  | adds up the tiles of longer classes, which come before                 |
+| write | a warp per 32 sequences    | reserves entries in the classes of its tiles, then all lanes write     |
 """
 
 from dataclasses import dataclass
@@ -35,64 +35,66 @@ WARPS = THREADS // 32
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Where the sequences lie; what the caller says is taken within bounds, for no tile to leave memory."""
+class VarlenBatch:
+    """The offsets of the sequences. They are clamped, so that no tile is outside of the tensors."""
 
-    mCuQ: cute.Tensor  # (B + 1)
-    mCuK: cute.Tensor
-    mUsedK: cute.Tensor | None  # (B)
+    mCuSeqlensQ: cute.Tensor  # (B + 1)
+    mCuSeqlensK: cute.Tensor
+    mSeqUsedK: cute.Tensor | None  # (B)
     total_q: Int32
     total_k: Int32
 
     @property
     def size(self) -> Int32:
-        return self.mCuQ.shape[0] - 1
+        return self.mCuSeqlensQ.shape[0] - 1
 
     @cute.jit
-    def offsets(self, mCu: cute.Tensor, b: Int32, total: Int32):
-        """Where sequence b begins and ends."""
-        begin = cutlass.max(cutlass.min(mCu[b], total), 0)
-        return begin, cutlass.max(cutlass.min(mCu[b + 1], total), begin)
+    def offsets(self, mCuSeqlens: cute.Tensor, b: Int32, total: Int32):
+        """Begin and end of sequence b."""
+        begin = cutlass.max(cutlass.min(mCuSeqlens[b], total), 0)
+        return begin, cutlass.max(cutlass.min(mCuSeqlens[b + 1], total), begin)
 
     @cute.jit
-    def used(self, b: Int32, slot: Int32) -> Int32:
-        if cutlass.const_expr(self.mUsedK is None):
-            return slot
-        return cutlass.max(cutlass.min(self.mUsedK[b], slot), 0)
+    def used_keys(self, b: Int32, k_len: Int32) -> Int32:
+        if cutlass.const_expr(self.mSeqUsedK is None):
+            return k_len
+        return cutlass.max(cutlass.min(self.mSeqUsedK[b], k_len), 0)
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """One list: the tiles of queries, or those of keys."""
+class TileListBuilder:
+    """Builds the list of tiles of queries, or that of tiles of keys.
 
-    mItems: cute.Tensor  # (TILE_LIST_HEADER + items, TILE_LIST_WIDTH)
-    batch: Batch
+    The list is made of segments: the sequences, the unused keys of each if there is `seqused_k`, and the rows after
+    the last sequence. A segment is (sequence, q_begin, q_len, k_begin, k_len).
+    """
+
+    mTiles: cute.Tensor  # (TILE_LIST_HEADER + tiles, TILE_LIST_WIDTH)
+    batch: VarlenBatch
     of_keys: cutlass.Constexpr
-    counts_rest: cutlass.Constexpr  # what comes after the last sequence is one with a number of its own
+    rest_has_index: cutlass.Constexpr  # the rows after the last sequence are sequence B
     tile_rows: Int32
     tile_columns: Int32
     band: Band  # of rows over columns
-    order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
+    tile_order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
 
     @property
-    def num_runs(self) -> Int32:
-        """Sequences, perhaps the unused keys of each, and what comes after the last."""
+    def num_segments(self) -> Int32:
         size = self.batch.size
-        return (2 * size if self.of_keys and self.batch.mUsedK is not None else size) + 1
+        return (2 * size if self.of_keys and self.batch.mSeqUsedK is not None else size) + 1
 
     @cute.jit
-    def run(self, r: Int32):
-        """(sequence, q_begin, q_len, k_begin, k_len)"""
+    def segment(self, index: Int32):
         batch, size = self.batch, self.batch.size
-        b = cutlass.min(r, size - 1)
-        is_rest = r == self.num_runs - 1
+        b = cutlass.min(index, size - 1)
+        is_rest = index == self.num_segments - 1
         is_unused = cutlass.Boolean(False)
-        if cutlass.const_expr(self.of_keys and batch.mUsedK is not None):
-            is_unused = r >= size and not is_rest
-            b = r - size if is_unused else b
-        q_begin, q_end = batch.offsets(batch.mCuQ, b, batch.total_q)
-        k_begin, k_end = batch.offsets(batch.mCuK, b, batch.total_k)
-        k_len = batch.used(b, k_end - k_begin)
+        if cutlass.const_expr(self.of_keys and batch.mSeqUsedK is not None):
+            is_unused = index >= size and not is_rest
+            b = index - size if is_unused else b
+        q_begin, q_end = batch.offsets(batch.mCuSeqlensQ, b, batch.total_q)
+        k_begin, k_end = batch.offsets(batch.mCuSeqlensK, b, batch.total_k)
+        k_len = batch.used_keys(b, k_end - k_begin)
         q_len = q_end - q_begin
         if cutlass.const_expr(self.of_keys):
             k_begin = k_begin + k_len if is_unused else k_begin
@@ -104,108 +106,108 @@ class Tiles:
             q_begin = q_end if is_rest else q_begin
             q_len = batch.total_q - q_end if is_rest else q_len
             k_len = 0 if is_rest else k_len
-        if cutlass.const_expr(self.counts_rest):
+        if cutlass.const_expr(self.rest_has_index):
             b = size if is_rest else b
         return b, q_begin, q_len, k_begin, k_len
 
     @cute.jit
-    def size(self, run: tuple):
-        """Tiles of a run, and the blocks of its longest."""
-        rows, columns = self.lengths(run)
+    def segment_tiles(self, segment: tuple):
+        """The number of tiles of a segment, and the blocks of its longest tile."""
+        rows, columns = self.lengths(segment)
         longest = longest_tile(self.band, rows, columns, self.tile_rows, self.tile_columns)
         return ceil_div(rows, self.tile_rows), longest
 
-    def lengths(self, run: tuple) -> tuple:
-        """Of its rows, and of its columns."""
-        _b, _q_begin, q_len, _k_begin, k_len = run
+    def lengths(self, segment: tuple) -> tuple:
+        """Rows and columns."""
+        _b, _q_begin, q_len, _k_begin, k_len = segment
         return (k_len, q_len) if self.of_keys else (q_len, k_len)
 
     @cute.jit
     def build(self, classes: cute.Tensor, sums: cute.Tensor):
-        """By a thread block. `classes` (NUM_LENGTH_CLASSES), `sums` (WARPS): shared memory."""
+        """A CTA builds the list. `classes` (NUM_LENGTH_CLASSES) and `sums` (WARPS) are shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         classes[thread] = 0
         cute.arch.sync_threads()
-        self.visit(classes, thread, False)
+        self.visit_segments(classes, thread, False)
         cute.arch.sync_threads()
-        self.sum(classes, sums, thread)
+        self.sum_classes(classes, sums, thread)
         cute.arch.sync_threads()
-        self.visit(classes, thread, True)
+        self.visit_segments(classes, thread, True)
 
     @cute.jit
-    def sum(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
-        """classes: from numbers of tiles to the place of the first; those of longer ones come before."""
+    def sum_classes(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
+        """classes: from the number of tiles of a class to its first entry, after the tiles of longer classes."""
         lane, warp = thread % 32, thread // 32
-        mine = classes[NUM_LENGTH_CLASSES - 1 - thread]
-        until = mine
+        own = classes[NUM_LENGTH_CLASSES - 1 - thread]
+        prefix = own
         for step in cutlass.range_constexpr(5):
-            before = cute.arch.shuffle_sync_up(until, 1 << step)
-            until = until + before if lane >= (1 << step) else until
+            before = cute.arch.shuffle_sync_up(prefix, 1 << step)
+            prefix = prefix + before if lane >= (1 << step) else prefix
         if lane == 31:
-            sums[warp] = until
+            sums[warp] = prefix
         cute.arch.sync_threads()
         for other in cutlass.range_constexpr(WARPS):
-            until = until + sums[other] if other < warp else until
-        classes[NUM_LENGTH_CLASSES - 1 - thread] = until - mine
+            prefix = prefix + sums[other] if other < warp else prefix
+        classes[NUM_LENGTH_CLASSES - 1 - thread] = prefix - own
         if thread == THREADS - 1:
-            self.mItems[0, 0] = cutlass.min(until, self.mItems.shape[0] - TILE_LIST_HEADER)
+            self.mTiles[0, 0] = cutlass.min(prefix, self.mTiles.shape[0] - TILE_LIST_HEADER)
 
     @cute.jit
-    def visit(self, classes: cute.Tensor, thread: Int32, writes: cutlass.Constexpr):
-        """Every tile claims a place in its class, which counts them, and is written there or not."""
+    def visit_segments(self, classes: cute.Tensor, thread: Int32, writes: cutlass.Constexpr):
+        """Reserve an entry for every tile in its class, which counts the tiles; `writes`: write the tiles there."""
         lane = thread % 32
-        for first in cutlass.range(thread - lane, self.num_runs, THREADS, unroll=1):
-            run = self.run(cutlass.min(first + lane, self.num_runs - 1))
-            tiles, longest = self.size(run)
-            tiles = tiles if first + lane < self.num_runs else 0
+        for first in cutlass.range(thread - lane, self.num_segments, THREADS, unroll=1):
+            segment = self.segment(cutlass.min(first + lane, self.num_segments - 1))
+            tiles, longest = self.segment_tiles(segment)
+            tiles = tiles if first + lane < self.num_segments else 0
             if tiles == 1:
-                place = _claim(classes, length_class(longest, minimum), Int32(1))
+                entry = _reserve(classes, length_class(longest, minimum), Int32(1))
                 if cutlass.const_expr(writes):
-                    self.write((Int32(0), *run), place)
-            mine = (*run, tiles, longest)
-            for other in cutlass.range(cutlass.min(self.num_runs - first, 32), unroll=1):
-                *numbers, num, most = (cute.arch.shuffle_sync(x, other) for x in mine)
+                    self.write((Int32(0), *segment), entry)
+            own = (*segment, tiles, longest)
+            for other in cutlass.range(cutlass.min(self.num_segments - first, 32), unroll=1):
+                *values, num, longest_of_other = (cute.arch.shuffle_sync(x, other) for x in own)
                 if num > 1:
-                    self.visit_run(classes, lane, tuple(numbers), (num, most), writes)
+                    self.visit_tiles(classes, lane, tuple(values), (num, longest_of_other), writes)
 
     @cute.jit
-    def visit_run(self, classes: cute.Tensor, lane: Int32, run: tuple, size: tuple, writes: cutlass.Constexpr):
-        """The tiles of a run, by a warp. Those that lie side by side claim their places together."""
+    def visit_tiles(self, classes: cute.Tensor, lane: Int32, segment: tuple, size: tuple, writes: cutlass.Constexpr):
+        """A warp visits the tiles of a segment. Neighbouring tiles reserve their entries together."""
         num, longest = size
-        sizes = (*self.lengths(run), self.tile_rows, self.tile_columns)
-        descends = descends_by_length(self.band, num, *sizes) if self.order == BY_LENGTH else self.order
+        sizes = (*self.lengths(segment), self.tile_rows, self.tile_columns)
+        descends = descends_by_length(self.band, num, *sizes) if self.tile_order == BY_LENGTH else self.tile_order
         for start in cutlass.range(0, num, 32, unroll=1):
             i = start + lane
             block = i if descends == ASCENDING else num - 1 - i
-            own = num_blocks(self.band, block, *sizes) if self.order == BY_LENGTH else longest
-            is_apart = i < num and 2 * own < longest
-            together = cute.arch.vote_ballot_sync(i < num and not is_apart)
-            place = Int32(0)
+            own = num_blocks(self.band, block, *sizes) if self.tile_order == BY_LENGTH else longest
+            is_short = i < num and 2 * own < longest
+            together = cute.arch.vote_ballot_sync(i < num and not is_short)
+            entry = Int32(0)
             if lane == 0:
-                place = _claim(classes, length_class(longest, minimum), cute.arch.popc(together))
+                entry = _reserve(classes, length_class(longest, minimum), cute.arch.popc(together))
             before = cute.arch.popc(together & ((Int32(1) << lane) - 1))
-            place = cute.arch.shuffle_sync(place, 0) + before
-            if is_apart:
-                place = _claim(classes, length_class(own, minimum), Int32(1))
+            entry = cute.arch.shuffle_sync(entry, 0) + before
+            if is_short:
+                entry = _reserve(classes, length_class(own, minimum), Int32(1))
             if cutlass.const_expr(writes):
                 if i < num:
-                    self.write((block, *run), place)
+                    self.write((block, *segment), entry)
 
     @cute.jit
-    def write(self, numbers: tuple, item: Int32):
+    def write(self, values: tuple, entry: Int32):
         row = cute.make_rmem_tensor(TILE_LIST_WIDTH, Int32)
         row.fill(0)
-        for i in cutlass.range_constexpr(len(numbers)):
-            row[i] = numbers[i]
-        if item < self.mItems.shape[0] - TILE_LIST_HEADER:
-            target = (self.mItems.iterator + (item + TILE_LIST_HEADER) * TILE_LIST_WIDTH).align(16)
+        for i in cutlass.range_constexpr(len(values)):
+            row[i] = values[i]
+        if entry < self.mTiles.shape[0] - TILE_LIST_HEADER:
+            target = (self.mTiles.iterator + (entry + TILE_LIST_HEADER) * TILE_LIST_WIDTH).align(16)
             cute.autovec_copy(row, cute.make_tensor(target, cute.make_layout(TILE_LIST_WIDTH)))
 
 
 @cute.jit
-def _claim(classes: cute.Tensor, place: Int32, number: Int32) -> Int32:
-    """The first of so many places in a class."""
-    return cute.arch.atomic_add(classes.iterator + place, number, sem="relaxed", scope="cta")
+def _reserve(classes: cute.Tensor, index: Int32, num: Int32) -> Int32:
+    """Reserve `num` entries of a length class; the first of them."""
+    return cute.arch.atomic_add(classes.iterator + index, num, sem="relaxed", scope="cta")
 
 
 class VarlenScheduler:
@@ -237,7 +239,7 @@ class VarlenScheduler:
 
 
 class VarlenSchedulerFwd(VarlenScheduler):
-    """The tiles of queries."""
+    """Lists the tiles of queries."""
 
     direction = "fwd"
 
@@ -257,14 +259,14 @@ class VarlenSchedulerFwd(VarlenScheduler):
         tile_order: Int32,
         stream: CUstream,
     ):
-        batch = Batch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
+        batch = VarlenBatch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
         band = Band(scheduler_left, scheduler_right)
-        tiles = Tiles(q_tile_list, batch, False, False, tile_m, tile_n, band, tile_order)
-        self.launch((tiles,), stream)
+        builder = TileListBuilder(q_tile_list, batch, False, False, tile_m, tile_n, band, tile_order)
+        self.launch((builder,), stream)
 
 
 class VarlenSchedulerBwd(VarlenScheduler):
-    """The tiles of keys, and those of queries for preprocess and postprocess."""
+    """Lists the tiles of keys, and those of queries for preprocess and postprocess."""
 
     direction = "bwd"
 
@@ -285,8 +287,8 @@ class VarlenSchedulerBwd(VarlenScheduler):
         tile_order: Int32,
         stream: CUstream,
     ):
-        batch = Batch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
+        batch = VarlenBatch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
         left, right = scheduler_left, scheduler_right
-        keys = Tiles(kv_tile_list, batch, True, False, tile_n, tile_m, Band(right, left), tile_order)
-        queries = Tiles(q_tile_list, batch, False, True, tile_m, tile_n, Band(left, right), tile_order)
+        keys = TileListBuilder(kv_tile_list, batch, True, False, tile_n, tile_m, Band(right, left), tile_order)
+        queries = TileListBuilder(q_tile_list, batch, False, True, tile_m, tile_n, Band(left, right), tile_order)
         self.launch((keys, queries), stream)

@@ -1,4 +1,4 @@
-"""What the parts of the backward with mma.sync pass on: arguments, shared memory, a block's operands."""
+"""Parameters, shared memory and main-loop state of the mma.sync backward."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,21 +8,25 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
-from cute_flash.device.ldmatrix import Landing, Operand
-from cute_flash.device.ordered import Order
-from cute_flash.device.scheduler import TileOrder
-from cute_flash.device.score_bwd import Terms
-from cute_flash.device.sequence import Sequence, WorkList
-from cute_flash.device.stages import allocate_stages
+from cute_flash.device.ldmatrix import FragmentStore, MmaOperand
+from cute_flash.device.score_bwd import BwdScoreParams
+from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.device.seqlen import SeqlenInfo
+from cute_flash.device.smem import allocate_stages
+from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 
 
+def dq_grid(tile: BwdTileSm80, dtype) -> WarpGrid:
+    """The warp grid whose accumulators define the order of dQ in global memory."""
+    return WarpGrid(dtype, tile.num_warps, tile.warps_q)
+
+
 @dataclass(frozen=True)
 class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
-    are (1, H, T, D).
-    """
+    """The argument of the kernel. Tensors are (B, H, S, D), or (1, H, T, D) in a varlen batch; only D is static."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -30,26 +34,26 @@ class Params:
     mdO: cute.Tensor
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
     mdK: cute.Tensor
     mdV: cute.Tensor
     scale: Float32
     scale_log2: Float32
     band: Band  # of keys over queries: left and right change places
-    turns: Order | None  # where tiles of keys add in order
-    order: TileOrder | None
-    work: WorkList | None  # of a packed batch
+    dq_semaphore: DQSemaphore | None  # of deterministic gradients
+    scheduler: StaticTileScheduler | None
+    tile_list: VarlenTileList | None  # of a varlen batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
-    terms: Terms | None  # of scores that are more than products
+    score_params: BwdScoreParams | None  # None: without score features
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Tiles of one kind stand in one tensor, so that their operands share addresses."""
+class SharedStorage:
+    """Tiles of one kind are in one tensor, so that their operands share addresses."""
 
     sKV: cute.Tensor  # (tile_n, tile_d, K or V)
     sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
@@ -57,10 +61,10 @@ class Shared:
     sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
 
     @staticmethod
-    def allocate(tile: BwdTileSm80, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "Shared":
+    def allocate(tile: BwdTileSm80, dtype, k: SmemTile, q: SmemTile, s: SmemTile) -> "SharedStorage":
         smem = SmemAllocator()
         allocate = partial(allocate_stages, smem, dtype)
-        return Shared(
+        return SharedStorage(
             allocate(k, 2),
             allocate(q, 2 * tile.stages),
             allocate(s, 1 if tile.p_in_registers else 2),
@@ -69,25 +73,25 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Main:
-    """What one block of the main loop works on."""
+class MainloopState:
+    """What the main loop of a tile works on."""
 
     thread: Int32
-    shared: Shared
-    span: Sequence
+    storage: SharedStorage
+    seqlen: SeqlenInfo
     first_row: Int32
-    k: Operand  # S^T = K Q^T
-    q: Operand
-    v: Operand  # dP^T = V dO^T
-    do: Operand
-    p: Operand  # dV += P^T dO, where P is in shared memory
-    do_t: Operand
-    ds: Operand  # dK += dS^T Q, likewise
-    q_t: Operand
-    ds_t: Operand  # dQ = dS K
-    k_t: Operand
-    p_landing: Landing
-    ds_landing: Landing
+    k: MmaOperand  # S^T = K Q^T
+    q: MmaOperand
+    v: MmaOperand  # dP^T = V dO^T
+    do: MmaOperand
+    p: MmaOperand  # dV += P^T dO, if P is in shared memory
+    do_t: MmaOperand
+    ds: MmaOperand  # dK += dS^T Q, if dS is in shared memory
+    q_t: MmaOperand
+    ds_t: MmaOperand  # dQ = dS K
+    k_t: MmaOperand
+    store_p: FragmentStore
+    store_ds: FragmentStore
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
-    dslope: cute.Tensor | None  # (1), of the head at hand
+    dalibi: cute.Tensor | None  # (1), of the current head

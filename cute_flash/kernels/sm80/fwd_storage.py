@@ -1,4 +1,4 @@
-"""What the parts of the mma.sync forward share: its arguments, shared memory, operands and products."""
+"""Parameters, shared memory, main-loop state and products of the mma.sync forward."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +10,14 @@ from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
-from cute_flash.device.block_iterator import BlockSparseIterator
+from cute_flash.device.block_sparse import BlockSparseIterator
 from cute_flash.device.copies import RowTiles
-from cute_flash.device.ldmatrix import Operand, operand
+from cute_flash.device.ldmatrix import MmaOperand, mma_operand
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout
-from cute_flash.device.scheduler import TileOrder
-from cute_flash.device.sequence import WorkList
+from cute_flash.device.smem import allocate_stages
 from cute_flash.device.softmax import Softmax
-from cute_flash.device.stages import allocate_stages
+from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import BlockRange
@@ -26,9 +25,7 @@ from cute_flash.spec.band import BlockRange
 
 @dataclass(frozen=True)
 class Params:
-    """All that the kernel reads, in one argument. Tensors are (B, H, S, D), all dynamic but D; packed ones
-    are (1, H, T, D).
-    """
+    """The argument of the kernel. Tensors are (B, H, S, D), or (1, H, T, D) in a varlen batch; only D is static."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -37,8 +34,8 @@ class Params:
     mLSE: cute.Tensor  # (B, H, Sq)
     scale_log2: Float32
     band: Band
-    order: TileOrder | None
-    work: WorkList | None  # of a packed batch
+    scheduler: StaticTileScheduler | None
+    tile_list: VarlenTileList | None  # of a varlen batch
     copy_in: cute.TiledCopy
     copy_out: cute.TiledCopy
     tiled_mma: cute.TiledMma
@@ -46,8 +43,8 @@ class Params:
 
 
 @dataclass(frozen=True)
-class Main:
-    """What one block of the main loop works on."""
+class MainloopState:
+    """What the main loop of a tile works on."""
 
     load_k: RowTiles
     load_v: RowTiles
@@ -55,18 +52,18 @@ class Main:
     gV: cute.Tensor
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
-    q: Operand
-    k: Operand
-    v: Operand
+    q: MmaOperand
+    k: MmaOperand
+    v: MmaOperand
     tiled_mma: cute.TiledMma
     acc_O: cute.Tensor
     softmax: Softmax
     mask: Mask
     blocks: BlockRange
-    head: HeadScoreParams
+    score_params: HeadScoreParams
     dropout: Dropout | None
-    sequence: Int32  # b H + h
-    block_iter: BlockSparseIterator | None  # of a block map
+    batch_head: Int32  # b H + h
+    block_iter: BlockSparseIterator | None  # of a block mask
 
 
 def allocate(tile: FwdTileSm80, dtype):
@@ -77,7 +74,7 @@ def allocate(tile: FwdTileSm80, dtype):
 
 
 def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
-    """Q, K and V^T as MMA operands; V's rows are keys, and ldmatrix.trans makes them columns."""
+    """Q, K and V^T as MMA operands. The rows of V are keys; ldmatrix.trans makes them columns."""
     thr_mma, dtype = tiled_mma.get_slice(thread), sQ.element_type
     plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
     trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
@@ -91,18 +88,18 @@ def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK,
     rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
     q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return (
-        operand(copy_Q, thread, sQ, q_tile, 16 * tile.num_warps, rQ),
-        operand(copy_K, thread, sK, kv_tile, 16, rK),
-        operand(copy_V, thread, sVt, kv_tile, 16, rV, is_transposed=True),
+        mma_operand(copy_Q, thread, sQ, q_tile, 16 * tile.num_warps, rQ),
+        mma_operand(copy_K, thread, sK, kv_tile, 16, rK),
+        mma_operand(copy_V, thread, sVt, kv_tile, 16, rV, is_transposed=True),
     )
 
 
 @cute.jit
 def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int32, q_steps: cutlass.Constexpr):
-    """acc += A B with B from shared memory, and A too but for the first `q_steps` that stay in registers.
+    """acc += A B with A and B from shared memory, but for the first `q_steps` k-steps of A, which stay in registers.
 
-    Loads stand right before their use: ptxas hoists them over earlier MMAs as far as registers allow,
-    and an explicit double buffer only takes that choice away.
+    Loads come right before their use: ptxas hoists them over earlier MMAs as far as registers allow. An explicit
+    double buffer would only restrict it.
     """
     a, b = operands
     for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
@@ -113,14 +110,14 @@ def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int
 
 
 @cute.jit
-def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, stage: Int32):
-    """acc += A B with A in registers, a few n-tiles of B at a time and all k-steps of them.
+def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: MmaOperand, stage: Int32):
+    """acc += A B with A in registers, a few n-tiles of B at a time with all their k-steps.
 
-    All k-steps of an n-tile lie a multiple of the swizzle's period apart: one address and immediate
-    offsets. Two n-tiles at a time are what the tile table was measured with.
+    The k-steps of an n-tile are a multiple of the swizzle's period apart: one address and immediate offsets. The tile
+    table was measured with two n-tiles at a time.
     """
     group = 2
-    # One ldmatrix.x4 fills the operands of two n8 tiles.
+    # One ldmatrix.x4 loads the operands of two n8 tiles.
     acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
     b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
     for n in cutlass.range_constexpr(cute.size(b.view, mode=[1]) // group):

@@ -1,6 +1,6 @@
 """Backward attention with TMA, wgmma and specialised warps: Hopper.
 
-For each tile of keys, over the query heads that share them and blocks i of queries, in persistent blocks:
+For each K/V tile, over the query heads that share it and m_blocks i, in persistent CTAs:
 
     S^T  = K Qi^T                       keys are rows: P^T and dS^T stay in registers as operands
     P^T  = exp(scale S^T - LSE)         0 outside the band
@@ -14,16 +14,16 @@ For each tile of keys, over the query heads that share them and blocks i of quer
 |-----------|-------|------------------------------------------------|
 | 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D      |
 | 0         | 1     | dQ: bulk additions to global memory            |
-| 0         | 2     | the same, where tiles of keys take turns       |
-| 1, 2      | all   | mma: 64 keys of the tile and half of dQ each   |
+| 0         | 2     | the same, with deterministic gradients         |
+| 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each   |
 
 | shared memory | elements                    | life                                        |
 |---------------|-----------------------------|---------------------------------------------|
-| sK, sV        | tile_n x tile_d             | whole tile                                  |
+| sK, sV        | tile_n x tile_d             | the tile                                    |
 | sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV in the next      |
 | sdS           | 2 x tile_n x tile_m         | one block, until dQ in the next but one     |
 | sdQ           | tile_m x tile_d, fp32       | one block, in the order of the accumulators |
-| sLSE, sD      | stages x tile_m, fp32       | one block of queries                        |
+| sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
 """
 
 from dataclasses import dataclass
@@ -35,42 +35,41 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
+from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.copies import row_tile
-from cute_flash.device.entry_list import Entry
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mods_bwd import WrittenScores
-from cute_flash.device.ordered import Order
+from cute_flash.device.mods_bwd import ModScores
+from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.sequence import Sequence, WorkList, unpacked
+from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
 from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.tma import TmaTiles
+from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer
-from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shapes, Shared, Tile
+from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.features import MODS
 from cute_flash.spec.problem import Static
 
-# Named barrier 0 is the one of all threads.
-FIRST_TURN = 1
-# Of a thread of the warpgroup that copies, and of the others, together all that there are.
+# Named barrier 0 is that of all threads.
+FIRST_ORDER_BARRIER = 1
+# Registers of a thread of the producer warpgroup, and of the MMA warpgroups.
 REGISTERS = 24, 240
 
 
 @dataclass(frozen=True)
-class Main:
-    """What a warpgroup works with."""
+class MmaState:
+    """What an MMA warpgroup keeps from tile to tile."""
 
     wg: Int32
     thread: Int32
-    shared: Shared
+    storage: SharedStorage
     rK: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K), its own keys
     rV: cute.Tensor
     rQ: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
@@ -82,23 +81,22 @@ class Main:
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
-    turns: Turns
-    dslope: cute.Tensor | None  # (1), of the head at hand
+    order: WarpgroupOrder
+    dalibi: cute.Tensor | None  # (1), of the current head
 
 
 class BwdSm90:
     def __init__(self, static: Static, tile: BwdTileSm90):
         self.static, self.tile = static, tile
-        self.shapes = Shapes(static, tile)
-        self.dtype = self.shapes.dtype
-        self.has_score = bool(static.features) or static.has_mods
-        self.is_written, self.is_listed = static.has_mods, static.block_sparse
+        self.config = Config(static, tile)
+        self.dtype = self.config.dtype
+        self.has_score_params = bool(static.features) or static.has_mods
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
-        # What needs the registers in which LSE would wait.
-        self.has_function = any(name in MODS for name in static.features)
+        # A bias and user mods need the registers in which LSE would wait.
+        self.has_mods_or_bias = any(name in MODS for name in static.features)
         # With a semaphore every tile has a CTA of its own: the tile that is waited for has begun.
         differs = static.is_bounded or static.varlen or static.block_sparse
-        self.draws_tiles = differs and not static.deterministic
+        self.is_dynamic = differs and not static.deterministic
 
     @property
     def name(self) -> str:
@@ -148,30 +146,30 @@ class BwdSm90:
             rng=rng, bias=bias, dbias=dbias, captures=captures, scalars=scalars, dcaptures=dcaptures,
             block_indices=block_indices,
         )  # fmt: skip
-        load, tma, shapes = cpasync.CopyBulkTensorTileG2SOp(), TmaTiles, self.shapes
+        load, tma, config = cpasync.CopyBulkTensorTileG2SOp(), TmaTiles, self.config
         if cutlass.const_expr(static.varlen):
-            q, k, v, dout_cast, dk, dv = (unpacked(x) for x in (q, k, v, dout_cast, dk, dv))
-            tma = RaggedTiles
+            q, k, v, dout_cast, dk, dv = (with_batch_mode(x) for x in (q, k, v, dout_cast, dk, dv))
+            tma = VarlenTmaTiles
         batch, heads_kv, seqlen_k, _ = k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
         left = window_left if static.has_left else None
         right = window_right if static.has_right else None
-        turns = None
+        semaphore = None
         if cutlass.const_expr(static.deterministic):
-            turns = Order(dq_semaphore, Band(left, right), q.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
+            semaphore = DQSemaphore(dq_semaphore, Band(left, right), q.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
-            shapes=shapes,
-            q=tma.of(load, q, shapes.q),
-            do=tma.of(load, dout_cast, shapes.q),
-            k=tma.of(load, k, shapes.k),
-            v=tma.of(load, v, shapes.k),
+            config=config,
+            q=tma.of(load, q, config.q),
+            do=tma.of(load, dout_cast, config.q),
+            k=tma.of(load, k, config.k),
+            v=tma.of(load, v, config.k),
             mLSE=lse_log2,
             mD=delta,
-            mdQ=dq_accum,
-            turns=turns,
+            mdQ_accum=dq_accum,
+            dq_semaphore=semaphore,
             mdK=dk,
             mdV=dv,
             seqlen_q=q.shape[2],
@@ -179,13 +177,13 @@ class BwdSm90:
             heads_per_kv=q.shape[1] // heads_kv,
             scale=scale,
             band=Band(right, left),
-            order=TileOrder(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends),
-            queue=TileQueue(num_n_blocks * heads_kv * batch, tile_counter, self.draws_tiles),
-            work=WorkList(kv_tile_list, heads_kv, heads_per_l2_group) if static.varlen else None,
+            static_scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends),
+            scheduler=PersistentTileScheduler(num_n_blocks * heads_kv * batch, tile_counter, self.is_dynamic),
+            tile_list=VarlenTileList(kv_tile_list, heads_kv, heads_per_l2_group) if static.varlen else None,
             mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
             mma_dq=make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
-            terms=score_params,
+            score_params=score_params,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
@@ -200,25 +198,25 @@ class BwdSm90:
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = Shared.allocate(self.shapes)
+        storage = SharedStorage.allocate(self.config)
         if warp_index == 0:
             with cute.arch.elect_one():
-                shared.init_barriers(p.num_adders)
+                storage.init_barriers(p.num_adders)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Until the preprocess kernel has ended; the postprocess kernel may be launched, and waits likewise.
+        # Wait for the end of the preprocess kernel. The postprocess kernel may be launched, and waits for this one.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        for_copies, for_mma = REGISTERS
+        producer_registers, mma_registers = REGISTERS
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(for_copies)
+            cute.arch.setmaxregister_decrease(producer_registers)
             if warp_index == 0:
-                producer.load(p, shared)
+                producer.load(p, storage)
             if warp_index > 0 and warp_index <= p.num_adders:
-                producer.add_dq(p, shared, warp_index - 1)
+                producer.add_dq(p, storage, warp_index - 1)
         else:
-            cute.arch.setmaxregister_increase(for_mma)
-            self.mma(p, shared, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
+            cute.arch.setmaxregister_increase(mma_registers)
+            self.mma(p, storage, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
         """A warpgroup's part of the first mode, or all of it."""
@@ -227,263 +225,265 @@ class BwdSm90:
         rest = (None,) * (cute.rank(sX) - 1)
         return cute.logical_divide(sX, (size, *rest))[((None, wg), *rest)]
 
-    def _main(self, p: Params, shared: Shared, wg: Int32, thread: Int32) -> Main:
+    def _state(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32) -> MmaState:
         tile = self.tile
         s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
         rows = (WARPGROUP_ROWS, tile.head_dim)
         acc_dK = cute.make_rmem_tensor(dkv.partition_shape_C(rows), Float32)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_m))
-        return Main(
-            wg,
-            thread,
-            shared,
-            s.make_fragment_A(s.partition_A(cute.local_tile(shared.sK, rows, (wg, 0)))),
-            s.make_fragment_A(s.partition_A(cute.local_tile(shared.sV, rows, (wg, 0)))),
-            s.make_fragment_B(s.partition_B(shared.sQ)),
-            s.make_fragment_B(s.partition_B(shared.sdO)),
-            dkv.make_fragment_B(dkv.partition_B(transposed(shared.sQ))),
-            dkv.make_fragment_B(dkv.partition_B(transposed(shared.sdO))),
-            dq.make_fragment_A(dq.partition_A(self._part(transposed(shared.sdS), tile.dq_part[0], wg))),
-            dq.make_fragment_B(dq.partition_B(self._part(transposed(shared.sK), tile.dq_part[1], wg))),
-            acc_dK,
-            cute.make_fragment_like(acc_dK),
-            p.mma_s.get_slice(thread).partition_C(coords),
-            Turns(FIRST_TURN, NUM_WARPGROUPS, wg),
-            cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
+        return MmaState(
+            wg=wg,
+            thread=thread,
+            storage=storage,
+            rK=s.make_fragment_A(s.partition_A(cute.local_tile(storage.sK, rows, (wg, 0)))),
+            rV=s.make_fragment_A(s.partition_A(cute.local_tile(storage.sV, rows, (wg, 0)))),
+            rQ=s.make_fragment_B(s.partition_B(storage.sQ)),
+            rdO=s.make_fragment_B(s.partition_B(storage.sdO)),
+            rQt=dkv.make_fragment_B(dkv.partition_B(transposed(storage.sQ))),
+            rdOt=dkv.make_fragment_B(dkv.partition_B(transposed(storage.sdO))),
+            rdSt=dq.make_fragment_A(dq.partition_A(self._part(transposed(storage.sdS), tile.dq_part[0], wg))),
+            rKt=dq.make_fragment_B(dq.partition_B(self._part(transposed(storage.sK), tile.dq_part[1], wg))),
+            acc_dK=acc_dK,
+            acc_dV=cute.make_fragment_like(acc_dK),
+            tScS=p.mma_s.get_slice(thread).partition_C(coords),
+            order=WarpgroupOrder(FIRST_ORDER_BARRIER, NUM_WARPGROUPS, wg),
+            dalibi=cute.make_rmem_tensor(1, Float32) if self.has_alibi else None,
         )
 
-    def dv_factor(self, p: Params) -> Float32:
-        return p.terms.keep_scale if self.has_dropout else Float32(1.0)
+    def dv_scale(self, p: Params) -> Float32:
+        return p.score_params.dropout_scale if self.has_dropout else Float32(1.0)
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, wg: Int32, thread: Int32):
-        main = self._main(p, shared, wg, thread)
-        main.turns.begin()
-        count, fill = Int32(0), Int32(0)  # of tiles; of blocks of queries
-        shared.k.wait_full(count)
-        coord = shared.told_tile(count)
+    def mma(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32):
+        """The role of an MMA warpgroup."""
+        state = self._state(p, storage, wg, thread)
+        state.order.start()
+        count, iteration = Int32(0), Int32(0)  # of tiles; of m_blocks
+        storage.k.wait_full(count)
+        coord = storage.read_tile(count)
         while coord[0] != NO_TILE:
-            tile = p.tile(count, fill, coord)
-            self.one_tile(p, main, tile)
-            fill += p.num_blocks(tile)
+            tile = p.tile(count, iteration, coord)
+            self.process_tile(p, state, tile)
+            iteration += p.num_m_blocks(tile)
             count += 1
-            shared.k.wait_full(count)
-            coord = shared.told_tile(count)
+            storage.k.wait_full(count)
+            coord = storage.read_tile(count)
 
     @cute.jit
-    def one_tile(self, p: Params, main: Main, tile: Tile):
-        """dK and dV of a tile of keys."""
-        shared, begin = main.shared, tile.fill
-        first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
-        mask = Mask(p.band, tile.span.k_len, tile.span.q_len, first_row, main.tScS)
-        main.acc_dK.fill(0.0)
-        main.acc_dV.fill(0.0)
-        if cutlass.const_expr(main.dslope is not None):
-            main.dslope.fill(0.0)
+    def process_tile(self, p: Params, state: MmaState, tile: KVTile):
+        """dK and dV of a K/V tile."""
+        storage, begin = state.storage, tile.iteration
+        first_row = tile.n_block * self.tile.tile_n + state.wg * WARPGROUP_ROWS
+        mask = Mask(p.band, tile.seqlen.k_len, tile.seqlen.q_len, first_row, state.tScS)
+        state.acc_dK.fill(0.0)
+        state.acc_dV.fill(0.0)
+        if cutlass.const_expr(state.dalibi is not None):
+            state.dalibi.fill(0.0)
         shape = p.mma_s.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_m))
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
-        total = p.num_blocks(tile)
-        shared.v.wait_full(tile.count)
-        # On the way through the blocks of a head: counted along, for a division takes long.
-        place = (Int32(0),)
-        if cutlass.const_expr(self.has_score):
-            place = (Int32(0), tile.head_kv * p.heads_per_kv)
-        if cutlass.const_expr(self.is_listed):
+        total = p.num_m_blocks(tile)
+        storage.v.wait_full(tile.count)
+        # The position among the blocks of a head is counted, because a division takes long.
+        position = (Int32(0),)
+        if cutlass.const_expr(self.has_score_params):
+            position = (Int32(0), tile.head_kv * p.heads_per_kv)
+        if cutlass.const_expr(self.static.block_sparse):
             # An empty list has memory too.
-            place = (Int32(0), p.entry(tile, Int32(0)).bits)
+            position = (Int32(0), p.block_index(tile, Int32(0)).bits)
         if total > 0:
-            place = self.one_block(p, main, tile, mask, operands, (begin, place), 0)
+            position = self.process_block(p, state, tile, mask, operands, (begin, position), 0)
         if total > 1:
-            place = self.one_block(p, main, tile, mask, operands, (begin + 1, place), 1)
-        for fill in cutlass.range(begin + 2, begin + total, unroll=1):
-            place = self.one_block(p, main, tile, mask, operands, (fill, place), 2)
-        shared.v.release(tile.count)
+            position = self.process_block(p, state, tile, mask, operands, (begin + 1, position), 1)
+        for iteration in cutlass.range(begin + 2, begin + total, unroll=1):
+            position = self.process_block(p, state, tile, mask, operands, (iteration, position), 2)
+        storage.v.release(tile.count)
         if total > 0:
             last = begin + total - 1
-            self.start_dv_dk(p, main, operands, last)
-            self.stage_ds(p, main, operands[1], last)
+            self.start_dv_dk(p, state, operands, last)
+            self.stage_ds(p, state, operands[1], last)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(shared.ds.full_of(last))
+            cute.arch.mbarrier_arrive(storage.ds.full_barrier(last))
             if total > 1:
-                self.last_dq(p, main, last - 1)
-            self.last_dq(p, main, last)
-            shared.do.release_by_all(last)
-            shared.q.release_by_all(last)
+                self.last_dq(p, state, last - 1)
+            self.last_dq(p, state, last)
+            storage.do.release_per_thread(last)
+            storage.q.release_per_thread(last)
         cute.arch.sync_warp()
-        shared.k.release(tile.count)
-        self.write(p.mdV, self.static.width_v, main.acc_dV, tile, main, p, self.dv_factor(p))
-        self.write(p.mdK, self.static.head_dim, main.acc_dK, tile, main, p, p.scale)
+        storage.k.release(tile.count)
+        self.store_gradient(p.mdV, self.static.width_v, state.acc_dV, tile, state, p, self.dv_scale(p))
+        self.store_gradient(p.mdK, self.static.head_dim, state.acc_dK, tile, state, p, p.scale)
 
     @cute.jit
-    def one_block(
+    def process_block(
         self,
         p: Params,
-        main: Main,
-        tile: Tile,
+        state: MmaState,
+        tile: KVTile,
         mask: Mask,
         operands: tuple,
-        where: tuple,
+        block: tuple,
         blocks_before: cutlass.Constexpr,
     ):
-        """Products, then P^T and dS^T: one warpgroup multiplies while the other takes exponentials.
+        """Products, then P^T and dS^T: one warpgroup multiplies while the other computes exponentials.
 
-        dV and dK follow one block late, from `operands`, P^T and dS^T, and dQ two, so that no warpgroup waits
-        for the other's dS. `blocks_before`: 2 stands for any number above. `where`: the number of the block
-        among all of this thread block, and among those of its head, of which the next one's is returned.
+        dV and dK follow one block late, from `operands` (P^T and dS^T), and dQ two blocks late, so that no warpgroup
+        waits for the dS of the other. `blocks_before`: 2 stands for 2 or more. `block`: its iteration and its position
+        among the blocks of its head; the position of the next block is returned.
         """
-        fill, place = where
-        shared, (rP, rdS) = main.shared, operands
-        stage = shared.q.stage(fill)
+        iteration, position = block
+        storage, (rP, rdS) = state.storage, operands
+        stage = storage.q.stage(iteration)
+        has_mods, has_score_params = self.static.has_mods, self.has_score_params
         acc_S, acc_dP = (cute.make_fragment_like(rP, Float32) for _ in range(2))
-        main.turns.wait()
+        state.order.wait()
         if cutlass.const_expr(blocks_before > 0):
-            self.start_dv_dk(p, main, operands, fill - 1)
+            self.start_dv_dk(p, state, operands, iteration - 1)
         if cutlass.const_expr(blocks_before > 1):
-            acc_dQ = self.start_dq(p, main, fill - 2)
-        if cutlass.const_expr(self.has_score and self.tile.early_dropout):
+            acc_dQ = self.start_dq(p, state, iteration - 2)
+        if cutlass.const_expr(has_score_params and self.tile.early_dropout):
             # Beside products, and before S and dP take registers.
-            m_block, head = self.block_and_head(p, tile, place)
-            scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
+            m_block, head = self.block_and_head(p, tile, position)
+            scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
         if cutlass.const_expr(blocks_before > 0):
             warpgroup.wait_group(blocks_before - 1)
-            shared.do.release_by_all(fill - 1)
-            shared.q.release_by_all(fill - 1)
-        # S^T = K Q^T, beside which dQ leaves
-        shared.q.wait_full(fill)
-        of_keys, of_values = self.static.k_steps
-        start_gemm(p.mma_s, acc_S, main.rK, main.rQ[None, None, None, stage], False, of_keys)
+            storage.do.release_per_thread(iteration - 1)
+            storage.q.release_per_thread(iteration - 1)
+        # S^T = K Q^T, while dQ leaves
+        storage.q.wait_full(iteration)
+        k_steps, v_steps = self.static.k_steps
+        start_gemm(p.mma_s, acc_S, state.rK, state.rQ[None, None, None, stage], False, k_steps)
         if cutlass.const_expr(blocks_before > 1):
             warpgroup.wait_group(1)
-            shared.ds.release(fill - 2)
-            self.stage_dq(main, acc_dQ, fill - 2)
+            storage.ds.release(iteration - 2)
+            self.stage_dq(state, acc_dQ, iteration - 2)
         if cutlass.const_expr(blocks_before > 0):
-            self.stage_ds(p, main, rdS, fill - 1)
+            self.stage_ds(p, state, rdS, iteration - 1)
         # dP^T = V dO^T
-        shared.do.wait_full(fill)
-        start_gemm(p.mma_s, acc_dP, main.rV, main.rdO[None, None, None, stage], False, of_values)
-        main.turns.pass_on()
+        storage.do.wait_full(iteration)
+        start_gemm(p.mma_s, acc_dP, state.rV, state.rdO[None, None, None, stage], False, v_steps)
+        state.order.arrive()
         if cutlass.const_expr(blocks_before > 0):
-            # Only now: the products need not wait until all have seen the stores.
+            # Only now: the products need not wait until the stores are visible.
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(shared.ds.full_of(fill - 1))
+            cute.arch.mbarrier_arrive(storage.ds.full_barrier(iteration - 1))
         if cutlass.const_expr(blocks_before > 1):
-            self.tell_dq(main, fill - 2)
+            self.publish_dq(state, iteration - 2)
         # P^T = exp(scale S^T - LSE)
-        if cutlass.const_expr(self.has_score and not self.tile.early_dropout):
-            m_block, head = self.block_and_head(p, tile, place)
-            scores = p.terms.block(mask, head, tile.batch, m_block * self.tile.tile_m, turned=True)
-            if cutlass.const_expr(self.is_written):
-                scores.prepare()
-        if cutlass.const_expr(self.tile.early_lse and not self.has_function):
-            rLSE = self.load_rows(main, shared.sLSE, stage)
+        if cutlass.const_expr(has_score_params and not self.tile.early_dropout):
+            m_block, head = self.block_and_head(p, tile, position)
+            scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
+            if cutlass.const_expr(has_mods):
+                scores.prefetch()
+        if cutlass.const_expr(self.tile.early_lse and not self.has_mods_or_bias):
+            rLSE = self.load_column_statistic(state, storage.sLSE, stage)
         warpgroup.wait_group(1)
-        if cutlass.const_expr(self.has_function):
-            rLSE = self.rows(main, shared.sLSE, stage)
+        if cutlass.const_expr(self.has_mods_or_bias):
+            rLSE = self.column_statistic(state, storage.sLSE, stage)
         elif cutlass.const_expr(not self.tile.early_lse):
-            rLSE = self.load_rows(main, shared.sLSE, stage)
-        if cutlass.const_expr(self.has_score):
-            scores.cap(acc_S)
-        if cutlass.const_expr(not self.is_written):
-            self.mask(p, tile, mask, acc_S, place[0])
-        elif cutlass.const_expr(not scores.hides_weights):
-            self.hide(p, tile, mask, scores, acc_S, place)
-        if cutlass.const_expr(self.has_score):
-            scores.weigh(acc_S, rP, rLSE)
-            if cutlass.const_expr(self.is_written and scores.hides_weights):
-                self.hide(p, tile, mask, scores, acc_S, place)
-                scores.pack_weights(acc_S, rP)
+            rLSE = self.load_column_statistic(state, storage.sLSE, stage)
+        if cutlass.const_expr(has_score_params):
+            scores.apply_softcap(acc_S)
+        if cutlass.const_expr(not has_mods):
+            self.apply_band(p, tile, mask, acc_S, position[0])
+        elif cutlass.const_expr(not scores.masks_probs):
+            self.apply_mask(p, tile, mask, scores, acc_S, position)
+        if cutlass.const_expr(has_score_params):
+            scores.exponentiate(acc_S, rP, rLSE)
+            if cutlass.const_expr(has_mods and scores.masks_probs):
+                self.apply_mask(p, tile, mask, scores, acc_S, position)
+                scores.pack_probs(acc_S, rP)
         else:
             self.exponentiate(p, acc_S, rLSE)
             convert(acc_S, rP)
         # dS^T = P^T (dP^T - D)
         warpgroup.wait_group(0)
-        if cutlass.const_expr(self.has_score):
-            sLSE, sD = (self.rows(main, sX, stage) for sX in (shared.sLSE, shared.sD))
-            sums = scores.differentiate(acc_S, acc_dP, sLSE, sD, main.dslope)
+        if cutlass.const_expr(has_score_params):
+            sLSE, sD = (self.column_statistic(state, sX, stage) for sX in (storage.sLSE, storage.sD))
+            sums = scores.differentiate(acc_S, acc_dP, sLSE, sD, state.dalibi)
         else:
-            self.multiply(acc_S, acc_dP, self.load_rows(main, shared.sD, stage))
+            self.differentiate(acc_S, acc_dP, self.load_column_statistic(state, storage.sD, stage))
         convert(acc_S, rdS)
-        if cutlass.const_expr(self.is_written):
-            sums.end()
-        if cutlass.const_expr(self.is_listed):
-            place = self.following_listed(p, main, tile, place)
+        if cutlass.const_expr(has_mods):
+            sums.finish()
+        if cutlass.const_expr(self.static.block_sparse):
+            position = self.next_sparse_position(p, state, tile, position)
         else:
-            place = self.following(p, main, tile, place)
-        return place
+            position = self.next_position(p, state, tile, position)
+        return position
 
-    def block_and_head(self, p: Params, tile: Tile, place: tuple) -> tuple:
-        """The block of queries at a place on the way, and its head."""
-        if not self.is_listed:
-            return tile.block(place[0]), place[1]
-        entry = Entry(place[1])
-        return entry.m_block, tile.head_kv * p.heads_per_kv + entry.head
-
-    @cute.jit
-    def following_listed(self, p: Params, main: Main, tile: Tile, place: tuple):
-        """The number of the next block in the list, and what stands there."""
-        i, entry = place[0] + 1, Entry(place[1])
-        if cutlass.const_expr(p.terms.slopes is not None):
-            if entry.is_last:
-                self.store_dslope(p, main, tile, tile.head_kv * p.heads_per_kv + entry.head)
-        return i, p.entry(tile, cutlass.min(i, tile.num_listed - 1)).bits
+    def block_and_head(self, p: Params, tile: KVTile, position: tuple) -> tuple:
+        """The m_block at a position, and its head."""
+        if not self.static.block_sparse:
+            return tile.m_block(position[0]), position[1]
+        index = BwdBlockIndex(position[1])
+        return index.m_block, tile.head_kv * p.heads_per_kv + index.head
 
     @cute.jit
-    def store_dslope(self, p: Params, main: Main, tile: Tile, head: Int32):
-        span = self.span(p, main, tile)
-        block = span.k_block(tile.n_block, self.tile.tile_n)
-        part = (block * NUM_WARPGROUPS + main.wg) * 4 + main.thread // 32
-        p.terms.store_dslope(main.dslope, head, span, part)
+    def next_sparse_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
+        """The number of the next block in the list of a block mask, and its index."""
+        i, index = position[0] + 1, BwdBlockIndex(position[1])
+        if cutlass.const_expr(p.score_params.alibi_slopes is not None):
+            if index.is_last:
+                self.store_dalibi(p, state, tile, tile.head_kv * p.heads_per_kv + index.head)
+        return i, p.block_index(tile, cutlass.min(i, tile.num_sparse - 1)).bits
 
     @cute.jit
-    def following(self, p: Params, main: Main, tile: Tile, place: tuple):
-        """Where the next block is on the way through those of a head, and, where it matters, its head."""
-        is_last = place[0] + 1 == tile.block_iter.num
-        i = cutlass.select_(is_last, Int32(0), place[0] + 1)
-        found = (i,)
-        if cutlass.const_expr(self.has_score):
-            if cutlass.const_expr(p.terms.slopes is not None):
+    def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):
+        seqlen = self.reread_seqlen(p, state, tile)
+        block = seqlen.padded_k_block(tile.n_block, self.tile.tile_n)
+        part = (block * NUM_WARPGROUPS + state.wg) * 4 + state.thread // 32
+        p.score_params.store_dalibi(state.dalibi, head, seqlen, part)
+
+    @cute.jit
+    def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
+        """The number of the next block among those of its head and, with score features, its head."""
+        is_last = position[0] + 1 == tile.block_iter.num
+        i = cutlass.select_(is_last, Int32(0), position[0] + 1)
+        following = (i,)
+        if cutlass.const_expr(self.has_score_params):
+            if cutlass.const_expr(p.score_params.alibi_slopes is not None):
                 if is_last:
-                    self.store_dslope(p, main, tile, place[1])
-            found = (i, place[1] + Int32(is_last))
-        return found
+                    self.store_dalibi(p, state, tile, position[1])
+            following = (i, position[1] + Int32(is_last))
+        return following
 
     @cute.jit
-    def start_dv_dk(self, p: Params, main: Main, operands: tuple, fill: Int32):
+    def start_dv_dk(self, p: Params, state: MmaState, operands: tuple, iteration: Int32):
         """dV += P^T dO, dK += dS^T Q"""
-        stage = main.shared.q.stage(fill)
+        stage = state.storage.q.stage(iteration)
         rP, rdS = (as_operand_a(operand) for operand in operands)
-        start_gemm(p.mma_dkv, main.acc_dV, rP, main.rdOt[None, None, None, stage], True)
-        start_gemm(p.mma_dkv, main.acc_dK, rdS, main.rQt[None, None, None, stage], True)
+        start_gemm(p.mma_dkv, state.acc_dV, rP, state.rdOt[None, None, None, stage], True)
+        start_gemm(p.mma_dkv, state.acc_dK, rdS, state.rQt[None, None, None, stage], True)
 
     @cute.jit
-    def start_dq(self, p: Params, main: Main, fill: Int32):
-        """dQ = dS K, as soon as both warpgroups have shared their dS"""
-        ring = main.shared.ds
-        ring.wait_full(fill)
+    def start_dq(self, p: Params, state: MmaState, iteration: Int32):
+        """dQ = dS K, as soon as both warpgroups have staged their dS"""
+        pipeline = state.storage.ds
+        pipeline.wait_full(iteration)
         shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
         acc_dQ = cute.make_rmem_tensor(shape, Float32)
-        start_gemm(p.mma_dq, acc_dQ, main.rdSt[None, None, None, ring.stage(fill)], main.rKt, False)
+        start_gemm(p.mma_dq, acc_dQ, state.rdSt[None, None, None, pipeline.stage(iteration)], state.rKt, False)
         return acc_dQ
 
     @cute.jit
-    def last_dq(self, p: Params, main: Main, fill: Int32):
-        acc_dQ = self.start_dq(p, main, fill)
+    def last_dq(self, p: Params, state: MmaState, iteration: Int32):
+        acc_dQ = self.start_dq(p, state, iteration)
         warpgroup.wait_group(0)
-        main.shared.ds.release(fill)
-        self.stage_dq(main, acc_dQ, fill)
+        state.storage.ds.release(iteration)
+        self.stage_dq(state, acc_dQ, iteration)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.tell_dq(main, fill)
+        self.publish_dq(state, iteration)
 
-    def rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """LSE or D of this thread's columns, where they are."""
-        coords = as_mn(main.tScS)
+    def column_statistic(self, state: MmaState, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """LSE or D of this thread's columns, which are queries, in shared memory."""
+        coords = as_mn(state.tScS)
         columns = cute.make_layout((2, cute.size(coords, mode=[1]) // 2), stride=(1, 8))
         return cute.make_tensor(sX[None, stage].iterator + coords[0, 0][1], columns)
 
     @cute.jit
-    def load_rows(self, main: Main, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """LSE or D of this thread's columns: a column is a query."""
-        coords = as_mn(main.tScS)
+    def load_column_statistic(self, state: MmaState, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """LSE or D of this thread's columns, which are queries, in registers."""
+        coords = as_mn(state.tScS)
         rows = cute.domain_offset((coords[0, 0][1],), sX[None, stage])
         rX = cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32)
         for c in cutlass.range_constexpr(cute.size(rX)):
@@ -499,7 +499,7 @@ class BwdSm90:
                 S_mn[r, c] = cute.math.exp2(S_mn[r, c] * scale_log2 - rLSE[c], fastmath=True)
 
     @cute.jit
-    def multiply(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rD: cute.Tensor):
+    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rD: cute.Tensor):
         """P^T -> dS^T = P^T (dP^T - D), in place"""
         P_mn, dP_mn = as_mn(acc_P), as_mn(acc_dP)
         for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
@@ -507,70 +507,71 @@ class BwdSm90:
                 P_mn[r, c] = P_mn[r, c] * (dP_mn[r, c] - rD[c])
 
     @cute.jit
-    def mask(self, p: Params, tile: Tile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are cut."""
-        m_block, blocks = tile.block(i), tile.blocks
+    def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
+        """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are masked."""
+        m_block, blocks = tile.m_block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
             mask.apply(as_mn(acc_S), m_block * self.tile.tile_m)
-            mask.hide_tail(as_mn(acc_S))
+            mask.apply_to_tail_rows(as_mn(acc_S))
 
     @cute.jit
-    def hide(self, p: Params, tile: Tile, mask: Mask, scores: WrittenScores, acc_S: cute.Tensor, place: tuple):
-        """What the band, the ends and mask_mod hide."""
-        m_block, _head = self.block_and_head(p, tile, place)
+    def apply_mask(self, p: Params, tile: KVTile, mask: Mask, scores: ModScores, acc_S: cute.Tensor, position: tuple):
+        """Mask what is outside the band, past the ends, and where mask_mod is false."""
+        m_block, _head = self.block_and_head(p, tile, position)
         blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
-            scores.cut(acc_S, mask, m_block * self.tile.tile_m)
-        scores.hide(acc_S, Entry(place[1]).is_partial if cutlass.const_expr(self.is_listed) else None)
+            scores.apply_band(acc_S, mask, m_block * self.tile.tile_m)
+        is_sparse = self.static.block_sparse
+        scores.apply_mask(acc_S, BwdBlockIndex(position[1]).is_partial if cutlass.const_expr(is_sparse) else None)
 
     @cute.jit
-    def stage_ds(self, p: Params, main: Main, rdS: cute.Tensor, fill: Int32):
-        """dS to shared memory, for both warpgroups; they are told after a fence."""
-        ring = main.shared.ds
-        ring.wait_empty(fill)
+    def stage_ds(self, p: Params, state: MmaState, rdS: cute.Tensor, iteration: Int32):
+        """dS to shared memory, for both warpgroups; a fence and an arrival publish it."""
+        pipeline = state.storage.ds
+        pipeline.wait_empty(iteration)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(main.thread)
-        stage = main.shared.sdS[None, None, ring.stage(fill)]
-        sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (main.wg, 0))
+        copy = cute.make_tiled_copy_C(atom, p.mma_s).get_slice(state.thread)
+        stage = state.storage.sdS[None, None, pipeline.stage(iteration)]
+        sdS = cute.local_tile(stage, (WARPGROUP_ROWS, self.tile.tile_m), (state.wg, 0))
         cute.copy(atom, copy.retile(rdS), copy.partition_D(sdS))
 
     @cute.jit
-    def stage_dq(self, main: Main, acc_dQ: cute.Tensor, fill: Int32):
-        """To shared memory, in the order of the registers."""
-        main.shared.dq.wait_released((fill - 1) * NUM_WARPGROUPS + main.wg)
-        sdQ = main.shared.sdQ[None, main.thread, None, main.wg]
+    def stage_dq(self, state: MmaState, acc_dQ: cute.Tensor, iteration: Int32):
+        """dQ to shared memory, in the order of the registers."""
+        state.storage.dq.wait_released((iteration - 1) * NUM_WARPGROUPS + state.wg)
+        sdQ = state.storage.sdQ[None, state.thread, None, state.wg]
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
 
     @cute.jit
-    def tell_dq(self, main: Main, fill: Int32):
+    def publish_dq(self, state: MmaState, iteration: Int32):
         """After a fence."""
-        cute.arch.mbarrier_arrive(main.shared.dq.full_of(fill * NUM_WARPGROUPS + main.wg))
+        cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(iteration * NUM_WARPGROUPS + state.wg))
 
-    def span(self, p: Params, main: Main, tile: Tile) -> Sequence:
-        """That of a packed batch is read again, not kept in registers."""
-        return tile.span if p.work is None else p.span(main.shared.told_tile(tile.count))
+    def reread_seqlen(self, p: Params, state: MmaState, tile: KVTile) -> SeqlenInfo:
+        """In a varlen batch it is read again, not kept in registers."""
+        return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.read_tile(tile.count))
 
     @cute.jit
-    def write(
+    def store_gradient(
         self,
         mX: cute.Tensor,
         width: cutlass.Constexpr,
         acc: cute.Tensor,
-        tile: Tile,
-        main: Main,
+        tile: KVTile,
+        state: MmaState,
         p: Params,
         factor: Float32,
     ):
-        """dK or dV, as far as it has rows and columns."""
-        first_row = tile.n_block * self.tile.tile_n + main.wg * WARPGROUP_ROWS
+        """Store dK or dV, as far as it has rows and columns."""
+        first_row = tile.n_block * self.tile.tile_n + state.wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)
         convert(acc, rX)
         head_dim = self.tile.head_dim
-        span = self.span(p, main, tile)
-        gX = row_tile(span.of(mX, tile.head_kv), span.k_row(first_row), WARPGROUP_ROWS, head_dim)
+        seqlen = self.reread_seqlen(p, state, tile)
+        gX = row_tile(seqlen.slice_head(mX, tile.head_kv), seqlen.k_row(first_row), WARPGROUP_ROWS, head_dim)
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, head_dim))
-        tXcX = p.mma_dkv.get_slice(rederived(main.thread)).partition_C(coords)
+        tXcX = p.mma_dkv.get_slice(rederived(state.thread)).partition_C(coords)
         packed = cute.make_tensor(cute.recast_tensor(rX, Int32).iterator, cute.make_layout((2, head_dim // 8)))
-        store_rows(packed, gX, as_mn(tXcX), width, span.k_len - first_row)
+        store_rows(packed, gX, as_mn(tXcX), width, seqlen.k_len - first_row)

@@ -1,4 +1,4 @@
-"""The warps of the Hopper backward that only move data: K, V, Q, dO, LSE and D in, the sums of dQ out."""
+"""Producer warps of the Hopper backward: loads of K, V, Q, dO, LSE and D, and the additions of dQ to global memory."""
 
 from dataclasses import replace
 
@@ -7,172 +7,173 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from cute_flash.device.barriers import Ring
+from cute_flash.device.pipeline import Pipeline
 from cute_flash.device.ptx import rederived
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.sequence import Sequence
-from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Params, Shared, Tile
+from cute_flash.device.seqlen import SeqlenInfo
+from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
+from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import bulk_add
 
 
 @cute.jit
-def load(p: Params, shared: Shared):
-    """For every tile of keys: its first block of queries while the tile before ends, V, K, and the others."""
-    count, fill = Int32(0), Int32(0)  # of tiles; of blocks of queries
-    index = p.tiles().first()
-    while index < p.tiles().num_tiles:
-        coord = p.coord(index)
-        tile = p.tile(count, fill, coord)
-        total = p.num_blocks(tile)
+def load(p: Params, storage: SharedStorage):
+    """For every K/V tile: load its first m_block while the last tile ends, V, K, and the other m_blocks."""
+    count, iteration = Int32(0), Int32(0)  # of tiles; of m_blocks
+    index = p.tile_scheduler().first_tile()
+    while index < p.tile_scheduler().num_tiles:
+        coord = p.tile_coord(index)
+        tile = p.tile(count, iteration, coord)
+        total = p.num_m_blocks(tile)
         if total > 0:
-            if cutlass.const_expr(p.lists is None):
-                load_block(p, shared, tile, fill, Int32(0), Int32(0))
+            if cutlass.const_expr(p.block_indices is None):
+                load_block(p, storage, tile, iteration, Int32(0), Int32(0))
             else:
-                load_listed(p, shared, tile, fill, Int32(0))
-        load_keys(p, p.v, shared.v, shared.sV, tile)
-        shared.k.wait_empty(count)
-        shared.tell_tile(count, coord)
-        load_keys(p, p.k, shared.k, shared.sK, tile)
-        if cutlass.const_expr(p.lists is None):
+                load_sparse_block(p, storage, tile, iteration, Int32(0))
+        load_kv(p, p.v, storage.v, storage.sV, tile)
+        storage.k.wait_empty(count)
+        storage.publish_tile(count, coord)
+        load_kv(p, p.k, storage.k, storage.sK, tile)
+        if cutlass.const_expr(p.block_indices is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
                 for i in cutlass.range(1 if g == 0 else 0, tile.block_iter.num, unroll=1):
-                    load_block(p, shared, tile, fill + i, g, i)
-                fill += tile.block_iter.num
+                    load_block(p, storage, tile, iteration + i, g, i)
+                iteration += tile.block_iter.num
         else:
             for i in cutlass.range(1, total, unroll=1):
-                load_listed(p, shared, tile, fill + i, i)
-            fill += total
-        # Late, for a block with a long tile to leave the next one to others.
-        index = p.tiles().following(index)
+                load_sparse_block(p, storage, tile, iteration + i, i)
+            iteration += total
+        # Late, so that a CTA with a long tile leaves the next tile to others.
+        index = p.tile_scheduler().next_tile(index)
         count += 1
-    p.tiles().close(index)
-    shared.k.wait_empty(count)
-    shared.tell_end(count)
+    p.tile_scheduler().finish(index)
+    storage.k.wait_empty(count)
+    storage.publish_end(count)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(shared.k.full_of(count))
+        cute.arch.mbarrier_arrive(storage.k.full_barrier(count))
 
 
 @cute.jit
-def load_keys(p: Params, tiles: TmaTiles | RaggedTiles, ring: Ring, sX: cute.Tensor, tile: Tile):
-    """K or V of a tile."""
-    ring.wait_empty(tile.count)
-    ring.expect(tile.count, p.shapes.k.bytes)
-    tiles.load(sX, tile.n_block, tile.head_kv, tile.span.keys, ring.full_of(tile.count))
+def load_kv(p: Params, tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: cute.Tensor, tile: KVTile):
+    """Load K or V of a tile."""
+    pipeline.wait_empty(tile.count)
+    pipeline.expect_bytes(tile.count, p.config.k.bytes)
+    tma.load(sX, tile.n_block, tile.head_kv, tile.seqlen.k_tma_coord, pipeline.full_barrier(tile.count))
 
 
 @cute.jit
-def load_block(p: Params, shared: Shared, tile: Tile, fill: Int32, g: Int32, i: Int32):
-    """A block of Q and dO, with LSE and D: the i-th of the g-th head."""
-    load_both(p, shared, fill, (tile.block(i), tile.head_kv * p.heads_per_kv + g, tile.span))
+def load_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, g: Int32, i: Int32):
+    """Load the i-th m_block of the g-th head: Q with LSE, dO with D."""
+    load_q_and_do(p, storage, iteration, (tile.m_block(i), tile.head_kv * p.heads_per_kv + g, tile.seqlen))
 
 
 @cute.jit
-def load_listed(p: Params, shared: Shared, tile: Tile, fill: Int32, i: Int32):
-    """The same of the i-th block of the tile's list."""
-    entry = p.entry(tile, i)
-    load_both(p, shared, fill, (entry.m_block, tile.head_kv * p.heads_per_kv + entry.head, tile.span))
+def load_sparse_block(p: Params, storage: SharedStorage, tile: KVTile, iteration: Int32, i: Int32):
+    """Load the i-th m_block that a block mask lists."""
+    index = p.block_index(tile, i)
+    load_q_and_do(p, storage, iteration, (index.m_block, tile.head_kv * p.heads_per_kv + index.head, tile.seqlen))
 
 
 @cute.jit
-def load_both(p: Params, shared: Shared, fill: Int32, where: tuple):
-    load_rows(p, p.q, shared.q, shared.sQ, (p.mLSE, shared.sLSE), fill, where)
-    load_rows(p, p.do, shared.do, shared.sdO, (p.mD, shared.sD), fill, where)
+def load_q_and_do(p: Params, storage: SharedStorage, iteration: Int32, coord: tuple):
+    load_rows(p, p.q, storage.q, storage.sQ, (p.mLSE, storage.sLSE), iteration, coord)
+    load_rows(p, p.do, storage.do, storage.sdO, (p.mD, storage.sD), iteration, coord)
 
 
 @cute.jit
 def load_rows(
     p: Params,
-    tiles: TmaTiles | RaggedTiles,
-    ring: Ring,
+    tma: TmaTiles | VarlenTmaTiles,
+    pipeline: Pipeline,
     sX: cute.Tensor,
     statistic: tuple,
-    fill: Int32,
-    where: tuple,
+    iteration: Int32,
+    coord: tuple,
 ):
-    """A block of Q or dO, and the fp32 statistic of its rows."""
-    m_block, head, span = where
+    """Load an m_block of Q or dO, and the fp32 statistic of its rows; `coord`: (m_block, head, sequence)."""
+    m_block, head, seqlen = coord
     mY, sY = statistic
-    tile_m, stage = p.shapes.tile.tile_m, ring.stage(fill)
-    ring.wait_empty(fill)
-    ring.expect(fill, p.shapes.q.bytes + 4 * tile_m)
-    tiles.load(sX[None, None, stage], m_block, head, span.queries, ring.full_of(fill))
-    gY = cute.local_tile(span.of(mY, head), (tile_m,), (span.q_block(m_block, tile_m),))
+    tile_m, stage = p.config.tile.tile_m, pipeline.stage(iteration)
+    pipeline.wait_empty(iteration)
+    pipeline.expect_bytes(iteration, p.config.q.bytes + 4 * tile_m)
+    tma.load(sX[None, None, stage], m_block, head, seqlen.q_tma_coord, pipeline.full_barrier(iteration))
+    gY = cute.local_tile(seqlen.slice_head(mY, head), (tile_m,), (seqlen.padded_q_block(m_block, tile_m),))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
     with cute.arch.elect_one():
-        cute.copy(atom, gY, sY[None, stage], mbar_ptr=ring.full_of(fill))
+        cute.copy(atom, gY, sY[None, stage], mbar_ptr=pipeline.full_barrier(iteration))
 
 
 @cute.jit
-def add_dq(p: Params, shared: Shared, adder: Int32):
-    """Add each warpgroup's part of dQ to global memory: of every block as soon as it stands, or, by one of
-    several warps, of its share of them in turn.
+def add_dq(p: Params, storage: SharedStorage, adder: Int32):
+    """Add the parts of dQ of both warpgroups to global memory, as soon as a block is staged.
+
+    In deterministic order several warps share the blocks, and each block waits for its semaphore.
     """
-    count, fill = Int32(0), Int32(0)  # of tiles; of blocks
-    coord = read_tile(shared, count)
+    count, iteration = Int32(0), Int32(0)  # of tiles; of m_blocks
+    coord = read_tile(storage, count)
     while coord[0] != NO_TILE:
-        tile = p.tile(count, fill, coord)
-        if cutlass.const_expr(p.lists is None):
+        tile = p.tile(count, iteration, coord)
+        if cutlass.const_expr(p.block_indices is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
                 head = tile.head_kv * p.heads_per_kv + g
                 for i in cutlass.range(tile.block_iter.num, unroll=1):
                     if cutlass.const_expr(p.num_adders == 1):
-                        add_parts(p, shared, sums_of(p, tile.span, head, tile.block(i)), fill)
-                    elif fill % p.num_adders == adder:
-                        add_in_turn(p, shared, tile, head, tile.block(i), fill)
-                    fill += 1
+                        add_parts(p, storage, accumulators(p, tile.seqlen, head, tile.m_block(i)), iteration)
+                    elif iteration % p.num_adders == adder:
+                        add_in_order(p, storage, tile, head, tile.m_block(i), iteration)
+                    iteration += 1
         else:
-            for i in cutlass.range(p.num_blocks(tile), unroll=1):
-                entry = p.entry(tile, i)
-                head = tile.head_kv * p.heads_per_kv + entry.head
-                add_parts(p, shared, sums_of(p, tile.span, head, entry.m_block), fill)
-                fill += 1
+            for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
+                index = p.block_index(tile, i)
+                head = tile.head_kv * p.heads_per_kv + index.head
+                add_parts(p, storage, accumulators(p, tile.seqlen, head, index.m_block), iteration)
+                iteration += 1
         count += 1
-        coord = read_tile(shared, count)
+        coord = read_tile(storage, count)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
 
 
-def sums_of(p: Params, span: Sequence, head: Int32, m_block: Int32) -> cute.Tensor:
-    """Of dQ, of a block of queries."""
-    return span.of(p.mdQ, head)[span.q_block(m_block, p.shapes.tile.tile_m), None]
+def accumulators(p: Params, seqlen: SeqlenInfo, head: Int32, m_block: Int32) -> cute.Tensor:
+    """The fp32 accumulators of dQ of an m_block."""
+    return seqlen.slice_head(p.mdQ_accum, head)[seqlen.padded_q_block(m_block, p.config.tile.tile_m), None]
 
 
 @cute.jit
-def read_tile(shared: Shared, count: Int32):
-    """By a warp that adds dQ."""
-    shared.k.wait_full(count)
-    coord = shared.told_tile(count)
-    shared.k.release_by_all(count)
+def read_tile(storage: SharedStorage, count: Int32):
+    """A warp that adds dQ reads the published tile."""
+    storage.k.wait_full(count)
+    coord = storage.read_tile(count)
+    storage.k.release_per_thread(count)
     return coord
 
 
 @cute.jit
-def add_in_turn(p: Params, shared: Shared, tile: Tile, head: Int32, m_block: Int32, fill: Int32):
-    """Both parts of a block, when the tiles before have added theirs; then it is the next one's turn."""
-    # Few registers: addresses are to be made anew for each block.
-    head, span = rederived(head), replace(tile.span, batch=rederived(tile.batch))
-    where = (head, 0 if span.is_packed else span.batch, span.q_block(m_block, p.shapes.tile.tile_m))
-    rank = p.turns.turn(tile.n_block, m_block, span if span.is_packed else None)
+def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
+    """Add both parts of a block after the tiles before this one have added theirs."""
+    # Few registers: addresses are recomputed for each block.
+    head, seqlen = rederived(head), replace(tile.seqlen, batch=rederived(tile.batch))
+    block = seqlen.padded_q_block(m_block, p.config.tile.tile_m)
+    coord = (head, 0 if seqlen.is_varlen else seqlen.batch, block)
+    rank = p.dq_semaphore.rank(tile.n_block, m_block, seqlen if seqlen.is_varlen else None)
     with cute.arch.elect_one():
-        p.turns.wait(where, rank)
+        p.dq_semaphore.wait(coord, rank)
     cute.arch.sync_warp()
-    add_parts(p, shared, sums_of(p, span, head, m_block), fill)
+    add_parts(p, storage, accumulators(p, seqlen, head, m_block), iteration)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0)
-        p.turns.pass_on(where, rank)
+        p.dq_semaphore.arrive(coord, rank)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def add_parts(p: Params, shared: Shared, gdQ: cute.Tensor, fill: Int32):
-    """Both warpgroups' parts of a block; their shared memory is free again after it."""
-    part = p.shapes.tile.tile_m * p.shapes.tile.head_dim // NUM_WARPGROUPS
+def add_parts(p: Params, storage: SharedStorage, gdQ: cute.Tensor, iteration: Int32):
+    """Add the parts of both warpgroups of a block, and release their shared memory."""
+    part = p.config.tile.tile_m * p.config.tile.head_dim // NUM_WARPGROUPS
     for w in cutlass.range_constexpr(NUM_WARPGROUPS):
-        dq_fill = fill * NUM_WARPGROUPS + w
-        shared.dq.wait_full(dq_fill)
+        dq_iteration = iteration * NUM_WARPGROUPS + w
+        storage.dq.wait_full(dq_iteration)
         with cute.arch.elect_one():
-            bulk_add(gdQ.iterator + w * part, shared.sdQ[None, None, None, w].iterator, 4 * part)
+            bulk_add(gdQ.iterator + w * part, storage.sdQ[None, None, None, w].iterator, 4 * part)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        shared.dq.release(dq_fill)
+        storage.dq.release(dq_iteration)

@@ -1,4 +1,4 @@
-"""What the warps of the Hopper backward share: arguments, shared memory with its barriers, the tile."""
+"""Configuration, parameters and shared memory of the Hopper backward, and its tiles."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,16 +9,15 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.block_iterator import BlockIterator
-from cute_flash.device.entry_list import Entry, EntryLists
-from cute_flash.device.ordered import Order
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.score_bwd import Terms
-from cute_flash.device.sequence import NUMBERS, Sequence, WorkList
-from cute_flash.device.stages import allocate_stages
-from cute_flash.device.tma import TmaTiles
+from cute_flash.device.block_sparse import BwdBlockIndex, BwdBlockIndices
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.score_bwd import BwdScoreParams
+from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.device.seqlen import NUM_VALUES, SeqlenInfo
+from cute_flash.device.smem import allocate_stages
+from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.smem.tile import SmemTile
@@ -26,18 +25,19 @@ from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.problem import Static
 
 NUM_WARPGROUPS = 2
-BOTH = NUM_WARPGROUPS * WARPGROUP_THREADS
+MMA_THREADS = NUM_WARPGROUPS * WARPGROUP_THREADS
 DS_STAGES = 2
 NO_TILE = -1
-# Tiles written down at a time: the next one is, while outputs of this one are still on their way.
+# Slots of published tiles: the next tile is published while outputs of this one are still stored.
 TILE_SLOTS = 2
-# Warps that add dQ in turn, a block each: a warp waits for one phase of a barrier, not for the next but one.
-ADDERS_IN_ORDER = 2
+# Warps that add dQ in deterministic order, every other block each: a warp can wait for the next phase of a barrier, but
+# not for the one after it.
+DETERMINISTIC_ADDERS = 2
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Compile-time facts: what a kernel is built for, and the tiles in shared memory that follow from it."""
+class Config:
+    """Compile-time facts of a kernel, and its tiles in shared memory."""
 
     static: Static
     tile: BwdTileSm90
@@ -47,9 +47,9 @@ class Shapes:
         return CUTE_DTYPES[self.static.dtype]
 
     @property
-    def tile_numbers(self) -> int:
-        """That tell a tile: n_block, head, and those of its sequence."""
-        return 2 + (NUMBERS if self.static.varlen else 1)
+    def num_tile_values(self) -> int:
+        """Integers of a published tile: n_block, head and sequence."""
+        return 2 + (NUM_VALUES if self.static.varlen else 1)
 
     @property
     def q(self) -> SmemTile:
@@ -65,84 +65,114 @@ class Shapes:
 
 
 @dataclass(frozen=True)
+class KVTile:
+    """A K/V tile of a CTA."""
+
+    count: Int32  # tiles before this one
+    iteration: Int32  # m_blocks before this tile
+    n_block: Int32
+    head_kv: Int32
+    seqlen: SeqlenInfo
+    blocks: BlockRange  # m_blocks that see the keys
+    block_iter: BlockIterator  # over those
+    shift: Int32 | None  # of the first block
+    num_sparse: Int32 | None = None  # with a block mask, the number of m_blocks of all heads that it lists
+
+    @property
+    def batch(self) -> Int32:
+        return self.seqlen.batch
+
+    def m_block(self, i: Int32) -> Int32:
+        """The i-th m_block of a head."""
+        if self.shift is None:
+            return self.block_iter.block(i)
+        block = self.block_iter.block(i) + self.shift
+        return cutlass.select_(block >= self.block_iter.num, block - self.block_iter.num, block)
+
+
+@dataclass(frozen=True)
 class Params:
-    shapes: cutlass.Constexpr  # Shapes
-    q: TmaTiles | RaggedTiles  # (tile_m, tile_d)
-    do: TmaTiles | RaggedTiles
-    k: TmaTiles | RaggedTiles  # (tile_n, tile_d)
-    v: TmaTiles | RaggedTiles
+    """The argument of the kernel."""
+
+    config: cutlass.Constexpr  # Config
+    q: TmaTiles | VarlenTmaTiles  # (tile_m, tile_d)
+    do: TmaTiles | VarlenTmaTiles
+    k: TmaTiles | VarlenTmaTiles  # (tile_n, tile_d)
+    v: TmaTiles | VarlenTmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    turns: Order | None  # where tiles of keys add in order
-    mdK: cute.Tensor  # (B, Hkv, Sk, D), or packed: (1, Hkv, T, D)
+    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    dq_semaphore: DQSemaphore | None  # of deterministic gradients
+    mdK: cute.Tensor  # (B, Hkv, Sk, D), or (1, Hkv, T, D) in a varlen batch
     mdV: cute.Tensor
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32
     scale: Float32
     band: Band  # of keys over queries: left and right change places
-    order: TileOrder
-    queue: TileQueue
-    work: WorkList | None  # of a packed batch
+    static_scheduler: StaticTileScheduler
+    scheduler: PersistentTileScheduler
+    tile_list: VarlenTileList | None  # of a varlen batch
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
-    terms: Terms | None  # of scores that are more than products
+    score_params: BwdScoreParams | None  # None: without score features
 
-    def tiles(self) -> TileQueue:
-        """Asked anew for every tile: how many there are is read again, not kept in a register."""
-        return self.queue if self.work is None else self.work.queue(self.queue.counter, self.queue.is_shared)
+    def tile_scheduler(self) -> PersistentTileScheduler:
+        """The kernel calls it for every tile: the length of a tile list is read again, not kept in a register."""
+        if self.tile_list is None:
+            return self.scheduler
+        return self.tile_list.scheduler(self.scheduler.tile_counter, self.scheduler.is_dynamic)
 
-    def coord(self, index: Int32) -> tuple:
-        """(n_block, head, the numbers of the sequence...)"""
-        if self.work is None:
-            return self.order.decode(index)
-        n_block, head, numbers = self.work.read(index)
-        return n_block, head, *numbers
+    def tile_coord(self, index: Int32) -> tuple:
+        """(n_block, head, values of `SeqlenInfo`...)"""
+        if self.tile_list is None:
+            return self.static_scheduler.tile_coord(index)
+        n_block, head, seqlen_values = self.tile_list.read(index)
+        return n_block, head, *seqlen_values
 
-    def span(self, coord: tuple) -> Sequence:
-        if self.work is None:
-            return Sequence(coord[2], self.seqlen_q, self.seqlen_k)
-        return Sequence.told(coord[2:])
+    def seqlen_info(self, coord: tuple) -> SeqlenInfo:
+        if self.tile_list is None:
+            return SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
+        return SeqlenInfo.of_values(coord[2:])
 
     @property
-    def lists(self) -> EntryLists | None:
-        """Of a block map."""
-        written = None if self.terms is None else self.terms.written
-        return None if written is None else written.lists
+    def block_indices(self) -> BwdBlockIndices | None:
+        """Of a block mask."""
+        mods = None if self.score_params is None else self.score_params.mods
+        return None if mods is None else mods.block_indices
 
-    def tile(self, count: Int32, fill: Int32, coord: tuple) -> "Tile":
-        tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
-        span = self.span(coord)
-        blocks = self.band.blocks(coord[0], tile_n, tile_m, span.k_len, span.q_len)
-        # Without a mask every tile begins elsewhere, for few to add to the same block at a time; but not in
-        # order, where the turns come one after the other.
-        shift, num_listed = None, None
-        if self.lists is not None:
-            num_listed = self.lists.num(span.batch, coord[1], coord[0])
-        elif self.band.left is None and self.band.right is None and self.turns is None:
-            tiles = self.order.num_m_blocks if self.work is None else ceil_div(span.k_len, tile_n)
+    def tile(self, count: Int32, iteration: Int32, coord: tuple) -> KVTile:
+        tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
+        seqlen = self.seqlen_info(coord)
+        blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
+        # Without a mask every tile starts at another m_block, so that few add to the same one at a time. With a
+        # semaphore the additions come one after the other anyway.
+        shift, num_sparse = None, None
+        if self.block_indices is not None:
+            num_sparse = self.block_indices.count(seqlen.batch, coord[1], coord[0])
+        elif self.band.left is None and self.band.right is None and self.dq_semaphore is None:
+            tiles = self.static_scheduler.num_blocks if self.tile_list is None else ceil_div(seqlen.k_len, tile_n)
             shift = coord[0] * blocks.end // tiles
         block_iter = BlockIterator.of(blocks, ascends=True)
-        return Tile(count, fill, coord[0], coord[1], span, blocks, block_iter, shift, num_listed)
+        return KVTile(count, iteration, coord[0], coord[1], seqlen, blocks, block_iter, shift, num_sparse)
 
-    def num_blocks(self, tile: "Tile") -> Int32:
-        """Blocks of queries of a tile, of all heads that share its keys."""
-        return tile.block_iter.num * self.heads_per_kv if tile.num_listed is None else tile.num_listed
+    def num_m_blocks(self, tile: KVTile) -> Int32:
+        """The m_blocks of a tile, of all heads that share its keys."""
+        return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
 
-    def entry(self, tile: "Tile", i: Int32) -> Entry:
-        """The i-th of a tile's list."""
-        return Entry(self.lists.read(tile.span.batch, tile.head_kv, tile.n_block, i))
+    def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:
+        """The i-th m_block of a tile that a block mask lists."""
+        return BwdBlockIndex(self.block_indices.read(tile.seqlen.batch, tile.head_kv, tile.n_block, i))
 
     @property
     def num_adders(self) -> int:
-        """Warps that add dQ: in order they wait for each other's turns and for additions to be complete."""
-        return 1 if self.turns is None else ADDERS_IN_ORDER
+        """Warps that add dQ. In deterministic order they wait for each other, and for additions to be complete."""
+        return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedStorage:
     sK: cute.Tensor  # (tile_n, tile_d)
     sV: cute.Tensor
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
@@ -151,83 +181,57 @@ class Shared:
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    shapes: cutlass.Constexpr  # Shapes
-    tiles: cute.Tensor  # (n_block, head, sequence...; slot)
-    k: Ring  # with the tile it is of; empty: multiplied for the last time, and the tile read by all
-    v: Ring
-    q: Ring  # with LSE
-    do: Ring  # with D
-    dq: Ring  # of each warpgroup; memory for one block, barriers for as many as there are adders
-    ds: Ring  # full: both warpgroups have written; empty: both have read
+    config: cutlass.Constexpr  # Config
+    tiles: cute.Tensor  # (n_block, head, sequence...; slot), published by k.full
+    k: Pipeline  # empty: the last product has read K, and all have read the tile
+    v: Pipeline
+    q: Pipeline  # with LSE
+    do: Pipeline  # with D
+    dq: Pipeline  # of each warpgroup; memory for one block, barriers for as many as there are adders
+    ds: Pipeline  # full: both warpgroups have written; empty: both have read
 
     @staticmethod
-    def allocate(shapes: Shapes) -> "Shared":
-        smem, tile = SmemAllocator(), shapes.tile
-        allocate = partial(allocate_stages, smem, shapes.dtype)
-        sK, sV = allocate(shapes.k, 1)[None, None, 0], allocate(shapes.k, 1)[None, None, 0]
-        sQ, sdO = allocate(shapes.q, tile.stages), allocate(shapes.q, tile.stages)
-        sdS = allocate(shapes.ds, DS_STAGES)
+    def allocate(config: Config) -> "SharedStorage":
+        smem, tile = SmemAllocator(), config.tile
+        allocate = partial(allocate_stages, smem, config.dtype)
+        sK, sV = allocate(config.k, 1)[None, None, 0], allocate(config.k, 1)[None, None, 0]
+        sQ, sdO = allocate(config.q, tile.stages), allocate(config.q, tile.stages)
+        sdS = allocate(config.ds, DS_STAGES)
         rows = cute.make_layout((tile.tile_m, tile.stages))
         sLSE, sD = smem.allocate_tensor(Float32, rows, 128), smem.allocate_tensor(Float32, rows, 128)
-        per_thread = tile.tile_m * tile.head_dim // BOTH
-        order = cute.make_layout((4, WARPGROUP_THREADS, per_thread // 4, NUM_WARPGROUPS))
-        sdQ = smem.allocate_tensor(Float32, order, 128)
-        room = -(-shapes.tile_numbers // 4) * 4
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((room, TILE_SLOTS)), 16)
-        parts = NUM_WARPGROUPS * ADDERS_IN_ORDER
-        stages = (1, 1, tile.stages, tile.stages, parts, DS_STAGES)
-        rings = [Ring.allocate(smem, number) for number in stages]
-        return Shared(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, shapes, tiles, *rings)
+        registers = tile.tile_m * tile.head_dim // MMA_THREADS
+        layout = cute.make_layout((4, WARPGROUP_THREADS, registers // 4, NUM_WARPGROUPS))
+        sdQ = smem.allocate_tensor(Float32, layout, 128)
+        slot = -(-config.num_tile_values // 4) * 4
+        tiles = smem.allocate_tensor(Int32, cute.make_layout((slot, TILE_SLOTS)), 16)
+        dq_stages = NUM_WARPGROUPS * DETERMINISTIC_ADDERS
+        stages = (1, 1, tile.stages, tile.stages, dq_stages, DS_STAGES)
+        k, v, q, do, dq, ds = [Pipeline.allocate(smem, number) for number in stages]
+        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, config, tiles, k, v, q, do, dq, ds)
 
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):
-        """By one thread, before a fence and a barrier of all."""
-        # A warp that multiplies arrives once; of one that adds dQ, which has read the tile, every thread.
+        """One thread calls it, before a fence and a barrier of all threads."""
+        # An MMA warp arrives once; every thread of a warp that adds dQ arrives, after it has read the tile.
         self.k.init(1, 4 * NUM_WARPGROUPS + 32 * num_adders)
         self.v.init(1, 4 * NUM_WARPGROUPS)
-        self.q.init(1, BOTH)
-        self.do.init(1, BOTH)
+        self.q.init(1, MMA_THREADS)
+        self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)
-        self.ds.init(BOTH, 4 * NUM_WARPGROUPS)
+        self.ds.init(MMA_THREADS, 4 * NUM_WARPGROUPS)
 
     @cute.jit
-    def tell_tile(self, count: Int32, coord: tuple):
-        """Write down the tile whose K comes next; the arrival at k.full that follows tells it."""
+    def publish_tile(self, count: Int32, coord: tuple):
+        """Write the tile whose K is loaded next; the arrival at k.full that follows publishes it."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(coord)):
                 self.tiles[i, count % TILE_SLOTS] = coord[i]
 
     @cute.jit
-    def tell_end(self, count: Int32):
-        self.tell_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.shapes.tile_numbers - 1))))
+    def publish_end(self, count: Int32):
+        self.publish_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.config.num_tile_values - 1))))
 
-    def told_tile(self, count: Int32) -> tuple:
-        """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last."""
+    def read_tile(self, count: Int32) -> tuple:
+        """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last tile."""
         uniform = cute.arch.make_warp_uniform
-        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(self.shapes.tile_numbers))
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The keys that a thread block works on."""
-
-    count: Int32  # tiles before this one
-    fill: Int32  # blocks of queries before this tile's
-    n_block: Int32
-    head_kv: Int32
-    span: Sequence
-    blocks: BlockRange  # of queries that see them
-    block_iter: BlockIterator  # over those
-    shift: Int32 | None  # of the block_iter's beginning
-    num_listed: Int32 | None = None  # blocks of all heads that a block map names, in the place of a block_iter
-
-    @property
-    def batch(self) -> Int32:
-        return self.span.batch
-
-    def block(self, i: Int32) -> Int32:
-        """The block of queries that is the i-th on the way."""
-        if self.shift is None:
-            return self.block_iter.block(i)
-        block = self.block_iter.block(i) + self.shift
-        return cutlass.select_(block >= self.block_iter.num, block - self.block_iter.num, block)
+        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(self.config.num_tile_values))

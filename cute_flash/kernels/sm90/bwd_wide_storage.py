@@ -1,4 +1,4 @@
-"""What the warps of the wide Hopper backward share: arguments, and shared memory with its barriers."""
+"""Configuration, parameters and shared memory of the wide Hopper backward."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,22 +9,22 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring
 from cute_flash.device.block_iterator import BlockIterator
-from cute_flash.device.scheduler import TileOrder
-from cute_flash.device.sequence import Sequence
-from cute_flash.device.stages import allocate_stages
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
+from cute_flash.device.seqlen import SeqlenInfo
+from cute_flash.device.smem import allocate_stages
+from cute_flash.device.tile_scheduler import StaticTileScheduler
 from cute_flash.device.tma import TmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.sm90.bwd_storage import BOTH, NUM_WARPGROUPS, Tile
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, KVTile
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Compile-time facts: what a kernel is built for, and the tiles in shared memory that follow from it."""
+class Config:
+    """Compile-time facts of a kernel, and its tiles in shared memory."""
 
     static: Static
     tile: BwdTileSm90Wide
@@ -53,7 +53,9 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Params:
-    shapes: cutlass.Constexpr  # Shapes
+    """The argument of the kernel."""
+
+    config: cutlass.Constexpr  # Config
     q: TmaTiles  # (tile_m, tile_d)
     do: TmaTiles
     k: TmaTiles  # (tile_n, tile_d)
@@ -62,41 +64,41 @@ class Params:
     dv: TmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32
     scale: Float32
     band: Band  # of queries over keys
-    order: TileOrder
+    scheduler: StaticTileScheduler
     mma_s: cute.TiledMma  # Q K^T and dO V^T, a warpgroup's keys
     mma_dkv: cute.TiledMma  # dO^T P and Q^T dS
     mma_dq: cute.TiledMma  # dS K, half of a warpgroup's part
 
     @cute.jit
     def tile(self):
-        """The one of this thread block."""
-        tile_n, tile_m = self.shapes.tile.tile_n, self.shapes.tile.tile_m
-        coord = self.order.decode(cute.arch.block_idx()[0])
+        """The K/V tile of this CTA."""
+        tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
+        coord = self.scheduler.tile_coord(cute.arch.block_idx()[0])
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
         block_iter = BlockIterator.of(blocks, ascends=True)
-        # Keys past the end must not reach dQ: all blocks of the last keys are cut.
+        # Keys past the end must not reach dQ: all blocks of the last tile are masked.
         is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
         block_iter = replace(block_iter, full_end=Int32(0) if is_tail else block_iter.full_end)
-        span = Sequence(coord[2], self.seqlen_q, self.seqlen_k)
-        return Tile(Int32(0), Int32(0), coord[0], coord[1], span, blocks, block_iter, None)
+        seqlen = SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
+        return KVTile(Int32(0), Int32(0), coord[0], coord[1], seqlen, blocks, block_iter, None)
 
-    def first_sums(self, tile: Tile) -> Int32:
-        """Of all blocks of sums of dQ, the number of the first one that a tile adds to."""
-        _, heads, blocks, _ = self.mdQ.shape
+    def first_accum_block(self, tile: KVTile) -> Int32:
+        """The index, among all blocks of mdQ_accum, of the first block that a tile adds to."""
+        _, heads, blocks, _ = self.mdQ_accum.shape
         return (tile.batch * heads + tile.head_kv * self.heads_per_kv) * blocks + tile.block_iter.first
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedStorage:
     sK: cute.Tensor  # (tile_n, tile_d); dK leaves through it
-    sV: cute.Tensor  # likewise dV
+    sV: cute.Tensor  # (tile_n, tile_d); dV leaves through it
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
     sdO: cute.Tensor
     sP: cute.Tensor  # (tile_n, tile_m)
@@ -104,35 +106,35 @@ class Shared:
     sdQ: cute.Tensor  # (4, thread, piece, warpgroup) fp32
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
-    k: Ring
-    v: Ring
-    q: Ring  # with LSE
-    do: Ring  # with D
-    dq: Ring  # a stage for each warpgroup
+    k: Pipeline
+    v: Pipeline
+    q: Pipeline  # with LSE
+    do: Pipeline  # with D
+    dq: Pipeline  # a stage for each warpgroup
 
     @staticmethod
-    def allocate(shapes: Shapes) -> "Shared":
-        smem, tile = SmemAllocator(), shapes.tile
-        allocate = partial(allocate_stages, smem, shapes.dtype)
+    def allocate(config: Config) -> "SharedStorage":
+        smem, tile = SmemAllocator(), config.tile
+        allocate = partial(allocate_stages, smem, config.dtype)
 
         def allocate_rows(stages: int) -> cute.Tensor:
             return smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, stages)), 128)
 
-        sK, sV = allocate(shapes.k, 1)[None, None, 0], allocate(shapes.k, 1)[None, None, 0]
-        sQ, sdO = allocate(shapes.q, tile.q_stages), allocate(shapes.q, tile.do_stages)
-        sP, sdS = allocate(shapes.ds, 1)[None, None, 0], allocate(shapes.ds, 1)[None, None, 0]
-        order = cute.make_layout((4, WARPGROUP_THREADS, tile.dq_pieces, NUM_WARPGROUPS))
-        sdQ = smem.allocate_tensor(Float32, order, 128)
+        sK, sV = allocate(config.k, 1)[None, None, 0], allocate(config.k, 1)[None, None, 0]
+        sQ, sdO = allocate(config.q, tile.q_stages), allocate(config.q, tile.do_stages)
+        sP, sdS = allocate(config.ds, 1)[None, None, 0], allocate(config.ds, 1)[None, None, 0]
+        layout = cute.make_layout((4, WARPGROUP_THREADS, tile.dq_pieces, NUM_WARPGROUPS))
+        sdQ = smem.allocate_tensor(Float32, layout, 128)
         sLSE, sD = allocate_rows(tile.q_stages), allocate_rows(tile.do_stages)
         stages = (1, 1, tile.q_stages, tile.do_stages, NUM_WARPGROUPS)
-        rings = [Ring.allocate(smem, number) for number in stages]
-        return Shared(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sD, *rings)
+        k, v, q, do, dq = [Pipeline.allocate(smem, number) for number in stages]
+        return SharedStorage(sK, sV, sQ, sdO, sP, sdS, sdQ, sLSE, sD, k, v, q, do, dq)
 
     @cute.jit
     def init_barriers(self):
-        """By one thread, before a fence and a barrier of all."""
-        for ring in (self.k, self.v, self.q):
-            ring.init(1, 4 * NUM_WARPGROUPS)
-        # D is read as numbers, by every thread, shortly before.
-        self.do.init(1, BOTH)
+        """One thread calls it, before a fence and a barrier of all threads."""
+        for pipeline in (self.k, self.v, self.q):
+            pipeline.init(1, 4 * NUM_WARPGROUPS)
+        # Every thread loads D with plain loads before it releases dO.
+        self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)

@@ -1,7 +1,7 @@
-"""dQ on its way from the accumulators to global memory.
+"""dQ between the accumulators and global memory.
 
-The fp32 sums of a block of queries lie in the order of the registers: (part of a warpgroup, four registers,
-thread, register of the four), so that every access is of 16 bytes a thread, side by side.
+The fp32 accumulators of an m_block are in the order of the registers: (part of a warpgroup, four registers, thread,
+register of the four), so that a warp accesses contiguous memory, 16 bytes per thread.
 """
 
 import cutlass
@@ -18,7 +18,7 @@ THREADS = 128  # of a warpgroup
 
 
 def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
-    """Start adding `num_bytes` of fp32 in shared memory to global memory; by one thread."""
+    """Start to add `num_bytes` of fp32 in shared memory to global memory; one thread calls it."""
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
@@ -26,8 +26,8 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
 
 
 @cute.jit
-def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
-    """Add the sums of a block to this thread's registers. Not through L1, which other SMs do not write to."""
+def add_accumulators(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
+    """Add the accumulators of an m_block to this thread's registers. The loads bypass L1, which is not coherent."""
     part = THREADS * cute.size(acc)
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
         address = (gdQ.iterator + (wg * part + (i * THREADS + thread) * 4)).toint()
@@ -42,7 +42,7 @@ def add_sums(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
 
 @cute.jit
 def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass.Constexpr, thread: Int32):
-    """Add four registers to the sums of a block: the `piece`-th of 8 of a part of 32 registers a thread."""
+    """Add four registers to the accumulators of an m_block: the `piece`-th of 8 of a part of 32 registers."""
     address = first + ((part * 8 + piece) * (4 * THREADS) + thread * 4)
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
@@ -53,27 +53,30 @@ def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass
 @cute.jit
 def store_dq(
     acc: cute.Tensor,
-    mOut: cute.Tensor,
-    where: tuple,
+    mdQ: cute.Tensor,
+    coord: tuple,
     tiled_mma: cute.TiledMma,
-    shape: tuple,
+    config: tuple,
     wg: Int32,
     thread: Int32,
 ):
-    """Rows of dQ in the inputs' type from a warpgroup's part of the registers, scaled before."""
-    head, span, m_block = where
-    static, tile = shape
+    """Store a warpgroup's part of an m_block, which is scaled, as rows in the type of q.
+
+    `coord`: head, sequence and m_block; `config`: Static and tile.
+    """
+    head, seqlen, m_block = coord
+    static, tile = config
     rows, columns = tile.dq_part
     by_rows = rows < tile.tile_m
     first_row = m_block * tile.tile_m + (wg * rows if by_rows else 0)
     first_column = 0 if by_rows else wg * columns
-    rdQ = cute.make_fragment_like(acc, mOut.element_type)
+    rdQ = cute.make_fragment_like(acc, mdQ.element_type)
     convert(acc, rdQ)
     # (2 rows of each m64 tile, n8 tiles)
     tiles = columns // 8
     layout = cute.make_layout(((2, rows // WARPGROUP_ROWS), tiles), stride=((1, 2 * tiles), 2))
     packed = cute.make_tensor(cute.recast_tensor(rdQ, Int32).iterator, layout)
-    gOut = row_tile(span.of(mOut, head), span.q_row(first_row), rows, tile.head_dim)
-    gPart = cute.make_tensor((gOut.iterator + first_column).align(16), gOut.layout)
+    gRows = row_tile(seqlen.slice_head(mdQ, head), seqlen.q_row(first_row), rows, tile.head_dim)
+    gPart = cute.make_tensor((gRows.iterator + first_column).align(16), gRows.layout)
     coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, columns)))
-    store_rows(packed, gPart, as_mn(coords), static.head_dim - first_column, span.q_len - first_row)
+    store_rows(packed, gPart, as_mn(coords), static.head_dim - first_column, seqlen.q_len - first_row)

@@ -1,32 +1,32 @@
 """Forward attention with TMA, wgmma and specialised warps: Hopper.
 
-For each tile of query rows, over blocks j of keys, those that a right bound cuts last:
+For each tile of query rows, over K/V blocks j, those that a right bound masks last:
 
     S  = Q Kj^T                          wgmma, both operands in shared memory; fp32 accumulators
-    S  = -inf outside the band           only in blocks that the band cuts
+    S  = -inf outside the band           only in masked blocks
     m' = max(m, rowmax S);  P = exp(scale (S - m'))
     l  = l exp(scale (m - m')) + rowsum P
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
-Where they are asked for, softcap, ALiBi, a bias and a user's functions change S before the mask or hide more
-of it, dropout changes P after its sums were taken, and a sink l and the LSE at the end (`extras`). A block
-map names the blocks of keys, the full ones first.
+Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks more of
+it, dropout changes P after its sums are taken, and a sink changes l and the LSE at the end. A block mask lists the
+K/V blocks, full ones first.
 
-Within a warpgroup, Q Kj^T of a block and P Vj+1 of the block before run while the softmax of neither waits.
+Within a warpgroup, Q Kj^T of a block and P V of the block before it run while the warpgroup computes a softmax.
 
 | warpgroup | warps | role                                                                                  |
 |-----------|-------|---------------------------------------------------------------------------------------|
-| 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the rings allow, across tiles         |
+| 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the pipelines allow, across tiles     |
 | 0         | 2, 3  | store: TMA of the output tiles; load: TMA of a bias                                   |
-| 1 ...     | all   | mma: 64 rows of the tile each                                                         |
-| the last  | all   | draw: where there is dropout, masks of P for the block after (`fwd_sm90_draws`)       |
+| 1 ...     | all   | MMA: 64 rows of the tile each                                                         |
+| the last  | all   | dropout producer, with dropout: masks of P for the next block                         |
 
-| shared memory | elements                     | life                                                        |
-|---------------|------------------------------|-------------------------------------------------------------|
-| sQ            | q_stages x tile_m x tile_d   | one tile; O leaves through it at the end                    |
-| sK, sV        | stages x tile_n x tile_d     | one block each                                              |
-| drawn, bias   | their stages x tile_m x tile_n | one block; with dropout, with a bias only                 |
+| shared memory       | elements                       | life                                                |
+|---------------------|--------------------------------|-----------------------------------------------------|
+| sQ                  | q_stages x tile_m x tile_d     | one tile; O leaves through it at the end            |
+| sK, sV              | stages x tile_n x tile_d       | one block each                                      |
+| dropout masks, bias | their stages x tile_m x tile_n | one block; only with dropout, and with a TMA bias   |
 """
 
 import cutlass
@@ -36,33 +36,32 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.band import Band
-from cute_flash.device.barriers import WARPGROUP_THREADS, Turns
 from cute_flash.device.block_iterator import OutwardBlockIterator
 from cute_flash.device.copies import row_tile
-from cute_flash.device.drawn import Drawn, NotDrawn
-from cute_flash.device.epilogue import raise_max_logit, store_floats, store_lse, store_rounded
+from cute_flash.device.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
+from cute_flash.device.epilogue import store_floats, store_lse, store_rounded, update_max_logit
 from cute_flash.device.mask import Mask
+from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.scheduler import TileOrder, TileQueue
-from cute_flash.device.sequence import Sequence, WorkList, unpacked
+from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
 from cute_flash.device.softmax import EXACT_KEYS, Softmax
-from cute_flash.device.tma import TmaTiles
+from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
+from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
-from cute_flash.kernels.sm90.fwd_scores import Main, Tile
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, Shapes, Shared
+from cute_flash.kernels.sm90.fwd_scores import MmaState, MmaTile
+from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Config, Params, SharedStorage
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
-# Named barrier 0 is the one of all threads.
-FIRST_TURN = 1
-# Whether a block is cut is asked of every one.
+# Named barrier 0 is that of all threads.
+FIRST_ORDER_BARRIER = 1
+# Whether a block is masked is decided at run time.
 MAYBE = "maybe"
 
 
@@ -70,11 +69,11 @@ class FwdSm90:
     def __init__(self, static: Static, tile: FwdTileSm90):
         self.static = static
         self.tile = tile
-        self.shapes = Shapes(static, tile)
+        self.config = Config(static, tile)
 
     @property
     def name(self) -> str:
-        """The symbol a profiler shows."""
+        """The symbol of the kernel."""
         t, s = self.tile, self.static
         mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
         study = "" if t.layout == "swizzled" else f"_{t.layout}"
@@ -110,41 +109,43 @@ class FwdSm90:
         q_tile_list: cute.Tensor | None,
         stream: CUstream,
     ):
-        """`seqlen_q`: rows of a head, where those of several heads are packed into the rows of q."""
-        tile, static, shapes = self.tile, self.static, self.shapes
+        """`seqlen_q`: queries of a head; with pack_gqa the rows of q are those of several heads."""
+        tile, static, config = self.tile, self.static, self.config
         score_params = ScoreParams.of(
             static, scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_threshold=dropout_threshold, dropout_scale=dropout_scale, rng=rng, max_logit=max_logit,
             bias=bias, captures=captures, scalars=scalars, block_indices=block_indices,
         )  # fmt: skip
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma, work = TmaTiles, None
+        tma, tile_list = TmaTiles, None
         if cutlass.const_expr(static.varlen):
-            q, k, v, out, lse = (unpacked(x) for x in (q, k, v, out, lse))
-            tma, work = RaggedTiles, WorkList(q_tile_list, q.shape[1], heads_per_l2_group)
-        batch, heads, rows, _ = q.shape
-        num_m_blocks = cute.ceil_div(rows, tile.tile_m)
-        shares_batch = score_params.shares_batch()
+            q, k, v, out, lse = (with_batch_mode(x) for x in (q, k, v, out, lse))
+            tma, tile_list = VarlenTmaTiles, VarlenTileList(q_tile_list, q.shape[1], heads_per_l2_group)
+        batch, heads, num_rows, _ = q.shape
+        num_m_blocks = cute.ceil_div(num_rows, tile.tile_m)
+        batch_is_inner = score_params.batch_shares_bias()
         params = Params(
-            shapes=shapes,
-            q=tma.of(load, q, shapes.q),
-            k=tma.of(load, k, shapes.k),
-            v=tma.of(load, v, shapes.v),
-            o=None if static.out_fp32 else tma.of(store, out, shapes.o),
-            bias=tma.of(load, bias, shapes.bias) if tile.bias_stages else None,
+            config=config,
+            q=tma.of(load, q, config.q),
+            k=tma.of(load, k, config.k),
+            v=tma.of(load, v, config.v),
+            o=None if static.out_fp32 else tma.of(store, out, config.o),
+            bias=tma.of(load, bias, config.bias) if tile.bias_stages else None,
             mO=out,
             mLSE=lse,
-            seqlen_q=rows,
-            positions=seqlen_q,
+            num_rows=num_rows,
+            seqlen_q=seqlen_q,
             seqlen_k=k.shape[2],
             heads_per_kv=heads // k.shape[1],
             scale_log2=score_params.softmax_scale(scale),
             band=Band(window_left if static.has_left else None, window_right if static.has_right else None),
-            order=TileOrder(num_m_blocks, heads, batch, heads_per_l2_group, static.has_right, shares_batch),
-            queue=TileQueue(num_m_blocks * heads * batch, tile_counter, shapes.draws_tiles),
-            work=work,
-            mma_qk=make_mma(shapes.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
-            mma_pv=make_mma(shapes.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
+            static_scheduler=StaticTileScheduler(
+                num_m_blocks, heads, batch, heads_per_l2_group, static.has_right, batch_is_inner
+            ),
+            scheduler=PersistentTileScheduler(num_m_blocks * heads * batch, tile_counter, config.is_dynamic),
+            tile_list=tile_list,
+            mma_qk=make_mma(config.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
+            mma_pv=make_mma(config.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
             score_params=score_params,
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -160,220 +161,227 @@ class FwdSm90:
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = Shared.allocate(self.shapes)
+        storage = SharedStorage.allocate(self.config)
         if warp_index == 0:
             with cute.arch.elect_one():
-                shared.init_barriers()
+                storage.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.static.varlen):
-            # Until the list of tiles is complete.
+            # Wait for the tile list.
             cute.arch.griddepcontrol_wait()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
             if warp_index == LOAD_QK_WARP:
-                producer.load_qk(p, shared)
+                producer.load_qk(p, storage)
             if warp_index == LOAD_V_WARP:
-                producer.load_v(p, shared)
+                producer.load_v(p, storage)
             if cutlass.const_expr(self.tile.q_stages > 1):
                 if warp_index == STORE_WARP:
-                    producer.store(p, shared)
+                    producer.store_output(p, storage)
             if cutlass.const_expr(self.tile.bias_stages > 0):
                 if warp_index == LOAD_BIAS_WARP:
-                    producer.load_bias(p, shared)
+                    producer.load_bias(p, storage)
         else:
             if cutlass.const_expr(self.tile.dropout_producer):
                 if warp_index >= 4 * (1 + self.tile.num_warpgroups):
-                    producer.produce_dropout(p, shared, warp_index % 4, thread % 32)
+                    producer.produce_dropout_masks(p, storage, warp_index % 4, thread % 32)
                 else:
-                    self.mma(p, shared, warp_index, thread)
+                    self.mma(p, storage, warp_index, thread)
             else:
-                self.mma(p, shared, warp_index, thread)
+                self.mma(p, storage, warp_index, thread)
 
     @cute.jit
-    def mma(self, p: Params, shared: Shared, warp_index: Int32, thread: Int32):
+    def mma(self, p: Params, storage: SharedStorage, warp_index: Int32, thread: Int32):
+        """The role of an MMA warpgroup."""
         cute.arch.setmaxregister_increase(self.tile.registers[1])
         warpgroup_index, thread = warp_index // 4 - 1, thread % WARPGROUP_THREADS
-        main = self._main(p, shared, warpgroup_index, thread)
-        main.turns.begin()
-        count, fill = Int32(0), Int32(0)
-        is_open = cutlass.Boolean(False)  # the first block of the tile has been done beside the tile before
-        shared.q.wait_full(count)
-        m_block = shared.m_block(count)
+        state = self._state(p, storage, warpgroup_index, thread)
+        state.order.start()
+        count, iteration = Int32(0), Int32(0)  # of tiles; of K/V blocks
+        has_begun = cutlass.Boolean(False)  # the first block of the tile was computed beside the last tile
+        storage.q.wait_full(count)
+        m_block = storage.m_block(count)
         while m_block != NO_TILE:
-            tile = self._tile(p, main, m_block, count, fill)
-            if not is_open:
-                main.acc_O.fill(0.0)
-                main.softmax.restart()
+            tile = self._tile(p, state, m_block, count, iteration)
+            if not has_begun:
+                state.acc_O.fill(0.0)
+                state.softmax.restart()
                 if tile.has_blocks():
-                    self.first_block(main, tile)
-            self.further_blocks(main, tile)
+                    self.first_block(state, tile)
+            self.further_blocks(state, tile)
 
-            # With one stage the next Q comes only after this output has left.
+            # With one stage of Q the next Q comes only after this output has left.
             if cutlass.const_expr(self.tile.q_stages == 1):
-                self.last_block(p, main, tile)
-            fill += tile.block_iter.num
+                self.last_block(p, state, tile)
+            iteration += tile.block_iter.num
             count += 1
-            shared.q.wait_full(count)
-            m_block = shared.m_block(count)
-            if cutlass.const_expr(self.tile.q_stages > 1 and not self.shapes.overlaps_tiles):
-                self.last_block(p, main, tile)
+            storage.q.wait_full(count)
+            m_block = storage.m_block(count)
+            if cutlass.const_expr(self.tile.q_stages > 1 and not self.config.overlaps_tiles):
+                self.last_block(p, state, tile)
             elif cutlass.const_expr(self.tile.q_stages > 1):
-                following = self._tile(p, main, m_block, count, fill)
-                is_open = m_block != NO_TILE and tile.has_blocks() and following.has_blocks()
-                if is_open:
-                    self.last_and_first_block(p, main, tile, following)
+                following = self._tile(p, state, m_block, count, iteration)
+                has_begun = m_block != NO_TILE and tile.has_blocks() and following.has_blocks()
+                if has_begun:
+                    self.last_and_first_block(p, state, tile, following)
                 else:
-                    self.last_block(p, main, tile)
-        # The storing warp waits for outputs: the last it hears is that there are no more.
+                    self.last_block(p, state, tile)
+        # The storing warp waits for an output: this arrival lets it read that there are no more tiles.
         if cutlass.const_expr(self.tile.q_stages > 1):
-            cute.arch.mbarrier_arrive(shared.output_barrier(warpgroup_index, count))
+            cute.arch.mbarrier_arrive(storage.output_barrier(warpgroup_index, count))
 
-    def _tile(self, p: Params, main: Main, m_block: Int32, count: Int32, fill: Int32) -> Tile:
-        first_row = m_block * self.tile.tile_m + main.warpgroup * WARPGROUP_ROWS
-        head, span = main.shared.head(count), p.sequence(main.shared.sequence(count))
-        lengths = p.positions_of(span), span.k_len
-        mask = Mask(p.band, *lengths, first_row, main.tScS, self.static.pack_gqa)
-        block_iter = p.block_iterator(m_block, head, span, main.shared.counts(count))
-        return Tile(count, fill, head, span, mask, block_iter, p.score_params.of_head(head, span.batch))
+    def _tile(self, p: Params, state: MmaState, m_block: Int32, count: Int32, iteration: Int32) -> MmaTile:
+        first_row = m_block * self.tile.tile_m + state.warpgroup * WARPGROUP_ROWS
+        head, seqlen = state.storage.head(count), p.seqlen_info(state.storage.seqlen_values(count))
+        lengths = p.seqlen_q_of(seqlen), seqlen.k_len
+        mask = Mask(p.band, *lengths, first_row, state.tScS, self.static.pack_gqa)
+        block_iter = p.block_iterator(m_block, head, seqlen, state.storage.block_counts(count))
+        score_params = p.score_params.for_head(head, seqlen.batch)
+        return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params)
 
-    def _span(self, p: Params, main: Main, tile: Tile) -> Sequence:
-        """At the end of a tile: that of a packed batch is read again, not kept in registers until then."""
-        return tile.span if p.work is None else p.sequence(main.shared.sequence(tile.count))
+    def _seqlen_at_end(self, p: Params, state: MmaState, tile: MmaTile) -> SeqlenInfo:
+        """In a varlen batch it is read again at the end of a tile, not kept in registers."""
+        return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.seqlen_values(tile.count))
 
-    def _main(self, p: Params, shared: Shared, warpgroup_index: Int32, thread: Int32) -> Main:
+    def _state(self, p: Params, storage: SharedStorage, warpgroup_index: Int32, thread: Int32) -> MmaState:
         tile = self.tile
         qk, pv = p.mma_qk.get_slice(0), p.mma_pv.get_slice(0)
-        sQ = shared.sQ[None, None, (warpgroup_index, None)]
-        sVt = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
+        sQ = storage.sQ[None, None, (warpgroup_index, None)]
+        sVt = cute.make_tensor(storage.sV.iterator, cute.select(storage.sV.layout, mode=[1, 0, 2]))
         acc_O = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, tile.width_v)), Float32)
         rQ = qk.make_fragment_A(qk.partition_A(sQ))
         coords = cute.make_identity_tensor((WARPGROUP_ROWS, tile.tile_n))
-        wants_largest = p.score_params.max_logit is not None
+        tracks_max_score = p.score_params.max_logit is not None
         is_exact = self.static.batch_invariant
-        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, wants_largest, is_exact)
-        return Main(
-            warpgroup_index,
-            thread,
-            shared,
-            p.mma_qk,
-            p.mma_pv,
-            rQ,
-            qk.make_fragment_B(qk.partition_B(shared.sK)),
-            pv.make_fragment_B(pv.partition_B(sVt)),
-            cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.shapes.dtype),
-            acc_O,
-            softmax,
-            cute.make_fragment_like(softmax.row_max),
-            cute.make_fragment_like(softmax.row_max),
-            Turns(FIRST_TURN, tile.num_warpgroups if tile.ping_pong else 1, warpgroup_index),
-            p.mma_qk.get_slice(thread).partition_C(coords),
-            cute.make_rmem_tensor(1, Float32) if wants_largest else None,
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
+        return MmaState(
+            warpgroup=warpgroup_index,
+            thread=thread,
+            storage=storage,
+            mma_qk=p.mma_qk,
+            mma_pv=p.mma_pv,
+            rQ=rQ,
+            rK=qk.make_fragment_B(qk.partition_B(storage.sK)),
+            rV=pv.make_fragment_B(pv.partition_B(sVt)),
+            rP=cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.config.dtype),
+            acc_O=acc_O,
+            softmax=softmax,
+            lse=cute.make_fragment_like(softmax.row_max),
+            inverse=cute.make_fragment_like(softmax.row_max),
+            order=WarpgroupOrder(FIRST_ORDER_BARRIER, tile.num_warpgroups if tile.ping_pong else 1, warpgroup_index),
+            tScS=p.mma_qk.get_slice(thread).partition_C(coords),
+            max_logit=cute.make_rmem_tensor(1, Float32) if tracks_max_score else None,
         )
 
     def _shape_S(self, mma_qk: cute.TiledMma):
         return mma_qk.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.tile.tile_n))
 
     @cute.jit
-    def first_block(self, main: Main, tile: Tile):
+    def first_block(self, state: MmaState, tile: MmaTile):
         """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
-        main.shared.k.wait_full(tile.fill)
-        first = main.shared.first_block(tile.block_iter, tile.fill)
-        bias = scores.load_bias(main, tile, tile.fill, first * self.tile.tile_n, False)
-        main.turns.wait()
-        acc_S = self.start_qk(main, tile.count, tile.fill)
-        main.turns.pass_on()
+        state.storage.k.wait_full(tile.iteration)
+        n_block = state.storage.first_n_block(tile.block_iter, tile.iteration)
+        bias = scores.load_bias(state, tile, tile.iteration, n_block * self.tile.tile_n, False)
+        state.order.wait()
+        acc_S = self.start_qk(state, tile.count, tile.iteration)
+        state.order.arrive()
         warpgroup.wait_group(0)
-        main.shared.k.release(tile.fill)
+        state.storage.k.release(tile.iteration)
         if tile.block_iter.num == 1:
-            self.release_q(main, tile)
-        self.first_softmax(main, tile, acc_S, (first, bias))
-        self.first_round(main, tile, acc_S)
+            self.release_q(state, tile)
+        self.first_softmax(state, tile, acc_S, (n_block, bias))
+        self.first_round(state, tile, acc_S)
 
     @cute.jit
-    def first_softmax(self, main: Main, tile: Tile, acc_S: cute.Tensor, at: tuple):
-        """`at`: the block, and its bias."""
-        softmax, (first, bias) = main.softmax, at
+    def first_softmax(self, state: MmaState, tile: MmaTile, acc_S: cute.Tensor, block: tuple):
+        """`block`: the n_block and its bias."""
+        softmax, (n_block, bias) = state.softmax, block
         looks_near = not (self.static.has_mods or self.static.batch_invariant)
-        scores.transform(tile, acc_S, first * self.tile.tile_n, bias, looks_near)
-        scores.hide(tile, acc_S, first, first * self.tile.tile_n, tile.block_iter.starts_masked())
+        scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
+        scores.apply_mask(tile, acc_S, n_block, n_block * self.tile.tile_n, tile.block_iter.starts_masked())
         block_max = cute.make_fragment_like(softmax.row_max)
         softmax.block_max(as_mn(acc_S), block_max)
         softmax.raise_max(block_max)
         softmax.exponentiate(as_mn(acc_S))
 
     @cute.jit
-    def first_round(self, main: Main, tile: Tile, acc_P: cute.Tensor):
-        self.drawn(main).wait(main.warpgroup, tile.fill)
-        self.round(main, acc_P, range(self.shapes.steps), tile.fill)
-        self.drawn(main).release(main.warpgroup, tile.fill)
+    def first_round(self, state: MmaState, tile: MmaTile, acc_P: cute.Tensor):
+        self.dropout_masks(state).wait(state.warpgroup, tile.iteration)
+        self.round(state, acc_P, range(self.config.steps), tile.iteration)
+        self.dropout_masks(state).release(state.warpgroup, tile.iteration)
 
     @cute.jit
-    def round(self, main: Main, acc_P: cute.Tensor, steps: cutlass.Constexpr, fill: Int32):
-        """P in the inputs' type, and 0 where it is dropped; the sums are taken before."""
-        convert(acc_P, main.rP, steps)
-        packed = cute.recast_tensor(main.rP, Int32)
-        self.drawn(main).apply(packed, steps, main.warpgroup, main.thread, fill)
+    def round(self, state: MmaState, acc_P: cute.Tensor, steps: cutlass.Constexpr, iteration: Int32):
+        """Convert P to the type of q, and apply dropout; the row sums are taken before."""
+        convert(acc_P, state.rP, steps)
+        packed = cute.recast_tensor(state.rP, Int32)
+        self.dropout_masks(state).apply(packed, steps, state.warpgroup, state.thread, iteration)
 
-    def drawn(self, main: Main) -> Drawn | NotDrawn:
-        return main.shared.drawn if self.tile.dropout_producer else NotDrawn()
+    def dropout_masks(self, state: MmaState) -> DropoutMaskPipeline | NoDropoutMasks:
+        return state.storage.dropout_masks if self.tile.dropout_producer else NoDropoutMasks()
 
     @cute.jit
-    def further_blocks(self, main: Main, tile: Tile):
-        """Blocks from the second: cut, whole, cut."""
+    def further_blocks(self, state: MmaState, tile: MmaTile):
+        """Blocks from the second on: masked, full, masked."""
         block_iter, static = tile.block_iter, self.static
-        # Where every maximum is asked for, sums say nothing more.
-        may_check = self.shapes.may_check_sums
-        speculative_max = self.tile.speculative_max and may_check
-        # A cap has two ways, of which one copy is enough.
-        is_capped = self.shapes.has_softcap and static.is_bounded
-        if cutlass.const_expr((self.shapes.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
-            for fill in cutlass.range(tile.fill + 1, tile.fill + block_iter.num, unroll=1):
-                self.one_block(main, tile, fill, MAYBE, speculative_max)
+        may_speculate = self.config.may_speculate
+        speculative_max = self.tile.speculative_max and may_speculate
+        # Softcap has two ways, which double the loop body: masked and full blocks share one loop.
+        is_capped = self.config.has_softcap and static.is_bounded
+        if cutlass.const_expr((self.config.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
+            for iteration in cutlass.range(tile.iteration + 1, tile.iteration + block_iter.num, unroll=1):
+                self.further_block(state, tile, iteration, MAYBE, speculative_max)
         else:
-            full_begin = tile.fill + cutlass.max(block_iter.full_begin, 1)
-            full_end = tile.fill + cutlass.max(block_iter.full_end, 1)
-            begins_cut, ends_cut = self.shapes.cut_loops
-            if cutlass.const_expr(begins_cut):
-                for fill in cutlass.range(tile.fill + 1, full_begin, unroll=1):
-                    self.one_block(main, tile, fill, True, False)
-            for fill in cutlass.range(full_begin, full_end, unroll=1):
-                self.one_block(main, tile, fill, False, speculative_max)
-            if cutlass.const_expr(ends_cut):
-                for fill in cutlass.range(full_end, tile.fill + block_iter.num, unroll=1):
-                    self.one_block(main, tile, fill, True, self.tile.speculative_max_masked and may_check)
+            full_begin = tile.iteration + cutlass.max(block_iter.full_begin, 1)
+            full_end = tile.iteration + cutlass.max(block_iter.full_end, 1)
+            starts_masked, ends_masked = self.config.masked_loops
+            if cutlass.const_expr(starts_masked):
+                for iteration in cutlass.range(tile.iteration + 1, full_begin, unroll=1):
+                    self.further_block(state, tile, iteration, True, False)
+            for iteration in cutlass.range(full_begin, full_end, unroll=1):
+                self.further_block(state, tile, iteration, False, speculative_max)
+            if cutlass.const_expr(ends_masked):
+                for iteration in cutlass.range(full_end, tile.iteration + block_iter.num, unroll=1):
+                    self.further_block(state, tile, iteration, True, self.tile.speculative_max_masked and may_speculate)
 
     @cute.jit
-    def one_block(
-        self, main: Main, tile: Tile, fill: Int32, masked: cutlass.Constexpr, speculative_max: cutlass.Constexpr
+    def further_block(
+        self,
+        state: MmaState,
+        tile: MmaTile,
+        iteration: Int32,
+        masked: cutlass.Constexpr,
+        speculative_max: cutlass.Constexpr,
     ):
-        shared, softmax = main.shared, main.softmax
-        i = fill - tile.fill
+        storage, softmax = state.storage, state.softmax
+        i = iteration - tile.iteration
         n_block = bias = None
         # S = Q K^T, and behind it O += P V of the block before
-        shared.k.wait_full(fill)
-        if cutlass.const_expr(tile.of_head.mods is not None):
-            n_block = shared.block(tile.block_iter, fill, i)
-            bias = scores.load_bias(main, tile, fill, n_block * self.tile.tile_n, masked is False)
-        main.turns.wait()
-        acc_S = self.start_qk(main, tile.count, fill)
-        shared.v.wait_full(fill - 1)
-        self.start_pv(main, fill - 1)
-        main.turns.pass_on()
+        storage.k.wait_full(iteration)
+        if cutlass.const_expr(tile.score_params.mods is not None):
+            n_block = storage.n_block(tile.block_iter, iteration, i)
+            bias = scores.load_bias(state, tile, iteration, n_block * self.tile.tile_n, masked is False)
+        state.order.wait()
+        acc_S = self.start_qk(state, tile.count, iteration)
+        storage.v.wait_full(iteration - 1)
+        self.start_pv(state, iteration - 1)
+        state.order.arrive()
         if cutlass.const_expr(n_block is None):
             n_block = tile.block_iter.block(i)
         warpgroup.wait_group(1)
-        shared.k.release(fill)
+        storage.k.release(iteration)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
-        how = speculative_max, masked
-        formula = scores.transform_from(self.shapes, softmax, tile, acc_S, (column, bias), how)
-        is_relative = reference is not None and formula is None
-        # A user's formula hides as well.
-        if cutlass.const_expr(formula is None or tile.of_head.mods is None):
-            scores.hide(tile, acc_S, n_block, column, tile.block_iter.is_masked(i) if masked == MAYBE else masked)
+        kind = speculative_max, masked
+        fused = scores.transform_further(self.config, softmax, tile, acc_S, (column, bias), kind)
+        is_relative = reference is not None and fused is None
+        # The fused pass of user mods applies mask_mod.
+        if cutlass.const_expr(fused is None or tile.score_params.mods is None):
+            is_masked = tile.block_iter.is_masked(i) if masked == MAYBE else masked
+            scores.apply_mask(tile, acc_S, n_block, column, is_masked)
 
-        # m' = max(m, rowmax S), before the exponentials or, where sums are checked, after them
+        # m' = max(m, rowmax S), before the exponentials or, if it is speculative, after them
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
@@ -381,185 +389,188 @@ class FwdSm90:
             grew = softmax.is_outgrown(as_mn(acc_S), block_max, self.keys_seen(i), reference)
             if grew:
                 softmax.raise_max(block_max)
-                softmax.follow(as_mn(acc_S), reference)
+                softmax.rebase(as_mn(acc_S), reference)
 
-        # P = exp(scale (S - m')): a few columns of it before O of the block before must be complete
+        # P = exp(scale (S - m')): a few columns of it before the wait for O of the block before
         acc_P = cute.make_fragment_like(acc_S)
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
-        early, late = range(self.shapes.early_steps), range(self.shapes.early_steps, self.shapes.steps)
-        # A row may have seen no score but -inf yet; where sums are checked, that shows there.
+        early, late = range(self.config.early_steps), range(self.config.early_steps, self.config.steps)
+        # A row may have no score but -inf so far; with a speculative maximum, that shows in its sum.
         maybe_empty = not speculative_max
-        scores.exponentiate(softmax, views, early, formula, (maybe_empty, is_relative))
-        self.look_ahead(main, tile, fill + 1, block_sum)
-        self.drawn(main).wait(main.warpgroup, fill)
+        scores.exponentiate(softmax, views, early, fused, (maybe_empty, is_relative))
+        self.look_ahead(state, tile, iteration + 1, block_sum)
+        self.dropout_masks(state).wait(state.warpgroup, iteration)
         warpgroup.wait_group(0)
-        shared.v.release(fill - 1)
-        self.round(main, acc_P, early, fill)
-        scores.exponentiate(softmax, views, late, formula, (maybe_empty, is_relative))
-        self.round(main, acc_P, late, fill)
+        storage.v.release(iteration - 1)
+        self.round(state, acc_P, early, iteration)
+        scores.exponentiate(softmax, views, late, fused, (maybe_empty, is_relative))
+        self.round(state, acc_P, late, iteration)
 
         if cutlass.const_expr(speculative_max):
-            # P was made with m. Only if its sums hint that m was outgrown, and it was, is it made once more.
-            if softmax.is_suspicious(block_sum, is_relative):
-                scores.block_max(softmax, acc_S, block_max, formula, reference)
-                if softmax.is_outweighed(block_max, block_sum):
-                    softmax.raise_max(block_max, as_mn(main.acc_O))
+            # P was computed with m. It is computed again only if its sums do not rule out that a row exceeds m, and
+            # a row does.
+            if softmax.may_have_outgrown(block_sum, is_relative):
+                scores.block_max(softmax, acc_S, block_max, fused, reference)
+                if softmax.must_redo(block_max, block_sum):
+                    softmax.raise_max(block_max, as_mn(state.acc_O))
                     if cutlass.const_expr(is_relative):
-                        softmax.follow(as_mn(acc_S), reference)
+                        softmax.rebase(as_mn(acc_S), reference)
                     block_sum.fill(0.0)
-                    everything = range(self.shapes.steps)
-                    scores.exponentiate(softmax, views, everything, formula, (True, is_relative))
-                    self.round(main, acc_P, everything, fill)
-        if cutlass.const_expr(formula is not None):
-            formula.release()
-        self.drawn(main).release(main.warpgroup, fill)
+                    all_steps = range(self.config.steps)
+                    scores.exponentiate(softmax, views, all_steps, fused, (True, is_relative))
+                    self.round(state, acc_P, all_steps, iteration)
+        if cutlass.const_expr(fused is not None):
+            fused.release()
+        self.dropout_masks(state).release(state.warpgroup, iteration)
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
-            softmax.rescale(as_mn(main.acc_O))
+            softmax.rescale(as_mn(state.acc_O))
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
-        """With blocks so wide that only part of the second was to be exact, the first alone is."""
+        """If blocks are so wide that m would be exact in a part of the second one, it is exact in the first only."""
         tile_n = self.tile.tile_n
         return Int32(EXACT_KEYS) if 2 * tile_n > EXACT_KEYS else blocks_seen * tile_n
 
     @cute.jit
-    def look_ahead(self, main: Main, tile: Tile, following: Int32, block_sum: cute.Tensor):
-        """Wait for the next block's K, or give Q back after the last.
+    def look_ahead(self, state: MmaState, tile: MmaTile, following: Int32, block_sum: cute.Tensor):
+        """Wait for K of the next block, or release Q after the last.
 
-        The branch asks for the sums of the early exponentials, and so keeps ptxas from moving the wait for O,
-        which follows, up before them. It is always taken but for NaN, where K is waited for later; with a
-        constant to compare, ptxas would know that.
+        The branch depends on the sums of the early exponentials, which keeps ptxas from moving the wait for O that
+        follows up before them. It is always taken, except for NaN, when K is waited for later; if it compared with a
+        constant, ptxas would know that.
         """
-        if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -main.softmax.scale_log2):
-            if following < tile.fill + tile.block_iter.num:
-                main.shared.k.wait_full(following)
+        if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -state.softmax.scale_log2):
+            if following < tile.iteration + tile.block_iter.num:
+                state.storage.k.wait_full(following)
         if cutlass.const_expr(self.tile.q_stages == 1):
-            if following == tile.fill + tile.block_iter.num:
-                self.release_q(main, tile)
+            if following == tile.iteration + tile.block_iter.num:
+                self.release_q(state, tile)
 
     @cute.jit
-    def last_block(self, p: Params, main: Main, tile: Tile):
+    def last_block(self, p: Params, state: MmaState, tile: MmaTile):
         """O += P V of the last block; the output."""
         if tile.has_blocks():
-            last = tile.fill + tile.block_iter.num - 1
-            main.shared.v.wait_full(last)
-            self.start_pv(main, last)
+            last = tile.iteration + tile.block_iter.num - 1
+            state.storage.v.wait_full(last)
+            self.start_pv(state, last)
             warpgroup.wait_group(0)
-            main.shared.v.release(last)
+            state.storage.v.release(last)
         else:
-            self.release_q(main, tile)
-        self.close(p, main, tile)
-        self.write_lse(p, main, tile)
+            self.release_q(state, tile)
+        self.finish_statistics(p, state, tile)
+        self.store_lse(p, state, tile)
         if cutlass.const_expr(self.tile.q_stages > 1):
-            self.hand_over(p, main, tile)
+            self.hand_over_output(p, state, tile)
         else:
-            self.store_directly(p, main, tile)
+            self.store_from_registers(p, state, tile)
 
     @cute.jit
-    def last_and_first_block(self, p: Params, main: Main, tile: Tile, following: Tile):
+    def last_and_first_block(self, p: Params, state: MmaState, tile: MmaTile, following: MmaTile):
         """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
-        shared = main.shared
-        last = tile.fill + tile.block_iter.num - 1
-        shared.k.wait_full(following.fill)
-        first = shared.first_block(following.block_iter, following.fill)
-        bias = scores.load_bias(main, following, following.fill, first * self.tile.tile_n, False)
-        main.turns.wait()
-        acc_S = self.start_qk(main, following.count, following.fill)
-        shared.v.wait_full(last)
-        self.start_pv(main, last)
-        main.turns.pass_on()
-        self.close(p, main, tile)
-        main.softmax.restart()
+        storage = state.storage
+        last = tile.iteration + tile.block_iter.num - 1
+        storage.k.wait_full(following.iteration)
+        n_block = storage.first_n_block(following.block_iter, following.iteration)
+        bias = scores.load_bias(state, following, following.iteration, n_block * self.tile.tile_n, False)
+        state.order.wait()
+        acc_S = self.start_qk(state, following.count, following.iteration)
+        storage.v.wait_full(last)
+        self.start_pv(state, last)
+        state.order.arrive()
+        self.finish_statistics(p, state, tile)
+        state.softmax.restart()
         warpgroup.wait_group(1)
-        shared.k.release(following.fill)
-        self.first_softmax(main, following, acc_S, (first, bias))
+        storage.k.release(following.iteration)
+        self.first_softmax(state, following, acc_S, (n_block, bias))
         # Its branches keep ptxas from moving the wait up before the exponentials.
-        self.write_lse(p, main, tile)
+        self.store_lse(p, state, tile)
         warpgroup.wait_group(0)
-        shared.v.release(last)
-        self.hand_over(p, main, tile)
-        main.acc_O.fill(0.0)
-        self.first_round(main, following, acc_S)
+        storage.v.release(last)
+        self.hand_over_output(p, state, tile)
+        state.acc_O.fill(0.0)
+        self.first_round(state, following, acc_S)
 
     @cute.jit
-    def close(self, p: Params, main: Main, tile: Tile):
-        """What remains of the statistics of a tile when those of the next begin."""
-        main.softmax.close(main.lse, main.inverse, tile.of_head.sink, tile.of_head.dropout_scale)
-        if cutlass.const_expr(main.largest is not None):
-            main.largest[0] = main.softmax.largest_of(main.tScS, tile.span.q_len - tile.mask.first_row)
+    def finish_statistics(self, p: Params, state: MmaState, tile: MmaTile):
+        """Compute LSE, 1 / l and max_logit of a tile, before the statistics of the next tile begin."""
+        score_params = tile.score_params
+        state.softmax.close(state.lse, state.inverse, score_params.sink, score_params.dropout_scale)
+        if cutlass.const_expr(state.max_logit is not None):
+            rows_left = tile.seqlen.q_len - tile.mask.first_row
+            state.max_logit[0] = state.softmax.max_logit(state.tScS, rows_left)
 
     @cute.jit
-    def write_lse(self, p: Params, main: Main, tile: Tile):
-        first_row, span = tile.mask.first_row, self._span(p, main, tile)
-        gLSE = cute.domain_offset((span.q_row(first_row),), span.of(p.mLSE, tile.head))
-        store_lse(main.lse, gLSE, main.tScS, main.thread, span.q_len - first_row)
-        if cutlass.const_expr(main.largest is not None):
-            raise_max_logit(p.score_params.max_logit, tile.head, main.largest[0])
+    def store_lse(self, p: Params, state: MmaState, tile: MmaTile):
+        first_row, seqlen = tile.mask.first_row, self._seqlen_at_end(p, state, tile)
+        gLSE = cute.domain_offset((seqlen.q_row(first_row),), seqlen.slice_head(p.mLSE, tile.head))
+        store_lse(state.lse, gLSE, state.tScS, state.thread, seqlen.q_len - first_row)
+        if cutlass.const_expr(state.max_logit is not None):
+            update_max_logit(p.score_params.max_logit, tile.head, state.max_logit[0])
 
     @cute.jit
-    def release_q(self, main: Main, tile: Tile):
-        """Q has been used for the last time. With two stages the output still leaves through it."""
+    def release_q(self, state: MmaState, tile: MmaTile):
+        """Q was used for the last time. With two stages of Q the output still leaves through its stage."""
         if cutlass.const_expr(self.tile.q_stages == 1):
-            main.shared.release_q(tile.count)
+            state.storage.release_q(tile.count)
 
     @cute.jit
-    def output(self, main: Main) -> cute.Tensor:
-        """O / l in the output's type."""
-        main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
-        rO = cute.make_fragment_like(main.acc_O, self.shapes.dtype)
-        convert(main.acc_O, rO, range(self.tile.width_v // 16))
+    def output(self, state: MmaState) -> cute.Tensor:
+        """O / l in the type of the output."""
+        state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
+        rO = cute.make_fragment_like(state.acc_O, self.config.dtype)
+        convert(state.acc_O, rO, range(self.tile.width_v // 16))
         return rO
 
-    def thread(self, main: Main) -> Int32:
-        """At the end of a tile. Beside other work no register is left to keep addresses over its blocks."""
-        return main.thread if self.static.base_cost == 0 else rederived(main.thread)
+    def thread_at_end(self, state: MmaState) -> Int32:
+        """Beside score features no register is left to keep addresses over the blocks of a tile."""
+        return state.thread if self.static.base_cost == 0 else rederived(state.thread)
 
     @cute.jit
-    def store_directly(self, p: Params, main: Main, tile: Tile):
-        """O / l -> global memory; the stage of Q is being filled for the next tile."""
-        first_row, span = tile.mask.first_row, self._span(p, main, tile)
-        gO = span.of(p.mO, tile.head)
-        gO = row_tile(gO, span.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
+    def store_from_registers(self, p: Params, state: MmaState, tile: MmaTile):
+        """O / l -> global memory, while the stage of Q is loaded for the next tile."""
+        first_row, seqlen = tile.mask.first_row, self._seqlen_at_end(p, state, tile)
+        gO = seqlen.slice_head(p.mO, tile.head)
+        gO = row_tile(gO, seqlen.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
         if cutlass.const_expr(self.static.out_fp32):
-            main.softmax.scale_rows(as_mn(main.acc_O), main.inverse)
-            where = (self.thread(main), span.q_len - first_row)
-            store_floats(main.acc_O, gO, main.mma_pv, where, self.static.width_v)
+            state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
+            where = (self.thread_at_end(state), seqlen.q_len - first_row)
+            store_floats(state.acc_O, gO, state.mma_pv, where, self.static.width_v)
         else:
-            rO = self.output(main)
-            where = (self.thread(main), span.q_len - first_row)
-            store_rounded(rO, gO, main.mma_pv, where, self.static.width_v)
+            rO = self.output(state)
+            where = (self.thread_at_end(state), seqlen.q_len - first_row)
+            store_rounded(rO, gO, state.mma_pv, where, self.static.width_v)
 
     @cute.jit
-    def hand_over(self, p: Params, main: Main, tile: Tile):
-        """O / l -> the stage of Q in the output's type, visible to the copy engine; in fp32 it has no room
-        there, and only the stage is given back.
+    def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):
+        """O / l -> the stage of Q, for the storing warp. An fp32 output does not fit: registers store it, and the
+        storing warp only releases the stage.
         """
         if cutlass.const_expr(self.static.out_fp32):
-            self.store_directly(p, main, tile)
+            self.store_from_registers(p, state, tile)
         else:
-            self.stage_output(main, tile)
-        cute.arch.mbarrier_arrive(main.shared.output_barrier(main.warpgroup, tile.count))
+            self.stage_output(state, tile)
+        cute.arch.mbarrier_arrive(state.storage.output_barrier(state.warpgroup, tile.count))
 
     @cute.jit
-    def stage_output(self, main: Main, tile: Tile):
-        rO = self.output(main)
-        sO = main.shared.output_stage(main.warpgroup, tile.count)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.shapes.dtype)
-        copy = cute.make_tiled_copy_C(atom, main.mma_pv).get_slice(self.thread(main))
+    def stage_output(self, state: MmaState, tile: MmaTile):
+        rO = self.output(state)
+        sO = state.storage.output_stage(state.warpgroup, tile.count)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.config.dtype)
+        copy = cute.make_tiled_copy_C(atom, state.mma_pv).get_slice(self.thread_at_end(state))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def start_qk(self, main: Main, q_fill: Int32, fill: Int32):
-        rQ = main.rQ[None, None, None, main.shared.q.stage(q_fill)]
-        rK = main.rK[None, None, None, main.shared.k.stage(fill)]
+    def start_qk(self, state: MmaState, count: Int32, iteration: Int32):
+        rQ = state.rQ[None, None, None, state.storage.q.stage(count)]
+        rK = state.rK[None, None, None, state.storage.k.stage(iteration)]
         # New for every block: nothing of it lives on into the next.
-        acc_S = cute.make_rmem_tensor(self._shape_S(main.mma_qk), Float32)
-        start_gemm(main.mma_qk, acc_S, rQ, rK, False)
+        acc_S = cute.make_rmem_tensor(self._shape_S(state.mma_qk), Float32)
+        start_gemm(state.mma_qk, acc_S, rQ, rK, False)
         return acc_S
 
     @cute.jit
-    def start_pv(self, main: Main, fill: Int32):
-        rV = main.rV[None, None, None, main.shared.v.stage(fill)]
-        start_gemm(main.mma_pv, main.acc_O, as_operand_a(main.rP), rV, True)
+    def start_pv(self, state: MmaState, iteration: Int32):
+        rV = state.rV[None, None, None, state.storage.v.stage(iteration)]
+        start_gemm(state.mma_pv, state.acc_O, as_operand_a(state.rP), rV, True)

@@ -1,9 +1,8 @@
-"""What becomes of a block of scores in the Hopper forward between Q K^T and the sums of P.
+"""A block of scores of the Hopper forward, between Q K^T and the row sums of P.
 
-A block begins at a column. The first block of a tile is transformed as it
-stands, and so are those that are cut where users' functions are asked for. Softcap and ALiBi take further
-ones relative to what their rows have seen, which costs nothing; where S is kept until sums were checked, P is
-made of products by a formula (`device/exponents.py`).
+The first block of a tile is transformed in place, and so are masked blocks with user mods. Softcap and ALiBi
+transform further blocks relative to the reference of their rows, which costs nothing. If S is kept until the
+row sums are checked, a fused pass computes P from Q K^T (`device/fused_exp2.py`).
 """
 
 from dataclasses import dataclass
@@ -12,151 +11,153 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.device.barriers import Turns
-from cute_flash.device.bias import Bias
-from cute_flash.device.block_iterator import AnyBlockIterator, BlockSparseIterator
-from cute_flash.device.exponents import Formula
+from cute_flash.device.bias import BlockBias
+from cute_flash.device.block_sparse import AnyBlockIterator, BlockSparseIterator
+from cute_flash.device.fused_exp2 import FusedExp2
 from cute_flash.device.mask import Mask
-from cute_flash.device.sequence import Sequence
+from cute_flash.device.mods import ModExp2
+from cute_flash.device.pipeline import WarpgroupOrder
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.written import WrittenFormula
 from cute_flash.kernels.common.params import HeadScoreParams
-from cute_flash.kernels.sm90.fwd_storage import Shapes, Shared
+from cute_flash.kernels.sm90.fwd_storage import Config, SharedStorage
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 
 @dataclass(frozen=True)
-class Main:
-    """What a warpgroup works with."""
+class MmaState:
+    """What an MMA warpgroup keeps from tile to tile."""
 
     warpgroup: Int32
     thread: Int32
-    shared: Shared
+    storage: SharedStorage
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
     rV: cute.Tensor
-    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the inputs' type
+    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the type of q
     acc_O: cute.Tensor
     softmax: Softmax
     lse: cute.Tensor  # (rows of this thread,), of the tile that ends
     inverse: cute.Tensor  # 1 / l
-    turns: Turns
+    order: WarpgroupOrder
     tScS: cute.Tensor  # (row, column) of every element of S
-    largest: cute.Tensor | None  # (1,), the largest score of the tile that ends, of this thread
+    max_logit: cute.Tensor | None  # (1,), of this thread, of the tile that ends
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What a warpgroup works on: its rows of one tile."""
+class MmaTile:
+    """The rows of a tile that an MMA warpgroup computes."""
 
     count: Int32  # tiles before this one
-    fill: Int32  # blocks of K and V before this tile's
+    iteration: Int32  # K/V blocks before this tile
     head: Int32
-    span: Sequence
+    seqlen: SeqlenInfo
     mask: Mask
-    block_iter: AnyBlockIterator  # over its key blocks
-    of_head: HeadScoreParams
+    block_iter: AnyBlockIterator
+    score_params: HeadScoreParams
 
     def has_blocks(self):
         return self.block_iter.num > 0
 
 
 @cute.jit
-def load_bias(main: Main, tile: Tile, fill: Int32, first_column: Int32, is_whole: cutlass.Constexpr):
-    """On its way to registers while others multiply, or where it will be in shared memory; None without."""
-    if cutlass.const_expr(tile.of_head.mods is None):
+def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: Int32, is_full: cutlass.Constexpr):
+    """Start to load the bias to registers, or return where TMA loads it to; None without a bias."""
+    if cutlass.const_expr(tile.score_params.mods is None):
         return None
-    if cutlass.const_expr(main.shared.bias is not None):
-        return main.shared.bias.at(main.warpgroup, main.thread, fill)
-    return tile.of_head.mods.load_bias(tile.mask, first_column, is_whole, by_warp=True)
+    if cutlass.const_expr(state.storage.bias is not None):
+        return state.storage.bias.block(state.warpgroup, state.thread, iteration)
+    return tile.score_params.mods.load_bias(tile.mask, first_column, is_full, by_warp=True)
 
 
 @cute.jit
 def transform(
-    tile: Tile,
+    tile: MmaTile,
     acc_S: cute.Tensor,
     first_column: Int32,
-    bias: Bias | None,
+    bias: BlockBias | None,
     looks_near: cutlass.Constexpr,
 ):
-    """Softcap, ALiBi, bias and score_mod, before the mask."""
-    if cutlass.const_expr(tile.of_head.score is not None):
-        tile.of_head.score.apply(as_mn(acc_S), tile.mask, first_column, looks_near)
-    if cutlass.const_expr(tile.of_head.mods is not None):
-        tile.of_head.mods.transform(as_mn(acc_S), tile.mask, first_column, bias)
+    """Softcap, ALiBi, bias and score_mod, in place, before the mask."""
+    if cutlass.const_expr(tile.score_params.score is not None):
+        tile.score_params.score.apply(as_mn(acc_S), tile.mask, first_column, looks_near)
+    if cutlass.const_expr(tile.score_params.mods is not None):
+        tile.score_params.mods.transform(as_mn(acc_S), tile.mask, first_column, bias)
 
 
-def reference_of(tile: Tile, softmax: Softmax) -> tuple | None:
-    """What scores of a further block are taken relative to; None: they stand as they are."""
-    is_alone = tile.of_head.score is not None and tile.of_head.mods is None
-    return softmax.reference() if is_alone else None
+def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
+    """The reference of the scores of a further block; None: they are not relative."""
+    is_relative = tile.score_params.score is not None and tile.score_params.mods is None
+    return softmax.reference() if is_relative else None
 
 
 @cute.jit
-def transform_from(
-    shapes: Shapes, softmax: Softmax, tile: Tile, acc_S: cute.Tensor, block: tuple, how: cutlass.Constexpr
-) -> Formula | None:
-    """The same, less what `reference_of` says; or the formula to do it by. `block`: its first column, and its
-    bias; `how`: whether sums are checked, and whether the band cuts it.
+def transform_further(
+    config: Config, softmax: Softmax, tile: MmaTile, acc_S: cute.Tensor, block: tuple, kind: cutlass.Constexpr
+) -> FusedExp2 | None:
+    """Transform a further block in place, less its reference, or return the fused pass that does it.
+
+    `block`: its first column and its bias; `kind`: whether the row max is speculative, and whether the band masks it.
     """
-    (first_column, bias), (speculative_max, is_cut) = block, how
-    # Whether all are near 0 is asked of a warp's rows together.
-    looks_near = not shapes.static.batch_invariant
-    reference, has_formula = reference_of(tile, softmax), speculative_max and shapes.has_formula
-    if cutlass.const_expr(tile.of_head.mods is not None):
-        # A full block of a map may be cut by the band as well.
-        is_whole = is_cut is False and not (
-            isinstance(tile.block_iter, BlockSparseIterator) and tile.block_iter.blocks is not None
-        )
-        if cutlass.const_expr(has_formula and is_whole):
-            return _written_formula(softmax, tile, first_column, bias)
+    (first_column, bias), (speculative_max, is_masked) = block, kind
+    # Whether all scores are near 0 is decided for the rows of a warp together.
+    looks_near = not config.static.batch_invariant
+    reference, fuses = reference_of(tile, softmax), speculative_max and config.fuses_exp2
+    if cutlass.const_expr(tile.score_params.mods is not None):
+        # The band may mask a full block of a block mask.
+        is_sparse = isinstance(tile.block_iter, BlockSparseIterator)
+        is_full = is_masked is False and not (is_sparse and tile.block_iter.blocks is not None)
+        if cutlass.const_expr(fuses and is_full):
+            return _fused_mods(softmax, tile, first_column, bias)
         transform(tile, acc_S, first_column, bias, looks_near)
         return None
     if cutlass.const_expr(reference is None):
         return None
-    place = (first_column, WARPGROUP_ROWS, shapes.tile.tile_n)
-    if cutlass.const_expr(has_formula):
-        return tile.of_head.score.begin(as_mn(acc_S), tile.mask, place)
-    tile.of_head.score.apply_from(as_mn(acc_S), tile.mask, place, reference, looks_near)
+    area = (first_column, WARPGROUP_ROWS, config.tile.tile_n)
+    if cutlass.const_expr(fuses):
+        return tile.score_params.score.fused_exp2(as_mn(acc_S), tile.mask, area)
+    tile.score_params.score.apply_relative(as_mn(acc_S), tile.mask, area, reference, looks_near)
     return None
 
 
-def _written_formula(softmax: Softmax, tile: Tile, first_column: Int32, bias: Bias | None) -> WrittenFormula:
-    score, written = tile.of_head.score, tile.of_head.mods
+def _fused_mods(softmax: Softmax, tile: MmaTile, first_column: Int32, bias: BlockBias | None) -> ModExp2:
+    score, mods = tile.score_params.score, tile.score_params.mods
     if bias is not None:
         bias.wait()
     factors = None if score is None else score.scale_log2, softmax.scale_log2
-    return written.formula(tile.mask, first_column, factors, bias, not isinstance(tile.block_iter, BlockSparseIterator))
+    applies_mask = not isinstance(tile.block_iter, BlockSparseIterator)
+    return mods.fused_exp2(tile.mask, first_column, factors, bias, applies_mask)
 
 
 @cute.jit
-def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_cut):
-    """The band, and after it where mask_mod says so. A map's full blocks are whole to it, not to the band."""
-    if cutlass.const_expr(not isinstance(is_cut, bool)):
-        if is_cut:
+def apply_mask(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_masked):
+    """Apply the band, then mask_mod. Full blocks of a block mask need no mask_mod, but the band may mask them."""
+    if cutlass.const_expr(not isinstance(is_masked, bool)):
+        if is_masked:
             tile.mask.apply(as_mn(acc_S), first_column)
-    elif cutlass.const_expr(is_cut):
+    elif cutlass.const_expr(is_masked):
         tile.mask.apply(as_mn(acc_S), first_column)
-    written = tile.of_head.mods
+    mods = tile.score_params.mods
     if cutlass.const_expr(isinstance(tile.block_iter, BlockSparseIterator)):
-        if cutlass.const_expr(is_cut is True):
-            written.hide(as_mn(acc_S), tile.mask, first_column)
-        elif cutlass.const_expr(is_cut is False):
-            hide_full(tile, acc_S, n_block, first_column)
+        if cutlass.const_expr(is_masked is True):
+            mods.apply_mask(as_mn(acc_S), tile.mask, first_column)
+        elif cutlass.const_expr(is_masked is False):
+            apply_band_to_full_block(tile, acc_S, n_block, first_column)
         else:
-            if is_cut:
-                written.hide(as_mn(acc_S), tile.mask, first_column)
+            if is_masked:
+                mods.apply_mask(as_mn(acc_S), tile.mask, first_column)
             else:
-                hide_full(tile, acc_S, n_block, first_column)
-    elif cutlass.const_expr(written is not None):
-        written.hide(as_mn(acc_S), tile.mask, first_column)
+                apply_band_to_full_block(tile, acc_S, n_block, first_column)
+    elif cutlass.const_expr(mods is not None):
+        mods.apply_mask(as_mn(acc_S), tile.mask, first_column)
 
 
 @cute.jit
-def hide_full(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
+def apply_band_to_full_block(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
+    """Of a block mask."""
     if cutlass.const_expr(tile.block_iter.blocks is not None):
         if tile.block_iter.blocks.is_masked(n_block):
             tile.mask.apply(as_mn(acc_S), first_column)
@@ -164,26 +165,22 @@ def hide_full(tile: Tile, acc_S: cute.Tensor, n_block: Int32, first_column: Int3
 
 @cute.jit
 def exponentiate(
-    softmax: Softmax, views: tuple, steps: cutlass.Constexpr, formula: Formula | None, how: cutlass.Constexpr
+    softmax: Softmax, views: tuple, steps: cutlass.Constexpr, fused: FusedExp2 | None, kind: cutlass.Constexpr
 ):
-    """P of some steps. `how`: whether a row may have seen no key, and whether S is relative to m."""
-    if cutlass.const_expr(formula is None):
-        softmax.exponentiate_steps(*views, steps, *how)
+    """P of some k-steps. `kind`: whether a row may have no key so far, and whether S is relative to m."""
+    if cutlass.const_expr(fused is None):
+        softmax.exponentiate_steps(*views, steps, *kind)
     else:
-        row_max = softmax.reference() if how[0] else tuple(softmax.row_max[r] for r in range(2))
-        formula.exponentiate(views, steps, row_max)
+        row_max = softmax.reference() if kind[0] else tuple(softmax.row_max[r] for r in range(2))
+        fused.exponentiate(views, steps, row_max)
 
 
 @cute.jit
 def block_max(
-    softmax: Softmax,
-    acc_S: cute.Tensor,
-    found: cute.Tensor,
-    formula: Formula | None,
-    reference: tuple | None,
+    softmax: Softmax, acc_S: cute.Tensor, result: cute.Tensor, fused: FusedExp2 | None, reference: tuple | None
 ):
     """The largest score of each row over this thread's columns."""
-    if cutlass.const_expr(formula is None):
-        softmax.block_max(as_mn(acc_S), found, reference)
+    if cutlass.const_expr(fused is None):
+        softmax.block_max(as_mn(acc_S), result, reference)
     else:
-        formula.block_max(as_operand_a(acc_S), found)
+        fused.block_max(as_operand_a(acc_S), result)

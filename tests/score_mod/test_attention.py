@@ -1,4 +1,4 @@
-"""`attn` with a bias and with users' functions on the CPU, against the same functions on whole tensors."""
+"""`attn` with a bias and with mods on the CPU, against the same mods called on whole tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from cute_flash.custom import custom_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cute_flash
-from cute_flash import BlockMask, attn, attn_varlen, masks, supports
-from cute_flash.reference import tiled as reference
-from cute_flash.reference.score import Score
+from cute_flash import BlockMask, attn, attn_varlen, masks, reference, supports
+from cute_flash.reference import tiled
+from cute_flash.reference.dense import band_mask
 from cute_flash.score_mod.bound import BoundMods
+from cute_flash.spec.args import to_schema
 from cute_flash.spec.band import Band
-from tests.combinations import normal
+from tests.arguments import call_args
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
 
 H, HKV, D = 4, 2, 8
 SLOPES = normal(H, seed=11).abs()
@@ -98,7 +103,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: Case) -
     place = [torch.arange(size[0]).view(size) for size in sizes]
     S = S if case.score_mod is None else case.score_mod(S, *place)
     band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
-    seen = reference.visible(band, range(case.sq), range(case.sk), case.sq, case.sk, S.device)
+    seen = band_mask(band, case.sq, case.sk, S.device)
     seen = seen if case.mask_mod is None else seen & case.mask_mod(*place)
     seen = seen.expand_as(S)
     blind = ~seen.any(-1, keepdim=True)
@@ -113,7 +118,7 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     tables = [table.requires_grad_() for table in case.tables]
     wanted = [*tensors, *([] if bias is None else [bias]), *tables]
     for name in ("MAX_ROWS", "MAX_KEYS"):
-        monkeypatch.setattr(reference, name, 16)
+        monkeypatch.setattr(tiled, name, 16)
     try:
         given = {"bias": bias, "score_mod": case.score_mod, "mask_mod": case.mask_mod, **case.rest}
         out = attn(*tensors, **given)
@@ -125,10 +130,10 @@ def test_values_and_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
             found, torch.autograd.grad((expected * weights).sum(), wanted, materialize_grads=True)
         )
         if "softcap" not in case.rest:
-            call = BoundMods.of(case.score_mod, case.mask_mod, None)
-            score = Score(written=custom_of(bias, call, None).written())
             band = Band.of(case.rest.get("causal", False), case.rest.get("window", (None, None)))
-            torch.testing.assert_close(reference.dense(*tensors, band, None, score)[0], out)
+            mods = {"bias": bias, "score_mod": case.score_mod, "mask_mod": case.mask_mod}
+            args = call_args(tensors[0], band, **mods)
+            torch.testing.assert_close(reference.dense(*tensors, args=args)[0], out)
     finally:
         for table in tables:
             table.requires_grad_(False)
@@ -145,9 +150,7 @@ def test_values_of_another_width_and_outputs_in_floats() -> None:
     expected = attn(*exact[:3], bias=exact[3], **how)
     assert out.dtype == torch.float32 and out.shape == (2, H, 33, 3 * D)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    found, expected = (
-        torch.autograd.grad(x.square().sum(), of) for x, of in ((out, given), (expected, exact))
-    )
+    found, expected = (torch.autograd.grad(x.square().sum(), of) for x, of in ((out, given), (expected, exact)))
     assert all(x.dtype == torch.bfloat16 for x in found)
     torch.testing.assert_close([x.double() for x in found], list(expected), rtol=2e-2, atol=2e-2)
 
@@ -194,9 +197,7 @@ def test_gradcheck() -> None:
             return torch.tanh(score) * table[h, q_idx] + torch.exp(table[h, kv_idx] * 0.3)
 
         mask = masks.sliding_window(2)
-        return attn(
-            q, k, v, bias=bias, score_mod=mod, mask_mod=mask, softcap=2.0, sinks=sinks, return_lse=True
-        )
+        return attn(q, k, v, bias=bias, score_mod=mod, mask_mod=mask, softcap=2.0, sinks=sinks, return_lse=True)
 
     torch.autograd.gradcheck(layer, (q, k, v, bias, table, sinks))
 
@@ -307,35 +308,34 @@ def test_compiled() -> None:
         torch._dynamo.reset()
 
 
-def test_a_bias_is_compiled_without_a_graph_break() -> None:
+def test_no_mods_are_bound_without_a_graph_break() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * (2 + len(BoundMods.of(None, None, None).graphs.text))
+
     torch._dynamo.reset()
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(double, fullgraph=True, backend="eager")(x), 2 * x)
+
+
+# Block masks
+
+
+def test_a_block_mask_is_the_mask() -> None:
     q, k, v = (x.detach() for x in inputs(CASES[0]))
-    bias = normal(H, 37, 37, seed=1)
-    compiled = torch.compile(lambda q: attn(q, k, v, bias=bias) * 2, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q), attn(q, k, v, bias=bias) * 2)
-
-
-# Block maps
-
-
-def test_a_block_map_is_the_mask() -> None:
-    q, k, v = (x.detach() for x in inputs(CASES[0]))
-    block_map = BlockMask.of(by_head, (2, H, 37, 37), tile=(8, 4))
+    block_mask = BlockMask.of(by_head, (2, H, 37, 37), tile=(8, 4))
     expected = attn(q, k, v, mask_mod=by_head)
-    torch.testing.assert_close(attn(q, k, v, mask_mod=by_head, block_map=block_map), expected)
+    torch.testing.assert_close(attn(q, k, v, mask_mod=by_head, block_mask=block_mask), expected)
 
 
-def test_a_block_map_of_the_users_own() -> None:
+def test_a_block_mask_of_the_users_own() -> None:
     q, k, v = (x.detach() for x in inputs(CASES[0]))
     status = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     status[..., 0], status[..., 4] = 2, 1
-    block_map = BlockMask.of_status(status, 8, 8, 37, 37)
-    found = attn(q, k, v, block_map=block_map)
+    block_mask = BlockMask.of_status(status, 8, 8, 37, 37)
+    found = attn(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | (j >= 32)))
-    found = attn(q, k, v, block_map=block_map, mask_mod=lambda b, h, i, j: j % 2 == 0)
-    torch.testing.assert_close(
-        found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | ((j >= 32) & (j % 2 == 0)))
-    )
+    found = attn(q, k, v, block_mask=block_mask, mask_mod=lambda b, h, i, j: j % 2 == 0)
+    torch.testing.assert_close(found, attn(q, k, v, mask_mod=lambda b, h, i, j: (j < 8) | ((j >= 32) & (j % 2 == 0))))
 
 
 # Refusals
@@ -350,9 +350,9 @@ def test_refusals() -> None:
         ({"bias": torch.ones(1, device="meta")}, "bias is on meta"),
         ({"bias": torch.ones(1, 1, 1, 1, 1)}, "expected at most four dimensions"),
         ({"mask_mod": lambda b, h, i, j: torch.ones(3, device="meta")[i] > 0}, "made inside|torch"),
-        ({"block_map": 3}, "block_map is a int"),
-        ({"block_map": BlockMask.of(None, (1, 1, 8, 8))}, "block_map is of 8 queries and 8 keys"),
-        ({"block_map": BlockMask.of(by_head, (3, H, 37, 37))}, "block_map has batch=3: expected 1 or 2"),
+        ({"block_mask": 3}, "block_mask is a int"),
+        ({"block_mask": BlockMask.of(None, (1, 1, 8, 8))}, "block_mask is of 8 queries and 8 keys"),
+        ({"block_mask": BlockMask.of(by_head, (3, H, 37, 37))}, "block_mask has batch=3: expected 1 or 2"),
         ({"score_mod_bwd": alibi}, "score_mod_bwd without score_mod"),
     ]
     for given, message in bad:
@@ -383,8 +383,12 @@ def test_opcheck() -> None:
     q, k, v = inputs(CASES[0])
     table = normal(H, seed=1).requires_grad_()
     bias = normal(1, 1, 37, 37).requires_grad_()
-    call = BoundMods.of(lambda s, b, h, i, j: s * table[h] * WIDTH, masks.causal(), None)
-    how = cute_flash.api._how(0.3, None, None, False, None, None, None, None, False)
-    given = custom_of(bias, call, BlockMask.of(masks.causal(), (2, H, 37, 37), tile=(16, 16)))
-    results = torch.library.opcheck(torch.ops.cute_flash.custom_fwd, (q, k, v, *how, *given))
+    args = call_args(
+        q,
+        bias=bias,
+        score_mod=lambda s, b, h, i, j: s * table[h] * WIDTH,
+        mask_mod=masks.causal(),
+        block_mask=BlockMask.of(masks.causal(), (2, H, 37, 37), tile=(16, 16)),
+    )
+    results = torch.library.opcheck(torch.ops.cute_flash.attention_fwd, (q, k, v, *to_schema(args)))
     assert set(results.values()) == {"SUCCESS"}

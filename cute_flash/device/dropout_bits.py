@@ -1,0 +1,122 @@
+"""Dropout in the backward: one bit for every score of a block of keys by queries, for dV and for dP.
+
+One call of Philox serves {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys. A thread holds
+queries i, i + 1 and those 8, 16 and 24 further, and one of the keys j and j + 1 and the key 8 further.
+Therefore the threads of j and j + 1, which are lanes 4 apart, share the calls: the first calls for query i, the
+second for i + 1, each for both keys, and they exchange the results, 32 scores at a time.
+
+A step is one call: 2 rows and 8 columns of a thread, or 4 columns if it has no more. A few steps are unrolled; more are
+a loop, short enough to run beside the tensor cores before the scores are there. Columns begin at multiples of 32, or
+of 16 if a thread has 4.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_flash.device.philox import Dropout, half_factor, key_index, query_index
+from cute_flash.device.position import TilePosition
+from cute_flash.device.ptx import chosen_bytes, spread_signs
+from cute_flash.device.views import as_mn
+from cute_flash.spec.dropout import APART, SECOND
+
+HALF_COLUMNS = 4  # in half of a rectangle
+MAX_UNROLLED = 4  # steps
+LOW_BITS = 0x00010001  # the lowest bit of both halves
+NEIGHBOUR = 4  # lanes to the thread with the next key
+# Selectors of bytes: the low halves of this thread's word and its neighbour's, which has the odd query; the
+# high halves of the neighbour's word and this thread's.
+OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
+# Selectors of signs: the lower bytes of both halves, and the upper bytes, spread over all bits of the halves.
+OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
+
+
+@dataclass(frozen=True)
+class DropoutBits:
+    """Bits of the elements (row, column) of an accumulator in one thread. Low halves belong to even queries."""
+
+    words: cute.Tensor  # Int32
+    halves: cutlass.Constexpr  # of the queries of a call: 1 or 2
+    steps_of_row: cutlass.Constexpr
+
+    @property
+    def step_bits(self) -> int:
+        """Bits of a step in one half of a word: one for each key, and then for each query."""
+        return 4 * self.halves
+
+    @property
+    def steps(self) -> int:
+        """Steps of a word."""
+        return 16 // self.step_bits
+
+    @staticmethod
+    def compute(dropout: Dropout, position: TilePosition, is_alone: bool) -> "DropoutBits":
+        """`is_alone`: registers are left for several calls at a time."""
+        rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
+        halves = min(columns // HALF_COLUMNS, 2)
+        steps_of_row, rest = divmod(columns, HALF_COLUMNS * halves)
+        assert rest == 0
+        num, bits = rows // 2 * steps_of_row, 4 * halves
+        result = DropoutBits(cute.make_rmem_tensor(-(-num * bits // 16), Int32), halves, steps_of_row)
+        result._compute(dropout, position, num, is_alone and num <= MAX_UNROLLED)
+        return result
+
+    @cute.jit
+    def _compute(self, dropout: Dropout, position: TilePosition, num: cutlass.Constexpr, unrolls: cutlass.Constexpr):
+        parity = position.row(0) % 2
+        selector = Int32(OF_EVEN_KEY) if parity == 0 else Int32(OF_ODD_KEY)
+        for w in cutlass.range_constexpr(cute.size(self.words)):
+            first, last = self.steps * w, min(self.steps * (w + 1), num)
+            own = self.own_word(dropout, position, (first, last, unrolls), parity)
+            other = self.neighbour_word(own, dropout, position, (first, last, True))
+            self.words[w] = chosen_bytes(own, other, selector)
+
+    @cute.jit
+    def own_word(self, dropout: Dropout, position: TilePosition, steps: cutlass.Constexpr, parity: Int32) -> Int32:
+        """For the even or the odd queries of some steps: low halves of even keys, high halves of odd ones."""
+        first, last, unrolls = steps
+        word = Int32(0)
+        for step in cutlass.range(first, last, unroll=last - first if unrolls else 1):
+            bits = self.step_word(dropout, position, step, parity) << 16 - self.step_bits
+            word = ((word >> self.step_bits) & (0xFFFF >> self.step_bits) * LOW_BITS) | bits
+        # Fewer steps than a word has room for are at its beginning.
+        missing = self.step_bits * (self.steps - (last - first))
+        return word if missing == 0 else (word >> missing) & (0xFFFF >> missing) * LOW_BITS
+
+    def step_word(self, dropout: Dropout, position: TilePosition, step: Int32, parity: Int32) -> Int32:
+        """Four or eight bits of both halves for one step: bit 2 (which query) + (second key)."""
+        tile, k = step // self.steps_of_row, step % self.steps_of_row
+        query = query_index(position.column(0)) + Uint32(parity + APART * k)
+        words = dropout.words(position.batch_head, query, key_index(position.row(2 * tile)))
+        if self.halves == 2:
+            masks = dropout.masks(words) + dropout.masks(words, Uint32(SECOND))
+        else:
+            masks = dropout.masks(words, half_factor(position.column(0)))
+        bits = masks[0] & LOW_BITS
+        for i in range(1, len(masks)):
+            bits = bits | (masks[i] & (LOW_BITS << i))
+        return bits
+
+    def neighbour_word(self, own: Int32, dropout: Dropout, position: TilePosition, steps: tuple) -> Int32:
+        """The neighbour's `own_word`, for the other queries."""
+        return cute.arch.shuffle_sync_bfly(own, offset=NEIGHBOUR)
+
+    def bit_position(self, r: int, c: int) -> tuple[int, int]:
+        """The word, and the bit in the half of it that columns of this parity have."""
+        queries = 2 * self.halves  # of the same parity in a step
+        step = r // 2 * self.steps_of_row + c // 2 // queries
+        return step // self.steps, self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2
+
+    def select(self, x: Float32, r: int, c: int) -> Float32:
+        """x, or 0 if dropout drops it."""
+        word, bit = self.bit_position(r, c)
+        is_set = (Uint32(self.words[word]) & Uint32(1 << bit + 16 * (c % 2))) != 0
+        return cutlass.select_(is_set, x, Float32(0.0))
+
+    def pair_mask(self, r: int, c: int) -> Int32:
+        """16 bits for each of the elements c and c + 1, c even: all set unless dropout drops it."""
+        word, bit = self.bit_position(r, c)
+        # Both bits become the signs of their bytes.
+        return spread_signs(self.words[word] << 7 - bit % 8, OF_LOW_BYTES if bit < 8 else OF_HIGH_BYTES)

@@ -1,0 +1,104 @@
+"""Barriers of a warp-specialised kernel.
+
+A pipeline is a buffer of stages between a producer and its consumers. The `full` barrier of a stage completes
+when its data has landed (TMA counts the bytes), the `empty` barrier when all consumers have released it. Both
+sides number their uses of the pipeline from 0: iteration i uses stage i % stages in phase (i // stages) % 2. The
+number of stages is a power of two, because the main loop computes stage and phase for every block.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+WARPGROUP_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    full: cute.Pointer  # one mbarrier per stage
+    empty: cute.Pointer
+    stages: cutlass.Constexpr
+
+    @staticmethod
+    def allocate(smem, stages: int) -> "Pipeline":
+        barriers = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
+        return Pipeline(barriers, barriers + stages, stages)
+
+    @cute.jit
+    def init(self, full_arrivals: cutlass.Constexpr, empty_arrivals: cutlass.Constexpr):
+        """One thread calls it, before a fence and a barrier of all threads."""
+        for stage in cutlass.range_constexpr(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, full_arrivals)
+            cute.arch.mbarrier_init(self.empty + stage, empty_arrivals)
+
+    def stage(self, iteration: Int32):
+        return iteration & (self.stages - 1) if self.stages > 1 else 0
+
+    def phase(self, iteration: Int32):
+        return (iteration >> (self.stages.bit_length() - 1)) & 1
+
+    def full_barrier(self, iteration: Int32) -> cute.Pointer:
+        return self.full + self.stage(iteration)
+
+    @cute.jit
+    def wait_full(self, iteration: Int32):
+        cute.arch.mbarrier_wait(self.full_barrier(iteration), self.phase(iteration))
+
+    @cute.jit
+    def wait_empty(self, iteration: Int32):
+        """Wait until the stage may be written; the first use of a stage does not wait."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(iteration), self.phase(iteration) ^ 1)
+
+    @cute.jit
+    def wait_released(self, iteration: Int32):
+        """Wait until the consumers have released this iteration; iteration -1 does not wait."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(iteration), self.phase(iteration))
+
+    @cute.jit
+    def expect_bytes(self, iteration: Int32, num_bytes: cutlass.Constexpr):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(iteration), num_bytes)
+
+    @cute.jit
+    def release_per_thread(self, iteration: Int32):
+        """One arrival per thread, for data that threads have read with plain loads."""
+        cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
+
+    @cute.jit
+    def release(self, iteration: Int32):
+        """One arrival per warp, for data that tensor cores have read."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
+
+
+@dataclass(frozen=True)
+class WarpgroupOrder:
+    """Ping-pong barriers: warpgroups pass in order, each after the arrival of the one before.
+
+    A warpgroup that is alone never waits.
+    """
+
+    first_barrier: cutlass.Constexpr  # named barrier of warpgroup 0
+    num_warpgroups: cutlass.Constexpr
+    warpgroup: Int32
+
+    @cute.jit
+    def start(self):
+        """The last warpgroup arrives once, so that warpgroup 0 passes first."""
+        if self.warpgroup == self.num_warpgroups - 1:
+            self.arrive()
+
+    @cute.jit
+    def wait(self):
+        if cutlass.const_expr(self.num_warpgroups > 1):
+            cute.arch.barrier(barrier_id=self.first_barrier + self.warpgroup, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def arrive(self):
+        """Let the next warpgroup pass."""
+        if cutlass.const_expr(self.num_warpgroups > 1):
+            following = self.warpgroup + 1
+            following = 0 if following == self.num_warpgroups else following
+            cute.arch.barrier_arrive(barrier_id=self.first_barrier + following, number_of_threads=2 * WARPGROUP_THREADS)

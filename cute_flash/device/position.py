@@ -1,0 +1,44 @@
+"""Where the elements of an accumulator are in the scores of a head."""
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_flash.device.views import as_mn
+
+
+@dataclass(frozen=True)
+class TilePosition:
+    """The position of a tile, with the coordinates of every element of this thread."""
+
+    batch_head: Int32  # b H + h
+    first_row: Int32
+    first_column: Int32
+    tScS: cute.Tensor  # (row, column) within the tile of every element of this thread
+
+    def row(self, r: int) -> Int32:
+        """The r-th row of this thread."""
+        return self.first_row + as_mn(self.tScS)[r, 0][0]
+
+    def column(self, c: int) -> Int32:
+        """The c-th column of this thread."""
+        return self.first_column + as_mn(self.tScS)[0, c][1]
+
+
+@dataclass(frozen=True)
+class BwdBlockPosition:
+    """The position of the first element of this thread in a block of the backward: rows are keys, columns queries."""
+
+    head: Int32
+    batch: Int32
+    query: Int32  # of the first column
+    key: Int32  # of the first row
+    row_step: cutlass.Constexpr  # from one m16 tile of a thread to the next
+
+    def row_offset(self, r: int) -> int:
+        return r // 2 * self.row_step + r % 2 * 8
+
+    def shifted(self, zero: Int32) -> "BwdBlockPosition":
+        return replace(self, query=self.query + zero, key=self.key + zero)

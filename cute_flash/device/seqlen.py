@@ -1,0 +1,85 @@
+"""Where the rows of a sequence are in (B, H, S, D) tensors, and how many there are."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_flash.planning.varlen import padded_block
+
+# Values that describe a sequence of a varlen batch.
+NUM_VALUES = 5
+
+
+@dataclass(frozen=True)
+class SeqlenInfo:
+    """A sequence: an entry of the batch or, in varlen tensors (1, H, T, D), a range of rows."""
+
+    batch: Int32  # index of the sequence
+    q_len: Int32
+    k_len: Int32
+    q_begin: Int32 | None = None  # None: the sequence is an entry of the batch
+    k_begin: Int32 | None = None
+
+    @property
+    def is_varlen(self) -> bool:
+        return self.q_begin is not None
+
+    def slice_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(S, D) of a head, or (S) of statistics; its rows are those of `q_row` and `k_row`."""
+        rest = (None,) * (cute.rank(mX) - 2)
+        return mX[(0 if self.is_varlen else self.batch, head, *rest)]
+
+    def slice_keys(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(S, D) of a head, from the first key of the sequence."""
+        gX = self.slice_head(mX, head)
+        if not self.is_varlen:
+            return gX
+        return cute.make_tensor(gX.iterator + Int64(self.k_begin) * gX.stride[0], gX.layout)
+
+    def q_row(self, row: Int32) -> Int32:
+        return self.q_begin + row if self.is_varlen else row
+
+    def k_row(self, row: Int32) -> Int32:
+        return self.k_begin + row if self.is_varlen else row
+
+    def padded_q_block(self, m_block: Int32, tile_m: int) -> Int32:
+        """The m_block in a workspace that pads every sequence to full blocks of queries."""
+        return padded_block(self.q_begin, self.batch, tile_m) + m_block if self.is_varlen else m_block
+
+    def padded_k_block(self, n_block: Int32, tile_n: int) -> Int32:
+        """The n_block in a workspace that pads every sequence to full blocks of keys."""
+        return padded_block(self.k_begin, self.batch, tile_n) + n_block if self.is_varlen else n_block
+
+    def padded_q_row(self, row: Int32, tile_m: int) -> Int32:
+        return self.padded_q_block(0, tile_m) * tile_m + row if self.is_varlen else row
+
+    @property
+    def q_tma_coord(self):
+        """The last coordinate of `TmaTiles` and `VarlenTmaTiles` for queries."""
+        return (self.q_begin, self.q_len) if self.is_varlen else self.batch
+
+    @property
+    def k_tma_coord(self):
+        """The last coordinate of `TmaTiles` and `VarlenTmaTiles` for keys."""
+        return (self.k_begin, self.k_len) if self.is_varlen else self.batch
+
+    @property
+    def values(self) -> tuple:
+        """The integers that a producer publishes; `of_values` is the inverse for varlen batches."""
+        if not self.is_varlen:
+            return (self.batch,)
+        return self.batch, self.q_begin, self.q_len, self.k_begin, self.k_len
+
+    @staticmethod
+    def of_values(values: tuple) -> "SeqlenInfo":
+        batch, q_begin, q_len, k_begin, k_len = values
+        return SeqlenInfo(batch, q_len, k_len, q_begin, k_begin)
+
+
+def with_batch_mode(mX: cute.Tensor) -> cute.Tensor:
+    """A varlen tensor (T, H, D) as (1, H, T, D); one of statistics, (H, T), as (1, H, T)."""
+    if cute.rank(mX) == 2:
+        return cute.make_tensor(mX.iterator, cute.prepend(mX.layout, cute.make_layout(1, stride=0)))
+    by_head = cute.select(mX.layout, mode=[1, 0, 2])
+    return cute.make_tensor(mX.iterator, cute.prepend(by_head, cute.make_layout(1, stride=0)))
