@@ -105,6 +105,9 @@ def capture_operands(captures: tuple[Tensor, ...]) -> list[Tensor] | None:
 def _capture(x: Tensor) -> Tensor:
     if 0 in x.shape:
         raise ValueError(f"a captured tensor has shape {tuple(x.shape)}: there is nothing to read")
+    if x.is_neg():
+        # The dispatcher resolves arguments, but not in optional lists.
+        x = x.resolve_neg()
     if x.dtype == torch.bool:
         x = x.view(torch.uint8)
     elif x.dtype == torch.float64:
