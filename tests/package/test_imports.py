@@ -1,0 +1,168 @@
+"""The shape of the package: which folder imports which, and what `import cute_flash` costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cute_flash.jit.compile import SOURCES
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cute_flash", "layouts")
+
+# Folders and top modules of cute_flash from the lowest rank to the highest. A module imports from its own folder and
+# from those before it. docs/architecture.md has the table.
+RANKS = (
+    "errors", "version", "smem", "score_mod", "spec", "planning", "device", "kernels", "jit", "runtime", "reference",
+    "masks", "ops", "api", "tools", "integrations",
+)  # fmt: skip
+# Modules at the top of cute_flash besides `__init__`.
+MAX_TOP_MODULES = 6
+
+# The DSL takes seconds to import. Kernels and their parts import it at once, jit/ when it first compiles or loads.
+DSL = ("cutlass", "tvm_ffi", "cuda")
+TRACED = ("device", "kernels")
+DSL_IN_FUNCTIONS = ("jit",)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(path): ast.parse(path.read_text(encoding="utf-8"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+CUTE_FLASH = [name for name in MODULES if name.startswith("cute_flash.")]
+
+
+def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, bool]]:
+    """(module, whether inside a function) of every import and of every `import_module("...")`."""
+    for node in ast.iter_child_nodes(tree):
+        inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, in_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield (full if full in MODULES else str(node.module)), in_function
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value), in_function
+        yield from imports(node, inside)
+
+
+def folder(module: str) -> str:
+    """The folder of cute_flash, or the module at its top, that a module belongs to."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_imports_are_read() -> None:
+    found = dict(imports(MODULES["cute_flash.runtime.launcher"]))
+    assert found["cute_flash.planning.plan"] is False
+    assert found["cute_flash.score_mod.graph"] is True
+    assert dict(imports(MODULES["cute_flash.jit.compile"]))["cutlass.cute"] is True
+
+
+# ---- ranks
+
+
+def test_every_folder_has_a_rank() -> None:
+    assert {folder(name) for name in CUTE_FLASH} <= set(RANKS)
+
+
+@pytest.mark.parametrize("module", CUTE_FLASH)
+def test_folders_import_only_lower_ranks(module: str) -> None:
+    allowed = RANKS[: RANKS.index(folder(module)) + 1]
+    for name, _ in imports(MODULES[module]):
+        if name == "cute_flash":
+            assert folder(module) in ("tools", "integrations"), f"{module} imports the whole package"
+        elif name.startswith("cute_flash."):
+            assert folder(name) in allowed, f"{module} imports {name}"
+
+
+def test_few_modules_are_at_the_top() -> None:
+    top = [path.stem for path in (ROOT / "cute_flash").glob("*.py") if path.stem != "__init__"]
+    assert len(top) <= MAX_TOP_MODULES, top
+
+
+def test_the_table_of_folders_is_complete() -> None:
+    """docs/architecture.md lists every folder, in the order of ranks."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[2] for line in page.partition("## Folders")[2].splitlines() if line.startswith("| ")][1:]
+    listed = [name.strip() for row in rows for name in row.split(",")]
+    assert listed == [name for name in RANKS if name in listed]
+    assert {folder(name) for name in CUTE_FLASH if (ROOT / "cute_flash" / folder(name)).is_dir()} <= set(listed)
+
+
+# ---- the DSL
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_dsl_is_imported_by_traced_code_and_jit_only(module: str) -> None:
+    if module.startswith("cute_flash.") and folder(module) in TRACED:
+        return
+    for name, in_function in imports(MODULES[module]):
+        if name.partition(".")[0] in DSL:
+            assert folder(module) in DSL_IN_FUNCTIONS, f"{module} imports {name}"
+            assert in_function, f"{module} imports {name} before it is needed"
+
+
+def test_the_cache_digest_covers_what_kernels_import() -> None:
+    """Kernels are traced: any module that they import may decide machine code."""
+    pending = [name for name in CUTE_FLASH if folder(name) in TRACED]
+    reached: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name.startswith("cute_flash.") and name not in reached:
+            reached.add(name)
+            pending += (found for found, _ in imports(MODULES[name]))
+            pending.append(name.rpartition(".")[0])  # importing a module runs its package
+    assert {folder(name) for name in reached} >= {*TRACED, "smem", "score_mod", "spec", "planning"}
+    package = ROOT / "cute_flash"
+    covered = {module_name(path) for pattern in SOURCES for path in package.glob(pattern)}
+    # Classes of errors decide no code.
+    assert reached - covered <= {"cute_flash.errors"}
+
+
+# ---- the wheel
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("cute_flash")])
+def test_the_wheel_stands_alone(module: str) -> None:
+    """The wheel holds `cute_flash` only, so nothing there imports another folder of the repository."""
+    outside = {"layouts", "profiling", "tests"}
+    assert not outside & {name.partition(".")[0] for name, _ in imports(MODULES[module])}
+
+
+# CPU time, which other processes do not stretch; torch itself does not count.
+IMPORT = """
+import json, sys, time, torch
+before, start = set(sys.modules), time.process_time()
+import cute_flash
+seconds = time.process_time() - start
+print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before)}))
+"""
+
+
+def test_import_is_light() -> None:
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        tops = {name.partition(".")[0] for name in answer["modules"]}
+        assert "cute_flash" in tops
+        assert not tops & {"cutlass", "tvm_ffi", "typer", "rich", "numpy", "matplotlib"}
+        seconds.append(answer["seconds"])
+        if seconds[-1] <= 0.1:
+            return
+    pytest.fail(f"import cute_flash took {min(seconds):.3f} s at best, beyond torch")
