@@ -25,9 +25,7 @@ from tests.fakes.gpu import fake_gpu
 from tests.lengths import Lengths
 
 
-def inputs(
-    sq: int, sk: int, dtype: torch.dtype = torch.float64, heads: int = 4, heads_kv: int = 2
-) -> list[Tensor]:
+def inputs(sq: int, sk: int, dtype: torch.dtype = torch.float64, heads: int = 4, heads_kv: int = 2) -> list[Tensor]:
     """q, k, v that require gradients."""
     shapes = ((2, heads, sq, 8), (2, heads_kv, sk, 8), (2, heads_kv, sk, 8))
     return [normal(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
@@ -185,9 +183,7 @@ def test_only_what_the_backward_needs_is_saved() -> None:
 # ---- torch.compile and torch.export
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> tuple[Tensor, Tensor]:
     out, lse = attn(q, k, v, window=window, return_lse=True)
     return 2 * out, lse
 
@@ -427,9 +423,7 @@ def test_inference_mode_and_no_grad() -> None:
 
 def test_deterministic_is_taken_on_the_cpu() -> None:
     q, k, v = inputs(5, 6)
-    grads = [
-        torch.autograd.grad(attn(q, k, v, deterministic=value).sum(), (q, k, v)) for value in (True, False)
-    ]
+    grads = [torch.autograd.grad(attn(q, k, v, deterministic=value).sum(), (q, k, v)) for value in (True, False)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert supports(q, k, v, deterministic=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "operators.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "operators.md"
 
 
 def test_the_examples_run() -> None:
