@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash.tools.pictures import draw as draw
+from cute_flash.score_mod.pictures import draw as draw
 
 Mask = Callable[[Any, Any, Any, Any], Any]
 

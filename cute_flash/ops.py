@@ -222,7 +222,7 @@ def gradients(
     """dq, dk, dv and the gradients of `args.differentiable`, past the dispatcher where that is possible."""
     # Where gradients are to be differentiated again, autograd is to see an operator; zeros without memory,
     # which autograd may make, get some from the dispatcher.
-    is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse, out, lse)
+    is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
     if is_last and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
         return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
     dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))

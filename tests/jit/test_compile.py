@@ -1,6 +1,6 @@
-"""The compile cache: memory, then disk, then the compiler once. What makes an entry: see `test_digest`.
+"""The compile cache: memory, then disk, then the compiler, once. `test_digest` has what names an entry.
 
-Where the compiler's work does not matter, a stand-in writes a few bytes in its place.
+Most tests replace the compiler by a function that returns a few bytes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ import pytest
 import torch
 
 from cute_flash.jit import compile as compiling
-from cute_flash.jit.compile import CacheInfo, cache_info, compiled, digest, forget, precompile
+from cute_flash.jit.compile import CacheInfo, cache_info, compiled_kernel, digest, forget, precompile
 from cute_flash.jit.disk import CacheWarning, DiskCache
-from cute_flash.planning.plan import CompileKey, Plan, plan
+from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
-from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 
 OBJECT = b"an object file"
 
 
-def plan_of(target: str = "sm_80", family: str = "sm80", **fields: object) -> Plan:
-    with use_kernels(family):
-        problem = dataclasses.replace(Problem(1, 2, 2, 100, 100, 64), **fields)  # type: ignore[arg-type]
-        return plan(problem, ARCHS[target])
+def key_of(target: str = "sm_80", family: str = "sm80", **fields: object) -> CompileKey:
+    problem = dataclasses.replace(Problem(1, 2, 2, 100, 100, 64), **fields)  # type: ignore[arg-type]
+    return plan_forward(problem, ARCHS[target], family).main
 
 
 @pytest.fixture
@@ -54,32 +52,32 @@ def builds(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[CompileKe
 
 
 def test_compiled_once_then_from_memory_then_from_disk(builds: list[CompileKey]) -> None:
-    the_plan = plan_of()
-    function = compiled(the_plan)
+    key = key_of()
+    function = compiled_kernel(key)
     assert function() == OBJECT
     assert cache_info() == CacheInfo(compiles=1)
-    assert compiled(plan_of(batch=7, seqlen_k=9, band=Band())) is function
+    assert compiled_kernel(key_of(batch=7, seqlen_k=9, band=Band())) is function
     assert cache_info() == CacheInfo(compiles=1, memory_hits=1)
     forget()
-    assert compiled(the_plan)() == OBJECT
+    assert compiled_kernel(key)() == OBJECT
     assert cache_info() == CacheInfo(compiles=1, disk_hits=1, memory_hits=1)
-    assert builds == [the_plan.key]
+    assert builds == [key]
 
 
 def test_every_key_has_its_own_entry(builds: list[CompileKey], fresh_cache: Path) -> None:
-    plans = [
-        plan_of(),
-        plan_of("sm_90"),
-        plan_of("sm_90", "sm90"),
-        plan_of(dtype="float16"),
-        plan_of(head_dim=128),
-        plan_of(band=Band(None, 0)),
-        plan_of(band=Band(0, None)),
+    keys = [
+        key_of(),
+        key_of("sm_90"),
+        key_of("sm_90", "sm90"),
+        key_of(dtype="float16"),
+        key_of(head_dim=128),
+        key_of(band=Band(None, 0)),
+        key_of(band=Band(0, None)),
     ]
-    for each in plans:
-        compiled(each)
-    assert builds == [each.key for each in plans]
-    assert {path.stem for path in fresh_cache.glob("*.so")} == {digest(each.key) for each in plans}
+    for key in keys:
+        compiled_kernel(key)
+    assert builds == keys
+    assert {path.stem for path in fresh_cache.glob("*.so")} == set(map(digest, keys))
 
 
 def damage_content(path: Path) -> None:
@@ -98,25 +96,25 @@ def damage_sum(path: Path) -> None:
 def test_a_damaged_entry_is_compiled_again(
     builds: list[CompileKey], fresh_cache: Path, damage: Callable[[Path], None]
 ) -> None:
-    compiled(plan_of())
+    compiled_kernel(key_of())
     forget()
-    damage(fresh_cache / f"{digest(plan_of().key)}.so")
-    assert compiled(plan_of())() == OBJECT
+    damage(fresh_cache / f"{digest(key_of())}.so")
+    assert compiled_kernel(key_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=2)
     forget()
     # Mended for the next one.
-    assert compiled(plan_of())() == OBJECT
+    assert compiled_kernel(key_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=2, disk_hits=1)
 
 
 def test_an_entry_that_others_may_write_is_compiled_again(
     builds: list[CompileKey], fresh_cache: Path
 ) -> None:
-    compiled(plan_of())
+    compiled_kernel(key_of())
     forget()
-    (fresh_cache / f"{digest(plan_of().key)}.so").chmod(0o666)
+    (fresh_cache / f"{digest(key_of())}.so").chmod(0o666)
     with pytest.warns(CacheWarning, match="writable by others"):
-        compiled(plan_of())
+        compiled_kernel(key_of())
     assert len(builds) == 2
 
 
@@ -126,17 +124,17 @@ def test_an_unusable_folder_costs_the_cache_and_nothing_else(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUTE_FLASH_CACHE_DIR", str(tmp_path / "file"))
     with pytest.warns(CacheWarning, match="compiling for this process only"):
-        assert compiled(plan_of())() == OBJECT
-    assert compiled(plan_of())() == OBJECT
+        assert compiled_kernel(key_of())() == OBJECT
+    assert compiled_kernel(key_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=1, memory_hits=1)
 
 
 def test_precompile(builds: list[CompileKey]) -> None:
-    assert precompile(plan_of().key) is True
-    assert precompile(plan_of().key) is False
-    assert compiled(plan_of())() == OBJECT
+    assert precompile(key_of()) is True
+    assert precompile(key_of()) is False
+    assert compiled_kernel(key_of())() == OBJECT
     assert cache_info() == CacheInfo(compiles=1, disk_hits=1)
-    assert builds == [plan_of().key]
+    assert builds == [key_of()]
 
 
 def test_a_failure_stores_nothing_and_blocks_nobody(
@@ -148,12 +146,12 @@ def test_a_failure_stores_nothing_and_blocks_nobody(
     with monkeypatch.context() as patch:
         patch.setattr(compiling, "_compile_object", broken)
         with pytest.raises(RuntimeError, match="ptxas said no"):
-            compiled(plan_of())
+            compiled_kernel(key_of())
         with pytest.raises(RuntimeError, match="ptxas said no"):
-            precompile(plan_of().key)
+            precompile(key_of())
     assert list(fresh_cache.glob("*.so")) == []
     assert cache_info() == CacheInfo()
-    assert compiled(plan_of())() == OBJECT
+    assert compiled_kernel(key_of())() == OBJECT
 
 
 def test_threads_compile_once(builds: list[CompileKey], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +162,7 @@ def test_threads_compile_once(builds: list[CompileKey], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compiling, "_compile_object", slow)
     results: list[bytes] = []
-    threads = [threading.Thread(target=lambda: results.append(compiled(plan_of())())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(compiled_kernel(key_of())())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -179,7 +177,7 @@ import sys, time
 from pathlib import Path
 from cute_flash.jit import compile as compiling
 from cute_flash.spec.arch import ARCHS
-from cute_flash.planning.plan import plan
+from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.problem import Problem
 
 meeting, number, racers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -192,11 +190,11 @@ def slow(key):
 
 compiling._compile_object = slow
 compiling._load = lambda path: path.read_bytes
-the_plan = plan(Problem(1, 2, 2, 100, 100, 64), ARCHS["sm_80"])
+key = plan_forward(Problem(1, 2, 2, 100, 100, 64), ARCHS["sm_80"]).main
 (meeting / f"ready{number}").touch()
 while len(list(meeting.glob("ready*"))) < racers:
     time.sleep(0.005)
-assert compiling.compiled(the_plan)() == b"an object file"
+assert compiling.compiled_kernel(key)() == b"an object file"
 print(compiling.cache_info().compiles, compiling.cache_info().disk_hits)
 """
 
@@ -216,18 +214,15 @@ def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
 # The real compiler
 
 SECOND_PROCESS = """
-import json, sys, torch, time
-start = time.perf_counter()
+import json, sys, time, torch
+start = time.process_time()
 from cute_flash.jit import compile as compiling
+from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import ARCHS
-from cute_flash.planning.plan import plan
-from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
-target, family = sys.argv[1:]
-with use_kernels(family):
-    function = compiling.compiled(plan(Problem(3, 4, 2, 777, 888, 64), ARCHS[target]))
+function = compiling.compiled_kernel(plan_forward(Problem(3, 4, 2, 777, 888, 64), ARCHS["sm_80"]).main)
 print(json.dumps({
-    "seconds": time.perf_counter() - start,
+    "seconds": time.process_time() - start,
     "imported": sorted({"cutlass", "tvm_ffi"} & set(sys.modules)),
     "info": vars(compiling.cache_info()),
     "callable": callable(function),
@@ -235,24 +230,20 @@ print(json.dumps({
 """
 
 
-def assert_checks_its_arguments(function: Callable[..., None], num_numbers: int = 1) -> None:
-    """It is the kernel: it wants CUDA tensors of the shapes it was compiled for, and as many numbers."""
-    q, lse = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 5)
-    with pytest.raises(ValueError, match=r"Mismatched Tensor on argument #0 .*bfloat16"):
-        function(q, q, q, q, lse, 1.0, 0, 0, *(1,) * num_numbers)
-    with pytest.raises(TypeError, match=f"Expects {8 + num_numbers} parameters"):
-        function(q)
+def check_arguments(function: Callable[..., None], key: CompileKey) -> None:
+    """It is the kernel: it takes as many arguments as the row of its registry, and CUDA tensors only."""
+    with pytest.raises(TypeError, match=f"Expects {len(key.operands)} parameters"):
+        function()
+    tensor = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"Mismatched Tensor on argument #0"):
+        function(tensor, *(None,) * (len(key.operands) - 1))
 
 
-# The section; on Hopper also the size of the grid, the rows of a head, and the address of a counter.
 @pytest.mark.compiles
-@pytest.mark.parametrize(("target", "family", "num_numbers"), [("sm_80", "sm80", 1), ("sm_90", "sm90", 4)])
-def test_a_second_process_loads_without_the_dsl(
-    target: str, family: str, num_numbers: int, fresh_cache: Path
-) -> None:
-    assert_checks_its_arguments(compiled(plan_of(target, family)), num_numbers)
+def test_a_second_process_loads_without_the_dsl(fresh_cache: Path) -> None:
+    check_arguments(compiled_kernel(key_of()), key_of())
     assert cache_info() == CacheInfo(compiles=1)
-    command = [sys.executable, "-c", SECOND_PROCESS, target, family]
+    command = [sys.executable, "-c", SECOND_PROCESS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
     assert answer["info"] == {"compiles": 0, "disk_hits": 1, "memory_hits": 0}
@@ -262,13 +253,13 @@ def test_a_second_process_loads_without_the_dsl(
 
 
 @pytest.mark.compiles
-def test_without_a_linker_the_entry_is_an_object_file(
-    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_linker_an_object_file_is_stored(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert_checks_its_arguments(compiled(plan_of()))
-    assert DiskCache(fresh_cache).files() == [fresh_cache / f"{digest(plan_of().key)}.o"]
+    # The smallest kernel.
+    key = plan_backward(Problem(1, 2, 2, 100, 100, 64), ARCHS["sm_80"]).launch("bwd_postprocess")
+    check_arguments(compiled_kernel(key), key)
+    assert DiskCache(fresh_cache).files() == [fresh_cache / f"{digest(key)}.o"]
     forget()
-    assert precompile(plan_of().key) is False
-    assert_checks_its_arguments(compiled(plan_of()))
+    assert precompile(key) is False
+    check_arguments(compiled_kernel(key), key)
     assert cache_info() == CacheInfo(compiles=1, disk_hits=1)

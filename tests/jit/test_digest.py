@@ -1,4 +1,4 @@
-"""What names an entry of the compile cache: all that decides its code, and nothing else."""
+"""The digest that names an entry of the compile cache: it covers what decides the code, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ import pytest
 
 from cute_flash.jit import compile as compiling
 from cute_flash.jit.compile import digest
-from cute_flash.planning.plan import CompileKey, plan
+from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.mod_spec import ModSpec
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.family import use_kernels
-from cute_flash.spec.problem import Features, Problem
+from cute_flash.spec.problem import Problem
 
 PACKAGE = Path(compiling.__file__).parents[1]
 
 
+ARCH = {"sm80": "sm_80", "sm90": "sm_90"}
+
+
 def key_of(family: str = "sm80", head_dim: int = 64) -> CompileKey:
-    with use_kernels(family):
-        return plan(
-            Problem(1, 2, 2, 100, 100, head_dim), ARCHS[{"sm80": "sm_80", "sm90": "sm_90"}[family]]
-        ).key
+    return plan_forward(Problem(1, 2, 2, 100, 100, head_dim), ARCHS[ARCH[family]], family).main
 
 
 @pytest.fixture
@@ -45,22 +44,32 @@ def clear_facts() -> Iterator[Callable[[], None]]:
 
 def test_digest_changes_with_all_that_is_compiled_in() -> None:
     ampere, hopper = key_of("sm80"), key_of("sm90", 128)
-    others = [hopper, replace(ampere, kernel="fwd_sm90"), replace(ampere, target="sm_86")]
-    statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "has_left": True, "has_right": True}
-    statics |= {"head_dim_v": 32, "packs_heads": True, "features": Features(softcap=True)}
+    others = [
+        hopper,
+        replace(ampere, kernel="fwd_sm90"),
+        replace(ampere, target="sm_86"),
+        # Kernels take arguments by position: a renamed or moved operand is another kernel.
+        replace(ampere, operands=(*ampere.operands[1::-1], *ampere.operands[2:])),
+    ]
+    assert {f.name for f in fields(ampere)} == {"kernel", "static", "tile", "target", "operands"}
     function = BoundMods.of(lambda score, b, h, q, kv: score * 2, None, None)
+    statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "head_dim_v": 32, "features": ("softcap",)}
     statics |= {"mods": ModSpec(function.graphs)}
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
-    hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     ampere_tile |= {"max_bounds": 0, "layout": "plain"}
+    hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     hopper_tile |= {"layout": "interleaved", "dropout_stages": 2, "bias_stages": 1}
-    for key, values in ((ampere, ampere_tile), (hopper, hopper_tile)):
-        flags = {f.name for f in fields(key.tile) if f.compare and isinstance(f.default, bool)}
-        values |= {name: not getattr(key.tile, name) for name in flags}
-        assert set(values) == {f.name for f in fields(key.tile) if f.compare}, "a field is left out"
-        others += [replace(key, tile=replace(key.tile, **{name: value})) for name, value in values.items()]
-    assert set(statics) == {f.name for f in fields(hopper.static)}, "a field is left out"
-    others += [replace(ampere, static=replace(ampere.static, **{name: statics[name]})) for name in statics]
+    for key, part, values in (
+        (ampere, "tile", ampere_tile),
+        (hopper, "tile", hopper_tile),
+        (ampere, "static", statics),
+    ):
+        described = getattr(key, part)
+        compared = [f for f in fields(described) if f.compare]
+        values |= {f.name: not getattr(described, f.name) for f in compared if isinstance(f.default, bool)}
+        assert set(values) == {f.name for f in compared}, "a field is left out"
+        for name, value in values.items():
+            others.append(replace(key, **{part: replace(described, **{name: value})}))
     digests = [digest(each) for each in (ampere, *others)]
     assert len(set(digests)) == len(digests)
     assert digest(key_of()) == digests[0]
@@ -86,17 +95,17 @@ def test_digest_changes_with_the_text_of_the_sources(
 
     seen = [digest_now()]
     assert digest_now() == seen[0]
-    kernels = ["kernels/fwd_sm80.py", "kernels/fwd_sm90.py", "kernels/arguments.py"]
     deciding = [
-        *kernels,
+        "kernels/sm80/fwd.py",
+        "kernels/sm90/bwd.py",
+        "kernels/common/fakes.py",
         "device/mask.py",
-        "device/tma.py",
-        "device/smem.py",
         "smem/tile.py",
-        "smem/swizzle.py",
-        "spec/band.py",
-        "planning/tiles/fwd_sm90.py",
+        "score_mod/lower.py",
+        "spec/features.py",
         "spec/problem.py",
+        "planning/registry.py",
+        "planning/tiles/fwd_sm90.py",
         "jit/compile.py",
     ]
     for name in deciding:
@@ -104,7 +113,7 @@ def test_digest_changes_with_the_text_of_the_sources(
             file.write("# one more line\n")
         seen.append(digest_now())
         assert len(set(seen)) == len(seen), name
-    for name in ("api.py", "ops.py", "tools/cli.py", "reference/tiled.py"):
+    for name in ("api.py", "ops.py", "runtime/binder.py", "tools/cli.py", "reference/tiled.py"):
         with open(tmp_path / "cute_flash" / name, "a") as file:
             file.write("# one more line\n")
         assert digest_now() == seen[-1], name
