@@ -25,17 +25,10 @@ RANKS = (
 # Modules at the top of cute_flash besides `__init__`.
 MAX_TOP_MODULES = 6
 
-<<<<<<< HEAD
-# The DSL takes seconds to import. These folders are written in it; those modules import it on demand.
-DSL = ("cutlass", "tvm_ffi", "cuda")
-IN_DSL = ("cute_flash.device", "cute_flash.kernels")
-DSL_ON_DEMAND = ("cute_flash.jit.compile",)
-=======
 # The DSL takes seconds to import. Kernels and their parts import it at once, jit/ when it first compiles or loads.
 DSL = ("cutlass", "tvm_ffi", "cuda")
 TRACED = ("device", "kernels")
 DSL_IN_FUNCTIONS = ("jit",)
->>>>>>> main
 
 
 def module_name(path: Path) -> str:
@@ -74,47 +67,23 @@ def folder(module: str) -> str:
 
 
 def test_imports_are_read() -> None:
-<<<<<<< HEAD
-    found = dict(imports(MODULES["cute_flash.ops"]))
-    assert found["cute_flash.spec.describe"] is False
-    assert found["cute_flash.runtime.launcher"] is True
-=======
     found = dict(imports(MODULES["cute_flash.runtime.launcher"]))
     assert found["cute_flash.planning.plan"] is False
     assert found["cute_flash.score_mod.graph"] is True
->>>>>>> main
     assert dict(imports(MODULES["cute_flash.jit.compile"]))["cutlass.cute"] is True
 
 
 # ---- ranks
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("module", RANKED)
-=======
 def test_every_folder_has_a_rank() -> None:
     assert {folder(name) for name in CUTE_FLASH} <= set(RANKS)
 
 
 @pytest.mark.parametrize("module", CUTE_FLASH)
->>>>>>> main
 def test_folders_import_only_lower_ranks(module: str) -> None:
     allowed = RANKS[: RANKS.index(folder(module)) + 1]
     for name, _ in imports(MODULES[module]):
-<<<<<<< HEAD
-        if name.startswith("cute_flash.") and folder(name) in RANKS:
-            assert rank(name) <= rank(module), f"{module} imports {name}"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_the_dsl_is_imported_in_few_folders(module: str) -> None:
-    if module.startswith(IN_DSL):
-        return
-    for name, in_function in imports(MODULES[module]):
-        if name.partition(".")[0] in DSL:
-            assert module in DSL_ON_DEMAND, f"{module} imports {name}"
-            assert in_function, f"{module} imports {name} at import"
-=======
         if name == "cute_flash":
             assert folder(module) in ("tools", "integrations"), f"{module} imports the whole package"
         elif name.startswith("cute_flash."):
@@ -166,7 +135,6 @@ def test_the_cache_digest_covers_what_kernels_import() -> None:
 
 
 # ---- the wheel
->>>>>>> main
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("cute_flash")])
@@ -176,26 +144,7 @@ def test_the_wheel_stands_alone(module: str) -> None:
     assert not outside & {name.partition(".")[0] for name, _ in imports(MODULES[module])}
 
 
-<<<<<<< HEAD
-def test_the_cache_digest_covers_what_kernels_import() -> None:
-    """Kernels are traced: any module below them may decide machine code."""
-    pending = [name for name in MODULES if name.startswith(IN_DSL)]
-    reached: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name.startswith("cute_flash.") and name not in reached:
-            reached.add(name)
-            pending += (found for found, _ in imports(MODULES[name]))
-    package = ROOT / "cute_flash"
-    covered = {module_name(path) for pattern in SOURCES for path in package.glob(pattern)}
-    # Ranges of a profiler's timeline and the classes of errors decide no code.
-    assert reached - covered <= {"cute_flash.errors", "cute_flash.jit.nvtx"}
-
-
-# CPU time, which a busy machine does not stretch; torch itself is not ours.
-=======
 # CPU time, which other processes do not stretch; torch itself does not count.
->>>>>>> main
 IMPORT = """
 import json, sys, time, torch
 before, start = set(sys.modules), time.process_time()
