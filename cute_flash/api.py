@@ -328,6 +328,8 @@ def _cached_args(
         window_left=left,
         window_right=right,
         softcap=softcap or 0.0,
+        # To Dynamo, the default of a field would be an input of the graph.
+        dropout=0.0,
         return_max_logit=return_max_logit,
         out_fp32=out_fp32,
         # Sums over queries are those of the same queries, in the same order.

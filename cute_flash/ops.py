@@ -15,6 +15,7 @@ same functions.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -139,9 +140,10 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast, if it is enabled for the device."""
-    if not torch.is_autocast_enabled(q.device.type):
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device)
     casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
     return casts[0], casts[1], casts[2]
 
@@ -261,14 +263,21 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
 
     args = from_schema(values)
     describe(q, k, v, args)
-    return tuple(_filled(cpu.forward(q, k, v, args), q))
+    with _without_autocast():
+        return tuple(_filled(cpu.forward(q, k, v, args), q))
 
 
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
     from cute_flash.reference import cpu
 
-    dq, dk, dv, grads = cpu.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
+    with _without_autocast():
+        dq, dk, dv, grads = cpu.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
     return dq, dk, dv, _filled(grads, q)
+
+
+def _without_autocast() -> AbstractContextManager:
+    """Autocast would round the matrix products of the CPU path, which are in fp32."""
+    return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:

@@ -111,9 +111,7 @@ CALLS = {
     "table": Call({"table": leaf(H)}, score_mod=added),
     "all": Call({"table": leaf(H), "bias": leaf(H, 1, S), "alibi": SLOPES, "sinks": SINKS}, BLOCK_SPARSE, added),
     "varlen": Call(rest=VARLEN, is_varlen=True),
-    "varlen, all": Call(
-        {"alibi": SLOPES, "sinks": SINKS}, {**VARLEN, "softcap": 2.0, "dropout": 0.2}, is_varlen=True
-    ),
+    "varlen, all": Call({"alibi": SLOPES, "sinks": SINKS}, {**VARLEN, "softcap": 2.0, "dropout": 0.2}, is_varlen=True),
 }
 SMALL = {name: CALLS[name] for name in ("plain", "softcap", "table", "varlen")}
 
@@ -155,9 +153,7 @@ def assert_same(mine: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "out", "lse"])
 @pytest.mark.parametrize("name", CALLS)
-def test_results_and_launches_are_those_of_the_operators(
-    gpu: FakeGpu, name: str, wanted: tuple[bool, bool]
-) -> None:
+def test_results_and_launches_are_those_of_the_operators(gpu: FakeGpu, name: str, wanted: tuple[bool, bool]) -> None:
     with through_operators():
         expected = run(CALLS[name], wanted)
     launches, gpu.launches = gpu.launches, []
