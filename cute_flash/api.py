@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,10 +101,13 @@ def attn(
             refused in `backward()`.
     """
     shape = q.shape
+    if scale is None:
+        scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
+    left, right = window if window is UNBOUNDED else _checked(window)
+    is_fp32 = out_dtype is not None and _is_fp32_output(q, out_dtype)
     args = _args(
-        shape, causal, window, scale, deterministic, softcap, return_max_logit,
-        _is_fp32_output(q, out_dtype), batch_invariant,
-    )  # fmt: skip
+        scale, left, 0 if causal else right, deterministic, softcap, return_max_logit, is_fp32, batch_invariant
+    )
     if alibi is not None or sinks is not None or dropout:
         args = _with_features(args, q, alibi, sinks, dropout)
     if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is block_map is None):
@@ -150,9 +153,10 @@ def supports(
     It answers for the forward pass and, with `deterministic`, for the gradients too.
     """
     try:
+        left, right = _checked(window)
         args = _args(
-            q.shape, causal, window, scale, deterministic, softcap, return_max_logit,
-            _is_fp32_output(q, out_dtype), batch_invariant,
+            _default_scale(q) if scale is None else scale, left, 0 if causal else right, deterministic, softcap,
+            return_max_logit, _is_fp32_output(q, out_dtype), batch_invariant,
         )  # fmt: skip
         args = _with_features(args, q, alibi, sinks, dropout, draws_seed=False)
         block_mask = block_map if block_mask is None else block_mask
@@ -219,9 +223,10 @@ def attn_varlen(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give an int32 tensor of B + 1 offsets")
+    left, right = _checked(window)
     args = _args(
-        q.shape, causal, window, scale, deterministic, softcap, return_max_logit,
-        _is_fp32_output(q, out_dtype), batch_invariant,
+        _default_scale(q) if scale is None else scale, left, 0 if causal else right, deterministic, softcap,
+        return_max_logit, _is_fp32_output(q, out_dtype), batch_invariant,
     )._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -290,30 +295,20 @@ def _ragged_dim(x: Any, name: str) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _args(
-    shape: tuple[int, ...],
-    causal: bool,
-    window: tuple[int | None, int | None],
-    scale: float | None,
-    deterministic: bool,
-    softcap: float | None,
-    return_max_logit: bool,
-    out_fp32: bool,
-    batch_invariant: bool,
-) -> AttentionArgs:
-    """The arguments that are no tensors, of a q of some shape."""
-    if window is not UNBOUNDED:
-        check_window(window)
-    left, right = window
+def _args(*values: Any) -> AttentionArgs:
+    """The arguments that are no tensors; calls that repeat them find them made."""
     if _is_dynamo_compiling():
-        build, family = _cached_args.__wrapped__, requested_family()
-    else:
-        build, family = _cached_args, current_family()
-    if scale is None:
-        scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
-    return build(
-        scale, left, 0 if causal else right, deterministic, softcap, return_max_logit, out_fp32, batch_invariant, family
-    )
+        return _cached_args.__wrapped__(*values, requested_family())
+    return _cached_args(*values, current_family())
+
+
+def _checked(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    check_window(window)
+    return window
+
+
+def _default_scale(q: Tensor) -> float:
+    return (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
 
 
 @lru_cache(maxsize=1024)
@@ -333,6 +328,8 @@ def _cached_args(
         window_left=left,
         window_right=right,
         softcap=softcap or 0.0,
+        # To Dynamo, the default of a field would be an input of the graph.
+        dropout=0.0,
         return_max_logit=return_max_logit,
         out_fp32=out_fp32,
         # Sums over queries are those of the same queries, in the same order.
@@ -366,9 +363,7 @@ def _with_mods(
     score_mod_bwd: Callable | None,
     block_mask: BlockMask | None,
 ) -> AttentionArgs:
-    from cute_flash.score_mod.block_mask import BlockMask
-    from cute_flash.score_mod.bound import BoundMods
-
+    BlockMask, BoundMods = _mod_types.__wrapped__() if _is_dynamo_compiling() else _mod_types()
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
     if bias is not None:
@@ -383,6 +378,15 @@ def _with_mods(
     if block_mask is None:
         return args
     return args._replace(block_mask=block_mask.tensors, block_mask_sizes=block_mask.sizes)
+
+
+@cache
+def _mod_types() -> tuple[Any, Any]:
+    """BlockMask and BoundMods, imported at the first call with mods."""
+    from cute_flash.score_mod.block_mask import BlockMask
+    from cute_flash.score_mod.bound import BoundMods
+
+    return BlockMask, BoundMods
 
 
 def _four_dimensional(bias: Any) -> Tensor:

@@ -15,6 +15,7 @@ same functions.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -139,9 +140,10 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast, if it is enabled for the device."""
-    if not torch.is_autocast_enabled(q.device.type):
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device)
     casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
     return casts[0], casts[1], casts[2]
 
@@ -220,7 +222,7 @@ def gradients(
     """dq, dk, dv and the gradients of `args.differentiable`, past the dispatcher where that is possible."""
     # Where gradients are to be differentiated again, autograd is to see an operator; zeros without memory,
     # which autograd may make, get some from the dispatcher.
-    is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse, out, lse)
+    is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
     if is_last and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
         return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
     dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))
@@ -261,14 +263,21 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
 
     args = from_schema(values)
     describe(q, k, v, args)
-    return tuple(_filled(cpu.forward(q, k, v, args), q))
+    with _without_autocast():
+        return tuple(_filled(cpu.forward(q, k, v, args), q))
 
 
 def _bwd_cpu(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
     from cute_flash.reference import cpu
 
-    dq, dk, dv, grads = cpu.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
+    with _without_autocast():
+        dq, dk, dv, grads = cpu.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
     return dq, dk, dv, _filled(grads, q)
+
+
+def _without_autocast() -> AbstractContextManager:
+    """Autocast would round the matrix products of the CPU path, which are in fp32."""
+    return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
@@ -284,22 +293,22 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _filled(grads, q)
 
 
-def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return attention_fwd(q, k, v, *to_schema(args))
-
-
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
+
+    def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return attention_fwd(q, k, v, *values)
+
     if not (_is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)):
-        return _below_autograd(q, k, v, args)
+        return below_autograd(q, k, v, args)
     if _transform() is None:
-        return _apply(_below_autograd, args, q, k, v, *args.differentiable)
+        return _apply(below_autograd, args, q, k, v, *args.differentiable)
     # This kernel runs once for each level of functorch's grad: one level of autograd is what is wanted here.
     from torch._functorch.autograd_function import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return _apply(_below_autograd, args, q, k, v, *args.differentiable)
+        return _apply(below_autograd, args, q, k, v, *args.differentiable)
 
 
 # ---- vmap

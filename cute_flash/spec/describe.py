@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.features import features_of
-from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_softcap
+from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_heads, check_softcap
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str = "") -> Problem:
@@ -27,6 +27,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
     else:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
     heads, heads_kv = q.shape[1], k.shape[1]
+    check_heads(heads, heads_kv)
     _check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
     _check_per_head("sinks", args.sinks, q, [(heads,)])
     if args.has_mods:

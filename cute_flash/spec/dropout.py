@@ -12,7 +12,7 @@ for two neighbouring keys of two rows, 16 apart: all of them for the scores {i, 
 
 In the accumulators of mma.sync and of wgmma those of 16 rows lie in one thread where rows are queries, as in
 the forward: a draw is a comparison of two 16-bit floats, and what it says a mask for P in 16 bits. Where rows
-are keys, as in the backward, they lie in two threads, which exchange what they drew (`device/kept.py`). Seven
+are keys, as in the backward, they lie in two threads, which exchange what they drew (`device/dropout_bits.py`). Seven
 rounds are what Philox needs to pass all tests of randomness that its authors tried (Salmon et al. 2011).
 A score is dropped when its draw is below `threshold`.
 

@@ -59,12 +59,12 @@ def _softcap(args: Any, scale: float) -> float:
 
 def _alibi_slopes(args: Any, problem: Any) -> Any:
     """(B, H): slopes (H) have a batch stride of 0."""
-    alibi = args.alibi if str(args.alibi.dtype) == "torch.float32" else args.alibi.float()
+    alibi = args.alibi if args.alibi.element_size() == 4 else args.alibi.float()
     return alibi.expand(problem.batch, problem.heads)
 
 
 def _sinks(args: Any) -> Any:
-    return args.sinks.float()
+    return args.sinks if args.sinks.element_size() == 4 else args.sinks.float()
 
 
 def _dropout_threshold(args: Any) -> int:
@@ -82,10 +82,14 @@ def _rng(args: Any) -> Any:
 
 def _bias(args: Any, problem: Any) -> Any:
     """(B, H, Sq, Sk) with strides of 0 where it broadcasts, in a type that kernels read."""
-    bias = args.bias if str(args.bias.dtype) in BIAS_DTYPES else args.bias.float()
-    if bias.stride(2) * bias.element_size() > MAX_BIAS_ROW_BYTES:
+    bias = args.bias
+    size = bias.element_size()
+    if size > 4:
+        bias, size = bias.float(), 4
+    if bias.stride(2) * size > MAX_BIAS_ROW_BYTES:
         bias = bias.contiguous()
-    return bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    return bias if bias.shape == whole else bias.expand(whole)
 
 
 # ---- the table

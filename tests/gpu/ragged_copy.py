@@ -1,4 +1,4 @@
-"""A kernel that copies one tile of one sequence by `RaggedTiles`: what lies past its end must stay behind."""
+"""A kernel that copies one tile of one sequence by `VarlenTmaTiles`: what lies past its end must stay behind."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,9 +8,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_flash.device.ragged import RaggedTiles
-from cute_flash.device.sequence import unpacked
+from cute_flash.device.seqlen import with_batch_mode
 from cute_flash.device.smem import byte_swizzle, to_cute
+from cute_flash.device.tma import VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, Fakes
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
@@ -49,9 +49,9 @@ class RaggedCopy:
         block: Int32,
         stream: CUstream,
     ):
-        mX, mY, mSeen = (unpacked(mZ) for mZ in (mX, mY, mSeen))
-        load = RaggedTiles.of(cpasync.CopyBulkTensorTileG2SOp(), mX, self.tile)
-        store = RaggedTiles.of(cpasync.CopyBulkTensorTileS2GOp(), mY, self.tile)
+        mX, mY, mSeen = (with_batch_mode(mZ) for mZ in (mX, mY, mSeen))
+        load = VarlenTmaTiles.of(cpasync.CopyBulkTensorTileG2SOp(), mX, self.tile)
+        store = VarlenTmaTiles.of(cpasync.CopyBulkTensorTileS2GOp(), mY, self.tile)
         self.kernel(load, store, mSeen, begin, length, block).launch(
             grid=(mX.shape[1], 1, 1), block=(32, 1, 1), stream=stream
         )
@@ -59,8 +59,8 @@ class RaggedCopy:
     @cute.kernel
     def kernel(
         self,
-        load: RaggedTiles,
-        store: RaggedTiles,
+        load: VarlenTmaTiles,
+        store: VarlenTmaTiles,
         mSeen: cute.Tensor,
         begin: Int32,
         length: Int32,

@@ -78,9 +78,7 @@ def test_workspaces_do_not_overlap(gpu: FakeGpu, deterministic: bool) -> None:
         if position != "out" or not name.startswith(("expanded", "head stride"))
     ],
 )
-def test_only_tensors_that_kernels_cannot_read_are_copied(
-    gpu: FakeGpu, name: str, position: str, scale: float
-) -> None:
+def test_only_tensors_that_kernels_cannot_read_are_copied(gpu: FakeGpu, name: str, position: str, scale: float) -> None:
     tensors = {**dict(zip("qkv", inputs(), strict=True)), "dout": normal(2, 4, 7, D), "out": normal(2, 4, 7, D)}
     tensors[position] = strides.ALL[name](*tensors[position].shape[1:3])
     q, k, v, dout, out = tensors.values()
@@ -273,9 +271,7 @@ ALL = {**FEATURES["softcap"], **FEATURES["alibi"], **FEATURES["sinks"], **FEATUR
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 1)])
 @pytest.mark.parametrize("fields", [*FEATURES.values(), ALL], ids=[*FEATURES, "all"])
-def test_features(
-    gpu: FakeGpu, fields: dict[str, Any], window: tuple[int | None, int | None], has_dlse: bool
-) -> None:
+def test_features(gpu: FakeGpu, fields: dict[str, Any], window: tuple[int | None, int | None], has_dlse: bool) -> None:
     # The last ones: queries without keys.
     for tensors in (inputs(), inputs(sk=4)):
         dlse = normal(2, 4, 7, dtype=torch.float32) if has_dlse else None

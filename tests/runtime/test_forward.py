@@ -31,9 +31,7 @@ from tests.runtime.calls import BATCH, HEADS, WINDOWS, D, inputs, normal, plain,
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("position", range(3))
 @pytest.mark.parametrize("name", strides.ALL)
-def test_only_tensors_that_kernels_cannot_read_are_copied(
-    gpu: FakeGpu, name: str, position: int, scale: float
-) -> None:
+def test_only_tensors_that_kernels_cannot_read_are_copied(gpu: FakeGpu, name: str, position: int, scale: float) -> None:
     tensors = inputs()
     heads, length = tensors[position].shape[1:3]
     tensors[position] = strides.ALL[name](heads, length)
@@ -277,7 +275,7 @@ def test_nvtx_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     run_forward(inputs())
     # A range costs about a microsecond: without a listener, there is none around a launch.
     assert marked == ["plan"]
-    monkeypatch.setattr(nvtx, "LAUNCH_RANGES", True)
+    monkeypatch.setattr(nvtx, "MARKS_LAUNCHES", True)
     with use_gpu(FakeGpu(gpu.name)):
         run_forward(inputs())
         run_forward(inputs())
@@ -292,9 +290,7 @@ def test_nvtx_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     ("q", "k"),
     [((0, 2, 3), (0, 2, 5)), ((2, 0, 3), (2, 0, 5)), ((2, 2, 0), (2, 2, 5)), ((2, 4, 3), (2, 2, 0))],
 )
-def test_empty_problems_compile_nothing(
-    gpu: FakeGpu, q: tuple[int, ...], k: tuple[int, ...], scale: float
-) -> None:
+def test_empty_problems_compile_nothing(gpu: FakeGpu, q: tuple[int, ...], k: tuple[int, ...], scale: float) -> None:
     for _ in range(2):
         out, lse, _ = run_forward([normal(*shape, D) for shape in (q, k, k)], plain(scale, right=0))
         assert torch.equal(out, torch.zeros_like(out))

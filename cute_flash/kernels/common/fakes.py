@@ -1,8 +1,7 @@
-"""Fake arguments, of which a kernel is compiled: one for each operand of its row in `planning.registry`.
+"""The fake arguments that a kernel is compiled with: one for each operand of its row in `planning.registry`.
 
-Sizes and strides are dynamic but for the head dims. An operand that a kernel's `Static` does not ask for is
-None. In a varlen batch rows are (T, H, D) instead of (B, H, S, D), and statistics (H, T); the batch of the
-workspace is 1.
+Sizes and strides are dynamic, except the head dims. An operand that the `Static` of a kernel does not ask for is None.
+In a varlen batch rows are (T, H, D) instead of (B, H, S, D), and statistics (H, T); the batch of the workspace is 1.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ CUTE_DTYPES = {
 }
 SCALARS = {"f32": Float32, "i32": Int32, "i64": Int64}
 ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
-# Names of sizes that are those of the batch: always, and unless the batch is varlen.
+# Dimensions that are the batch: always, and unless the batch is varlen.
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
-# Operands that are there if a field of `Static` says so.
+# Operands whose presence is a field of `Static`.
 _IF_STATIC = {
     "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
@@ -46,14 +45,14 @@ _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fw
 
 
 def fake_arguments(operands: tuple[Operand, ...], static: Static, tile: Any) -> tuple:
-    """The fakes of a launch, in order, and that of the stream, which is torch's current one."""
+    """The fakes of a launch, in order, and that of the stream: torch's current one."""
     fakes = Fakes(static, tile)
     arguments = [fakes.make(operand) if is_present(operand, static) else None for operand in operands]
     return *arguments, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def is_present(operand: Operand, static: Static) -> bool:
-    """Whether a kernel takes an operand, so far as the call's features and geometry decide it."""
+    """Whether the features, geometry and policy of a kernel add an operand."""
     name = operand.name
     if name in _IF_STATIC:
         return getattr(static, _IF_STATIC[name])
@@ -64,7 +63,7 @@ def is_present(operand: Operand, static: Static) -> bool:
 
 
 def out_dtype(static: Static) -> str:
-    """The element type of the output, and of its gradient as a caller gives it."""
+    """The element type of the output, and of the gradient that a caller passes."""
     return "float32" if static.out_fp32 else static.dtype
 
 
@@ -112,7 +111,7 @@ class Fakes:
         return _compact(CUTE_DTYPES[dtype], self.shape(dims[1:] if self.static.varlen else dims))
 
     def compact(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
-        # Rows that are padded to whole tiles are copied by 16 bytes at a time.
+        # Kernels copy rows of a padded workspace 16 bytes at a time.
         align = ROW_ALIGN_BYTES if any(name.startswith("padded") for name in dims) else None
         return _compact(CUTE_DTYPES[dtype], self.shape(dims), align)
 
@@ -174,9 +173,9 @@ class Fakes:
         return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
 
 
-def _compact(dtype: Any, shape: tuple, align: int | None = None, **more: Any) -> cute.Tensor:
+def _compact(dtype: Any, shape: tuple, align: int | None = None, **options: Any) -> cute.Tensor:
     order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8
-    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **more)
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **options)
 
 
 def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:

@@ -82,7 +82,7 @@ class ScoreParams:
         return Dropout.read(self.rng, Uint32(self.dropout_threshold), self.dropout_scale)
 
     def batch_shares_bias(self) -> cutlass.Boolean | None:
-        """Whether the bias is the same for the whole batch; None without a bias."""
+        """Whether all of the batch have the same bias; None without a bias."""
         return None if self.mods is None or self.mods.bias is None else self.mods.bias.stride[0] == 0
 
     def for_head(self, head: Int32, batch: Int32) -> "HeadScoreParams":

@@ -1,6 +1,4 @@
-"""A bias, users' functions and lists of blocks as the forward kernels compute them, on the CPU as in
-`test_device_features`.
-"""
+"""A bias, user mods and block-sparse indices as the forward kernels compute them, on the CPU as in `test_score`."""
 
 from __future__ import annotations
 
@@ -12,18 +10,22 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cute_flash.device.block_list import BlockLists, ListWalk
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash import BlockMask
+from cute_flash.device.band import Band
+from cute_flash.device.block_sparse import BlockIndices, BlockSparseIterator
 from cute_flash.device.mask import Mask
+from cute_flash.device.mods import ModParams
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.device.written import Written
 from cute_flash.reference.user_mods import UserMods
-from cute_flash.spec.band import Band
-from tests.cute_flash.test_device_features import FOR_HOPPER, SHAPES, shapes
+from cute_flash.runtime import launcher
+from cute_flash.runtime.operands import capture_operands, scalar_operands
+from cute_flash.spec.describe import describe
+from cute_flash.spec.features import BIAS
+from tests.device.test_score import FOR_HOPPER, SHAPES, shapes
 from tests.mod_cases import Case, Kind, Sizes
 
 BATCH, HEAD, SCALE = 1, 2, 0.25
@@ -46,34 +48,35 @@ def exponentiate(head: Any, mask: Any, first: Any, bias: Any, acc: Any) -> None:
     the largest score of a thread's part of a row, if it has one.
     """
     factors = (Float32(SCALE), Float32(LOG2_E))
-    factors = factors if head.written.changes_scores else (None, Float32(SCALE * LOG2_E))
+    factors = factors if head.params.changes_scores else (None, Float32(SCALE * LOG2_E))
     acc_P = cute.make_fragment_like(acc)
     block_max, block_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    formula = head.formula(mask, first, factors, bias, True)
-    formula.block_max(as_operand_a(acc), block_max)
+    fused = head.fused_exp2(mask, first, factors, bias, True)
+    fused.block_max(as_operand_a(acc), block_max)
     largest = [cutlass.select_(block_max[r] > -Float32.inf, block_max[r], Float32(0.0)) for r in range(2)]
     block_sum.fill(0.0)
     steps = cute.size(as_operand_a(acc), mode=[2])
     for part in (range(1), range(1, steps)):
         row_max = tuple(x * factors[1] for x in largest)
-        formula.exponentiate((as_operand_a(acc), as_operand_a(acc_P), block_sum), part, row_max)
+        fused.exponentiate((as_operand_a(acc), as_operand_a(acc_P), block_sum), part, row_max)
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc_P[i]
 
 
 def of_threads(
-    shape: Any, case: Case, S: torch.Tensor, first: tuple[int, int], is_whole: bool, by_formula: bool = False
+    shape: Any, case: Case, S: torch.Tensor, first: tuple[int, int], is_full: bool, is_fused: bool = False
 ) -> torch.Tensor:
-    """A tile of scores after all threads transformed and hid theirs, or P of products by a formula."""
+    """A tile of scores after all threads transformed and masked theirs, or P of products by the fused pass."""
     rows, columns, threads, mma_of = shape
-    problem, given = case.problem()
-    mods, sizes = problem.mods, case.sizes
+    args, sizes = case.args(), case.sizes
+    problem = launcher._with_bias(describe(*case.inputs(), args), args)
+    mods = problem.mods
 
     @cute.jit
-    def program(out, S, bias, tables, numbers):  # type: ignore[no-untyped-def]
+    def program(out, S, bias, captures, scalars):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        of_functions = (None if x is None else tuple(x) for x in (tables, numbers))
-        head = Written(mods, bias, *of_functions).of_head(Int32(HEAD), Int32(BATCH))
+        arguments = (None if x is None else tuple(x) for x in (captures, scalars))
+        head = ModParams(mods, bias, *arguments).for_head(Int32(HEAD), Int32(BATCH))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
@@ -81,12 +84,12 @@ def of_threads(
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = S[tScS[i]]
             mask = Mask(Band(), Int32(sizes.seqlen_q), Int32(sizes.seqlen_k), Int32(first[0]), tScS)
-            found = head.load_bias(mask, Int32(first[1]), is_whole)
-            if cutlass.const_expr(by_formula):
-                exponentiate(head, mask, Int32(first[1]), found, acc)
+            block_bias = head.load_bias(mask, Int32(first[1]), is_full)
+            if cutlass.const_expr(is_fused):
+                exponentiate(head, mask, Int32(first[1]), block_bias, acc)
             else:
-                head.transform(as_mn(acc), mask, Int32(first[1]), found)
-                head.hide(as_mn(acc), mask, Int32(first[1]))
+                head.transform(as_mn(acc), mask, Int32(first[1]), block_bias)
+                head.apply_mask(as_mn(acc), mask, Int32(first[1]))
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc[i]
 
@@ -96,8 +99,10 @@ def of_threads(
         return list(map(passed, x)) if isinstance(x, list) else from_dlpack(x)
 
     out = torch.full((rows, columns), torch.nan)
-    bias, tables, numbers, _lists = map(passed, given)
-    arguments = (from_dlpack(out), from_dlpack(S), bias, tables, numbers)
+    bias = None if args.bias is None else BIAS.value(args, problem)
+    kinds = [kind for graph in (args.mods.score, args.mods.mask) if graph is not None for kind in graph.scalars]
+    operands = bias, capture_operands(args.captures), scalar_operands(tuple(kinds), args.scalars)
+    arguments = (from_dlpack(out), from_dlpack(S), *map(passed, operands))
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
     return out
 
@@ -122,15 +127,15 @@ def test_scores_of_a_tile(shape: Any, kind: Kind) -> None:
     rows, columns, *_ = shape
     case = Case(kind, SIZES, seed=3, device="cpu")
     S = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    for first, is_whole in ((FIRST, False), ((0, 0), True)):
-        found = of_threads(shape, case, S, first, is_whole)
+    for first, is_full in ((FIRST, False), ((0, 0), True)):
+        found = of_threads(shape, case, S, first, is_full)
         shown = min(rows, SIZES.seqlen_q - first[0]), min(columns, SIZES.seqlen_k - first[1])
         ranges = [range(start, start + size) for start, size in zip(first, shown, strict=True)]
         expected = by_torch(case, S[: shown[0], : shown[1]], *ranges)
         torch.testing.assert_close(found[: shown[0], : shown[1]].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-FORMULAS = [
+FUSED = [
     Kind(64, score="alibi"),
     Kind(64, mask="window"),
     Kind(64, bias=torch.bfloat16),
@@ -138,37 +143,36 @@ FORMULAS = [
 ]
 
 
-@pytest.mark.parametrize("kind", FORMULAS, ids=lambda kind: kind.id)
-def test_formula_of_a_tile(kind: Kind) -> None:
-    """The same by `device/exponents`, from products."""
+@pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.id)
+def test_fused_pass_of_a_tile(kind: Kind) -> None:
+    """The same by `device/fused_exp2`, from products."""
     shape = SHAPES["wgmma"]
     rows, columns, *_ = shape
     case = Case(kind, SIZES, seed=3, device="cpu")
     S = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    found = of_threads(shape, case, S / SCALE, (0, 0), True, by_formula=True)
+    found = of_threads(shape, case, S / SCALE, (0, 0), True, is_fused=True)
     expected = by_torch(case, S, range(rows), range(columns)).view(rows, -1, 4, 2)
     expected = (expected - expected.amax((1, 3), keepdim=True)).exp().nan_to_num(0.0)
     torch.testing.assert_close(found.double(), expected.flatten(1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", (1, 2))
-def test_walk_of_a_list(parts: int) -> None:
+def test_iterator_of_a_block_mask(parts: int) -> None:
     """Full blocks first, then partial ones, each in as many parts as a kernel makes of it."""
     status = torch.randint(3, (1, 2, 3, 7), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     status[..., -1].clamp_(max=1)
-    block_map = BlockMask.of_status(status, 8, 8, 24, 55)
+    block_mask = BlockMask.of_status(status, 8, 8, 24, 55)
     most = 7 * parts
 
     @cute.jit
-    def program(out, lists, head, block):  # type: ignore[no-untyped-def]
-        found = BlockLists(*lists)
-        place = Int32(0), head, block
-        walk = ListWalk(found, place, found.numbers(*place), parts)
-        out[0], out[1] = walk.num, walk.whole_end
-        for i in cutlass.range(walk.num, unroll=1):
-            out[2 + i] = walk.block(i)
+    def program(out, indices, head, block):  # type: ignore[no-untyped-def]
+        indices, coord = BlockIndices(*indices), (Int32(0), head, block)
+        block_iter = BlockSparseIterator(indices, coord, indices.counts(*coord), parts)
+        out[0], out[1] = block_iter.num, block_iter.full_end
+        for i in cutlass.range(block_iter.num, unroll=1):
+            out[2 + i] = block_iter.block(i)
 
-    both = block_map.full_kv, block_map.partial_kv
+    both = block_mask.full_kv, block_mask.partial_kv
     lists = [from_dlpack(x) for one in both for x in (one.num_blocks, one.indices)]
     for head in range(2):
         for block in range(3):
@@ -177,8 +181,8 @@ def test_walk_of_a_list(parts: int) -> None:
             own = status[0, head, block].tolist()
             chosen = [[j for j, x in enumerate(own) if x == value] for value in (2, 1)]
             expected = [j * parts + i for group in chosen for j in group for i in range(parts)]
-            num, whole_end, *blocks = out.tolist()
-            assert (num, whole_end) == (len(expected), len(chosen[0]) * parts)
+            num, full_end, *blocks = out.tolist()
+            assert (num, full_end) == (len(expected), len(chosen[0]) * parts)
             assert blocks[:num] == expected and all(x == -1 for x in blocks[num:])
 
 

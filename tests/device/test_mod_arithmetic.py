@@ -19,7 +19,7 @@ from cutlass.cute.runtime import (
     make_fake_tensor,
 )
 
-from cute_flash.device.mods import CuteArithmetic
+from cute_flash.device.mod_arithmetic import CuteArithmetic
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
 from cute_flash.score_mod.graph import Graph

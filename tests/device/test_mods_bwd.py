@@ -1,4 +1,4 @@
-"""P, dS and the other gradients of a block of the backward with a bias and users' functions, on the CPU."""
+"""P, dS and the other gradients of a block of the backward with a bias and user mods, on the CPU."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device import mods_bwd, sums
-from cute_flash.device.bias_bwd import BiasBlock, BiasTerms
+from cute_flash.device import gradient_sums, mods_bwd
+from cute_flash.device.band import Band
+from cute_flash.device.bias_bwd import BwdBiasParams, BwdBlockBias
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mods_bwd import Code, WrittenTerms
+from cute_flash.device.mods_bwd import BwdGraphs, BwdModParams
 from cute_flash.device.score import Score
-from cute_flash.device.score_bwd import Terms
+from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.reference import dropout as philox
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.graph import COLUMN, ROW
-from cute_flash.spec.band import Band
 from tests.combinations import RNG
-from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
-from tests.cute_flash.test_device_score_bwd import FOR_HOPPER, SHAPES
-from tests.cute_flash.test_device_score_bwd import on_the_host as plain_on_the_host  # noqa: F401
+from tests.device.test_score import on_one_thread as on_one_thread
+from tests.device.test_score_bwd import FOR_HOPPER, SHAPES
+from tests.device.test_score_bwd import on_the_host as plain_on_the_host  # noqa: F401
 
 SQ, SK, SCALE, BATCH, HEADS, HEAD, CAP, SLOPE = 300, 333, 0.37, 1, 5, 3, 2.0, 0.02
 GENERATOR = torch.Generator().manual_seed(3)
@@ -69,28 +69,28 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
 
     for name in ("pack", "bits_and"):
         monkeypatch.setattr(mods_bwd, name, getattr(score_bwd, name))
-    monkeypatch.setattr(mods_bwd, "select_if", lambda seen, a, b: cutlass.select_(seen, a, b))
-    monkeypatch.setattr(mods_bwd, "derivative", lambda t: positive(Float32(1.0) - t * t))
+    monkeypatch.setattr(mods_bwd, "select_if", lambda is_visible, a, b: cutlass.select_(is_visible, a, b))
+    monkeypatch.setattr(mods_bwd, "tanh_derivative", lambda t: positive(Float32(1.0) - t * t))
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, b))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan=False: cutlass.max(a, b))
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
     # Every thread adds what it has.
-    monkeypatch.setattr(sums, "over_lanes", lambda value, offsets: value)
+    monkeypatch.setattr(gradient_sums, "sum_lanes", lambda value, offsets: value)
 
-    def add_at(into, place, value):  # type: ignore[no-untyped-def]
-        into[place] = into[place] + value
+    def add_at(gradient, coord, value):  # type: ignore[no-untyped-def]
+        gradient[coord] = gradient[coord] + value
 
     def store(self, gdBias, dS, r, c):  # type: ignore[no-untyped-def]
-        query = self.place.query + column_offset(c)
-        key = self.place.key + self.place.row_offset(r)
+        query = self.position.query + column_offset(c)
+        key = self.position.key + self.position.row_offset(r)
         # Those past the end are 0, and go to an entry that is there.
         at = cutlass.min(query, SQ - 1), cutlass.min(key, SK - 1)
         gdBias[at] = gdBias[at] + dS
 
-    monkeypatch.setattr(sums, "add_at", add_at)
-    monkeypatch.setattr(sums, "add_once", lambda into, place, value, lanes: add_at(into, place, value))
-    monkeypatch.setattr(sums, "is_first", lambda lanes: cutlass.Boolean(True))
-    monkeypatch.setattr(BiasBlock, "store", store)
+    monkeypatch.setattr(gradient_sums, "add_at", add_at)
+    monkeypatch.setattr(gradient_sums, "add_once", lambda gradient, coord, value, lanes: add_at(gradient, coord, value))
+    monkeypatch.setattr(gradient_sums, "is_first", lambda lanes: cutlass.Boolean(True))
+    monkeypatch.setattr(BwdBlockBias, "_store", store)
 
 
 def expanded(bias: torch.Tensor) -> torch.Tensor:
@@ -120,26 +120,26 @@ def block(  # type: ignore[no-untyped-def]
 ) -> dict[str, Any]:
     """P in 16 bits, dS and the other gradients of a block of keys by queries that begins there."""
     keys, queries, threads, row_step, mma_of = shape
-    code = Code.of(call.graphs, wanted)
-    bits = 0 if bias is None else (ROW if bias.shape[2] > 1 else 0) | (COLUMN if bias.shape[3] > 1 else 0)
-    is_added = bias is not None and bias.shape != (BATCH + 1, HEADS, SQ, SK)
+    graphs = BwdGraphs.of(call.graphs, wanted)
+    varies = 0 if bias is None else (ROW if bias.shape[2] > 1 else 0) | (COLUMN if bias.shape[3] > 1 else 0)
+    accumulates = bias is not None and bias.shape != (BATCH + 1, HEADS, SQ, SK)
     parts = call.graphs.split(call.captures, call.scalars)
     split = [len(x[0]) for x in (parts.score, parts.mask)]
 
     @cute.jit
-    def program(P, dS, dslope, products, dP, statistics, numbers, slopes, rng, threshold, tables, floats,
-                dtables, mBias, mdBias):  # type: ignore[no-untyped-def]  # fmt: skip
+    def program(P, dS, dalibi, products, dP, statistics, numbers, slopes, rng, threshold, captures, floats,
+                dcaptures, mBias, mdBias):  # type: ignore[no-untyped-def]  # fmt: skip
         mma = mma_of()
         softcap = numbers[1] if "softcap" in names else None
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
-        tables, floats, dtables = (() if x is None else tuple(x) for x in (tables, floats, dtables))
+        captures, floats, dcaptures = (() if x is None else tuple(x) for x in (captures, floats, dcaptures))
         num = [len(x[1]) for x in (parts.score, parts.mask)]
-        of_score = tables[: split[0]], floats[: num[0]]
-        of_mask = tables[split[0] : sum(split)], floats[num[0] :]
-        terms_of_bias = None if mBias is None else BiasTerms(mBias, mdBias, bits, is_added)
-        written = WrittenTerms(code, numbers[0], softcap, of_score, of_mask, of_score, terms_of_bias, dtables)
+        of_score = captures[: split[0]], floats[: num[0]]
+        of_mask = captures[split[0] : sum(split)], floats[num[0] :]
+        bias_params = None if mBias is None else BwdBiasParams(mBias, mdBias, varies, accumulates)
+        mods = BwdModParams(graphs, numbers[0], softcap, of_score, of_mask, of_score, bias_params, dcaptures)
         score = Score.of(numbers[0], softcap, True)
-        terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, written)
+        params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, mods)
         band = Band(Int32(100), Int32(50))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
@@ -154,22 +154,22 @@ def block(  # type: ignore[no-untyped-def]
             for c in cutlass.range_constexpr(cute.size(lse)):
                 lse[c], d[c] = statistics[0, coords[0, c][1]] * LOG2_E, statistics[1, coords[0, c][1]]
             mask = Mask(band, Int32(SK), Int32(SQ), Int32(first[0]), tScS)
-            scores = terms.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
-            scores.prepare()
-            scores.cap(acc_S)
+            scores = params.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
+            scores.prefetch()
+            scores.apply_softcap(acc_S)
             rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
-            if cutlass.const_expr(scores.hides_weights):
-                scores.weigh(acc_S, rP, lse)
-            scores.cut(acc_S, mask, Int32(first[1]))
-            scores.hide(acc_S)
-            if cutlass.const_expr(scores.hides_weights):
-                scores.pack_weights(acc_S, rP)
+            if cutlass.const_expr(scores.masks_probs):
+                scores.exponentiate(acc_S, rP, lse)
+            scores.apply_band(acc_S, mask, Int32(first[1]))
+            scores.apply_mask(acc_S)
+            if cutlass.const_expr(scores.masks_probs):
+                scores.pack_probs(acc_S, rP)
             else:
-                scores.weigh(acc_S, rP, lse)
+                scores.exponentiate(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
             total.fill(0.0)
-            scores.differentiate(acc_S, acc_dP, lse, d, total).end()
-            dslope[thread] = total[0]
+            scores.differentiate(acc_S, acc_dP, lse, d, total).finish()
+            dalibi[thread] = total[0]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
 
@@ -178,7 +178,7 @@ def block(  # type: ignore[no-untyped-def]
     slopes = torch.zeros(BATCH + 1, HEADS)
     slopes[BATCH, HEAD] = SLOPE
     given = map(from_dlpack, (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG)))
-    dtables = [torch.zeros(call.captures[i].shape) for i in wanted]
+    dcaptures = [torch.zeros(call.captures[i].shape) for i in wanted]
     dbias = None if bias is None else torch.zeros_like(bias)
     biases = [None if bias is None else from_dlpack(expanded(bias)), None]
     if dbias is not None:
@@ -186,11 +186,11 @@ def block(  # type: ignore[no-untyped-def]
     floats = [Float32(x) if isinstance(x, float) else Int32(x) for x in call.scalars]
     arguments = (
         *given, Int32(philox.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.captures] or None,
-        floats or None, [from_dlpack(x) for x in dtables] or None, *biases,
+        floats or None, [from_dlpack(x) for x in dcaptures] or None, *biases,
     )  # fmt: skip
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
-    dslope = outs[2].double().sum().item()
-    return {"P": outs[0], "dS": outs[1], "dslope": dslope, "dtables": dtables, "dbias": dbias}
+    dalibi = outs[2].double().sum().item()
+    return {"P": outs[0], "dS": outs[1], "dalibi": dalibi, "dcaptures": dcaptures, "dbias": dbias}
 
 
 CASES: list[tuple[str, str, Any, Any, str]] = [
@@ -216,7 +216,7 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     generator = torch.Generator().manual_seed(1)
     products, dP = (torch.randn(keys, queries, generator=generator) * 4 for _ in range(2))
     statistics = torch.randn(2, queries, generator=generator)
-    # Cut by both bounds and by the end of the keys.
+    # Masked by both bounds and by the end of the keys.
     first = SK // keys * keys, SQ // queries * queries - queries
     call = BoundMods.of(score_mod, mask_mod, None)
     num_tables = 0 if call.graphs.score is None else len(call.graphs.score.captures)
@@ -246,9 +246,9 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     if call.graphs.mask is not None:
         (seen,) = evaluate(call.graphs.mask, parts.mask, torch.float64, places)
     ahead = i + SK - SQ - j
-    hidden = (ahead > 50) | (ahead < -100) | (j >= SK) | ~seen
-    assert hidden.any() and not hidden.all()
-    exact = (S - lse).exp().masked_fill(hidden, 0.0).detach()
+    masked = (ahead > 50) | (ahead < -100) | (j >= SK) | ~seen
+    assert masked.any() and not masked.all()
+    exact = (S - lse).exp().masked_fill(masked, 0.0).detach()
     Z = torch.ones(())
     if "dropout" in names:
         ranges = range(first[1], first[1] + queries), range(first[0], first[0] + keys)
@@ -262,10 +262,10 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     # Where nothing is seen the functions' derivatives do not count, whatever they are.
     chosen = S.masked_fill(exact == 0, 0.0)
     grads = torch.autograd.grad(chosen, leaves, above, allow_unused=True)
-    dS, dslope, *others = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
+    dS, dalibi, *others = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
     torch.testing.assert_close(found["dS"].double(), dS.nan_to_num(0.0), rtol=1e-4, atol=1e-5)
-    assert found["dslope"] == pytest.approx(dslope.item(), rel=1e-4, abs=1e-3)
+    assert found["dalibi"] == pytest.approx(dalibi.item(), rel=1e-4, abs=1e-3)
     if found["dbias"] is not None:
         torch.testing.assert_close(found["dbias"].double(), others.pop(0), rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(found["dtables"], others, strict=True):
+    for mine, theirs in zip(found["dcaptures"], others, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-3)

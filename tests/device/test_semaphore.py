@@ -1,4 +1,4 @@
-"""The order in which tiles of keys add to blocks of dQ: complete, and nobody waits forever."""
+"""The order in which K/V tiles add to m_blocks of dQ: it is complete, and no tile waits forever."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from collections.abc import Callable
 import cutlass.cute as cute
 import pytest
 import torch
-from cute_flash.kernels.bwd_sm90_shared import Tile
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.ordered import Order
-from cute_flash.planning.plan import bwd_plan
+from cute_flash.device.band import Band
+from cute_flash.device.block_iterator import BlockIterator
+from cute_flash.device.semaphore import DQSemaphore
+from cute_flash.kernels.sm90.bwd_storage import KVTile
+from cute_flash.planning.plan import plan_backward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.band import FAR, Band, BlockRange, ceil_div
-from cute_flash.spec.family import use_kernels
-from cute_flash.spec.problem import Features, Problem
+from cute_flash.spec.band import FAR, BlockRange, ceil_div
+from cute_flash.spec.problem import Problem
 from tests.gates import kernel_resources
 
-Asked = Callable[..., list[int]]
+Ask = Callable[..., list[int]]
 
 
-def compiled_order(band: Band, tile_m: int, tile_n: int) -> Asked:
-    """`ask(n_block, m_block, sq, sk, i)` -> rank, and of the walk of n_block length and i-th block."""
+def compiled_order(band: Band, tile_m: int, tile_n: int) -> Ask:
+    """`ask(n_block, m_block, sq, sk, i)` -> rank, and the number of m_blocks of n_block and the i-th of them."""
 
     @cute.jit
     def program(out, n_block, m_block, sq, sk, i):  # type: ignore[no-untyped-def]
-        order = Order(out, band, sq, sk, tile_m, tile_n)
-        rank = order.turn(n_block, m_block)
+        semaphore = DQSemaphore(out, band, sq, sk, tile_m, tile_n)
+        rank = semaphore.rank(n_block, m_block)
         blocks = Band(band.right, band.left).blocks(n_block, tile_n, tile_m, sk, sq)
-        walk = blocks.walk(ascends=True)
-        out[0], out[1], out[2] = rank, walk.num, walk.block(i)
+        block_iter = BlockIterator.of(blocks, ascends=True)
+        out[0], out[1], out[2] = rank, block_iter.num, block_iter.block(i)
 
     found = torch.zeros(3, dtype=torch.int32)
     compiled = cute.compile(program, from_dlpack(found), *(Int32(1) for _ in range(5)))
@@ -58,44 +59,42 @@ TILES = sorted(
 
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), TILES)
-@pytest.mark.parametrize(
-    "band", [Band(), Band(None, FAR), Band(None, 0), Band(100, 30), Band(5, None)], ids=str
-)
+@pytest.mark.parametrize("band", [Band(), Band(None, FAR), Band(None, 0), Band(100, 30), Band(5, None)], ids=str)
 def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, tile_n: int) -> None:
     ask = compiled_order(band, tile_m, tile_n)
     for sq, sk in itertools.product((1, 100, 512, 700), (1, 130, 512, 900)):
         num_m, num_n = ceil_div(sq, tile_m), ceil_div(sk, tile_n)
-        walks = []
+        visits = []
         for n in range(num_n):
             num = ask(n, 0, sq, sk, 0)[1]
-            walks.append([ask(n, 0, sq, sk, i)[2] for i in range(num)])
-            assert len(set(walks[n])) == num
-        turns = {(n, m): ask(n, m, sq, sk, 0)[0] for n in range(num_n) for m in walks[n]}
+            visits.append([ask(n, 0, sq, sk, i)[2] for i in range(num)])
+            assert len(set(visits[n])) == num
+        ranks = {(n, m): ask(n, m, sq, sk, 0)[0] for n in range(num_n) for m in visits[n]}
         for m in range(num_m):
-            here = [turns[n, m] for n in range(num_n) if m in walks[n]]
+            here = [ranks[n, m] for n in range(num_n) if m in visits[n]]
             assert sorted(here) == list(range(len(here)))
         for slots in (1, 2, num_n):
-            steps = simulated_steps(walks, turns, slots)
+            steps = simulated_steps(visits, ranks, slots)
             assert steps is not None, f"deadlock at {sq} x {sk}, {slots} at a time"
         if sq == sk and band == Band(None, 0) and tile_m <= tile_n:
-            # Nobody waits: no more steps than the longest walk has.
-            assert simulated_steps(walks, turns, num_n) == max(map(len, walks))
+            # No tile waits: there are no more steps than m_blocks of the longest tile.
+            assert simulated_steps(visits, ranks, num_n) == max(map(len, visits))
 
 
-def simulated_steps(walks: list[list[int]], turns: dict[tuple[int, int], int], slots: int) -> int | None:
-    """Steps in which all walks end, if `slots` tiles of keys run at a time, begun from the last down."""
-    done, passed, steps = [0] * len(walks), dict.fromkeys((m for walk in walks for m in walk), 0), 0
-    waiting, running = list(reversed(range(len(walks)))), []
+def simulated_steps(visits: list[list[int]], ranks: dict[tuple[int, int], int], slots: int) -> int | None:
+    """Steps until all tiles are done, if `slots` K/V tiles run at a time, begun from the last down."""
+    done, passed, steps = [0] * len(visits), dict.fromkeys((m for visited in visits for m in visited), 0), 0
+    waiting, running = list(reversed(range(len(visits)))), []
     while waiting or running:
-        running = [n for n in running if done[n] < len(walks[n])]
+        running = [n for n in running if done[n] < len(visits[n])]
         while waiting and len(running) < slots:
             running.append(waiting.pop(0))
-        active = [n for n in running if done[n] < len(walks[n])]
-        due = [n for n in active if turns[n, walks[n][done[n]]] == passed[walks[n][done[n]]]]
+        active = [n for n in running if done[n] < len(visits[n])]
+        due = [n for n in active if ranks[n, visits[n][done[n]]] == passed[visits[n][done[n]]]]
         if active and not due:
             return None
         for n in due:
-            passed[walks[n][done[n]]] += 1
+            passed[visits[n][done[n]]] += 1
             done[n] += 1
         steps += bool(active)
     return steps
@@ -108,25 +107,26 @@ def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_bloc
 
     @cute.jit
     def program(out, n_block, i):  # type: ignore[no-untyped-def]
-        walk = blocks.walk(ascends=True)
+        block_iter = BlockIterator.of(blocks, ascends=True)
         shift = n_block * num_blocks // num_tiles
-        out[0] = Tile(Int32(0), Int32(0), n_block, Int32(0), Int32(0), blocks, walk, shift).block(i)
+        tile = KVTile(Int32(0), Int32(0), n_block, Int32(0), Int32(0), blocks, block_iter, shift)
+        out[0] = tile.m_block(i)
 
     out = torch.zeros(1, dtype=torch.int32)
     compiled = cute.compile(program, from_dlpack(out), Int32(0), Int32(0))
     for n in range(num_tiles):
-        walk = []
+        visited = []
         for i in range(num_blocks):
             compiled(from_dlpack(out), Int32(n), Int32(i))
-            walk.append(int(out[0]))
-        assert sorted(walk) == list(range(num_blocks))
-        found.append(walk[0])
+            visited.append(int(out[0]))
+        assert sorted(visited) == list(range(num_blocks))
+        found.append(visited[0])
     assert len(set(found)) == min(num_tiles, num_blocks)
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("target", "head_dim", "band", "is_packed"),
+    ("target", "head_dim", "band", "varlen"),
     [
         ("sm_80", 128, Band(), False),
         ("sm_80", 64, Band(128, 64), False),
@@ -136,20 +136,12 @@ def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_bloc
     ],
     ids=str,
 )
-def test_mma_sync_kernels_keep_everything_in_registers(
-    target: str, head_dim: int, band: Band, is_packed: bool
-) -> None:
-    features = Features(varlen=is_packed)
-    problem = Problem(2, 8, 4, 1000, 1000, head_dim, "bfloat16", band, features=features)
-    with use_kernels("sm80"):
-        the_plan = bwd_plan(problem, ARCHS[target], deterministic=True)
-    found = kernel_resources(the_plan.main)
-    assert "_ordered" in found.symbol
+def test_mma_sync_kernels_keep_everything_in_registers(target: str, head_dim: int, band: Band, varlen: bool) -> None:
+    problem = Problem(2, 8, 4, 1000, 1000, head_dim, "bfloat16", band, varlen=varlen)
+    plan = plan_backward(problem, ARCHS[target], deterministic=True, family="sm80")
+    found = kernel_resources(plan.main)
+    assert "_deterministic" in found.symbol
     assert (found.spill_bytes, found.stack_bytes) == (0, 0)
-    # A thread waits, and one tells; the proxies of the copy engine have no part in it.
-    assert (
-        len(re.findall(r"ld\.acquire\.gpu", found.ptx))
-        == len(re.findall(r"st\.release\.gpu", found.ptx))
-        == 1
-    )
+    # One thread waits, and one arrives; TMA has no part in it.
+    assert len(re.findall(r"ld\.acquire\.gpu", found.ptx)) == len(re.findall(r"st\.release\.gpu", found.ptx)) == 1
     assert "fence.proxy" not in found.ptx

@@ -1,4 +1,4 @@
-"""Steps of the Hopper kernel on the CPU, as in `test_device`."""
+"""Steps of the Hopper forward on the CPU, as in `tests/device`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_flash.kernels.fwd_sm90 import FwdSm90
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
+from cute_flash.kernels.sm90.fwd import FwdSm90
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
 
-# The DSL takes dataclasses apart: these have of the kernel's what `look_ahead` asks for.
+# The DSL takes dataclasses apart: these have the fields of the kernel's that `look_ahead` reads.
 
 
 @dataclass(frozen=True)
@@ -27,52 +27,52 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Writes down the fill that is waited for."""
+class Pipeline:
+    """Records the iteration that is waited for."""
 
     waited: cute.Tensor
 
-    def wait_full(self, fill: Any) -> None:
-        self.waited[0] = fill
+    def wait_full(self, iteration: Any) -> None:
+        self.waited[0] = iteration
 
 
 @dataclass(frozen=True)
-class Shared:
-    k: Ring
+class Storage:
+    k: Pipeline
 
 
 @dataclass(frozen=True)
-class Main:
+class State:
     softmax: Softmax
-    shared: Shared
+    storage: Storage
 
 
 @dataclass(frozen=True)
-class Steps:
+class Blocks:
     num: Int32
 
 
 @dataclass(frozen=True)
 class Tile:
-    walk: Steps
-    fill: Int32
+    block_iter: Blocks
+    iteration: Int32
 
 
 class Kernel(FwdSm90):
-    """With one stage of Q, which every warp gives back after the last block."""
+    """With one stage of Q, which every warp releases after the last block."""
 
     def __init__(self) -> None:
         super().__init__(Static("bfloat16", 256, False, False), FwdTileSm90(256, 128, 64, 2, 1))
 
-    def release_q(self, main: Any, tile: Any) -> None:
-        main.shared.k.waited[1] = Int32(1)
+    def release_q(self, state: Any, tile: Any) -> None:
+        state.storage.k.waited[1] = Int32(1)
 
 
 NOT_A_NUMBER = [math.nan, math.nan]
 
 
 @pytest.mark.parametrize("sums", [[1.0, 2.0], [0.0, 0.0], [math.inf, math.inf], NOT_A_NUMBER], ids=str)
-def test_q_is_given_back_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, sums: list[float]) -> None:
+def test_q_is_released_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, sums: list[float]) -> None:
     """After the last block, once: without it the kernel would hang. Before it, the next block's K is waited
     for, or left to the block itself if the sums are no numbers.
     """
@@ -84,10 +84,10 @@ def test_q_is_given_back_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, su
         block_sum = cute.make_rmem_tensor(2, Float32)
         for r in range(2):
             block_sum[r] = sums[r]
-        main = Main(Softmax(Float32(0.1)), Shared(Ring(out)))
-        kernel.look_ahead(main, Tile(Steps(Int32(5)), Int32(100)), following, block_sum)
+        state = State(Softmax(Float32(0.1)), Storage(Pipeline(out)))
+        kernel.look_ahead(state, Tile(Blocks(Int32(5)), Int32(100)), following, block_sum)
 
-    # The five blocks are fills 100 ... 104.
+    # The five blocks are iterations 100 ... 104.
     for following, expected in ((102, [102, -1]), (104, [104, -1]), (105, [-1, 1])):
         out = torch.full((2,), -1, dtype=torch.int32)
         program(from_dlpack(out), from_dlpack(torch.tensor(sums)), Int32(following))

@@ -1,4 +1,4 @@
-"""Softcap, ALiBi and sinks as the kernels compute them, on the CPU as in `test_device`."""
+"""Softcap, ALiBi and sinks as the kernels compute them, on the CPU as in `test_parts`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device import philox as device_philox
+from cute_flash.device.band import Band
 from cute_flash.device.mask import Mask
 from cute_flash.device.score import Score
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
+from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
-from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 FOR_HOPPER = "--gpu-arch sm_90a"
@@ -51,15 +51,14 @@ def on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
     monkeypatch.setattr(cute.arch, "vote_all_sync", lambda predicate: predicate)
-    monkeypatch.setattr(device_philox, "kept_halves", kept_halves)
+    monkeypatch.setattr(device_philox, "keep_masks", keep_masks)
 
 
-def kept_halves(draws: Any, threshold: Any) -> Any:
+def keep_masks(word: Any, threshold: Any) -> Any:
     """In integers: not below."""
-    halves = [((draws >> shift) & 0x7FFF) >= ((threshold >> shift) & 0x7FFF) for shift in (0, 16)]
+    halves = [((word >> shift) & 0x7FFF) >= ((threshold >> shift) & 0x7FFF) for shift in (0, 16)]
     low, high = (
-        cutlass.select_(half, Int32(bits), Int32(0))
-        for half, bits in zip(halves, (0xFFFF, -65536), strict=True)
+        cutlass.select_(half, Int32(bits), Int32(0)) for half, bits in zip(halves, (0xFFFF, -65536), strict=True)
     )
     return low | high
 
@@ -78,7 +77,7 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
     def program(out, products, numbers, sizes):  # type: ignore[no-untyped-def]
         mma = mma_of()
         score = Score.of(numbers[0], numbers[1] if has_softcap else None)
-        score = score.of_head(numbers[2] if has_slope else None)
+        score = score.for_head(numbers[2] if has_slope else None)
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
@@ -92,7 +91,7 @@ def scoring(shape: Any, has_softcap: bool, has_slope: bool, reference: float | N
                 coords = as_mn(tScS)
                 of_rows = (Float32(coords[r, 0][0]) for r in range(cute.size(acc_mn, mode=[0])))
                 references = tuple((row + Float32(reference)) * LOG2_E for row in of_rows)
-                score.apply_from(acc_mn, mask, (sizes[3], rows, columns), references)
+                score.apply_relative(acc_mn, mask, (sizes[3], rows, columns), references)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc[i] * LN_2
 
@@ -171,9 +170,9 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
     ],
     ids=str,
 )
-def test_exponents_of_products(softcap: float | None, slope: float | None, place: str) -> None:
-    """P and the largest scores by a formula, of products that are near 0 in the first columns only; some are
-    hidden.
+def test_fused_exp2_of_products(softcap: float | None, slope: float | None, place: str) -> None:
+    """P and the largest scores by the fused pass, of products that are near 0 in the first columns only; some are
+    masked.
     """
     rows, _, threads, _ = SHAPES["wgmma"]
     columns = 96
@@ -187,7 +186,7 @@ def test_exponents_of_products(softcap: float | None, slope: float | None, place
     def program(out, largest, sums, products, numbers, sizes):  # type: ignore[no-untyped-def]
         mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
         score = Score.of(numbers[0], None if softcap is None else numbers[1])
-        score = score.of_head(None if slope is None else numbers[2])
+        score = score.for_head(None if slope is None else numbers[2])
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
@@ -195,17 +194,17 @@ def test_exponents_of_products(softcap: float | None, slope: float | None, place
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = products[tScS[i]]
             mask, acc_P = Mask(Band(), sizes[0], sizes[1], sizes[2], tScS), cute.make_fragment_like(acc)
-            formula = score.begin(as_mn(acc), mask, (sizes[3], rows, columns))
+            fused = score.fused_exp2(as_mn(acc), mask, (sizes[3], rows, columns))
             for i in cutlass.range_constexpr(cute.size(acc)):
                 row, column = tScS[i]
                 acc[i] = -Float32.inf if row + column == 9 else acc[i]
             block_max, block_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-            formula.block_max(as_operand_a(acc), block_max)
+            fused.block_max(as_operand_a(acc), block_max)
             block_sum.fill(0.0)
             row_max, steps = (Float32(1.5), Float32(-0.5)), columns // 16
             for part in (range(3), range(3, steps)):
                 views = as_operand_a(acc), as_operand_a(acc_P), block_sum
-                formula.exponentiate(views, part, row_max)
+                fused.exponentiate(views, part, row_max)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 out[tScS[i]] = acc_P[i]
             for r in cutlass.range_constexpr(2):
@@ -247,23 +246,21 @@ def test_small_scores_keep_their_digits(softcap: float, most: float) -> None:
 def test_a_steep_cap_has_no_polynomial() -> None:
     products = torch.linspace(-1e-6, 1e-6, 64 * 80).view(64, 80)
     found = scores(SHAPES["wgmma"], products, 1e-6, None, (64, 80, 0, 0))
-    torch.testing.assert_close(
-        found.double(), 1e-6 * (0.37e6 * products.double()).tanh(), rtol=1e-6, atol=3e-13
-    )
+    torch.testing.assert_close(found.double(), 1e-6 * (0.37e6 * products.double()).tanh(), rtol=1e-6, atol=3e-13)
 
 
 # Sinks
 
 
 @pytest.mark.parametrize("sink", [-torch.inf, -50.0, 0.3, 2.0, 300.0])
-@pytest.mark.parametrize("keep_scale", [None, 2.5])
-def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, keep_scale: float | None) -> None:
+@pytest.mark.parametrize("dropout_scale", [None, 2.5])
+def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, dropout_scale: float | None) -> None:
     """A row of scores and one that sees no key, on one of four threads that hold the same."""
     monkeypatch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
     columns = 8
 
     @cute.jit
-    def program(scores, out, lse, sink, keep_scale):  # type: ignore[no-untyped-def]
+    def program(scores, out, lse, sink, dropout_scale):  # type: ignore[no-untyped-def]
         acc_O = cute.make_rmem_tensor(cute.make_layout((2, 1)), Float32)
         acc_S = cute.make_rmem_tensor(cute.make_layout((2, columns)), Float32)
         acc_O.fill(0.0)
@@ -274,18 +271,18 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, keep_scale: float |
         for r, c in itertools.product(range(2), range(columns)):
             acc_O[r, 0] = acc_O[r, 0] + acc_S[r, c]
         rows = cute.make_rmem_tensor(2, Float32)
-        softmax.finish(acc_O, rows, sink, keep_scale)
+        softmax.finish(acc_O, rows, sink, dropout_scale)
         for r in cutlass.range_constexpr(2):
-            out[r], lse[r], lse[r + 2] = acc_O[r, 0], rows[r], softmax.largest[r]
+            out[r], lse[r], lse[r + 2] = acc_O[r, 0], rows[r], softmax.max_score[r]
 
     scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(0)) * 3
     scores[1] = -torch.inf
     out, lse = torch.full((2,), torch.nan), torch.full((4,), torch.nan)
-    scale = None if keep_scale is None else Float32(keep_scale)
+    scale = None if dropout_scale is None else Float32(dropout_scale)
     program(*map(from_dlpack, (scores, out, lse)), Float32(sink), scale)
     keys = scores[0].double().exp().sum()
     total = THREADS_PER_ROW * keys + torch.tensor(sink).double().exp()
-    torch.testing.assert_close(out[0].double(), (keep_scale or 1.0) * keys / total, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(out[0].double(), (dropout_scale or 1.0) * keys / total, rtol=1e-5, atol=1e-30)
     torch.testing.assert_close(lse[0].double(), total.log() if sink < 300 else torch.tensor(300.0).double())
     # Exactly: nothing, the sink, and the largest score.
     assert out[1] == 0 and lse[1] == sink

@@ -14,12 +14,12 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.barriers import WARPGROUP_THREADS
+from cute_flash.device.pipeline import WARPGROUP_THREADS
 from cute_flash.device.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from layouts.banks import Phase
-from tests.cute_flash.test_device_sm90 import FOR_HOPPER, tiled_mma
+from tests.device.test_hopper_parts import FOR_HOPPER, tiled_mma
 
 
 def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:

@@ -1,7 +1,8 @@
-"""`attn` and `supports` on the CPU: values, layouts, masks, empty inputs, and errors before any work."""
+"""`attn` and `supports` on the CPU: values, layouts, masks, empty inputs, autocast, and errors before any work."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -13,18 +14,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cute_flash
-from cute_flash import UnsupportedError, attn, supports
+from cute_flash import UnsupportedError, attn, merge, reference, supports
 from cute_flash.reference import tiled
+from cute_flash.spec.band import Band
+from tests.combinations import normal
 
 CLOSE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
 }
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def qkv(
@@ -55,7 +53,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     return out, total.log().squeeze(-1)
 
 
-# Values and layouts
+# ---- values and layouts
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -64,19 +62,19 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 def test_is_sdpa_in_every_layout(dtype: torch.dtype, causal: bool, scale: float | None) -> None:
     q, k, v = qkv(dtype=dtype, sq=33, sk=33)
     expected = sdpa(q, k, v, is_causal=causal, scale=scale)
-    how: dict[str, Any] = {"causal": causal, "scale": scale}
+    options: dict[str, Any] = {"causal": causal, "scale": scale}
 
     def check(found: Tensor, part: Tensor) -> None:
         assert found.dtype == dtype
         torch.testing.assert_close(found, part, **CLOSE[dtype])
 
-    check(attn(q, k, v, **how), expected)
+    check(attn(q, k, v, **options), expected)
     bshd = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    check(attn(*bshd, layout="bshd", **how), expected.transpose(1, 2))
-    check(attn(q[:, 1], k[:, 1], v[:, 1], **how), expected[:, 1])
-    check(attn(q[1, 2], k[1, 2], v[1, 2], **how), expected[1, 2])
+    check(attn(*bshd, layout="bshd", **options), expected.transpose(1, 2))
+    check(attn(q[:, 1], k[:, 1], v[:, 1], **options), expected[:, 1])
+    check(attn(q[1, 2], k[1, 2], v[1, 2], **options), expected[1, 2])
     # The layout names the order of four dimensions: of fewer there is one order.
-    check(attn(q[:, 1], k[:, 1], v[:, 1], layout="bshd", **how), expected[:, 1])
+    check(attn(q[:, 1], k[:, 1], v[:, 1], layout="bshd", **options), expected[:, 1])
 
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(4, 4), (4, 2), (6, 3), (5, 1)])
@@ -120,7 +118,7 @@ def test_return_types() -> None:
 STRIDED = {
     "contiguous": lambda: normal(2, 4, 7, 8),
     "transposed heads": lambda: normal(2, 7, 4, 8).transpose(1, 2),
-    "sliced from packed qkv": lambda: normal(2, 7, 3, 4, 8).permute(2, 0, 3, 1, 4)[1],
+    "one of qkv": lambda: normal(2, 7, 3, 4, 8).permute(2, 0, 3, 1, 4)[1],
     "every second row": lambda: normal(2, 4, 14, 8)[:, :, ::2],
     "columns of a wider row": lambda: normal(2, 4, 7, 24)[..., 3:11],
     "last dim not contiguous": lambda: normal(2, 4, 8, 7).mT,
@@ -133,9 +131,7 @@ STRIDED = {
 
 
 @pytest.mark.parametrize("q_name", STRIDED)
-@pytest.mark.parametrize(
-    "k_name", ["contiguous", "last dim not contiguous", "expanded heads", "every second row"]
-)
+@pytest.mark.parametrize("k_name", ["contiguous", "last dim not contiguous", "expanded heads", "every second row"])
 def test_any_strides(q_name: str, k_name: str) -> None:
     q, k, v = STRIDED[q_name](), STRIDED[k_name]() + 0.25, STRIDED[k_name]() - 0.5
     before = [x.clone() for x in (q, k, v)]
@@ -162,16 +158,14 @@ def test_output_layout_follows_q_in_bshd() -> None:
     assert attn(*bhsd_in_bshd, layout="bshd").stride() == bhsd_in_bshd[0].stride()
 
 
-# Masks
+# ---- masks
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("left", [None, 0, 2, 100])
 @pytest.mark.parametrize("right", [None, 0, 3, 100])
-def test_mask_is_the_documented_inequality(
-    sq: int, sk: int, causal: bool, left: int | None, right: int | None
-) -> None:
+def test_mask_is_the_documented_inequality(sq: int, sk: int, causal: bool, left: int | None, right: int | None) -> None:
     q, k, v = qkv(heads=2, heads_kv=1, sq=sq, sk=sk)
     out, lse = attn(q, k, v, causal=causal, window=(left, right), return_lse=True)
     mask = visible(sq, sk, causal, left, right)
@@ -230,7 +224,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert torch.isfinite(lse).all()
 
 
-# Errors, and `supports` that foretells them
+# ---- errors, and `supports` that foretells them
 
 
 @dataclass(frozen=True)
@@ -355,5 +349,161 @@ def test_forward_mode_is_refused_and_not_silently_zero() -> None:
                 (torch.ones_like(q),),
             )
     with torch.autograd.forward_ad.dual_level():
-        # Nothing dual here: as always.
+        # No tensor has a tangent.
         torch.testing.assert_close(attn(q, k, v), sdpa(q, k, v), **CLOSE[q.dtype])
+
+
+# ---- refusals of features
+
+BAD_FEATURES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"softcap": -1.0}, ValueError, "softcap=-1.0: use a positive number"),
+    ({"softcap": math.nan}, ValueError, "softcap=nan"),
+    ({"softcap": math.inf}, ValueError, "softcap=inf"),
+    ({"dropout": 1.0}, ValueError, "dropout=1.0: use a probability from 0 up to, not including, 1"),
+    ({"dropout": -0.1}, ValueError, "dropout=-0.1"),
+    ({"dropout": math.nan}, ValueError, "dropout=nan"),
+    ({"alibi": torch.ones(3)}, ValueError, r"alibi has shape \(3,\): expected \(4,\) or \(2, 4\)"),
+    ({"alibi": torch.ones(3, 4)}, ValueError, r"alibi has shape \(3, 4\)"),
+    ({"alibi": [1.0] * 4}, ValueError, "alibi is a list: give a tensor"),
+    ({"sinks": torch.ones(1, 4)}, ValueError, r"sinks has shape \(1, 4\): expected \(4,\)"),
+    ({"sinks": torch.ones(4, device="meta")}, ValueError, "sinks is on meta and q is on cpu"),
+    ({"sinks": torch.ones(4, dtype=torch.int64)}, UnsupportedError, "sinks is torch.int64: use one of float16"),
+    (
+        {"out_dtype": torch.float16},
+        UnsupportedError,
+        "out_dtype=torch.float16: use None, torch.float32, or torch.float64",
+    ),
+    ({"batch_invariant": True}, UnsupportedError, "batch_invariant on cpu: only on cuda"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_FEATURES, ids=lambda x: str(x)[:40])
+def test_unsupported_features_fail_before_any_work(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "forward", lambda *_: pytest.fail("computed"))
+    q, k, v = qkv()
+    with pytest.raises(error, match=message) as raised:
+        attn(q, k, v, **options)
+    assert type(raised.value) is error
+    answer = supports(q, k, v, **options)
+    assert not answer and answer.reason == str(raised.value)
+
+
+# ---- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_sdpa_does(dtype: torch.dtype) -> None:
+    """q, k and v to the dtype of autocast; other tensors keep theirs."""
+    q, k, v = (x.requires_grad_() for x in qkv(dtype=torch.float32, sq=20, sk=30))
+    with torch.autocast("cpu", dtype=dtype):
+        out, lse = attn(q, k, v, return_lse=True)
+        assert out.dtype == sdpa(q, k, v).dtype == dtype and lse.dtype == torch.float32
+        sinks, slopes = (normal(4, dtype=torch.float32, seed=i).requires_grad_() for i in (5, 6))
+        others = attn(q, k, v, sinks=sinks, alibi=slopes)
+    expected, expected_lse = attn(*(x.to(dtype) for x in (q, k, v)), return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert torch.equal(others, attn(*(x.to(dtype) for x in (q, k, v)), sinks=sinks, alibi=slopes))
+    grads = torch.autograd.grad(others.sum(), (q, k, v, sinks, slopes), retain_graph=True)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    with torch.autocast("cpu", dtype=dtype):
+        assert all(map(torch.equal, torch.autograd.grad(others.sum(), (q, k, v, sinks, slopes)), grads))
+
+
+def test_autocast_leaves_doubles_and_other_devices_alone() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attn(q, k, v).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert attn(*(x.float() for x in (q, k, v))).dtype == torch.float32
+        meta = torch.empty(1, 2, 3, 8, device="meta")
+        assert attn(meta, meta, meta).dtype == torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert attn(*(x.float() for x in (q, k, v))).dtype == torch.float32
+
+
+def test_autocast_makes_unequal_dtypes_agree() -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"k is torch\.bfloat16 and q is torch\.float32"):
+        attn(q, k.bfloat16(), v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert supports(q, k.bfloat16(), v)
+        assert torch.equal(attn(q, k.bfloat16(), v), attn(*(x.bfloat16() for x in (q, k, v))))
+
+
+# ---- fp32 outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_outputs_are_not_rounded(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype=dtype, sk=9)
+    rounded, lse = attn(q, k, v, causal=True, return_lse=True)
+    out, same_lse = attn(q, k, v, causal=True, return_lse=True, out_dtype=torch.float32)
+    assert out.dtype == torch.float32 and torch.equal(lse, same_lse)
+    assert torch.equal(out.to(dtype), rounded) and not torch.equal(out, rounded.float())
+    oracle, _ = reference.dense(q.double(), k.double(), v.double(), Band(None, 0))
+    torch.testing.assert_close(out.double(), oracle, rtol=1e-5, atol=1e-6)
+
+
+def test_fp32_outputs_in_other_layouts_and_widths() -> None:
+    q, k, v = (x.transpose(1, 2).contiguous() for x in qkv(dtype=torch.bfloat16))
+    out = attn(q, k, v[..., :4], layout="bshd", out_dtype=torch.float32)
+    assert isinstance(out, Tensor)
+    assert (out.shape, out.dtype) == ((*q.shape[:3], 4), torch.float32) and out.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_dtype_of_q_is_the_default_of_the_output(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype=dtype)
+    assert torch.equal(attn(q, k, v, out_dtype=dtype), attn(q, k, v))
+    assert torch.equal(attn(q, k, v, out_dtype=None), attn(q, k, v))
+
+
+def test_gradients_of_fp32_outputs() -> None:
+    """They come from an output and a gradient that are not rounded."""
+    leaves = [x.requires_grad_() for x in qkv(dtype=torch.float32)]
+    dout = normal(2, 4, 7, 8, dtype=torch.float32)
+    exact = torch.autograd.grad(attn(*leaves, causal=True), leaves, dout)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    out = attn(*rounded, causal=True, out_dtype=torch.float32)
+    for grad, expected in zip(torch.autograd.grad(out, rounded, dout), exact, strict=True):
+        assert grad.dtype == torch.bfloat16
+        torch.testing.assert_close(grad.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_merged_parts_are_the_whole(causal: bool) -> None:
+    """Keys in parts, as on the devices of a ring: outputs and gradients of the merged parts are the whole's."""
+    q, k, v = (normal(2, h, 24, 8, seed=i).bfloat16() for i, h in enumerate((4, 2, 2)))
+    bounds, dout = [0, 5, 16, 24], normal(2, 4, 24, 8, seed=9).float()
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attn(q, k, v, causal=causal, out_dtype=torch.float32)
+
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        parts = []
+        for a, b in itertools.pairwise(bounds):
+            # The last query is aligned with the last key of a part, b - 1, and sees more than that.
+            window = (None, 24 - b) if causal else (None, None)
+            keys = k[:, :, a:b], v[:, :, a:b]
+            parts.append(attn(q, *keys, window=window, return_lse=True, out_dtype=torch.float32))
+        return merge(*zip(*parts, strict=True))[0]
+
+    results = []
+    for attend in (whole, ring):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        assert out.dtype == torch.float32
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
+    for found, expected in zip(results[1][1:], results[0][1:], strict=True):
+        # Sums of three parts, each rounded to bf16.
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0.02, atol=0.03)
+
+
+def test_keyword_arguments_of_attn_and_supports_agree() -> None:
+    names = [
+        [p.name for p in inspect.signature(f).parameters.values() if p.kind is p.KEYWORD_ONLY] for f in (attn, supports)
+    ]
+    assert names[0] == names[1]

@@ -1,4 +1,4 @@
-"""Dropout as the kernels draw it, on the CPU as in `test_device_features`."""
+"""Dropout as the kernels compute it, on the CPU as in `test_score`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from cutlass import Float32, Int32, Uint32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.drawn import Drawn
-from cute_flash.device.philox import Dropout, TilePlace, philox_4x32
+from cute_flash.device.dropout_mask import DropoutMaskPipeline
+from cute_flash.device.philox import Dropout, philox_4x32
+from cute_flash.device.position import TilePosition
 from cute_flash.device.views import as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.reference import dropout as philox
 from tests.combinations import RNG
-from tests.cute_flash.test_device_features import FOR_HOPPER, shapes
-from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
-from tests.cute_flash.test_philox import KNOWN, words
+from tests.device.test_score import FOR_HOPPER, shapes
+from tests.device.test_score import on_one_thread as on_one_thread
+from tests.reference.test_dropout import KNOWN, words
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
@@ -56,8 +57,8 @@ def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
             rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), cutlass.BFloat16)
             rP.fill(7.0)
-            place = TilePlace(Int32(1 * 5 + 3), first_row, first_column, tScS)
-            masks, packed = dropout.draw(as_operand_a(rP), place), cute.recast_tensor(rP, Int32)
+            position = TilePosition(Int32(1 * 5 + 3), first_row, first_column, tScS)
+            masks, packed = dropout.masks_of(as_operand_a(rP), position), cute.recast_tensor(rP, Int32)
             for i in cutlass.range_constexpr(cute.size(packed)):
                 packed[i] = packed[i] & masks[i]
             for i in cutlass.range_constexpr(cute.size(rP)):
@@ -89,17 +90,19 @@ def test_every_score_has_its_draw(shape: Any) -> None:
 STEPS = 6  # of 16 keys
 
 
-def drawn_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
-    """Tiles of two warpgroups' ones, through masks that four warps have drawn in the second stage."""
+def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
+    """Tiles of ones of two warpgroups, through masks that four warps produced in the second stage."""
     columns = 16 * STEPS
 
     @cute.jit
     def program(out, words, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
-        dropout, drawn = Dropout.read(rng, Uint32(threshold), Float32(2.0)), Drawn(words, None, None, 2, 2)
+        dropout = Dropout.read(rng, Uint32(threshold), Float32(2.0))
+        pipeline = DropoutMaskPipeline(words, None, None, 2, 2)
         for thread in cutlass.range(128, unroll=1):
             for w in cutlass.range_constexpr(2):
                 rectangle = (first_row + 64 * w) // 32
-                drawn.draw(dropout, Int32(8), rectangle, first_column, (1, w, thread // 32, thread % 32))
+                where = 1, w, thread // 32, thread % 32
+                pipeline.produce(dropout, Int32(8), rectangle, first_column, where)
         mma = make_mma(cutlass.BFloat16, columns, True, OperandMajorMode.K, OperandMajorMode.K)
         for thread in cutlass.range(128, unroll=1):
             thr_mma = mma.get_slice(thread)
@@ -108,7 +111,7 @@ def drawn_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
                 rP = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, columns)), cutlass.BFloat16)
                 rP.fill(1.0)
                 for steps in (range(2), range(2, STEPS)):
-                    drawn.apply(cute.recast_tensor(rP, Int32), steps, w, thread, Int32(3))
+                    pipeline.apply(cute.recast_tensor(rP, Int32), steps, w, thread, Int32(3))
                 for i in cutlass.range_constexpr(cute.size(rP)):
                     row, col = tScS[i]
                     out[64 * w + row, col] = rP[i].to(Float32)
@@ -128,7 +131,7 @@ def drawn_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
 
 def test_every_score_has_its_mask() -> None:
     draws = [((0, 0), 0.3), ((256, 192), 0.8)]
-    for (first, p), found in zip(draws, drawn_masks(draws), strict=True):
+    for (first, p), found in zip(draws, produced_masks(draws), strict=True):
         rows, keys = range(first[0], first[0] + 128), range(first[1], first[1] + 16 * STEPS)
         kept = philox.Dropout(p, torch.tensor(RNG), 5).keep_mask(range(1, 2), range(3, 4), rows, keys)[0, 0]
         assert torch.equal(found, kept.float())

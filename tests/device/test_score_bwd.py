@@ -1,4 +1,4 @@
-"""P and dS of a block of the backward with softcap, ALiBi and dropout, on the CPU as in `test_device`."""
+"""P and dS of a block of the backward with softcap, ALiBi and dropout, on the CPU as in `test_parts`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device import kept, score_bwd
+from cute_flash.device import dropout_bits, score_bwd
+from cute_flash.device.band import Band
 from cute_flash.device.mask import Mask
 from cute_flash.device.score import Score
-from cute_flash.device.score_bwd import Terms
+from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.device.wgmma import make_mma
+from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.reference import dropout as philox
-from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 from tests.combinations import RNG
-from tests.cute_flash.test_device_features import on_one_thread as on_one_thread
+from tests.device.test_score import on_one_thread as on_one_thread
 
 FOR_HOPPER = "--gpu-arch sm_90a"
 SQ, SK, SCALE, BATCH, HEADS, HEAD = 300, 333, 0.37, 1, 5, 3
@@ -62,23 +62,23 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, on_one_thread: None) -> None:
 
     def chosen_bytes(low, high, selector):  # type: ignore[no-untyped-def]
         even, odd = (low & 0xFFFF) | (high << 16), ((high >> 16) & 0xFFFF) | (low & -65536)
-        return cutlass.select_(selector == Int32(kept.OF_EVEN_KEY), even, odd)
+        return cutlass.select_(selector == Int32(dropout_bits.OF_EVEN_KEY), even, odd)
 
-    def of_neighbour(self, mine, dropout, place, steps):  # type: ignore[no-untyped-def]
-        return self.drawn(dropout, place, steps, 1 - place.row(0) % 2)
+    def neighbour_word(self, own, dropout, position, steps):  # type: ignore[no-untyped-def]
+        return self.own_word(dropout, position, steps, 1 - position.row(0) % 2)
 
     def spread_signs(word, selector):  # type: ignore[no-untyped-def]
-        top = 7 if selector == kept.OF_LOW_BYTES else 15
+        top = 7 if selector == dropout_bits.OF_LOW_BYTES else 15
         low, high = (((word >> bit) & 1) != 0 for bit in (top, top + 16))
         return cutlass.select_(low, Int32(0xFFFF), Int32(0)) | cutlass.select_(high, Int32(-65536), Int32(0))
 
-    monkeypatch.setattr(kept, "chosen_bytes", chosen_bytes)
-    monkeypatch.setattr(kept, "spread_signs", spread_signs)
-    monkeypatch.setattr(kept.Kept, "of_neighbour", of_neighbour)
+    monkeypatch.setattr(dropout_bits, "chosen_bytes", chosen_bytes)
+    monkeypatch.setattr(dropout_bits, "spread_signs", spread_signs)
+    monkeypatch.setattr(dropout_bits.DropoutBits, "neighbour_word", neighbour_word)
     monkeypatch.setattr(score_bwd, "pack", pack)
     monkeypatch.setattr(score_bwd, "rederived", lambda value: value)
     monkeypatch.setattr(score_bwd, "bits_and", lambda value, bits: Int32(0))
-    monkeypatch.setattr(score_bwd, "derivative", lambda t: cutlass.max(Float32(1.0) - t * t, Float32(0.0)))
+    monkeypatch.setattr(score_bwd, "tanh_derivative", lambda t: cutlass.max(Float32(1.0) - t * t, Float32(0.0)))
 
 
 def block(
@@ -89,11 +89,11 @@ def block(
     keys, queries, threads, row_step, mma_of = shape
 
     @cute.jit
-    def program(P, dS, dslope, products, dP, statistics, numbers, slopes, rng, threshold):  # type: ignore[no-untyped-def]
+    def program(P, dS, dalibi, products, dP, statistics, numbers, slopes, rng, threshold):  # type: ignore[no-untyped-def]
         mma = mma_of()
         score = Score.of(numbers[0], numbers[1] if "softcap" in names else None, True)
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
-        terms = Terms(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
+        params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout)
         band = Band(Int32(100), Int32(50))
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
@@ -108,16 +108,16 @@ def block(
             for c in cutlass.range_constexpr(cute.size(lse)):
                 lse[c], d[c] = statistics[0, coords[0, c][1]] * LOG2_E, statistics[1, coords[0, c][1]]
             mask = Mask(band, Int32(SK), Int32(SQ), Int32(first[0]), tScS)
-            scores = terms.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
-            scores.cap(acc_S)
+            scores = params.block(mask, Int32(HEAD), Int32(BATCH), Int32(first[1]), True, row_step)
+            scores.apply_softcap(acc_S)
             mask.apply(as_mn(acc_S), Int32(first[1]))
-            mask.hide_tail(as_mn(acc_S))
+            mask.apply_to_tail_rows(as_mn(acc_S))
             rP = cute.make_rmem_tensor(acc_S.layout, cutlass.BFloat16)
-            scores.weigh(acc_S, rP, lse)
+            scores.exponentiate(acc_S, rP, lse)
             total = cute.make_rmem_tensor(1, Float32)
             total.fill(0.0)
             scores.differentiate(acc_S, acc_dP, lse, d, total)
-            dslope[thread] = total[0]
+            dalibi[thread] = total[0]
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 P[tScS[i]], dS[tScS[i]] = rP[i].to(Float32), acc_S[i]
 
@@ -143,9 +143,9 @@ def test_a_block(name: str, features: str) -> None:
     generator = torch.Generator().manual_seed(1)
     products, dP = (torch.randn(keys, queries, generator=generator) * 4 for _ in range(2))
     statistics = torch.randn(2, queries, generator=generator)
-    # Cut by both bounds and by the end of the keys.
+    # Masked by both bounds and by the end of the keys.
     first = SK // keys * keys, SQ // queries * queries - queries
-    P, dS, dslope = block(shape, names, first, products, dP, statistics)
+    P, dS, dalibi = block(shape, names, first, products, dP, statistics)
 
     lse, delta = statistics.double()
     j = torch.arange(first[0], first[0] + keys)[:, None]
@@ -159,17 +159,17 @@ def test_a_block(name: str, features: str) -> None:
         S = S - 0.02 * away
     # The band of keys over queries.
     ahead = i + SK - SQ - j
-    hidden = (ahead > 50) | (ahead < -100) | (j >= SK)
-    exact = (S - lse).exp().masked_fill(hidden, 0.0)
+    masked = (ahead > 50) | (ahead < -100) | (j >= SK)
+    exact = (S - lse).exp().masked_fill(masked, 0.0)
     if "dropout" in names:
         ranges = range(first[1], first[1] + queries), range(first[0], first[0] + keys)
         kept = philox.Dropout(0.3, torch.tensor(RNG), HEADS).keep_mask(
             range(BATCH, BATCH + 1), range(HEAD, HEAD + 1), *ranges
         )
         Z = kept[0, 0].T / 0.7
-    assert hidden.any() and not hidden.all()
+    assert masked.any() and not masked.all()
     torch.testing.assert_close(P.double(), exact * (Z > 0), rtol=2.0**-7, atol=1e-30)
     dS_above = exact * (Z * dP.double() - delta)
     torch.testing.assert_close(dS.double(), dS_above * factor, rtol=1e-4, atol=1e-5)
     expected = -(dS_above * away).sum().item() if "alibi" in names else 0.0
-    assert dslope == pytest.approx(expected, rel=1e-4, abs=1e-3)
+    assert dalibi == pytest.approx(expected, rel=1e-4, abs=1e-3)

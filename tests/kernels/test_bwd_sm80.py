@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cute_flash.kernels.bwd_sm80 import BwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -20,6 +19,7 @@ from cute_flash.device import ldmatrix
 from cute_flash.device.mask import column_offset
 from cute_flash.device.smem import byte_swizzle, to_cute
 from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
@@ -35,7 +35,7 @@ TILES = [
 ]
 tiles = pytest.mark.parametrize("tile", TILES, ids=str)
 
-# (operand, product, side, is it turned, tile in shared memory)
+# (operand, product, side, is it transposed, tile in shared memory)
 OPERANDS = {
     "K of S": ("s", "a", False, "k"),
     "Q of S": ("s", "b", False, "q"),
@@ -91,8 +91,8 @@ def addresses(operand):  # type: ignore[no-untyped-def]
     return found
 
 
-def stores(landing, fragment):  # type: ignore[no-untyped-def]
-    """(number of a pair, its element), for all stores of a thread: while `landing` is traced."""
+def stores(store, fragment):  # type: ignore[no-untyped-def]
+    """(number of a pair, its element), for all stores of a thread: while `store` is traced."""
     found = []
 
     class Target:
@@ -106,21 +106,21 @@ def stores(landing, fragment):  # type: ignore[no-untyped-def]
         patch.setattr(cute, "make_tensor", Target)
         # In the place of pairs: their numbers.
         patch.setattr(cute, "recast_tensor", lambda *_: range(cute.size(fragment) // 2))
-        landing.store(fragment)
+        store.store(fragment)
     return found
 
 
 @tiles
 @pytest.mark.parametrize("name", OPERANDS)
 def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> None:
-    product, side, turned, where = OPERANDS[name]
+    product, side, is_transposed, where = OPERANDS[name]
     bwd = kernel(tile)
     grid, smem = getattr(bwd, f"{product}_grid"), getattr(bwd, f"{where}_tile")
-    shape = (smem.cols, smem.rows) if turned else (smem.rows, smem.cols)
+    shape = (smem.cols, smem.rows) if is_transposed else (smem.rows, smem.cols)
     sizes = {}
 
     def operand_of(mma, thread):  # type: ignore[no-untyped-def]
-        return getattr(grid, side)(mma, thread, tensor_at_0(smem, 2), smem, turned).shifted(1)
+        return getattr(grid, side)(mma, thread, tensor_at_0(smem, 2), smem, is_transposed).shifted(1)
 
     @cute.jit
     def program(read, wanted):  # type: ignore[no-untyped-def]
@@ -160,12 +160,12 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> 
     for r in range(4):
         for j in range(2):
             pair, other = 2 * (lanes % 4) + j, lanes // 4
-            row, column = (pair, other) if turned else (other, pair)
+            row, column = (pair, other) if is_transposed else (other, pair)
             element = rows[:, 8 * r + row] + column[None, :, None]
             found = at[element.long()]  # (warp, lane, load, coordinate)
             need = wanted.view(tile.num_warps, LANES, count, VALUES)[..., 2 * r + j]
             need = torch.stack((need // 1024, need % 1024), -1)
-            assert torch.equal(found, need.flip(-1) if turned else need)
+            assert torch.equal(found, need.flip(-1) if is_transposed else need)
 
 
 @tiles
@@ -180,9 +180,9 @@ def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
             thr_mma = mma.get_slice(Int32(thread))
             whole = cute.make_identity_tensor((tile.tile_n, tile.tile_m))
             held = thr_mma.partition_C(whole)
-            landing = bwd.s_grid.landing(mma, Int32(thread), tensor_at_0(smem, 2), smem).shifted(1)
+            store = bwd.s_grid.store(mma, Int32(thread), tensor_at_0(smem, 2), smem).shifted(1)
             fragment = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_n, tile.tile_m)), Float32)
-            for pair, element in stores(landing, fragment):
+            for pair, element in stores(store, fragment):
                 row, col = held[2 * pair]
                 out[thread, pair, 0], out[thread, pair, 1] = row, col
                 out[thread, pair, 2] = element - smem.cosize

@@ -39,9 +39,7 @@ def test_other_layouts(layout: str) -> None:
         q, k, v, slopes = q[:1], k[:1], v[:1], slopes[:1]
     options: dict[str, Any] = {"alibi": slopes, "softcap": 2.0, "sinks": slopes[0], "return_lse": True}
     expected, expected_lse = attn(q, k, v, **options)
-    reorder = {"bshd": lambda x: x.transpose(1, 2), "3-D": lambda x: x[:, 0], "2-D": lambda x: x[0, 0]}[
-        layout
-    ]
+    reorder = {"bshd": lambda x: x.transpose(1, 2), "3-D": lambda x: x[:, 0], "2-D": lambda x: x[0, 0]}[layout]
     out, lse = attn(*map(reorder, (q, k, v)), **options, layout="bshd" if layout == "bshd" else "bhsd")
     torch.testing.assert_close(out, reorder(expected))
     torch.testing.assert_close(lse, expected_lse if layout == "bshd" else reorder(expected_lse))

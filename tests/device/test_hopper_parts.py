@@ -1,4 +1,4 @@
-"""Parts of the Hopper kernel on the CPU, as in `test_device`: accumulators of wgmma, tiles, rings, turns."""
+"""Parts of the Hopper kernels on the CPU, as in `test_parts`: accumulators of wgmma, scheduler, pipelines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from cute_flash.device.barriers import WARPGROUP_THREADS, Ring, Turns
 from cute_flash.device.epilogue import store_rows
 from cute_flash.device.mask import column_offset
-from cute_flash.device.scheduler import TileQueue
+from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline, WarpgroupOrder
 from cute_flash.device.softmax import LOG2_E, MAX_BLOCK_SUM, THREADS_PER_ROW, Softmax
+from cute_flash.device.tile_scheduler import PersistentTileScheduler
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -170,9 +170,9 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, specula
             for k in cutlass.range_constexpr(steps):
                 softmax.exponentiate_steps(*views, range(k, k + 1), False)
             if cutlass.const_expr(speculative_max):
-                if softmax.is_suspicious(block_sum):
+                if softmax.may_have_outgrown(block_sum):
                     softmax.block_max(as_mn(acc_S), block_max)
-                    if softmax.is_outweighed(block_max, block_sum):
+                    if softmax.must_redo(block_max, block_sum):
                         softmax.raise_max(block_max, acc_O_mn)
                         block_sum.fill(0.0)
                         softmax.exponentiate_steps(*views, range(steps), True)
@@ -204,12 +204,12 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, specula
     assert sums.max() <= MAX_BLOCK_SUM
 
 
-# Tiles of persistent blocks
+# Tiles of persistent CTAs
 
 
 @pytest.fixture
-def queue_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., int]]:
-    """`queue_step(is_shared)(counter, num_tiles, grid, block, index)`: lane 0 asks what comes next.
+def scheduler_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., int]]:
+    """`scheduler_step(is_dynamic)(counter, num_tiles, grid, cta, index)`: lane 0 fetches the next tile.
 
     Returns the next index; with index -1, the first one.
     """
@@ -227,18 +227,18 @@ def queue_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., i
     monkeypatch.setattr(cute.arch, "shuffle_sync", lambda value, lane: value)
     monkeypatch.setattr(cute.arch, "atomic_add", atomic_add)
 
-    def compile_step(is_shared: bool) -> Callable[..., int]:
+    def compile_step(is_dynamic: bool) -> Callable[..., int]:
         @cute.jit
         def program(out, address, num_tiles, grid, block, index):  # type: ignore[no-untyped-def]
             now.update(grid=grid, block=block)
-            queue = TileQueue(num_tiles, address, is_shared)
+            scheduler = PersistentTileScheduler(num_tiles, address, is_dynamic)
             if index < 0:
-                out[0] = queue.first()
+                out[0] = scheduler.first_tile()
             else:
-                following = queue.following(index)
+                following = scheduler.next_tile(index)
                 out[0] = following
                 if following >= num_tiles:
-                    queue.close(following)
+                    scheduler.finish(following)
 
         out = torch.zeros(1, dtype=torch.int32)
         compiled = cute.compile(program, from_dlpack(out), Int64(0), *map(Int32, (0, 0, 0, 0)))
@@ -252,10 +252,10 @@ def queue_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., i
     return compile_step
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_persistent_blocks_do_every_tile_once(queue_step: Any, is_shared: bool) -> None:
-    """Whichever block is ready next, in whatever order; and the counter is left as it was found."""
-    step = queue_step(is_shared)
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_persistent_ctas_compute_every_tile_once(scheduler_step: Any, is_dynamic: bool) -> None:
+    """In whatever order CTAs become free; and the counter is 0 again."""
+    step = scheduler_step(is_dynamic)
     counter = torch.zeros(1, dtype=torch.int32)
     order = random.Random(0)
     for num_tiles, most in itertools.product((1, 2, 3, 7, 20, 41), (1, 2, 3, 5, 8, 19, 132)):
@@ -273,8 +273,8 @@ def test_persistent_blocks_do_every_tile_once(queue_step: Any, is_shared: bool) 
         assert counter.item() == 0
 
 
-def test_a_fast_block_takes_the_tiles_of_a_slow_one(queue_step: Any) -> None:
-    step, counter = queue_step(True), torch.zeros(1, dtype=torch.int32)
+def test_a_fast_cta_takes_the_tiles_of_a_slow_one(scheduler_step: Any) -> None:
+    step, counter = scheduler_step(True), torch.zeros(1, dtype=torch.int32)
     num_tiles, grid, index, done = 10, 2, 0, []
     while index < num_tiles:
         done.append(index)
@@ -286,7 +286,7 @@ def test_a_fast_block_takes_the_tiles_of_a_slow_one(queue_step: Any) -> None:
     assert counter.item() == 0
 
 
-# Rings
+# Pipelines
 
 
 class Barrier:
@@ -300,60 +300,60 @@ class Barrier:
 
 
 @pytest.fixture
-def ring_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[int], list[int]]]:
-    """`ring_waits(stages)(fill)`: stage, barrier and parity waited for by a consumer, and by the producer.
+def pipeline_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[int], list[int]]]:
+    """`pipeline_waits(stages)(iteration)`: stage, barrier and phase that a consumer waits for, and the producer.
 
-    Barriers are numbered: those that tell of full stages from 100 on, of empty ones from 200 on.
+    Barriers are numbered: full ones from 100 on, empty ones from 200 on.
     """
     asked: list[Any] = []
     monkeypatch.setattr(cute.arch, "mbarrier_wait", lambda barrier, parity: asked.extend((barrier, parity)))
 
-    def compile_ring(stages: int) -> Callable[[int], list[int]]:
+    def compile_pipeline(stages: int) -> Callable[[int], list[int]]:
         @cute.jit
-        def program(out, fill):  # type: ignore[no-untyped-def]
+        def program(out, iteration):  # type: ignore[no-untyped-def]
             asked.clear()
-            ring = Ring(Int32(100), Int32(200), stages)
-            ring.wait_full(fill)
-            ring.wait_empty(fill)
-            for i, value in enumerate((ring.stage(fill), *asked)):
+            pipeline = Pipeline(Int32(100), Int32(200), stages)
+            pipeline.wait_full(iteration)
+            pipeline.wait_empty(iteration)
+            for i, value in enumerate((pipeline.stage(iteration), *asked)):
                 out[i] = Int32(value)
 
         out = torch.zeros(5, dtype=torch.int32)
         compiled = cute.compile(program, from_dlpack(out), Int32(0))
 
-        def waits(fill: int) -> list[int]:
-            compiled(from_dlpack(out), Int32(fill))
+        def waits(iteration: int) -> list[int]:
+            compiled(from_dlpack(out), Int32(iteration))
             return out.tolist()
 
         return waits
 
-    return compile_ring
+    return compile_pipeline
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
-def test_rings_wait_for_their_own_fill_and_no_other(ring_waits: Any, stages: int) -> None:
-    waits = ring_waits(stages)
+def test_pipelines_wait_for_their_own_iteration_and_no_other(pipeline_waits: Any, stages: int) -> None:
+    waits = pipeline_waits(stages)
     full, empty = ([Barrier() for _ in range(stages)] for _ in range(2))
-    for fill in range(4 * stages + 1):
-        stage, full_barrier, full_parity, empty_barrier, empty_parity = waits(fill)
-        assert (stage, full_barrier, empty_barrier) == (fill % stages, 100 + stage, 200 + stage)
+    for iteration in range(4 * stages + 1):
+        stage, full_barrier, full_parity, empty_barrier, empty_parity = waits(iteration)
+        assert (stage, full_barrier, empty_barrier) == (iteration % stages, 100 + stage, 200 + stage)
         # The producer is let in at once in the first round, and then by the consumers of this stage alone.
         assert empty[stage].passes(empty_parity)
-        # The consumers see the bytes of this fill, not those of a round before.
+        # The consumers see the bytes of this iteration, not those of a round before.
         assert not full[stage].passes(full_parity)
         full[stage].phases += 1
         assert full[stage].passes(full_parity)
-        next_empty_parity = waits(fill + stages)[4]
+        next_empty_parity = waits(iteration + stages)[4]
         assert not empty[stage].passes(next_empty_parity)
         empty[stage].phases += 1
         assert empty[stage].passes(next_empty_parity)
 
 
-# Turns
+# The order of warpgroups
 
 
-def turns_of(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[list[int]]:
-    """For every warpgroup: the barrier it arrives at when it begins, waits at, and arrives at afterwards.
+def order_events(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[list[int]]:
+    """For every warpgroup: the barrier it arrives at when it starts, waits at, and arrives at afterwards.
 
     -1: none.
     """
@@ -368,8 +368,8 @@ def turns_of(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[list[
 
     @cute.jit
     def program(out, warpgroup):  # type: ignore[no-untyped-def]
-        turns = Turns(1, num_warpgroups, warpgroup)
-        for event, method in enumerate((turns.begin, turns.wait, turns.pass_on)):
+        order = WarpgroupOrder(1, num_warpgroups, warpgroup)
+        for event, method in enumerate((order.start, order.wait, order.arrive)):
             now.update(out=out, warpgroup=warpgroup, event=event)
             method()
 
@@ -380,19 +380,19 @@ def turns_of(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[list[
 
 
 @pytest.mark.parametrize("num_warpgroups", [2, 3])
-def test_warpgroups_take_turns(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> None:
-    events = turns_of(monkeypatch, num_warpgroups)
+def test_warpgroups_pass_in_order(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> None:
+    events = order_events(monkeypatch, num_warpgroups)
     begins, waits, passes = zip(*events, strict=True)
     # A barrier for each, none of them 0, which is the one of all threads.
     assert sorted(waits) == list(range(1, num_warpgroups + 1))
-    # One turn is in the ring, and it goes round.
+    # One warpgroup passes at a time, and they pass in a circle.
     assert [begun for begun in begins if begun != -1] == [waits[0]]
-    turn, order = waits[0], []
+    barrier, order = waits[0], []
     for _ in range(3 * num_warpgroups):
-        order.append(waits.index(turn))
-        turn = passes[order[-1]]
+        order.append(waits.index(barrier))
+        barrier = passes[order[-1]]
     assert order == list(range(num_warpgroups)) * 3
 
 
 def test_a_warpgroup_alone_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert turns_of(monkeypatch, 1) == [[-1, -1, -1]]
+    assert order_events(monkeypatch, 1) == [[-1, -1, -1]]

@@ -15,17 +15,17 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cute_flash.kernels.fwd_sm80 import FwdSm80
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
+from cute_flash.device.band import Band
 from cute_flash.device.copies import RowTiles, plain_row_copy
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.scheduler import TileOrder
 from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
+from cute_flash.device.tile_scheduler import StaticTileScheduler
 from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.kernels.sm80.fwd import FwdSm80
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
-from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Static
 
 # Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
@@ -42,60 +42,60 @@ def tiled_mma(tile: FwdTileSm80):  # type: ignore[no-untyped-def]
 # The grid
 
 
-def decoded(
-    shape: tuple[int, int, int], section: int, longest_first: bool, shares_batch: bool
+def tile_coords(
+    shape: tuple[int, int, int], heads_per_l2_group: int, longest_first: bool, batch_is_inner: bool
 ) -> list[tuple[int, int, int]]:
-    """(m_block, head, batch) of every block of the grid, in launch order."""
+    """(m_block, head, batch) of every CTA of the grid, in launch order."""
     num_m_blocks, heads, batch = shape
 
     @cute.jit
-    def program(out, num_m_blocks, heads, batch, section, shares):  # type: ignore[no-untyped-def]
-        order = TileOrder(num_m_blocks, heads, batch, section, longest_first, shares == 1)
+    def program(out, num_m_blocks, heads, batch, group, is_inner):  # type: ignore[no-untyped-def]
+        scheduler = StaticTileScheduler(num_m_blocks, heads, batch, group, longest_first, is_inner == 1)
         for i in range(out.shape[0]):
-            m_block, head, batch_index = order.decode(Int32(i))
+            m_block, head, batch_index = scheduler.tile_coord(Int32(i))
             out[i, 0], out[i, 1], out[i, 2] = m_block, head, batch_index
 
     out = torch.full((num_m_blocks * heads * batch, 3), -1, dtype=torch.int32)
-    program(from_dlpack(out), *map(Int32, (num_m_blocks, heads, batch, section, shares_batch)))
+    program(from_dlpack(out), *map(Int32, (num_m_blocks, heads, batch, heads_per_l2_group, batch_is_inner)))
     return [tuple(row) for row in out.tolist()]
 
 
 def expected_order(
-    shape: tuple[int, int, int], section: int, longest_first: bool, shares_batch: bool
+    shape: tuple[int, int, int], heads_per_l2_group: int, longest_first: bool, batch_is_inner: bool
 ) -> list[tuple[int, int, int]]:
-    """Section by section; in a section row tile by row tile, and the heads of the section side by side; those
-    of one head in all of the batch, if that shares what they read.
+    """L2 group by L2 group; in a group row tile by row tile, and then the heads of the group. `batch_is_inner`: heads
+    are ordered by head, and then by batch.
     """
     num_m_blocks, heads, batch = shape
     pairs = [(head, b) for b in range(batch) for head in range(heads)]
-    pairs = sorted(pairs) if shares_batch else pairs
+    pairs = sorted(pairs) if batch_is_inner else pairs
     tiles = range(num_m_blocks)[::-1] if longest_first else range(num_m_blocks)
     return [
         (m_block, head, b)
-        for first in range(0, len(pairs), section)
+        for first in range(0, len(pairs), heads_per_l2_group)
         for m_block in tiles
-        for head, b in pairs[first : first + section]
+        for head, b in pairs[first : first + heads_per_l2_group]
     ]
 
 
-@pytest.mark.parametrize("shares_batch", [False, True])
+@pytest.mark.parametrize("batch_is_inner", [False, True])
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "sections"),
+    ("shape", "groups"),
     [((3, 4, 2), (1, 3, 4, 5, 8)), ((1, 1, 1), (1,)), ((5, 3, 3), (2, 9)), ((2, 7, 1), (7, 4))],
 )
 def test_grid_order(
     monkeypatch: pytest.MonkeyPatch,
     shape: tuple[int, int, int],
-    sections: tuple[int, ...],
+    groups: tuple[int, ...],
     longest_first: bool,
-    shares_batch: bool,
+    batch_is_inner: bool,
 ) -> None:
     # A hint to the compiler: every thread of a warp holds the same value.
     monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
-    for section in sections:
-        found = decoded(shape, section, longest_first, shares_batch)
-        assert found == expected_order(shape, section, longest_first, shares_batch)
+    for group in groups:
+        found = tile_coords(shape, group, longest_first, batch_is_inner)
+        assert found == expected_order(shape, group, longest_first, batch_is_inner)
         assert sorted(found) == sorted(itertools.product(*map(range, shape)))
 
 
@@ -157,9 +157,7 @@ def test_probabilities_are_an_operand_where_they_are(tile: FwdTileSm80) -> None:
 # The mask
 
 
-def masked_tile(
-    tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool = False
-) -> Callable[..., torch.Tensor]:
+def masked_tile(tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool = False) -> Callable[..., torch.Tensor]:
     """`f(sq, sk, left, right, first_row, first_col)`: a tile of ones after all threads have masked theirs."""
 
     @cute.jit
@@ -328,9 +326,7 @@ def test_constants_of_the_softmax() -> None:
 
 
 @pytest.mark.parametrize("check_rows", [False, True])
-@pytest.mark.parametrize(
-    ("tile", "head_dim"), [(TILES[0], 64), (TILES[0], 40), (TILES[1], 72), (TILES[1], 8)]
-)
+@pytest.mark.parametrize(("tile", "head_dim"), [(TILES[0], 64), (TILES[0], 40), (TILES[1], 72), (TILES[1], 8)])
 def test_copies_stay_inside_the_matrix(tile: FwdTileSm80, head_dim: int, check_rows: bool) -> None:
     """Every vector of the tile is one thread's, and is copied where it lies inside the matrix."""
     row_elements = 64 if tile.head_dim % 64 == 0 else 32

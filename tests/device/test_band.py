@@ -1,0 +1,106 @@
+"""The band on traced integers, and the iterators over its blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_flash.device.band import Band
+from cute_flash.device.block_iterator import BlockIterator, OutwardBlockIterator
+from cute_flash.spec import band as spec
+from cute_flash.spec.band import BlockRange
+
+RANGES = [
+    BlockRange(begin, full_begin, full_end, end)
+    for begin, full_begin, full_end, end in itertools.combinations_with_replacement(range(6), 4)
+]
+
+
+@pytest.mark.parametrize("ascends", [False, True])
+def test_iterators_visit_every_block_once_and_know_which_need_a_mask(ascends: bool) -> None:
+    for blocks in RANGES:
+        found = BlockIterator.of(blocks, ascends)
+        visited = [found.block(i) for i in range(found.num)]
+        assert visited == sorted(range(blocks.begin, blocks.end), reverse=not ascends)
+        full = set(range(blocks.full_begin, blocks.full_end))
+        assert {found.block(i) for i in range(found.full_begin, found.full_end)} == full
+        assert [found.is_masked(i) for i in range(found.num)] == [block not in full for block in visited]
+        if visited:
+            assert found.starts_masked() == (visited[0] not in full)
+
+
+def test_outward_iterators_start_at_a_block() -> None:
+    """Of an unbounded band, whose last block alone may need a mask."""
+    for num, has_tail, start in itertools.product(range(1, 6), (False, True), range(7)):
+        blocks = BlockRange(0, 0, num - has_tail, num)
+        found = OutwardBlockIterator.of(blocks, start)
+        first = min(start, num - 1)
+        visited = [found.block(i) for i in range(found.num)]
+        assert visited == [*range(first, -1, -1), *range(first + 1, num)]
+        masked = [found.is_masked(i) for i in range(num)]
+        assert masked == [block >= blocks.full_end for block in visited]
+        assert found.starts_masked() == masked[0]
+        # The loops after the first block: full ones up to `full_end`, then the masked one.
+        assert masked[1:] == [i >= found.full_end for i in range(1, num)]
+
+
+# One traced program per tile size runs all cases: (m_block, sq, sk, left, right) in, and out come six numbers
+# for each of the four ways in which the sides can be present.
+PRESENCE = ((False, False), (False, True), (True, False), (True, True))
+
+
+def traced_cases(tile_m: int) -> list[tuple[int, int, int, int, int]]:
+    lengths = (1, 4, 13, 29)
+    return [
+        (m_block, sq, sk, left, right)
+        for sq, sk in itertools.product(lengths, (0, *lengths))
+        for left, right in ((0, 0), (3, 0), (0, 5), (7, 2), (40, 40))
+        for m_block in range(-(-sq // tile_m))
+    ]
+
+
+def traced_results(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
+    """(len(cases), 4, 6): lo and hi of the tile's first row, then its block range, from traced Int32s."""
+
+    def one_case(case, out, presence: int) -> None:  # type: ignore[no-untyped-def]
+        m_block, sq, sk, left, right = case
+        has_left, has_right = PRESENCE[presence]
+        band = Band(left if has_left else None, right if has_right else None)
+        found = band.blocks(m_block, tile_m, tile_n, sq, sk)
+        row = m_block * tile_m
+        bounds = (band.lo(row, sq, sk), band.hi(row, sq, sk))
+        for column, value in enumerate((*bounds, found.begin, found.full_begin, found.full_end, found.end)):
+            out[6 * presence + column] = cutlass.Int32(value)
+
+    # Annotations are values, not strings, to the DSL: this function takes its types from the arguments.
+    @cute.jit
+    def program(cases, out):  # type: ignore[no-untyped-def]
+        for c in range(cases.shape[0]):
+            case = [cases[c, column] for column in range(5)]
+            for presence in cutlass.range_constexpr(4):
+                one_case(case, out[c, None], presence)
+
+    results = torch.full((len(cases), 24), -1, dtype=torch.int32)
+    program(from_dlpack(cases), from_dlpack(results))
+    return results.view(len(cases), 4, 6)
+
+
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 8), (8, 3)])
+def test_traced_integers_agree_with_python(tile_m: int, tile_n: int) -> None:
+    cases = traced_cases(tile_m)
+    results = traced_results(torch.tensor(cases, dtype=torch.int32), tile_m, tile_n)
+    for (m_block, sq, sk, left, right), found in zip(cases, results.tolist(), strict=True):
+        for (has_left, has_right), numbers in zip(PRESENCE, found, strict=True):
+            band = spec.Band(left if has_left else None, right if has_right else None)
+            row = m_block * tile_m
+            blocks = band.blocks(m_block, tile_m, tile_n, sq, sk)
+            bounds = [band.lo(row, sq, sk), band.hi(row, sq, sk)]
+            assert numbers == [*bounds, blocks.begin, blocks.full_begin, blocks.full_end, blocks.end]

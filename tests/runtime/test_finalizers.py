@@ -1,0 +1,86 @@
+"""Gradients of slopes and sinks from what the kernels leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_flash.planning.varlen import num_padded_blocks, padded_block
+from cute_flash.runtime.finalizers import alibi_gradient, bias_gradient, num_blind_queries, sinks_gradient
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
+from cute_flash.spec.problem import Problem
+from tests.lengths import Lengths
+from tests.runtime.calls import normal, plain
+
+TILE_N, WARPS = 64, 4
+
+
+def problem_of(lengths: Lengths, heads: int) -> Problem:
+    return Problem(len(lengths.keys), heads, heads, *lengths.totals, 16, varlen=True)
+
+
+def test_the_gradient_of_slopes_is_a_sum_over_the_blocks_of_each_sequence() -> None:
+    keys = [300, 0, 1, 64, 63, 0, 129]
+    lengths = Lengths(keys, keys, None, (9, 100))
+    blocks = num_padded_blocks(lengths.totals[1], TILE_N, len(keys))
+    partial = torch.zeros(1, 3, blocks, WARPS)
+    expected = torch.zeros(len(keys), 3)
+    for b, (begin, count) in enumerate(zip(lengths.cu_k.tolist(), keys, strict=False)):
+        first, num = padded_block(begin, b, TILE_N), -(-count // TILE_N)
+        assert not partial[:, :, first : first + num].any(), "two sequences in one place"
+        partial[:, :, first : first + num] = normal(1, 3, num, WARPS, seed=b, dtype=torch.float32)
+        expected[b] = partial[0, :, first : first + num].sum(dim=(1, 2))
+
+    def gradient(slopes: torch.Tensor) -> torch.Tensor:
+        args = plain(right=0, alibi=slopes, **lengths.args())
+        return alibi_gradient(args, problem_of(lengths, 3), partial.flatten(2), TILE_N, WARPS)
+
+    torch.testing.assert_close(gradient(torch.zeros(len(keys), 3)), expected)
+    torch.testing.assert_close(gradient(torch.zeros(3)), expected.sum(dim=0))
+    # A NaN stays in its sequence.
+    partial[:, :, 0] = torch.nan
+    found = gradient(torch.zeros(len(keys), 3))
+    assert found[0].isnan().all()
+    torch.testing.assert_close(found[1:], expected[1:])
+
+
+def test_the_gradient_of_dense_slopes() -> None:
+    partial, problem = normal(2, 3, 20, dtype=torch.float32), Problem(2, 3, 3, 7, 9, 16)
+    by_batch = alibi_gradient(plain(alibi=torch.zeros(2, 3)), problem, partial, TILE_N, WARPS)
+    torch.testing.assert_close(by_batch, partial.sum(dim=2))
+    shared = alibi_gradient(plain(alibi=torch.zeros(3).half()), problem, partial, TILE_N, WARPS)
+    assert shared.dtype == torch.float16
+    torch.testing.assert_close(shared, partial.sum(dim=(0, 2)).half())
+
+
+@pytest.mark.parametrize("offsets", [[0, 100, 50, 557], [0, 9999, 9999, 3], [7, 7, -5, 9], [500, 0, 500, 0]])
+def test_wrong_offsets_stay_within_the_tensors(offsets: list[int]) -> None:
+    wrong, total = torch.tensor(offsets).int(), 557
+    blocks, problem = num_padded_blocks(total, TILE_N, 3), Problem(3, 2, 2, total, total, 16, varlen=True)
+    args = AttentionArgs(scale=0.3, window_right=0, cu_seqlens_q=wrong, cu_seqlens_k=wrong)
+    slopes = args._replace(alibi=torch.zeros(3, 2))
+    assert alibi_gradient(slopes, problem, torch.ones(1, 2, blocks * WARPS), TILE_N, WARPS).shape == (3, 2)
+    lse, delta = torch.zeros(2, total), torch.ones(1, 2, blocks * TILE_N)
+    dsinks = sinks_gradient(args._replace(sinks=torch.zeros(2)), problem, lse, delta, None, TILE_N)
+    assert dsinks.shape == (2,) and dsinks.isfinite().all()
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(7, 9), (9, 4), (5, 0), (3, 3)])
+@pytest.mark.parametrize("right", [None, 0, 2, 100])
+def test_queries_that_see_no_key_are_the_first_ones(sq: int, sk: int, right: int | None) -> None:
+    problem = replace(Problem(1, 2, 2, sq, sk, 16), band=Band(None, right))
+    blind = [problem.band.hi(i, sq, sk) == 0 for i in range(sq)]
+    assert blind == [i < num_blind_queries(problem) for i in range(sq)]
+
+
+def test_the_gradient_of_a_broadcast_bias_is_a_sum() -> None:
+    whole = normal(2, 3, 4, 5, dtype=torch.float32)
+    for shape in ((2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 1, 5), (1, 1, 1, 1)):
+        bias = torch.zeros(shape, dtype=torch.bfloat16)
+        shared = [i for i in range(4) if shape[i] == 1]
+        expected = (whole.sum(dim=shared, keepdim=True) if shared else whole).bfloat16()
+        found = bias_gradient(plain(bias=bias), whole)
+        assert found.dtype == bias.dtype and torch.equal(found, expected)

@@ -1,0 +1,435 @@
+"""Calls with user mods, a bias and block masks up to their launches, on CPU tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_flash import BlockMask, UnsupportedError, masks
+from cute_flash.reference import cpu
+from cute_flash.runtime import launcher
+from cute_flash.runtime.gpu import bound
+from cute_flash.score_mod.bound import Graphs
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.features import BIAS
+from cute_flash.spec.problem import Problem
+from tests.arguments import call_args
+from tests.combinations import RNG
+from tests.fakes.gpu import FakeGpu
+from tests.lengths import Lengths
+from tests.mod_cases import Case as ModCase
+from tests.mod_cases import Kind, Sizes
+from tests.runtime.calls import inputs, normal, plain, run_backward, run_forward
+
+B, H, HKV, SQ, SK, D = 2, 4, 2, 150, 333, 16
+FACTORS = normal(H, seed=11, dtype=torch.float32)
+TABLE = normal(H, 40, seed=12, dtype=torch.float64)
+OF_KEYS = normal(SK, seed=13, dtype=torch.bfloat16)
+ONE = torch.tensor(0.7)
+IDS = torch.arange(SK) // 60
+FLAGS = torch.arange(SK) % 3 > 0
+CAP, STEP = 3.0, 2
+
+
+def capped(score, b, h, q, kv):
+    return CAP * torch.tanh(score * FACTORS[h] / CAP) + ONE
+
+
+def with_tables(score, b, h, q, kv):
+    return score + TABLE[h, (q - kv).abs() // STEP] - OF_KEYS[kv] * ONE
+
+
+def doubled(grad, score, b, h, q, kv):
+    return grad * 2.0 * FACTORS[h]
+
+
+def documents(b, h, q, kv):
+    return (IDS[q + 100] == IDS[kv]) & FLAGS[kv]
+
+
+def by_head(b, h, q, kv):
+    return (kv + h * 40 < q + 128) | (b == 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    score_mod: Callable | None = None
+    mask_mod: Callable | None = None
+    bias: tuple[int, ...] | None = None
+    bias_dtype: torch.dtype = torch.bfloat16
+    score_mod_bwd: Callable | None = None
+    has_block_mask: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def args(self, tensors: list[Tensor], **fields: Any) -> AttentionArgs:
+        """With gradients of the bias and of floating-point captures of score_mod."""
+        bias = None
+        if self.bias is not None:
+            bias = normal(*self.bias, seed=9, dtype=torch.float32).to(self.bias_dtype).requires_grad_()
+        args = call_args(
+            tensors[0], bias=bias, score_mod=self.score_mod, mask_mod=self.mask_mod,
+            score_mod_bwd=self.score_mod_bwd, block_mask=self.block_mask(tensors),
+            **{**self.fields, **fields},
+        )._replace(scale=0.3, window_left=self.window[0], window_right=self.window[1])  # fmt: skip
+        num = 0 if args.mods.score is None else len(args.mods.score.captures)
+        needs = [i < num and x.is_floating_point() for i, x in enumerate(args.captures)]
+        return args._replace(needs_grad=(bias is not None, *needs), bias=None if bias is None else args.bias.detach())
+
+    def block_mask(self, tensors: list[Tensor]) -> BlockMask | None:
+        if not self.has_block_mask:
+            return None
+        sizes = tensors[0].shape[2], tensors[1].shape[2]
+        if self.mask_mod is not None:
+            return BlockMask.of(self.mask_mod, (B, H, *sizes))
+        # Blocks of all kinds; mask_mod is not evaluated.
+        generator = torch.Generator().manual_seed(5)
+        blocks = tuple(-(-n // 128) for n in sizes)
+        status = torch.randint(0, 3, (1, H, *blocks), generator=generator).to(torch.uint8)
+        status[..., -1].clamp_(max=1)
+        return BlockMask.of_status(status, 128, 128, *sizes)
+
+
+FEATURES = {
+    "softcap": 2.0,
+    "alibi": torch.tensor([0.1, 0.2, -0.1, 0.0]),
+    "dropout": 0.3,
+    "rng": torch.tensor(RNG),
+    "sinks": torch.tensor([0.3, 1.0, 0.0, -2.0]),
+}
+CASES = {
+    "capped": Case(capped),
+    "tables": Case(with_tables, window=(None, 0)),
+    "own gradient": Case(capped, score_mod_bwd=doubled),
+    "documents": Case(None, documents),
+    "full bias": Case(bias=(B, H, SQ, SK)),
+    "full bias, causal": Case(bias=(B, H, SQ, SK), window=(None, 0), bias_dtype=torch.float32),
+    "double bias": Case(bias=(B, H, SQ, SK), bias_dtype=torch.float64),
+    "bias of heads": Case(bias=(1, H, SQ, SK)),
+    "bias of keys": Case(bias=(B, 1, 1, SK), bias_dtype=torch.float16),
+    "bias of queries": Case(bias=(1, 1, SQ, 1), bias_dtype=torch.float32),
+    "bias of few dimensions": Case(bias=(SQ, SK)),
+    "all": Case(with_tables, documents, (1, H, SQ, SK), fields=FEATURES, window=(100, 20)),
+    "documents, block mask": Case(None, documents, has_block_mask=True),
+    "heads, block mask": Case(None, by_head, has_block_mask=True, window=(None, 30)),
+    "all, block mask": Case(with_tables, by_head, (B, 1, SQ, SK), fields=FEATURES, has_block_mask=True),
+    "block mask alone": Case(has_block_mask=True),
+}
+
+
+def tensors() -> list[Tensor]:
+    return [normal(B, heads, s, D, seed=i) for i, (heads, s) in enumerate(((H, SQ), (HKV, SK), (HKV, SK)))]
+
+
+# ---- forward
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(gpu: FakeGpu, name: str) -> None:
+    args = CASES[name].args(tensors())
+    run_forward(tensors(), args)
+    static = gpu.main.key.static
+    assert gpu.main.kernel == f"fwd_{gpu.family}" and static.has_mods
+    assert static.block_sparse == bool(args.block_mask)
+    # Gradients are no part of the forward kernel.
+    assert static.mods.graphs == Graphs(args.mods.score, args.mods.mask)
+    assert static.mods == static.mods.for_forward
+
+
+def test_arguments(gpu: FakeGpu) -> None:
+    kind = Kind(64, score="gated", mask="by_head", bias=torch.bfloat16, has_block_mask=True)
+    case = ModCase(kind, Sizes(2, 4, 2, 300, 200), device="cpu")
+    run_forward(list(case.inputs()), case.args())
+    launch = gpu.main
+    assert launch["bias"].shape == (2, 4, 300, 200) and launch["scalars"] == [40]
+    assert [x.dtype for x in launch["captures"]] == [
+        torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.uint8,
+    ]  # fmt: skip
+    # A single value is passed as a row of one.
+    assert [x.dim() for x in launch["captures"]] == [2, 1, 1, 1, 2]
+    assert [tuple(x.shape) for x in launch["block_indices"]] == [(2, 4, 3), (2, 4, 3, 2)] * 2
+    mods = launch.key.static.mods
+    assert (mods.bias_dtype, mods.bias_paired_loads, mods.block_mask_tile) == ("bfloat16", True, (128, 128))
+
+
+def test_values_of_captures_compile_nothing(gpu: FakeGpu) -> None:
+    for scale in (0.3, -0.7):
+        table, width = normal(H, seed=int(10 * scale) + 20, dtype=torch.float32), 3 + int(10 * abs(scale))
+
+        def score_mod(score, b, h, q, kv, table=table):
+            return score * table[h]
+
+        args = call_args(tensors()[0], score_mod=score_mod, mask_mod=masks.sliding_window(width))
+        run_forward(tensors(), args._replace(scale=scale))
+    assert len(gpu.keys) == 1
+
+
+def test_rows_of_a_bias_are_within_reach_of_each_other() -> None:
+    sizes = (2, 4, 300, 200)
+    assert BIAS.value is not None
+    problem = Problem(2, 4, 2, 300, 200, 64)
+    for stride, expected in ((1 << 30, 200), (1 << 29, 1 << 29)):
+        bias = torch.empty_strided(sizes, (8, 1 << 45, stride, 1), dtype=torch.bfloat16, device="meta")
+        assert BIAS.value(plain(bias=bias), problem).stride(2) == expected
+
+
+PAIRS = {
+    "fp32": (torch.zeros(2, 4, 3, 8), True),
+    "16 bits": (torch.zeros(2, 4, 3, 8).bfloat16(), True),
+    "one row": (torch.zeros(1, 1, 1, 8), True),
+    "even rows": (torch.zeros(2, 4, 3, 10)[..., :8], True),
+    "odd rows": (torch.zeros(2, 4, 3, 9)[..., :8], False),
+    "begins between pairs": (torch.zeros(2, 4, 3, 10)[..., 1:9], False),
+    "columns": (torch.zeros(2, 4, 8, 3).mT, False),
+    "one column": (torch.zeros(2, 4, 3, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_keys_of_a_bias_are_loaded_together_where_aligned(sm_90: FakeGpu, name: str) -> None:
+    bias, expected = PAIRS[name]
+    q, k = normal(2, 4, 3, 16), normal(2, 4, 8, 16)
+    run_forward([q, k, k], plain(bias=bias))
+    assert sm_90.main.key.static.mods.bias_paired_loads == expected
+    # An odd number of keys ends with half a pair.
+    run_forward([q, k[:, :, :7], k[:, :, :7]], plain(bias=bias[..., : min(7, bias.shape[3])]))
+    assert not sm_90.main.key.static.mods.bias_paired_loads
+
+
+def test_tma_loads_a_bias_of_aligned_rows(sm_90: FakeGpu) -> None:
+    q, k = normal(2, 4, 30, 64), normal(2, 4, 64, 64)
+    whole = torch.zeros(2, 4, 30, 72).bfloat16()
+    calls: dict[str, tuple[Tensor, dict[str, Any], bool]] = {
+        "aligned": (whole[..., :64], {}, True),
+        "rows of 66": (torch.zeros(2, 4, 30, 66).bfloat16()[..., :64], {}, False),
+        "fp32": (whole.float()[..., :64], {}, False),
+        "one row": (whole[:, :, :1, :64], {}, False),
+        "begins between 16 bytes": (whole[..., 2:66], {}, False),
+        "tiles may not differ": (whole[..., :64], {"batch_invariant": True, "deterministic": True}, False),
+    }
+    for name, (bias, fields, expected) in calls.items():
+        launcher.forward(q, k, k, plain(bias=bias, **fields))
+        assert sm_90.main.key.static.mods.bias_tma == expected, name
+
+
+# ---- backward
+
+
+def run_gradients(case: Case, inputs: list[Tensor] | None = None, has_dlse: bool = False, **fields: Any) -> Any:
+    inputs = tensors() if inputs is None else inputs
+    dlse = normal(*inputs[0].shape[:3], seed=6, dtype=torch.float32) if has_dlse else None
+    return run_backward(inputs, case.args(inputs, **fields), dlse=dlse, atol=0.03)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients(gpu: FakeGpu, case: Case) -> None:
+    for has_dlse in (False, True):
+        run_gradients(case, has_dlse=has_dlse)
+    assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main.key.static.has_mods
+    num = len(gpu.keys)
+    run_gradients(case)
+    assert len(gpu.keys) == num, "known signatures"
+
+
+def test_wide_heads_are_computed_by_mma_sync(gpu: FakeGpu) -> None:
+    inputs = [normal(1, 2, 40, 192, seed=i) for i in range(3)]
+    run_gradients(Case(None, by_head, (1, 1, 40, 40)), inputs)
+    assert gpu.main.kernel == "bwd_sm80"
+
+
+def test_deterministic(gpu: FakeGpu) -> None:
+    for name in ("bias of keys", "bias of heads", "full bias", "documents"):
+        run_gradients(CASES[name], deterministic=True)
+        assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_semaphore"] is not None
+        assert not gpu.main.key.static.mods.dbias_accumulates
+    for name, what in (("tables", "the captured tensors of score_mod"), ("documents, block mask", "a block_mask")):
+        with pytest.raises(UnsupportedError, match=f"deterministic gradients with {what}"):
+            run_gradients(CASES[name], deterministic=True)
+
+
+def test_nothing_to_launch(gpu: FakeGpu) -> None:
+    inputs = tensors()
+    inputs[0] = inputs[0][:, :, :0]
+    grads = run_gradients(Case(with_tables, bias=(B, H, 1, SK)), inputs)
+    assert gpu.launches == [] and not grads[5].any()
+
+
+def test_block_masks_of_other_blocks_are_refused(gpu: FakeGpu) -> None:
+    block_mask = BlockMask.of(by_head, (B, H, SQ, SK), tile=(96, 96))
+    args = call_args(tensors()[0], mask_mod=by_head, block_mask=block_mask)
+    with pytest.raises(UnsupportedError, match=r"block_mask of blocks of 96 x 96"):
+        run_backward(tensors(), args)
+
+
+def test_block_indices_are_computed_once(gpu: FakeGpu) -> None:
+    args = Case(None, by_head, has_block_mask=True).args(tensors())
+    lists = []
+    for _ in range(2):
+        run_forward(tensors(), args)
+        lists.append(gpu.main["block_indices"])
+        run_backward(tensors(), args)
+        lists.append(gpu.main["block_indices"])
+    assert lists[0] is lists[2] and lists[1] is lists[3]
+
+
+def test_varlen_gradients_with_mods_are_refused(gpu: FakeGpu) -> None:
+    lengths = Lengths([5, 6], [7, 8])
+    q, k, v = (normal(n, 2, 16, seed=i) for i, n in enumerate((11, 15, 15)))
+    args = call_args(q, mask_mod=masks.causal(), **lengths.args())
+    run_forward([q, k, v], args)
+    with pytest.raises(UnsupportedError, match="the gradient of attn_varlen with mask_mod on cuda"):
+        run_backward([q, k, v], args)
+
+
+# ---- signatures
+
+ONE_CALL = Case(with_tables, masks.causal(), (1, H, SQ, SK), torch.float32)
+
+
+def right(**fields: Any) -> tuple[list[Tensor], AttentionArgs]:
+    """A call with a bias, captures and a block mask of every batch and head."""
+    args = ONE_CALL.args(tensors(), **fields)
+    return tensors(), with_block_mask(block_mask_of())(args)
+
+
+def block_mask_of(batch: int = B, heads: int = H, sq: int = SQ, sk: int = SK) -> BlockMask:
+    one = BlockMask.of(masks.causal(), (batch, heads, sq, sk))
+    return BlockMask.of_status(one.status.expand(batch, heads, -1, -1), 128, 128, sq, sk)
+
+
+def with_block_mask(mask: BlockMask) -> Callable[[AttentionArgs], AttentionArgs]:
+    return with_args(block_mask=mask.tensors, block_mask_sizes=mask.sizes)
+
+
+def moved(mask: BlockMask, device: str) -> BlockMask:
+    return BlockMask.of_tensors([x.to(device) for x in mask.tensors], list(mask.sizes))
+
+
+def with_args(**fields: Any) -> Callable[[AttentionArgs], AttentionArgs]:
+    return lambda args: args._replace(**fields)
+
+
+def with_bias(change: Callable[[Tensor], Tensor]) -> Callable[[AttentionArgs], AttentionArgs]:
+    return lambda args: args._replace(bias=change(args.bias))  # type: ignore[arg-type]
+
+
+def with_tensor(position: int, change: Callable[[Tensor], Tensor]) -> tuple[int, Callable[[Tensor], Tensor]]:
+    return position, change
+
+
+META = [x.to("meta") for x in ONE_CALL.args(tensors()).captures]
+# Each differs in one thing from a call that is right.
+WRONG: dict[str, tuple[Any, str]] = {
+    "bias of more keys": (with_bias(lambda x: torch.cat([x, x], 3)), "does not broadcast with"),
+    "bias of fewer queries": (with_bias(lambda x: x[:, :, 1:]), "does not broadcast with"),
+    "bias of two heads": (with_bias(lambda x: x[:, :2]), "does not broadcast with"),
+    "bias of three batches": (with_bias(lambda x: x.expand(3, -1, -1, -1)), "does not broadcast with"),
+    "bias of ints": (with_bias(lambda x: x.to(torch.int64)), "bias is torch.int64"),
+    "bias elsewhere": (with_bias(lambda x: x.to("meta")), "bias is on meta"),
+    "block mask of more queries": (with_block_mask(block_mask_of(sq=SQ + 1)), f"block_mask is of {SQ + 1} queries"),
+    "block mask of fewer keys": (with_block_mask(block_mask_of(sk=SK - 10)), f"and {SK - 10} keys"),
+    "block mask of three batches": (with_block_mask(block_mask_of(batch=3)), "block_mask has batch=3"),
+    "block mask of two heads": (with_block_mask(block_mask_of(heads=2)), "block_mask has heads=2"),
+    "block mask elsewhere": (with_block_mask(moved(block_mask_of(), "meta")), "block_mask is on meta"),
+    "captures elsewhere": (with_args(captures=tuple(META)), "a captured tensor is on meta"),
+    "k of another dtype": (with_tensor(1, Tensor.half), "k is torch.float16 and q is torch.bfloat16"),
+    "v of another dtype": (with_tensor(2, Tensor.float), "v is torch.float32 and q is torch.bfloat16"),
+    "k of other lengths": (with_tensor(1, lambda x: x[:, :, 1:]), "all but the last must agree"),
+    "q of fewer heads": (with_tensor(0, lambda x: x[:, :3]), "q has 3 heads"),
+    "q of fewer queries": (with_tensor(0, lambda x: x[:, :, 1:]), "does not broadcast with"),
+    "q of another width": (with_tensor(0, lambda x: x[..., :8]), "batch and head dim must agree"),
+    "scale of NaN": (with_args(scale=float("nan")), "scale=nan is not finite"),
+    "a negative window": (with_args(window_left=-1), "window left=-1 is negative"),
+    "a negative softcap": (with_args(softcap=-1.0), "softcap=-1.0"),
+    "slopes of two heads": (with_args(alibi=torch.ones(2)), "alibi has shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_are_refused_after_a_right_one(gpu: FakeGpu, name: str) -> None:
+    change, message = WRONG[name]
+    qkv, args = right()
+    out, lse, _ = run_forward(qkv, args)
+    if isinstance(change, tuple):
+        qkv[change[0]] = change[1](qkv[change[0]])
+    else:
+        args = change(args)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            launcher.forward(*qkv, args)
+        with pytest.raises(ValueError, match=message):
+            launcher.backward(out, None, *qkv, out, lse, args)
+    assert len(gpu.launches) == 1, "nothing was launched"
+    run_forward(*right())
+
+
+def test_right_calls_are_bound_once(gpu: FakeGpu) -> None:
+    qkv, args = right()
+    run_forward(qkv, args)
+    # Other values, of the same shapes.
+    for other in (
+        with_bias(torch.neg)(args),
+        with_args(captures=tuple(-x if x.is_floating_point() else x for x in args.captures))(args),
+        with_block_mask(block_mask_of())(args),
+    ):
+        run_forward(qkv, other)
+    assert len(bound) == len(gpu.keys) == 1
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(H + 1), torch.ones(H, device="meta")], ids=["longer", "elsewhere"])
+def test_slopes_are_in_the_signature(gpu: FakeGpu, wrong: Tensor) -> None:
+    run_forward(*right(alibi=torch.ones(H)))
+    with pytest.raises(ValueError, match="alibi"):
+        launcher.forward(*right()[0], right(alibi=wrong)[1])
+
+
+def test_a_bias_and_a_block_mask_of_varlen_batches_are_refused(gpu: FakeGpu) -> None:
+    q, k, v = (normal(10, heads, D, seed=i) for i, heads in enumerate((H, HKV, HKV)))
+    offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
+    for name, fields in (("bias", {"bias": torch.ones(1)}), ("block_mask", {"block_mask": block_mask_of()})):
+        args = call_args(q, **fields, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        with pytest.raises(UnsupportedError, match=f"{name} of varlen sequences"):
+            launcher.forward(q, k, v, args)
+
+
+def test_calls_that_differ_in_one_thing_have_signatures_of_their_own(gpu: FakeGpu) -> None:
+    qkv = inputs()
+    heads, sq, sk = qkv[0].shape[1], qkv[0].shape[2], qkv[1].shape[2]
+    bias, table = normal(heads, 1, sk, dtype=torch.float32), normal(heads, sk, dtype=torch.float32)
+    some_fields: tuple[dict[str, Any], ...] = ({}, {"window_left": 3}, {"softcap": 1.0}, {"return_max_logit": True})
+    biases = (None, bias, bias.half(), bias.clone().requires_grad_())
+    tables = (None, table, table.half(), table.clone().requires_grad_())
+    mask = BlockMask.of(masks.causal(), (2, heads, sq, sk))
+    calls = []
+    for fields, own_bias, own_table, block_mask in itertools.product(some_fields, biases, tables, (None, mask)):
+        score_mod = None
+
+        if own_table is not None:
+
+            def score_mod(score, b, h, q, kv, table=own_table):
+                return score + table[h, kv]
+
+        calls.append(
+            call_args(
+                qkv[0], bias=own_bias, score_mod=score_mod, mask_mod=masks.causal(), block_mask=block_mask, **fields
+            )
+        )
+    with torch.no_grad():
+        for _ in range(2):
+            for args in calls:
+                run_forward(qkv, args)
+    assert len(bound) == len(calls)
+
+
+def test_gradients_of_large_captures_are_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "MAX_CAPTURE_ELEMENTS", 3)
+    args = Case(capped).args(tensors())
+    out, lse, _ = cpu.forward(*tensors(), args)
+    with pytest.raises(UnsupportedError, match="the gradient of a captured tensor of more than 3 elements"):
+        launcher.backward(out, None, *tensors(), out, lse, args)

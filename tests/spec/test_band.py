@@ -1,0 +1,68 @@
+"""The band against its definition, key by key; `tests/device/test_band.py` has it on traced integers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cute_flash.spec.band import Band, BlockRange
+
+SIDES = (None, 0, 1, 2, 3, 7)
+
+
+def sees(band: Band, i: int, j: int, sq: int, sk: int) -> bool:
+    """The definition: key j is at most `left` before and `right` after row i's own key, i + Sk - Sq."""
+    distance = j - (i + sk - sq)
+    before = band.left is None or -distance <= band.left
+    after = band.right is None or distance <= band.right
+    return before and after and 0 <= j < sk
+
+
+def check_blocks(found: BlockRange, visible: list[list[bool]], tile_n: int, sk: int) -> None:
+    """`visible` has the rows of one tile. Blocks end with the last key; a partial one is never full."""
+    num_blocks = -(-sk // tile_n)
+    blocks = [range(n * tile_n, min((n + 1) * tile_n, sk)) for n in range(num_blocks)]
+    touched = [n for n, keys in enumerate(blocks) if any(row[j] for row in visible for j in keys)]
+    full = [n for n, keys in enumerate(blocks) if len(keys) == tile_n and all(row[j] for row in visible for j in keys)]
+    assert 0 <= found.begin <= found.full_begin <= found.full_end <= found.end
+    # Exactly the blocks with a visible key: none missed, none in vain, no hole between them.
+    assert list(range(found.begin, found.end)) == touched
+    assert list(range(found.full_begin, found.full_end)) == full
+
+
+@pytest.mark.parametrize("left", SIDES)
+@pytest.mark.parametrize("right", SIDES)
+def test_bounds_and_blocks_are_exact(left: int | None, right: int | None) -> None:
+    band = Band(left, right)
+    for sq, sk in itertools.product(range(1, 9), range(9)):
+        visible = [[sees(band, i, j, sq, sk) for j in range(sk)] for i in range(sq)]
+        for i, row in enumerate(visible):
+            lo, hi = band.lo(i, sq, sk), band.hi(i, sq, sk)
+            assert [lo <= j < hi for j in range(sk)] == row
+            assert lo >= 0
+            assert 0 <= hi <= sk
+        for tile_m, tile_n in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8)):
+            for m_block in range(-(-sq // tile_m)):
+                rows = visible[m_block * tile_m : (m_block + 1) * tile_m]
+                check_blocks(band.blocks(m_block, tile_m, tile_n, sq, sk), rows, tile_n, sk)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "expected"),
+    [
+        (False, (None, None), Band(None, None)),
+        (True, (None, None), Band(None, 0)),
+        (False, (4, 2), Band(4, 2)),
+        (True, (4, 2), Band(4, 0)),
+        (True, (4, None), Band(4, 0)),
+    ],
+)
+def test_of(causal: bool, window: tuple[int | None, int | None], expected: Band) -> None:
+    assert Band.of(causal, window) == expected
+
+
+def test_causal_is_aligned_to_the_bottom_right() -> None:
+    # The last query sees the last key, whatever the lengths.
+    assert [Band.of(True, (None, None)).hi(i, 2, 5) for i in range(2)] == [4, 5]
+    assert [Band.of(True, (None, None)).hi(i, 5, 2) for i in range(5)] == [0, 0, 0, 1, 2]

@@ -1,0 +1,581 @@
+"""The torch operators: registration, compilation, gradients, functorch, and what fake tensors promise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from cute_flash import BlockMask, UnsupportedError, attn, attn_varlen, masks, ops, reference, supports, use_kernels
+from cute_flash.spec import arch
+from cute_flash.spec.args import AttentionArgs, to_schema
+from cute_flash.spec.band import Band
+from tests.arguments import call_args
+from tests.combinations import RNG, Combination, VarlenCombination, gradients, normal
+from tests.fakes.cuda import launching_operators
+from tests.fakes.gpu import fake_gpu
+from tests.lengths import Lengths
+
+
+def inputs(sq: int, sk: int, dtype: torch.dtype = torch.float64, heads: int = 4, heads_kv: int = 2) -> list[Tensor]:
+    """q, k, v that require gradients."""
+    shapes = ((2, heads, sq, 8), (2, heads_kv, sk, 8), (2, heads_kv, sk, 8))
+    return [normal(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def plain(left: int | None = None, right: int | None = None, **fields: Any) -> AttentionArgs:
+    return AttentionArgs(scale=0.3, window_left=left, window_right=right, **fields)
+
+
+def assert_opcheck(op: Any, *values: Any) -> None:
+    assert set(torch.library.opcheck(op, values).values()) == {"SUCCESS"}
+
+
+# ---- registration
+
+
+def transposed_heads() -> list[Tensor]:
+    return [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs(5, 6)]
+
+
+def transposed_columns() -> list[Tensor]:
+    return [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs(5, 6)]
+
+
+def expanded() -> list[Tensor]:
+    return [x.detach()[:, :1].expand(-1, 4, -1, -1) for x in inputs(5, 6)]
+
+
+PLAIN = {
+    "full": (lambda: inputs(5, 6), plain()),
+    "causal, longer q": (lambda: inputs(9, 4), plain(right=0)),
+    "window": (lambda: inputs(7, 7), plain(2, 1)),
+    "fp32": (lambda: inputs(5, 6, torch.float32), plain(left=3)),
+    "bf16": (lambda: [x.detach() for x in inputs(5, 6, torch.bfloat16)], plain()),
+    "fp32 output": (lambda: inputs(5, 6, torch.bfloat16), plain(right=0, out_fp32=True)),
+    "no keys": (lambda: inputs(5, 0), plain()),
+    "heads transposed": (transposed_heads, plain(right=0)),
+    "columns transposed": (transposed_columns, plain(right=0)),
+    "heads expanded": (expanded, plain()),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_opcheck_fwd(name: str) -> None:
+    make, args = PLAIN[name]
+    assert_opcheck(ops.attention_fwd, *make(), *to_schema(args))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_opcheck_bwd(name: str, has_dlse: bool) -> None:
+    make, args = PLAIN[name]
+    check_bwd([x.detach() for x in make()], args, has_dlse)
+
+
+def check_bwd(qkv: list[Tensor], args: AttentionArgs, has_dlse: bool = False) -> None:
+    out, lse, _ = ops.attention_fwd(*qkv, *to_schema(args))
+    dlse = torch.ones_like(lse) if has_dlse else None
+    assert_opcheck(ops.attention_bwd, torch.ones_like(out), dlse, *qkv, out, lse, *to_schema(args))
+
+
+TOGETHER = {"softcap": 2.0, "alibi": 2, "sinks": True, "dropout": 0.3}
+FEATURES: list[dict[str, Any]] = [*({name: x} for name, x in TOGETHER.items()), TOGETHER, {"alibi": 1}]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids="-".join)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("lengths", [None, Lengths([4, 5], [2, 9]), Lengths([4, 5], [2, 9], [1, 7], (2, 1))], ids=str)
+def test_opcheck_features(features: dict[str, Any], requires_grad: bool, lengths: Lengths | None) -> None:
+    one = Combination(2, 2, 2, 5, 6, 3, 3, torch.float64, 3, 1, features)
+    case = one if lengths is None else VarlenCombination(one, lengths)
+    tensors = {name: x.nan_to_num().requires_grad_(requires_grad) for name, x in case.tensors().items()}
+    qkv, args = [tensors[name] for name in "qkv"], case.args(tensors, 0.3)._replace(return_max_logit=True)
+    assert_opcheck(ops.attention_fwd, *qkv, *to_schema(args))
+    if not requires_grad:
+        check_bwd(qkv, args, has_dlse=lengths is not None)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_mods(requires_grad: bool) -> None:
+    tensors = [x.detach().requires_grad_(requires_grad) for x in inputs(5, 6)]
+    bias, table = (normal(*shape, seed=9).requires_grad_(requires_grad) for shape in ((1, 4, 5, 1), (4, 6)))
+    shift = 2.5
+    calls: list[dict[str, Any]] = [
+        {"bias": bias},
+        {"score_mod": lambda score, b, h, q, kv: score * shift + table[h, kv]},
+        {"mask_mod": masks.causal(1)},
+        {"mask_mod": masks.causal(1), "block_mask": BlockMask.of(masks.causal(1), (2, 4, 5, 6), tile=(2, 2))},
+    ]
+    calls.append({name: value for options in calls for name, value in options.items()})
+    for options in calls:
+        args = call_args(tensors[0], **options)
+        assert_opcheck(ops.attention_fwd, *tensors, *to_schema(args))
+        if not requires_grad:
+            check_bwd(tensors, args)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}, {"mask_mod": masks.causal()}], ids=str)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_dispatcher_sees_one_operator_each_way(requires_grad: bool, options: dict[str, Any]) -> None:
+    q, k, v = (x.detach().requires_grad_(requires_grad) for x in inputs(5, 6))
+    with Seen() as seen:
+        out = attn(q, k, v, **options)
+        if requires_grad:
+            out.sum().backward()  # type: ignore[union-attr]
+    ours = [name for name in seen.names if name.startswith("cute_flash")]
+    assert ours == ["cute_flash.attention_fwd.default", "cute_flash.attention_bwd.default"][: 1 + requires_grad]
+
+
+class Listening(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_observers_are_noticed() -> None:
+    assert not ops.is_observed()
+    noticed = {}
+
+    def notice(name: str, x: Tensor) -> Tensor:
+        noticed[name] = ops.is_observed()
+        return x
+
+    x = torch.ones(2)
+    autocast, dual = torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.forward_ad.dual_level()
+    for mode in (Seen(), Listening(), torch.profiler.profile(), FakeTensorMode(), autocast, dual):
+        with mode:
+            notice(type(mode).__name__, x)
+    torch.func.vmap(lambda x: notice("vmap", x))(x)
+    torch.func.grad(lambda x: notice("grad", x).sum())(x)
+    torch.jit.trace(lambda x: notice("trace", x * 2), x, check_trace=False)
+    names = ("Seen", "Listening", "profile", "FakeTensorMode", "autocast", "dual_level", "vmap", "grad", "trace")
+    assert noticed == dict.fromkeys(names, True)
+    assert not ops.is_observed()
+
+
+def test_only_what_the_backward_needs_is_saved() -> None:
+    q, k, v = inputs(50, 60)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out, lse = attn(q, k, v, return_lse=True)
+    # Nothing of size Sq x Sk. The Autograd key saves places for the tensors of features, too.
+    assert [x.data_ptr() for x in saved if x is not None] == [x.data_ptr() for x in (q, k, v, out, lse)]
+
+
+# ---- torch.compile and torch.export
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> tuple[Tensor, Tensor]:
+    out, lse = attn(q, k, v, window=window, return_lse=True)
+    return 2 * out, lse
+
+
+def with_gradients(function: Any, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = function(*leaves, *args)
+    finite = torch.where(lse == -torch.inf, 0, lse)
+    grads = torch.autograd.grad((out.sin().sum() + finite.cos().sum()), leaves)
+    return [out, lse, *grads]
+
+
+def assert_all_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_once_for_all_lengths_and_windows() -> None:
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=backend)
+    for sq, sk, window in ((7, 12, (3, 2)), (12, 7, (4, 5)), (31, 33, (6, 7)), (100, 5, (2, 3))):
+        tensors = inputs(sq, sk)
+        found = with_gradients(compiled, tensors, window)
+        assert_all_close(found, with_gradients(attention, tensors, window))
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (0, None)])
+def test_compiled_with_open_windows(window: tuple[int | None, int | None]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sq, sk in ((7, 12), (12, 7)):
+        tensors = inputs(sq, sk)
+        found = with_gradients(compiled, tensors, window)
+        assert_all_close(found, with_gradients(attention, tensors, window))
+
+
+def test_compiled_by_inductor_and_without_gradients() -> None:
+    torch._dynamo.reset()
+
+    def layer(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 4, 8)).unbind(-3)
+        # Views only around it: arithmetic would have Inductor call a C++ compiler, for many seconds.
+        return attn(q, k, v, causal=True, layout="bshd").flatten(-2)  # type: ignore[union-attr]
+
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        for length in (9, 17, 23):
+            x = normal(2, length, 96, dtype=torch.float32)
+            torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_compiled_with_features() -> None:
+    torch._dynamo.reset()
+    case = Combination(2, 2, 2, 5, 6, 3, 3, torch.float64, 3, 1, TOGETHER)
+    tensors = {name: x.requires_grad_() for name, x in case.tensors().items()}
+
+    def layer(x: dict[str, Tensor]) -> Any:
+        x = {name: 1 * value for name, value in x.items()}
+        return attn(x["q"], x["k"], x["v"], softcap=2.0, alibi=x["alibi"], sinks=x["sinks"], return_lse=True)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    weights = normal(2, 4, 5, 3, seed=3), normal(2, 4, 5, seed=4)
+    torch.testing.assert_close(compiled(tensors), layer(tensors))
+    torch.testing.assert_close(gradients(compiled, tensors, weights), gradients(layer, tensors, weights))
+
+
+def test_compiled_dropout_has_one_mask_both_ways() -> None:
+    torch._dynamo.reset()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attn(q, k, v, dropout=0.5)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    q, k, v = inputs(20, 30)
+    out = compiled(q, k, v)
+    # out is linear in v: the gradient of its sum, times v, is the sum.
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((dv * v).sum(), out.sum())
+    assert not torch.equal(compiled(q, k, v), out)
+
+
+def test_compiled_varlen_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attn_varlen, fullgraph=True, dynamic=True, backend="aot_eager")
+    for queries in ([4, 5], [1, 8], [0, 7]):
+        lengths = Lengths(queries, queries)
+        q, k, v = (normal(sum(queries), heads, 4, seed=i) for i, heads in enumerate((4, 2, 2)))
+        offsets = lengths.cu_q
+        torch.testing.assert_close(compiled(q, k, v, offsets, offsets), attn_varlen(q, k, v, offsets, offsets))
+
+
+def test_compiled_calls_have_the_operator_in_their_graph() -> None:
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    bias = normal(4, 5, 6)
+    compiled = torch.compile(lambda q: attn(q, k, v, bias=bias), backend=backend)
+    torch.testing.assert_close(compiled(q), attn(q, k, v, bias=bias))
+    assert "cute_flash.attention_fwd.default" in seen
+
+
+def test_a_compiled_function_keeps_the_family_of_its_first_call() -> None:
+    """Also for its gradients."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attn(q, k, v), fullgraph=True, backend="aot_eager")
+    leaves = [x.detach().requires_grad_() for x in inputs(5, 6, torch.bfloat16)]
+    with fake_gpu("sm_90") as gpu, launching_operators():
+        with use_kernels("sm80"):
+            out = compiled(*leaves)
+        out.sum().backward()
+    assert gpu.kernels == ["fwd_sm80", "bwd_preprocess", "bwd_sm80", "bwd_postprocess_sm80"]
+
+
+def test_export_keeps_the_operator() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attn(q, k, v, causal=True)
+
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    exported = torch.export.export(Layer(), (q, k, v))
+    assert torch.ops.cute_flash.attention_fwd.default in [node.target for node in exported.graph.nodes]
+    torch.testing.assert_close(exported.module()(q, k, v), attn(q, k, v, causal=True))
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize(
+    ("sq", "sk", "heads_kv", "window", "scale"),
+    [
+        (3, 3, 4, (None, None), None),
+        (3, 5, 2, (None, 0), None),
+        (5, 3, 1, (None, 0), 0.9),  # two rows see no key
+        (4, 4, 2, (1, 1), -0.4),
+        (2, 6, 4, (0, 3), 0.0),
+    ],
+)
+def test_gradcheck(sq: int, sk: int, heads_kv: int, window: Any, scale: float | None) -> None:
+    tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(sq, sk, heads_kv=heads_kv)]
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attn(q, k, v, window=window, scale=scale, return_lse=True)
+        # Finite differences of -inf are NaN.
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(both, tensors)
+
+
+def test_gradcheck_of_features() -> None:
+    q, k, v = (x[:1, :, :, :3].detach().requires_grad_() for x in inputs(3, 4))
+    slopes, sinks, bias, table = (normal(*shape, seed=5).requires_grad_() for shape in ((4,), (4,), (4, 1, 4), (4,)))
+
+    def both(q, k, v, slopes, sinks, bias, table):
+        return attn(
+            q, k, v, alibi=slopes, sinks=sinks, bias=bias, score_mod=lambda score, b, h, i, j: score * table[h],
+            softcap=2.0, return_lse=True,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(both, (q, k, v, slopes, sinks, bias, table))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "3-D", "2-D"])
+def test_gradients_in_other_layouts(layout: str) -> None:
+    q, k, v = inputs(5, 6, heads=1, heads_kv=1)
+    reorder = {"bshd": lambda x: x.transpose(1, 2), "3-D": lambda x: x[:, 0], "2-D": lambda x: x[0, 0]}[layout]
+    named = {"layout": "bshd"} if layout == "bshd" else {}
+    weights = reorder(normal(2, 1, 5, 8, seed=7))
+    found = torch.autograd.grad((attn(*map(reorder, (q, k, v)), **named) * weights).sum(), (q, k, v))
+    expected = torch.autograd.grad((reorder(attn(q, k, v)) * weights).sum(), (q, k, v))
+    assert_all_close(list(found), list(expected))
+
+
+def test_rows_and_keys_outside_the_band_have_zero_gradients() -> None:
+    q, k, v = inputs(9, 4)
+    out = attn(q, k, v, causal=True)
+    # The first 5 rows see no key: a NaN there must not flow back.
+    weights = normal(*out.shape, seed=5)  # type: ignore[union-attr]
+    weights[:, :, :5] = torch.nan
+    (out * weights).sum().backward()  # type: ignore[operator]
+    assert torch.equal(q.grad[:, :, :5], torch.zeros(2, 4, 5, 8, dtype=torch.float64))
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
+    assert q.grad[:, :, 6:].abs().min() > 0
+
+    q, k, v = inputs(3, 8)
+    attn(q, k, v, window=(1, 0)).sum().backward()  # type: ignore[union-attr]
+    # Rows 0, 1, 2 stand at keys 5, 6, 7 and see one key before: no row sees keys 0 .. 3.
+    assert torch.equal(v.grad[:, :, :4], torch.zeros(2, 2, 4, 8, dtype=torch.float64))
+    assert v.grad[:, :, 4:].abs().min() > 0
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_gradients_of_some_inputs(wanted: tuple[int, ...]) -> None:
+    tensors = inputs(5, 6)
+    expected = torch.autograd.grad(attn(*tensors).sin().sum(), tensors)
+    some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
+    attn(*some).sin().sum().backward()
+    for i, x in enumerate(some):
+        assert (x.grad is not None) == (i in wanted)
+        assert x.grad is None or torch.equal(x.grad, expected[i])
+
+
+def test_gradient_of_the_lse_alone() -> None:
+    q, k, v = inputs(5, 6)
+    _, lse = attn(q, k, v, return_lse=True)
+    lse.sum().backward()
+    scores = (q.detach().requires_grad_() @ k.detach().repeat_interleave(2, 1).mT) / math.sqrt(8)
+    torch.testing.assert_close(q.grad, scores.softmax(-1) @ k.detach().repeat_interleave(2, 1) / math.sqrt(8))
+    assert torch.equal(v.grad, torch.zeros_like(v))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant: bool) -> None:
+    leaves = inputs(5, 6)
+    out, lse = checkpoint(attention, *leaves, (2, 0), use_reentrant=use_reentrant)
+    (out.sin().sum() + lse.cos().sum()).backward()
+    found = [out, lse, *(x.grad for x in leaves)]
+    assert_all_close(found, with_gradients(attention, leaves, (2, 0)))
+
+
+def test_inference_mode_and_no_grad() -> None:
+    q, k, v = inputs(5, 6)
+    expected = attn(q, k, v).detach()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out = attn(q, k, v)
+        assert not out.requires_grad
+        assert torch.equal(out, expected)
+
+
+def test_deterministic_is_taken_on_the_cpu() -> None:
+    q, k, v = inputs(5, 6)
+    grads = [torch.autograd.grad(attn(q, k, v, deterministic=value).sum(), (q, k, v)) for value in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert supports(q, k, v, deterministic=True)
+
+
+# ---- functorch
+
+
+def test_func_grad_and_vmap() -> None:
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    expected = torch.autograd.grad(attn(*(leaf := inputs(5, 6)), causal=True).sin().sum(), leaf)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attn(q, k, v, causal=True).sin().sum()  # type: ignore[union-attr]
+
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected)
+    many = [torch.stack([x, x + 0.1, x * 2]) for x in (q, k, v)]
+    each = [attn(*(x[i] for x in many), causal=True, return_lse=True) for i in range(3)]
+    out, lse = torch.func.vmap(lambda *x: attn(*x, causal=True, return_lse=True))(*many)
+    torch.testing.assert_close((out, lse), tuple(torch.stack(x) for x in zip(*each)))
+    by_element = [torch.func.grad(loss)(*(x[i] for x in many)) for i in range(3)]
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(*many), torch.stack(by_element))
+
+
+def test_vmap_over_one_argument_and_features() -> None:
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    slopes = normal(3, 4, seed=7)
+    found = torch.func.vmap(lambda s: attn(q, k, v, alibi=s))(slopes)
+    torch.testing.assert_close(found, torch.stack([attn(q, k, v, alibi=s) for s in slopes]))
+    found = torch.func.vmap(lambda x: attn(x, k, v), in_dims=1)(torch.stack([q, -q], dim=1))
+    torch.testing.assert_close(found, torch.stack([attn(q, k, v), attn(-q, k, v)]))
+
+
+def test_jacobians() -> None:
+    q, k, v = (x[:1, :, :2, :3].detach() for x in inputs(3, 4))
+
+    def rows(q: Tensor) -> Tensor:
+        return attn(q, k, v).sum(dim=(1, 3))  # type: ignore[union-attr]
+
+    expected = torch.autograd.functional.jacobian(rows, q)
+    torch.testing.assert_close(torch.func.jacrev(rows)(q), expected)
+
+
+# ---- fake tensors
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2)])
+def test_fake_results_are_like_real_ones(device: str, dtype: torch.dtype, order: tuple[int, ...]) -> None:
+    def made(heads: int, length: int, where: str) -> Tensor:
+        shape = (2, heads, length, 16)
+        back = [order.index(i) for i in range(4)]
+        return torch.zeros([shape[i] for i in order], dtype=dtype, device=where).permute(back)
+
+    real, real_lse = attn(made(4, 5, "cpu"), made(2, 7, "cpu"), made(2, 7, "cpu"), return_lse=True)
+    with FakeTensorMode():
+        q, k, v = made(4, 5, device), made(2, 7, device), made(2, 7, device)
+        out, lse = attn(q, k, v, return_lse=True)
+        dq, dk, dv, _ = ops.attention_bwd(out, None, q, k, v, out, lse, *to_schema(plain()))
+    for fake, like in ((out, real), (lse, real_lse)):
+        assert (fake.shape, fake.stride(), fake.dtype) == (like.shape, like.stride(), like.dtype)
+        assert fake.device.type == device
+    for grad, like in ((dq, q), (dk, k), (dv, v)):
+        assert (grad.shape, grad.stride(), grad.dtype) == (like.shape, like.stride(), like.dtype)
+        assert grad.device.type == device
+
+
+def test_fake_varlen_results() -> None:
+    with FakeTensorMode():
+        x = torch.empty(8, 4, 64, dtype=torch.float16, device="cuda:0")
+        offsets = torch.empty(3, dtype=torch.int32, device="cuda:0")
+        v = torch.empty(8, 4, 32, dtype=torch.float16, device="cuda:0")
+        out, lse = attn_varlen(x, x, v, offsets, offsets, return_lse=True)
+        assert (out.shape, out.dtype, out.device) == ((8, 4, 32), torch.float16, x.device)
+        assert (lse.shape, lse.dtype, lse.device) == ((4, 8), torch.float32, x.device)
+        _, max_logit = attn_varlen(x, x, x, offsets, offsets, softcap=3.0, dropout=0.1, return_max_logit=True)
+        assert (max_logit.shape, max_logit.dtype, max_logit.device) == ((4,), torch.float32, x.device)
+
+
+def test_fake_cuda_tensors_meet_the_limits_of_the_kernels() -> None:
+    with FakeTensorMode():
+        wide = torch.empty(1, 1, 4, 264, dtype=torch.float16, device="cuda")
+        with pytest.raises(UnsupportedError, match="head_dim=264"):
+            attn(wide, wide, wide)
+        single = torch.empty(1, 1, 4, 64, device="cuda")
+        with pytest.raises(UnsupportedError, match="dtype float32 on cuda: use one of float16, bfloat16"):
+            attn(single, single, single)
+
+
+def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def detect(index: int) -> arch.ArchSpec:
+        asked.append(index)
+        if index == 1:
+            raise UnsupportedError("GPU 1 (NVIDIA B200) is sm_100")
+        return arch.ARCHS["sm_80"]
+
+    monkeypatch.setattr(arch, "detect", detect)
+    with FakeTensorMode():
+        fine = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda:0")
+        assert supports(fine, fine, fine, causal=True)
+        elsewhere = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda:1")
+        assert supports(elsewhere, elsewhere, elsewhere).reason == "GPU 1 (NVIDIA B200) is sm_100"
+        assert set(asked) == {0, 1}
+        odd = torch.empty(1, 2, 4, 60, dtype=torch.float16, device="cuda:0")
+        assert "the nearest is 64" in supports(odd, odd, odd).reason
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout", "return_max_logit"])
+def test_features_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_90"])
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 8, 64, dtype=torch.float16, device="cuda:0")
+        slopes = torch.empty(4, device="cuda:0")
+        value = slopes if name in ("alibi", "sinks") else 0.5 if name != "return_max_logit" else True
+        options: dict[str, Any] = {name: value}
+        found = attn(x, x, x, return_lse=True, **options)
+        assert [t.shape for t in found[:2]] == [x.shape, x.shape[:3]]
+        assert supports(x, x, x, **options)
+        assert supports(x, x, x, **options, deterministic=True)
+
+
+# ---- CPU kernels, and operators of version 0.1
+
+
+def test_cpu_kernels_are_the_reference() -> None:
+    q, k, v = (x.detach() for x in inputs(9, 11))
+    out, lse, max_logit = ops.attention_fwd(q, k, v, *to_schema(plain(4, 1)))
+    expected = reference.dense(q, k, v, Band(4, 1), 0.3)
+    torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-13)
+    assert max_logit.shape == (0,)
+
+
+def test_arguments_have_defaults() -> None:
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    out, lse, _ = torch.ops.cute_flash.attention_fwd(q, k, v, 0.3)
+    torch.testing.assert_close((out, lse), attn(q, k, v, scale=0.3, return_lse=True))
+    out, _, _ = torch.ops.cute_flash.attention_fwd(q, k, v, 0.3, softcap=2.0, dropout=0.5, rng=torch.tensor(RNG))
+    assert out.shape == q.shape
+
+
+def test_operators_of_version_0_1() -> None:
+    leaves = inputs(7, 9)
+    out, lse = torch.ops.cute_flash.fwd(*leaves, 0.3, 4, 0)
+    expected, expected_lse = attn(*leaves, scale=0.3, window=(4, 0), return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    dout, dlse = normal(*out.shape, seed=5), normal(*lse.shape, seed=6)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    frozen = [x.detach() for x in (dout, dlse, *leaves, out, lse)]
+    for found, other in zip(torch.ops.cute_flash.bwd(*frozen, 0.3, 4, 0, True), grads, strict=True):
+        torch.testing.assert_close(found, other)
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda")
+        assert [y.shape for y in torch.ops.cute_flash.fwd(x, x, x, 0.3, None, None)] == [x.shape, x.shape[:3]]
