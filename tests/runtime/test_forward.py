@@ -275,7 +275,7 @@ def test_nvtx_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     run_forward(inputs())
     # A range costs about a microsecond: without a listener, there is none around a launch.
     assert marked == ["plan"]
-    monkeypatch.setattr(nvtx, "LAUNCH_RANGES", True)
+    monkeypatch.setattr(nvtx, "MARKS_LAUNCHES", True)
     with use_gpu(FakeGpu(gpu.name)):
         run_forward(inputs())
         run_forward(inputs())
