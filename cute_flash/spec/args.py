@@ -107,19 +107,19 @@ class AttentionArgs(_Fields):
             self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.score_mod,
             self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
             self.kernels,
-            None if alibi is None else (alibi.shape, alibi.dtype, alibi.get_device()),
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.get_device()),
+            None if alibi is None else (alibi.shape, alibi.dtype, alibi.device),
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
             # How kernels load a bias depends on its strides and address.
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.data_ptr() % 16),
-            None if rng is None else (rng.shape, rng.dtype, rng.get_device()),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
+            None if rng is None else (rng.shape, rng.dtype, rng.device),
             None if self.cu_seqlens_q is None else self._offsets_key(),
-            *[(x.shape, x.dtype, x.get_device()) for x in self.captures],
-            *[(x.shape, x.dtype, x.get_device()) for x in self.block_mask],
+            *[(x.shape, x.dtype, x.device) for x in self.captures],
+            *[(x.shape, x.dtype, x.device) for x in self.block_mask],
         )  # fmt: skip
 
     def _offsets_key(self) -> tuple[Any, ...]:
         offsets = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
-        return tuple([None if x is None else (x.shape, x.dtype, x.get_device()) for x in offsets])
+        return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in offsets])
 
 
 SCHEMA = (
