@@ -49,13 +49,9 @@ def test_the_launch_of_a_kernel_takes_its_operands_by_these_names(name: str) -> 
     # The class, and those of the same module that it may inherit `__call__` from.
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     names = [class_name, *(base.id for base in classes[class_name].bases if isinstance(base, ast.Name))]
-    calls = [
-        node
-        for one in names
-        for node in classes[one].body
-        if isinstance(node, ast.FunctionDef) and node.name == "__call__"
-    ]
-    _self, *parameters, stream = [argument.arg for argument in calls[0].args.args]
+    methods = [node for one in names for node in classes[one].body if isinstance(node, ast.FunctionDef)]
+    call = next(node for node in methods if node.name == "__call__")
+    _self, *parameters, stream = [argument.arg for argument in call.args.args]
     assert tuple(parameters) == KERNELS[name].names and stream == "stream"
 
 
