@@ -126,10 +126,12 @@ def keys_of(
     return backward_keys(*case.inputs(), args, arch, has_dlse)
 
 
-def chosen(arch: ArchSpec, family: str, device: str) -> Iterator[tuple[Case, list[CompileKey]]]:
+def chosen(
+    arch: ArchSpec, family: str, device: str, kinds: list[mod_cases.Kind] = mod_cases.KINDS
+) -> Iterator[tuple[Case, list[CompileKey]]]:
     """Cases that few kernels serve, and their kernels: none where the family has none for them."""
     known: dict[str, set[CompileKey]] = {}
-    for case, on_cpu in zip(mod_cases.cases(device), mod_cases.cases("cpu"), strict=True):
+    for case, on_cpu in zip(mod_cases.cases(device, kinds), mod_cases.cases("cpu", kinds), strict=True):
         try:
             found = keys_of(on_cpu, arch, family)
         except UnsupportedError:
