@@ -101,7 +101,7 @@ def assert_gradients(case: Case) -> dict[str, Tensor]:
             _assert_agrees(name, value, fused[name], oracle)
             continue
         errors = [(y[name].double() - oracle).abs() for y in (rough, fused)]
-        assert all(error.isfinite().all() for error in errors), "a yardstick that is no number"
+        assert all(error.isfinite().all() for error in errors), "a yardstick that is not finite"
         if largest(oracle) <= 1e-12 * most:
             assert largest(value) <= 1e-4 * most + 2 * largest(errors[1]), f"d{name}: should be 0"
         else:

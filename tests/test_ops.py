@@ -514,10 +514,10 @@ def test_fake_cuda_tensors_meet_the_limits_of_the_kernels() -> None:
 
 
 def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    indices = []
 
     def detect(index: int) -> arch.ArchSpec:
-        asked.append(index)
+        indices.append(index)
         if index == 1:
             raise UnsupportedError("GPU 1 (NVIDIA B200) is sm_100")
         return arch.ARCHS["sm_80"]
@@ -528,7 +528,7 @@ def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert supports(fine, fine, fine, causal=True)
         elsewhere = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda:1")
         assert supports(elsewhere, elsewhere, elsewhere).reason == "GPU 1 (NVIDIA B200) is sm_100"
-        assert set(asked) == {0, 1}
+        assert set(indices) == {0, 1}
         odd = torch.empty(1, 2, 4, 60, dtype=torch.float16, device="cuda:0")
         assert "the nearest is 64" in supports(odd, odd, odd).reason
 
