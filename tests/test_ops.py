@@ -133,7 +133,9 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}, {"mask_mod": masks.causal()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"softcap": 2.0}, {"mask_mod": masks.causal()}], ids=["causal", "softcap", "mask_mod"]
+)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_dispatcher_sees_one_operator_each_way(requires_grad: bool, options: dict[str, Any]) -> None:
     q, k, v = (x.detach().requires_grad_(requires_grad) for x in inputs(5, 6))
