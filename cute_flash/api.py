@@ -1,4 +1,4 @@
-"""The calls that users make: keywords become one `AttentionArgs`, tensors become (B, H, S, D) or (T, H, D)."""
+"""The public functions. They turn keywords into one `AttentionArgs`, and tensors into (B, H, S, D) or (T, H, D)."""
 
 from __future__ import annotations
 
@@ -53,52 +53,52 @@ def attn(
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
     Args:
-        q: (B, H, Sq, D), or (B, S, H, D) with `layout="bshd"`; also (B, S, D) and (S, D) for a single head.
-        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) likewise. H must be a multiple of Hkv: each K/V head serves
-            H / Hkv query heads. Dv may differ from D; the output has width Dv.
-        causal: query i sees keys up to its own position (the same as `window=(…, 0)`).
-        window: (left, right), how many keys before and after its own position a query sees; None is unbounded.
-        scale: factor of the scores before the softmax; 1 / sqrt(D) by default.
+        q: (B, H, Sq, D), or (B, Sq, H, D) with `layout="bshd"`; also (B, Sq, D) and (Sq, D) for a single head.
+        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), in the same layout. H must be a multiple of Hkv: H / Hkv query
+            heads share a K/V head (GQA). Dv may differ from D; the output has head dim Dv.
+        causal: a query sees no key after its own position; the same as a right bound of 0.
+        window: (left, right), the number of keys before and after its own position that a query sees; None: unbounded.
+        scale: factor of q kᵀ; 1 / sqrt(D) by default.
         return_lse: also return the log-sum-exp of each row.
         layout: order of the dimensions of 4-D tensors, "bhsd" (torch SDPA) or "bshd" (flash-attn).
-        deterministic: gradients with the same bits every time; `torch.use_deterministic_algorithms` asks for it too.
+        deterministic: compute bitwise reproducible gradients; `torch.use_deterministic_algorithms` implies it.
         softcap: scores become softcap · tanh(score / softcap).
-        alibi: slopes, (H) or (B, H), of a bias -slope · |distance| on the scores; has a gradient.
-        sinks: (H), a logit for each head that takes part in the softmax and has no value; has a gradient.
-        dropout: the probability that a weight is dropped, by torch's generator.
-        return_max_logit: also return the largest score of each head as it enters the softmax, (H), as the last
-            result.
-        out_dtype: torch.float32 for an output that is not rounded to the dtype of q, for `merge`.
-        batch_invariant: a query's result has the same bits whatever else is in the call (docs/batch-invariance.md),
-            on CUDA; gradients are `deterministic`.
-        bias: added to the scores; broadcasts with (B, H, Sq, Sk); has a gradient.
+        alibi: slopes, (H) or (B, H): scores become score - slope · |distance|. Differentiable.
+        sinks: (H), an additional logit in each head's softmax, without a value (attention sink). Differentiable.
+        dropout: probability that an attention weight is dropped; the seed comes from torch's generator.
+        return_max_logit: also return, as the last result, the largest score of each head before the softmax, (H).
+        out_dtype: torch.float32 returns the output without rounding it to the dtype of q, for `merge`.
+        batch_invariant: on CUDA, a query's result has the same bits whatever the rest of the batch is
+            (docs/batch-invariance.md); implies `deterministic`.
+        bias: added to the scores; broadcasts with (B, H, Sq, Sk). Differentiable.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the new score (docs/mods.md). It is traced once;
-            captured tensors and numbers are run-time arguments, captured floating-point tensors have gradients.
-        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether a score counts, besides the mask of the window.
-        score_mod_bwd: score_mod_bwd(grad, score, b, h, q_idx, kv_idx) returns the gradient of the score, instead of
-            the derived one.
-        block_mask: the blocks that mask_mod leaves, made before. `block_map` is its former name.
+            captured tensors and numbers are run-time arguments. Captured floating-point tensors are differentiable.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether query q_idx sees key kv_idx; the window applies too.
+        score_mod_bwd: score_mod_bwd(grad, score, b, h, q_idx, kv_idx) returns the gradient of the score. It replaces
+            the derivative of score_mod.
+        block_mask: a `BlockMask` of mask_mod; blocks that it lists as empty are skipped. `block_map`: its former name.
 
     Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left <= j
-    <= i + Sk - Sq + right``. A query that sees no key gives 0, its LSE is -inf and its gradients are zero.
+    <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
 
     Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the CPU,
-    by a slower reference path. Under autocast q, k and v are cast to its dtype. Any strides are read in place if the
+    by a slower reference path. Under autocast q, k and v are cast to its dtype. Kernels read tensors in place if the
     last dimension is contiguous and rows start at multiples of 16 bytes; other tensors are copied first. The output
     has the dimensions and the stride order of q.
 
-    Gradients: of out and of lse, on the CPU and on CUDA; on sm_90 by wgmma, else by mma.sync. On CUDA dq is summed
-    by atomic additions in no certain order: its bits may change from call to call, unless `deterministic`; above
-    D = 128 that is done by mma.sync on sm_90 too, several times slower.
+    Gradients: through out and lse, on the CPU and on CUDA; with wgmma on sm_90, otherwise with mma.sync. On CUDA dq is
+    accumulated with atomic additions in no fixed order, so its bits may differ between calls unless `deterministic`.
+    Deterministic gradients with D > 128 use mma.sync on sm_90 too, which is several times slower.
 
     Returns:
-        out, like q; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) for 4-D
-        tensors in either layout, (B, Sq) and (Sq,) for the smaller ones; with `return_max_logit` also (H).
+        out, shaped like q with head dim Dv; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural
+        logarithm, (B, H, Sq) for 4-D tensors in either layout, (B, Sq) or (Sq,) for a single head; with
+        `return_max_logit` also max_logit, (H).
 
     Raises:
-        ValueError: arguments that contradict each other.
-        UnsupportedError: what no kernel serves. Both before any launch; a gradient that no kernel computes is
-            refused in `backward()`.
+        ValueError: invalid or contradictory arguments.
+        UnsupportedError: no kernel supports the arguments. Both are raised before any launch; `backward()` raises
+            it for a gradient that no kernel computes.
     """
     shape = q.shape
     if scale is None:
@@ -148,9 +148,9 @@ def supports(
     block_mask: BlockMask | None = None,
     block_map: BlockMask | None = None,
 ) -> Support:
-    """Whether `attn` takes these arguments: a `Support`, true or false, with the reason; nothing is run.
+    """Return whether `attn` supports these arguments, as a truth value with a reason. Nothing is launched.
 
-    It answers for the forward pass and, with `deterministic`, for the gradients too.
+    The answer covers the forward pass and, with `deterministic`, the gradients.
     """
     try:
         left, right = _checked(window)
@@ -200,25 +200,25 @@ def attn_varlen(
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`attn` on sequences of different lengths, one after the other in one tensor.
+    """`attn` on a varlen batch: sequences of different lengths, concatenated along the first dimension.
 
     Args:
         q: (Tq, H, D). k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv). H must be a multiple of Hkv.
-        cu_seqlens_q, cu_seqlens_k: (B + 1), int32, on the device of q: where each sequence begins, from 0, and where
-            the last ends. Lengths may be 0, on either side. Tokens after the last offset are padding: they give 0, an
-            LSE of -inf, and gradients of 0.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if known. A number that is too small is an error on
-            the CPU, where lengths are known; a tensor is accepted and not read.
-        seqused_k: (B), int32: only so many keys of each sequence count; positions are aligned with them.
-        The rest as for `attn`, for each sequence by itself; alibi is (H) or (B, H). To score_mod and mask_mod, b is
-        the sequence, and q_idx and kv_idx count within it.
+        cu_seqlens_q, cu_seqlens_k: (B + 1), int32, on the device of q: cumulative sequence lengths, starting with 0.
+            Lengths may be 0. Tokens after the last offset are padding: output 0, LSE -inf, gradients 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, accepted for compatibility with flash-attn. Kernels do
+            not need them. The CPU path raises an error for a number that is too small; a tensor is never read.
+        seqused_k: (B), int32: only the first seqused_k[b] keys of sequence b are used, and the mask is aligned to
+            their end.
+        The other arguments as for `attn`, applied to each sequence separately; alibi is (H) or (B, H). score_mod and
+        mask_mod get the index of the sequence as b, and positions within the sequence as q_idx and kv_idx.
 
-    On CUDA only kernels read the lengths: there is no host sync, nothing is compiled for new ones, and a captured
-    graph uses those that are written into the same offsets. Offsets that are wrong give wrong results, within the
-    tensors' memory. Gradients as for `attn`; with D above 128 by mma.sync.
+    On CUDA only kernels read the lengths: the host does not synchronize, new lengths need no compilation, and a CUDA
+    graph uses the offsets that are in the tensors when it is replayed. Wrong offsets give wrong results, but no access
+    outside of the tensors. Gradients as for `attn`; with D > 128 by mma.sync.
 
     Returns:
-        out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also (H).
+        out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also max_logit, (H).
     """
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor):
@@ -258,9 +258,9 @@ def attn_nested(
     sinks: Tensor | None = None,
     dropout: float | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`attn_varlen` on jagged NestedTensors, (B, H, j, D) as in torch SDPA or (B, j, H, D), all three alike.
+    """`attn_varlen` on jagged NestedTensors: q, k, v all (B, H, j, D), as in torch SDPA, or all (B, j, H, D).
 
-    The output is jagged as q is, and so is the lse: (B, H, j), or (B, j, H).
+    The output has the jagged layout of q, and so has the lse: (B, H, j), or (B, j, H).
     """
     ragged = _ragged_dim(q, "q")
     for name, x in (("k", k), ("v", v)):
@@ -296,7 +296,7 @@ def _ragged_dim(x: Any, name: str) -> int:
 
 
 def _args(*values: Any) -> AttentionArgs:
-    """The arguments that are no tensors; calls that repeat them find them made."""
+    """An `AttentionArgs` of the arguments that are not tensors, cached by value."""
     if _is_dynamo_compiling():
         return _cached_args.__wrapped__(*values, requested_family())
     return _cached_args(*values, current_family())
@@ -328,11 +328,11 @@ def _cached_args(
         window_left=left,
         window_right=right,
         softcap=softcap or 0.0,
-        # To Dynamo, the default of a field would be an input of the graph.
+        # Explicit, because Dynamo would make the default of a field an input of the graph.
         dropout=0.0,
         return_max_logit=return_max_logit,
         out_fp32=out_fp32,
-        # Sums over queries are those of the same queries, in the same order.
+        # A batch-invariant gradient sums over queries in a fixed order.
         deterministic=deterministic or batch_invariant,
         batch_invariant=batch_invariant,
         kernels=family,
@@ -382,7 +382,7 @@ def _with_mods(
 
 @cache
 def _mod_types() -> tuple[Any, Any]:
-    """BlockMask and BoundMods, imported at the first call with mods."""
+    """Import BlockMask and BoundMods at the first call with mods."""
     from cute_flash.score_mod.block_mask import BlockMask
     from cute_flash.score_mod.bound import BoundMods
 
@@ -410,7 +410,7 @@ def _is_fp32_output(q: Tensor, out_dtype: torch.dtype | None) -> bool:
 
 
 def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Views in the order (B, H, S, D)."""
+    """Views of q, k and v as (B, H, S, D)."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
     if not 2 <= q.dim() <= 4 or q.dim() != k.dim() or q.dim() != v.dim():
@@ -424,7 +424,7 @@ def _to_bhsd(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tens
 
 
 def _from_bhsd(out: Tensor, lse: Tensor, dim: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Views in the order of a call's q."""
+    """Views of out and lse with the dimensions and layout of the caller's q."""
     if dim == 4:
         return (out if layout == "bhsd" else out.transpose(1, 2)), lse
     heads = (slice(None), 0) if dim == 3 else (0, 0)

@@ -1,10 +1,10 @@
-"""Errors for requests that are well formed but cannot be served."""
+"""Errors for valid arguments that no kernel supports."""
 
 from __future__ import annotations
 
 
 class UnsupportedError(ValueError):
-    """A well-formed request that no kernel serves; the message names the value and what would work."""
+    """No kernel supports the arguments. The message names the value and an alternative."""
 
 
 class TraceError(UnsupportedError):

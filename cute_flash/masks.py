@@ -1,7 +1,8 @@
-"""Masks for `attn(mask_mod=...)`: functions of (b, h, q_idx, kv_idx), and operators that combine them.
+"""Ready-made mask_mods for `attn(mask_mod=...)`, and operators that combine them.
 
-The tensors and numbers that a mask captures are arguments of the kernel: a new window size, new documents or
-a new tree do not recompile it. `draw` shows a mask and its block mask as text or as SVG.
+A mask is a function of (b, h, q_idx, kv_idx). The tensors and numbers that it captures are kernel arguments: a new
+window size, new documents or a new tree do not recompile the kernel. `draw` shows a mask and its block mask as text or
+as SVG.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def causal(offset: int = 0) -> Mask:
-    """Keys up to the query's own position plus `offset`; an offset of Sk - Sq aligns the ends."""
+    """A query sees keys up to its position plus `offset`; an offset of Sk - Sq aligns the mask to the end."""
 
     def mask(b, h, q_idx, kv_idx):
         return kv_idx <= q_idx + offset
@@ -41,7 +42,7 @@ def causal(offset: int = 0) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """A prefix that all queries see, causal after it. `prefix`: its length, or a tensor (B) of lengths."""
+    """Causal, and all queries see the first `prefix` keys. `prefix`: a length, or a tensor (B) of lengths."""
     if isinstance(prefix, Tensor) and prefix.dim() == 1:
 
         def per_batch(b, h, q_idx, kv_idx):
@@ -56,12 +57,12 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
 
 def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mask:
-    """Documents that are concatenated in one sequence; a query sees only keys of its own document.
+    """A query sees only the keys of its document, in a sequence of concatenated documents.
 
     Args:
         ids: the document of each position, (S) or (B, S), ints.
-        offsets: instead of ids, (N + 1): the first position of each document, and the end of the last.
-            Positions past the end form one more document.
+        offsets: instead of ids, (N + 1): the first position of each document, and the end of the last one.
+            Positions past the end form another document.
     """
     if (ids is None) == (offsets is None):
         raise ValueError("document: give either ids or offsets")
@@ -86,23 +87,23 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
 
 
 def _ids_of(offsets: Tensor) -> Tensor:
-    """The document of each position; the last entry stands for all positions past the end."""
+    """The document of each position. Indices are clamped, so the last entry holds for all positions past the end."""
     positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
     return torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:
-    """A tree of draft tokens: each sees itself, its ancestors, and the first `prefix` keys.
+    """A tree of draft tokens: each token sees itself, its ancestors, and the first `prefix` keys.
 
-    `parents`: (N), the parent of each node, -1 for a root; a node comes after its parent. Query i and key
-    `prefix` + i are node i.
+    `parents`: (N), the parent of each node, -1 for a root; parents precede their children. Node i is query i and key
+    `prefix` + i.
     """
     if parents.dim() != 1:
         raise ValueError(f"parents have shape {tuple(parents.shape)}: expected (N)")
     ancestors = _ancestors(parents.tolist()).to(parents.device)
 
     def mask(b, h, q_idx, kv_idx):
-        # An index out of bounds is clamped; kv_idx < prefix overrides the element that is read then.
+        # A negative index is clamped to 0; `kv_idx < prefix` is true then, so the loaded element does not matter.
         return (kv_idx < prefix) | ancestors[q_idx, kv_idx - prefix]
 
     return mask
@@ -120,7 +121,7 @@ def _ancestors(parents: list[int]) -> Tensor:
 
 
 def dilated(window: int, step: int) -> Mask:
-    """Every `step`-th key, from the query's own position backwards, `window` keys in all."""
+    """A query sees `window` keys: every `step`-th one, counted back from its position."""
     if window < 1 or step < 1:
         raise ValueError(f"dilated: window={window} and step={step} must be positive")
     reach = window * step
@@ -133,7 +134,7 @@ def dilated(window: int, step: int) -> Mask:
 
 
 def block_causal(block: int) -> Mask:
-    """Causal by blocks of `block` positions: a query sees its own block and all blocks before it."""
+    """Causal by blocks of `block` positions: a query sees all keys of its block and of the blocks before it."""
     if block < 1:
         raise ValueError(f"block_causal: block={block} must be positive")
 
@@ -144,7 +145,7 @@ def block_causal(block: int) -> Mask:
 
 
 def sliding_window(window: int, num_global: int = 0) -> Mask:
-    """Causal: the last `window` keys, and the first `num_global` keys of the sequence (global tokens)."""
+    """Causal: a query sees the last `window` keys, and the first `num_global` keys of the sequence (global tokens)."""
     if window < 1 or num_global < 0:
         raise ValueError(f"sliding_window: window={window}, num_global={num_global}: at least 1 and 0")
 

@@ -3,14 +3,17 @@
     attention_fwd(q, k, v, *AttentionArgs) -> (out, lse, max_logit)
     attention_bwd(dout, dlse, q, k, v, out, lse, *AttentionArgs) -> (dq, dk, dv, gradients)
 
-Tensors are (B, H, S, D) of any strides or, with `cu_seqlens_q`, (T, H, D). `out` is dense in the order of q's
-strides; `lse` is fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) or (H, T). `gradients` are those of
-`AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors. What a call did not ask for is empty.
+Tensors are (B, H, S, D) of any strides or, with `cu_seqlens_q`, (T, H, D). `out` is dense, in the stride order of q.
+`lse` is fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) or (H, T). `gradients` belong to
+`AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors. Results that a call does not request are empty
+tensors.
 
-Each operator has kernels for CPU (`reference`), CUDA (`runtime.launcher`), fake tensors, and autograd. Autograd is
-a kernel of our own on the Autograd key: `torch.library.register_autograd` takes time quadratic in the number of
-arguments. `attention` is the entry for `api.py`: a CUDA call that nothing observes goes past the dispatcher, to the
-same functions.
+Both operators have kernels for CPU (`reference`), CUDA (`runtime.launcher`), fake tensors and vmap; `attention_fwd`
+has one for the Autograd key too. That one is registered directly, because `torch.library.register_autograd` takes
+time quadratic in the number of arguments.
+
+`attention` is the entry of `api.py`. It bypasses the dispatcher for a CUDA call that nothing observes, and calls the
+operator's CUDA implementation with the same arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_s
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
 
-# Bound once: each look-up through torch._C costs as much as the call.
+# Bound once, because each lookup through torch._C costs as much as the call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -36,7 +39,7 @@ _tracing = torch._C._get_tracing_state
 _autocasting = torch._C._is_any_autocast_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
-# Tensors with no dispatch of their own.
+# Types without __torch_function__ or __torch_dispatch__ overrides.
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
@@ -71,7 +74,7 @@ _cuda = _Cuda()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """out, lse, max_logit; the last is None or empty if the call did not ask for it."""
+    """Return out, lse and max_logit, which is None or empty unless `args.return_max_logit`."""
     if _is_dynamo_compiling() or not is_direct(q, k, v, args):
         return _observed_attention(q, k, v, args)
     if not _is_grad_enabled():
@@ -86,9 +89,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    """Whether a call is on CUDA, nothing observes or changes it, and no tensor has a dispatch of its own: then the
-    dispatcher would only call the operator's CUDA kernel.
+    """Whether the dispatcher would only call the operator's CUDA implementation.
+
+    This holds if the tensors are on CUDA, none is a subclass with overrides, and nothing observes the call.
     """
+    # q, k and v with the negative bit need no check: they are imaginary parts with an element stride of 2, which the
+    # launch copies.
     if (
         not q.is_cuda
         or is_observed()
@@ -96,7 +102,6 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
         or type(k) not in _PLAIN_TYPES
         or type(v) not in _PLAIN_TYPES
     ):
-        # A lazily negated q, k or v is an imaginary part; its elements lie two apart, so the launch copies it.
         return False
     return not args.has_tensors or _is_plain(
         *args.differentiable, args.rng, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, *args.block_mask
@@ -104,9 +109,7 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
 
 
 def is_observed() -> bool:
-    """Whether something sees or changes operators: a mode, a transform, autocast, forward-mode differentiation, a
-    profiler, torch.jit.trace.
-    """
+    """Whether a mode, a functorch transform, autocast, forward-mode AD, a profiler or torch.jit.trace is active."""
     return bool(
         _dispatch_modes()
         or _function_modes()
@@ -130,7 +133,7 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Through the dispatcher. Operators see neither autocast nor forward-mode tangents."""
+    """Call the operator through the dispatcher. Autocast and tangents are handled here: operators do not see them."""
     if _autocasting():
         q, k, v = autocast(q, k, v)
     if forward_ad._current_level >= 0:
@@ -139,7 +142,7 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's SDPA: floating-point tensors but fp64 in the dtype of autocast, if it is enabled for the device."""
+    """Cast floating-point tensors, except fp64, to the autocast dtype if autocast is enabled, as torch's SDPA does."""
     device = q.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
@@ -149,7 +152,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuse_tangents(*inputs: Tensor | None) -> None:
-    """Torch drops forward-mode tangents at an operator without a rule for them: a silent derivative of 0."""
+    """Raise `UnsupportedError` for forward-mode tangents: torch would drop them silently, a derivative of 0."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
@@ -159,11 +162,13 @@ def _refuse_tangents(*inputs: Tensor | None) -> None:
 
 
 class Attention(Function):
-    """Attention with its gradients, for both ways: past the dispatcher, and from the Autograd key."""
+    """The autograd Function of attention, for direct calls and for the operator's Autograd kernel."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-        """`others`: `args.differentiable`, for autograd to see them; left out if the call has no such tensor."""
+        """`run` computes the forward. `others` are `args.differentiable`, passed so that autograd records them; a call
+        without tensor arguments leaves them out.
+        """
         out, lse, max_logit = run(q, k, v, args)
         ctx.set_materialize_grads(False)
         if max_logit is not None:
@@ -190,8 +195,8 @@ class Attention(Function):
         return None, None, dq, dk, dv, *grads[: ctx.num_others]
 
 
-# Past `Function.apply`, which looks for functorch transforms: a direct call has none, and the dispatcher has dealt
-# with them before it reaches the Autograd key.
+# Bypasses `Function.apply`, which checks for functorch transforms: a direct call has none, and the dispatcher handles
+# them before the Autograd key.
 _apply = super(Function, Attention).apply
 
 
@@ -219,9 +224,9 @@ def gradients(
     lse: Tensor,
     args: AttentionArgs,
 ) -> tuple[Any, ...]:
-    """dq, dk, dv and the gradients of `args.differentiable`, past the dispatcher where that is possible."""
-    # Where gradients are to be differentiated again, autograd is to see an operator; zeros without memory,
-    # which autograd may make, get some from the dispatcher.
+    """Return dq, dk, dv and the gradients of `args.differentiable`; bypass the dispatcher if possible."""
+    # Double backward needs an operator that autograd can record. The dispatcher materializes zero tensors, which
+    # autograd may pass without memory.
     is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
     if is_last and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
         return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
@@ -230,7 +235,7 @@ def gradients(
 
 
 def _has_gradient(args: AttentionArgs) -> list[bool]:
-    """Of `args.differentiable`: which get a gradient."""
+    """Which of `args.differentiable` get a gradient."""
     captures = args.captures_needing_grad
     return [
         args.alibi is not None,
@@ -245,7 +250,7 @@ def _has_gradient(args: AttentionArgs) -> list[bool]:
 
 
 def _filled(results: Any, q: Tensor) -> list[Tensor]:
-    """An operator returns tensors only: empty ones for None."""
+    """Replace None by an empty tensor: operators return tensors only."""
     return [q.new_empty(0) if x is None else x for x in results]
 
 
@@ -276,7 +281,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
 
 
 def _without_autocast() -> AbstractContextManager:
-    """Autocast would round the matrix products of the CPU path, which are in fp32."""
+    """Disable autocast, which would round the CPU path's fp32 matrix products."""
     return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
@@ -304,7 +309,7 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
         return below_autograd(q, k, v, args)
     if _transform() is None:
         return _apply(below_autograd, args, q, k, v, *args.differentiable)
-    # This kernel runs once for each level of functorch's grad: one level of autograd is what is wanted here.
+    # functorch runs this kernel once for each level of grad, so each run records one level of autograd.
     from torch._functorch.autograd_function import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
@@ -316,7 +321,7 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
 
 
 def _vmap(op: Any, info: Any, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One call per element of the mapped dimension, for any arguments."""
+    """Call an operator once per element of the mapped dimension, for any arguments."""
 
     def element(x: Any, dim: Any, i: int) -> Any:
         if isinstance(x, (list, tuple)):

@@ -1,1 +1,1 @@
-"""Compiled kernels: compiler, disk cache, resource usage."""
+"""Compiled kernels: compiler, disk cache, resource usage, NVTX ranges and progress."""

@@ -1,9 +1,9 @@
-"""Compiled kernels: memory -> disk -> `cute.compile`.
+"""Compiled kernels, from memory, from the disk cache, or from `cute.compile`.
 
-An entry on disk is a shared object (`<digest>.so`; an object file `.o` on a machine without a linker) with a
-checksum beside it. The digest covers the compile key, the sources that generate code, the versions of the DSL
-and of TVM-FFI, the CUDA flavour and the host. A missing, truncated, altered or foreign entry is a miss.
-Loading an `.so` does not import cutlass.
+An entry on disk is a shared object (`<digest>.so`; an object file `.o` on a machine without a linker) with a checksum
+file. The digest covers the compile key, the sources that generate code, the versions of the DSL and of TVM-FFI, the
+DSL's CUDA flavour (cu12, cu13) and the host platform. A missing, truncated or altered entry, or one of another user, is
+a miss. Loading an `.so` does not import cutlass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cute_flash.jit.nvtx import marked
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 
-# Files whose text decides the generated code (this one by the compiler's options).
+# Files that determine the generated code; this one has the compiler's options.
 SOURCES = (
     "kernels/**/*.py", "device/**/*.py", "smem/**/*.py", "score_mod/**/*.py", "spec/**/*.py",
     "planning/**/*.py", "jit/compile.py",
@@ -58,41 +58,41 @@ _info = CacheInfo()
 
 
 def cache_info() -> CacheInfo:
-    """How often this process compiled, loaded from disk, and found a kernel in memory."""
+    """How many kernels this process compiled, loaded from disk, and reused from memory."""
     return _info
 
 
-def _count(**more: int) -> None:
+def _count(**increments: int) -> None:
     global _info
-    _info = replace(_info, **{name: getattr(_info, name) + n for name, n in more.items()})
+    _info = replace(_info, **{name: getattr(_info, name) + n for name, n in increments.items()})
 
 
 def exclusive() -> AbstractContextManager:
-    """Hold the DSL: one compilation at a time in a process."""
+    """The lock of the DSL, which compiles one kernel at a time in a process."""
     return _lock
 
 
 def compiled_kernel(key: CompileKey) -> Callable[..., None]:
-    """The launch of one kernel; its arguments are those of its `__call__`."""
+    """The function that launches a kernel; its arguments are the operands of the kernel's `__call__`."""
     with _lock:
         if key in _functions:
             _count(memory_hits=1)
             return _functions[key]
         cache = DiskCache.default()
         with marked(f"load {key.kernel}"), cache.locked(digest(key)):
-            found = _load_cached(cache, key)
-            if found is None:
+            launch = _load_cached(cache, key)
+            if launch is None:
                 with marked(f"compile {key.kernel}"):
-                    found = _build(cache, key)
+                    launch = _build(cache, key)
                 _count(compiles=1)
             else:
                 _count(disk_hits=1)
-        _functions[key] = found
-        return found
+        _functions[key] = launch
+        return launch
 
 
 def precompile(key: CompileKey) -> bool:
-    """Put a kernel on disk, without a GPU; False if it was there already."""
+    """Compile a kernel into the disk cache, without a GPU; return False if it was there already."""
     cache = DiskCache.default()
     with _lock, cache.locked(digest(key)):
         if any(cache.find(digest(key), suffix) for suffix in (".so", ".o")):
@@ -103,44 +103,46 @@ def precompile(key: CompileKey) -> bool:
 
 
 def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
-    """`precompile` for each key, in order, by `jobs` processes; in each, one kernel at a time."""
+    """Call `precompile` for each key in `jobs` processes; results are in the order of the keys."""
     if jobs <= 1:
         yield from map(precompile, keys)
         return
-    # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
+    # Spawned, because a fork would copy the threads and locks of torch and of the DSL in an undefined state.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(precompile, keys)
 
 
 def forget() -> None:
-    """Drop the kernels in memory (tests; those on disk stay)."""
+    """Drop the kernels in memory, for tests; those on disk stay."""
     with _lock:
         _functions.clear()
 
 
 def digest(key: CompileKey) -> str:
+    """The name of a kernel's entry in the disk cache."""
     described = asdict(key)
-    for one in fields(key.tile):
-        # When and why a row of the table is chosen is no part of the kernel.
-        if not one.compare:
-            del described["tile"][one.name]
+    for tile_field in fields(key.tile):
+        # Fields that only decide which row of the tile table is chosen do not change the kernel.
+        if not tile_field.compare:
+            del described["tile"][tile_field.name]
     facts = {"key": described, "sources": source_digest(), "toolchain": toolchain(key.target)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @lru_cache(maxsize=1)
 def source_digest() -> str:
+    """A digest of the paths and contents of `SOURCES`."""
     root = Path(__file__).parents[1]
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(root.glob(pattern)):
-            whole.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes())
-    return whole.hexdigest()
+            sha256.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes())
+    return sha256.hexdigest()
 
 
 @cache
 def toolchain(target: str) -> dict[str, str]:
-    """What else the machine code depends on, found without importing the DSL."""
+    """Versions and platform that the machine code depends on, read without importing the DSL."""
     return {
         "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
@@ -152,13 +154,13 @@ def toolchain(target: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def runtime_library() -> Path:
-    """The DSL's runtime: the newest installed flavour (cu12, cu13) that the driver can serve."""
+    """The DSL's runtime library, of the newest installed flavour (cu12, cu13) that the driver supports."""
     spec = find_spec("cutlass")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("nvidia-cutlass-dsl is not installed: pip install cute-flash")
-    found = sorted(Path(spec.origin).parents[2].glob("cu*/lib/libcute_dsl_runtime.so"))
+    libraries = sorted(Path(spec.origin).parents[2].glob("cu*/lib/libcute_dsl_runtime.so"))
     major = driver_cuda_version() // 1000
-    usable = [path for path in found if not major or int(path.parents[1].name.removeprefix("cu")) <= major]
+    usable = [path for path in libraries if not major or int(path.parents[1].name.removeprefix("cu")) <= major]
     if not usable:
         raise ModuleNotFoundError(
             f"no flavour of nvidia-cutlass-dsl for a CUDA {major} driver; see `cute-flash doctor`"
@@ -177,13 +179,13 @@ def driver_cuda_version() -> int:
 
 
 def kernel_of(key: CompileKey) -> Any:
-    """The kernel object of a key; this is where cutlass is imported."""
+    """The kernel object of a key. This imports cutlass."""
     module, name = KERNELS[key.kernel].path.split(":")
     return getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
 
 
 def cute_compile(key: CompileKey, options: str = "") -> Any:
-    """Trace and compile; the caller holds the lock."""
+    """Trace and compile a kernel; the caller must hold the lock."""
     import cutlass.cute as cute
 
     from cute_flash.kernels.common.fakes import fake_arguments
@@ -204,7 +206,7 @@ def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | Non
             return _load(path)
         except (OSError, RuntimeError, AttributeError) as error:
             warnings.warn(
-                f"kernel cache: {path} cannot be loaded ({error}); built anew", CacheWarning, stacklevel=4
+                f"kernel cache: {path} cannot be loaded ({error}); built again", CacheWarning, stacklevel=4
             )
     return None
 
@@ -215,7 +217,7 @@ def _build(cache: DiskCache, key: CompileKey) -> Callable[..., None]:
 
 
 def _compile_object(key: CompileKey) -> tuple[bytes, str]:
-    """The kernel as a shared object, or as an object file if there is no linker here."""
+    """Compile a kernel to a shared object, or to an object file if there is no linker; return (content, suffix)."""
     function = cute_compile(key)
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
         object_file = Path(folder, "kernel.o")
@@ -229,7 +231,7 @@ def _compile_object(key: CompileKey) -> tuple[bytes, str]:
 
 
 def linker() -> str | None:
-    """What makes a shared object of an object file here: a linker or a compiler that calls one."""
+    """The path of a linker, or of a compiler that calls one; None if there is none."""
     return next(filter(None, map(shutil.which, LINKERS)), None)
 
 
@@ -246,5 +248,5 @@ def _load(path: Path) -> Callable[..., None]:
 
 @cache
 def _preload(library: str) -> ctypes.CDLL:
-    """The entry's undefined symbols are resolved against the global namespace."""
+    """Load a library into the global namespace, against which the undefined symbols of an entry are resolved."""
     return ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)

@@ -1,7 +1,7 @@
-"""The folder of compiled kernels: locked across processes, written atomically, trusted only if private.
+"""The disk cache of compiled kernels: locked across processes, written atomically, trusted only if private.
 
-An entry is code that will be run. It is used only if the folder and the file belong to this user, no one else
-may write to them, and the content matches the checksum that was stored with it.
+An entry is code that will be executed. It is used only if the folder and the file belong to this user, no other user
+can write to them, and the content matches the stored checksum.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class DiskCache:
 
     @staticmethod
     def default() -> DiskCache:
-        """`CUTE_FLASH_CACHE_DIR`, else the user's cache folder, else a private temporary one."""
+        """The cache in `CUTE_FLASH_CACHE_DIR`, else in the user's cache folder, else in a private temporary folder."""
         name = os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder())
         if not _usable(name).folder.is_dir():
-            # Someone cleaned up while this process ran.
+            # The folder was deleted while this process ran.
             _usable.cache_clear()
         return _usable(name)
 
     def find(self, name: str, suffix: str) -> Path | None:
-        """The entry's path if it is there, ours and whole."""
+        """The path of an entry; None if it is missing, not private, or does not match its checksum."""
         path = self.folder / (name + suffix)
         try:
             if not _is_private(path, path.lstat()):
@@ -51,7 +51,7 @@ class DiskCache:
             return None
 
     def store(self, name: str, content: bytes, suffix: str) -> Path:
-        """Write an entry; a reader sees all of it or none."""
+        """Write an entry atomically: a reader sees all of it or nothing."""
         path = self.folder / (name + suffix)
         self._replace(path, content)
         self._replace(path.with_name(path.name + ".sha256"), hashlib.sha256(content).hexdigest().encode())
@@ -66,7 +66,7 @@ class DiskCache:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """One process at a time builds an entry; the others wait and then find it."""
+        """Lock an entry across processes: one builds it, the others wait and then find it."""
         with open(self.folder / f"{name}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
@@ -78,7 +78,7 @@ class DiskCache:
         return sorted(path for path in self.folder.iterdir() if path.suffix in (".so", ".o"))
 
     def clear(self) -> int:
-        """Delete all entries; returns how many there were."""
+        """Delete all entries and return their number."""
         entries = self.files()
         for path in entries:
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def _usable(folder: str) -> DiskCache:
 
 
 def _is_private(path: Path, status: os.stat_result) -> bool:
-    """Ours, a plain file or folder, and writable by nobody else; else a warning says what to do."""
+    """Whether a file or folder belongs to this user and only this user can write to it; warn if not."""
     if stat.S_ISLNK(status.st_mode):
         problem = "is a symbolic link"
     elif status.st_uid != os.getuid():

@@ -1,7 +1,7 @@
 """NVTX ranges around planning, compiling and launching.
 
-Planning and compiling are always marked. Launching is marked only while a tool listens (or
-CUTE_FLASH_NVTX=1): a range costs about a microsecond, which is a tenth of a warm call.
+Planning and compiling are always marked. Launching is marked only if a profiling tool is attached or CUTE_FLASH_NVTX=1,
+because a range costs about a microsecond: a tenth of a warm call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MARKS_LAUNCHES = bool(os.environ.get("NVTX_INJECTION64_PATH") or os.environ.get(
 
 
 def marked(name: str) -> AbstractContextManager:
-    # Here: first needed by a plan, and a good part of what `import cute_flash` would take.
+    # Imported here, because it would take a large part of the time of `import cute_flash`.
     import nvtx
 
     return nvtx.annotate(name, domain="cute_flash")

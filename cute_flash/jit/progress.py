@@ -15,9 +15,9 @@ CLEAR_LINE = "\r\x1b[K"
 
 @contextmanager
 def progress(step: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Print that a step runs, and at its end how long it took.
+    """Print that a step runs and, at its end, how long it took.
 
-    `sys.stderr` is read once, at the start: the step may redirect it to capture what the compiler prints.
+    `sys.stderr` is read once, at the start, because the step may redirect it to capture the compiler's output.
     """
     stream = stream or sys.stderr
     start, done = time.monotonic(), threading.Event()

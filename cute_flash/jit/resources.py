@@ -1,6 +1,4 @@
-"""What a kernel costs, read from its machine code without a GPU: registers, spills, shared memory,
-instruction counts.
-"""
+"""The resources of a kernel, read from its machine code without a GPU: registers, spills, shared memory, SASS."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _SERIALISED = re.compile(r"\((C75\d\d)\)")
 _SETMAXNREG = re.compile(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
-# The tensor cores, what feeds and drains them, the softmax, and who waits for whom.
+# Instructions of tensor cores, loads and stores of their operands, the softmax, and synchronization.
 _SHOWN = (
     "HMMA", "HGMMA", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG", "MUFU", "FFMA", "FMUL", "SHFL",
     "BAR", "SYNCS",
@@ -38,7 +36,7 @@ _SHOWN = (
 class Resources:
     symbol: str
     target: str
-    registers: int  # a thread has at launch
+    registers: int  # per thread at launch
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
@@ -62,13 +60,13 @@ class Resources:
 
     @property
     def mma(self) -> str:
-        """How many instructions of the tensor cores, and which."""
+        """The number of each tensor-core instruction, as text."""
         counts = [f"{self.sass[name]} {name}" for name in ("HMMA", "HGMMA") if self.sass[name]]
         return " and ".join(counts) or ("no MMA" if self.sass else "MMAs not counted (no nvdisasm)")
 
     @property
     def setmaxnreg(self) -> tuple[int, ...]:
-        """Registers a thread has after warpgroups gave some to others, ascending; empty where none do."""
+        """The register counts per thread that setmaxnreg sets, ascending; empty if the kernel does not use it."""
         return tuple(sorted({int(count) for count in _SETMAXNREG.findall(self.ptx)}))
 
     @property
@@ -87,7 +85,7 @@ class Resources:
 
 
 def resources(plan: Plan) -> Resources:
-    """Compile the main kernel of a plan and read what it uses. Takes seconds; nothing is cached."""
+    """Compile the main kernel of a plan and return its resources. It takes seconds, and nothing is cached."""
     return kernel_resources(plan.main)
 
 
@@ -136,5 +134,5 @@ def nvdisasm() -> str | None:
         files = importlib.metadata.distribution("nvidia-cuda-nvdisasm").files or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = (str(Path(str(file.locate()))) for file in files if file.name == "nvdisasm")
-    return next(found, None) or shutil.which("nvdisasm")
+    paths = (str(Path(str(file.locate()))) for file in files if file.name == "nvdisasm")
+    return next(paths, None) or shutil.which("nvdisasm")

@@ -1,4 +1,4 @@
-"""From a problem to a plan: workspace, launches with their kernels, tiles and grids, and finalizers."""
+"""Plans a problem on a GPU: workspace, launches with their kernels, tiles and grids, and finalizers."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from cute_flash.spec.dtypes import DTYPES
 from cute_flash.spec.family import FAMILIES, check_family, requested_family
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods, check_varlen_mods_backward
 
-# Share of L2 that the K and V of one group of heads may fill; the rest serves Q, O and what is in flight.
+# Fraction of L2 for the K and V of one L2 group of heads; the rest is for Q, O and data in flight.
 L2_SHARE = 0.4
-# CTAs along y and z of a grid.
+# CUDA's limit of CTAs along y and z of a grid.
 MAX_GRID_YZ = 65535
-# Sums of two lengths and a window stay below 2^31.
+# Keeps the sum of two lengths and a window below 2^31.
 MAX_SEQLEN = 1 << 29
-# Persistent CTAs count on past the last tile, by one for each CTA.
+# Less than 2^31, because each persistent CTA fetches one tile index past the last tile.
 MAX_TILES = (1 << 31) - (1 << 16)
-# Warps of a Hopper backward CTA that hold partial sums of the gradient of a slope.
+# Warps of a Hopper backward CTA that hold partial sums of the slopes' gradients.
 DALIBI_WARPS_SM90 = 8
 
 
 @dataclass(frozen=True)
 class SchedulerTile:
-    """Of the varlen scheduler kernels, to which tile sizes are run-time arguments."""
+    """The tile of varlen scheduler kernels. It has no fields: tile sizes are run-time arguments of these kernels."""
 
     @property
     def smem_bytes(self) -> int:
-        """Length classes, and a sum of each warp over them."""
+        """A counter for each length class, and a sum for each warp."""
         return 4 * (NUM_LENGTH_CLASSES + NUM_LENGTH_CLASSES // 32)
 
 
@@ -55,13 +55,13 @@ Tile = FwdTileSm80 | FwdTileSm90 | AnyBwdTile | SchedulerTile
 
 @dataclass(frozen=True)
 class CompileKey:
-    """Everything that determines the machine code, but the version of the sources."""
+    """The key of a compiled kernel: all that determines its machine code, except the source files."""
 
-    kernel: str  # of `registry.KERNELS`
+    kernel: str  # name in `registry.KERNELS`
     static: Static
     tile: Tile
-    target: str
-    operands: tuple[str, ...]  # of the launch, in order
+    target: str  # architecture of the compiler: "sm_80", "sm_90a"
+    operands: tuple[str, ...]  # names of the launch's arguments, in order
 
     @staticmethod
     def of(kernel: str, static: Static, tile: Tile, target: str) -> CompileKey:
@@ -80,10 +80,9 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call launches, in order: allocate `workspace`, run `launches`, then the finalizers.
+    """The steps of one call: allocate `workspace`, run `launches`, then `finalizers`, in this order.
 
-    `sizes` are the integers of this call that the launches take: grids, lengths, tile sizes. They are no part of
-    what is compiled.
+    `sizes` are integer arguments of the launches, by name: grids, lengths, tile sizes. They are not compiled in.
     """
 
     problem: Problem
@@ -94,18 +93,18 @@ class Plan:
     workspace: tuple[Buffer, ...]
     sizes: dict[str, int]
     pack_gqa: bool = False
-    is_dynamic: bool = False  # CTAs fetch their tiles from a counter
+    is_dynamic: bool = False  # dynamic tile scheduler: CTAs fetch tile indices from a counter in global memory
     deterministic: bool = False
-    finalizers: tuple[str, ...] = ()  # of `runtime.finalizers`
+    finalizers: tuple[str, ...] = ()  # features with a gradient that `runtime.finalizers` computes: "alibi", "sinks"
 
     @property
     def main(self) -> CompileKey:
-        """The kernel that computes attention, or its gradients."""
+        """The launch of the kernel that computes attention, or its gradients."""
         names = ("fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90", "bwd_sm90_wide")
         return next(key for key in self.launches if key.kernel in names)
 
     def launch(self, prefix: str) -> CompileKey:
-        """The launch of a kernel whose name begins so: "bwd_preprocess", "bwd_postprocess", "varlen_scheduler"."""
+        """The launch whose kernel name starts with "bwd_preprocess", "bwd_postprocess" or "varlen_scheduler"."""
         return next(key for key in self.launches if key.kernel.startswith(prefix))
 
     @property
@@ -114,7 +113,7 @@ class Plan:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that shared memory and threads let live on one SM, registers aside."""
+        """CTAs that fit on one SM by shared memory and threads; registers may allow fewer."""
         by_smem = self.arch.smem_per_sm // (self.tile.smem_bytes + 1024)
         return min(by_smem, self.arch.max_threads_per_sm // self.tile.num_threads)
 
@@ -141,10 +140,10 @@ class Plan:
 def plan_forward(
     problem: Problem, arch: ArchSpec, family: str = "", can_pack_gqa: bool = False, tile: Any = None
 ) -> Plan:
-    """The plan of a forward pass; raises `UnsupportedError` if there is none.
+    """Plan a forward pass; raise `UnsupportedError` if no kernel supports the problem.
 
-    `can_pack_gqa`: in memory, the rows of the query heads of a K/V head follow each other at one stride.
-    `tile`: instead of the one from the tables, for tuning.
+    `can_pack_gqa`: the strides of q and out allow a view in which the query heads of a K/V head are rows of one matrix.
+    `tile`: replaces the row of the tile tables, for tuning.
     """
     problem.check("cuda")
     family = family or requested_family()
@@ -163,8 +162,8 @@ def plan_forward(
         raise UnsupportedError(f"{num_tiles} tiles: at most {MAX_TILES}; split the batch")
     is_sm90, static = family == "sm90", problem.static
     target = arch.name + "a" * is_sm90
-    # Without a mask it does not matter which head and position a row is; the tile list knows which keys of a
-    # sequence are used.
+    # Without a mask a packed kernel needs no position of a row, so it is the same as an unpacked one. `seqused_k` stays
+    # False: the kernel reads lengths from the tile list.
     compiled = replace(
         static,
         pack_gqa=pack_gqa and static.is_bounded,
@@ -197,12 +196,12 @@ def plan_forward(
 
 
 def _tiles_differ(static: Static) -> bool:
-    """Whether tiles differ in length, so that CTAs fetch them one by one."""
+    """Whether tiles differ in length, so that a dynamic tile scheduler balances them."""
     return static.is_bounded or static.varlen or static.block_sparse
 
 
 def _fwd_tile_list(problem: Problem, tile_m: int) -> int:
-    """Tiles of each head that a varlen batch may have."""
+    """An upper bound of the query tiles of a head in a varlen batch."""
     return max_tiles(problem.seqlen_q, tile_m, problem.batch)
 
 
@@ -215,9 +214,7 @@ def _fwd_tiles(problem: Problem, tile_m: int, pack_gqa: bool) -> int:
 
 
 def _packing_pays(problem: Problem, tile_m: int) -> bool:
-    """Whether the few rows of the heads of a group fill fewer tiles together than apart, and a kernel needs to
-    know the head of a row for nothing but its mask.
-    """
+    """Whether pack_gqa needs fewer tiles, and the kernel needs the head of a row only for the mask."""
     rows, group = problem.seqlen_q, problem.group
     if problem.varlen or problem.batch_invariant or problem.block_sparse or set(problem.features) - {"softcap"}:
         return False
@@ -225,17 +222,16 @@ def _packing_pays(problem: Problem, tile_m: int) -> bool:
 
 
 def _fwd_l2_group(problem: Problem, arch: ArchSpec) -> int:
-    """Query heads per L2 group: those of as many K/V heads as fit a share of L2."""
+    """Query heads per L2 group: those of the K/V heads whose K and V fit into `L2_SHARE` of L2."""
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * DTYPES[problem.dtype].bytes
     return _fitting_heads(problem, arch, kv_bytes) * problem.group
 
 
 def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
-    """K/V heads of all batches that fit a share of L2 together and divide their number; of a varlen batch,
-    heads of all sequences together.
+    """The largest number of K/V heads that fit into `L2_SHARE` of L2 and divide all K/V heads into equal groups.
 
-    Groups are of equal size: a small one at the end would start the longest tiles when nothing is left to run
-    beside them.
+    Heads are counted over the batch; a head of a varlen batch has the keys of all sequences. Groups are equal because a
+    small last group would start its longest tiles with no other tiles to overlap.
     """
     kv_heads = problem.heads_kv * (1 if problem.varlen else problem.batch)
     if kv_heads == 0:
@@ -249,7 +245,7 @@ def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
 
 
 def _scheduler(kernel: str, problem: Problem, target: str, overlaps_next: bool) -> CompileKey:
-    """The kernel that lists the tiles of a varlen batch, whatever is computed in them."""
+    """The launch of the kernel that lists the tiles of a varlen batch. It is the same for all dtypes and head dims."""
     static = Static("bfloat16", 8, varlen=True, seqused_k=problem.seqused_k, overlaps_next=overlaps_next)
     return CompileKey.of(kernel, static, SchedulerTile(), target)
 
@@ -277,20 +273,23 @@ def _scheduler_sizes(problem: Problem, tile: Any, tile_order: int) -> dict[str, 
 def plan_backward(
     problem: Problem, arch: ArchSpec, deterministic: bool = False, has_dlse: bool = False, family: str = ""
 ) -> Plan:
-    """The plan of the gradients; raises `UnsupportedError` if there is none."""
+    """Plan the gradients; raise `UnsupportedError` if no kernel supports the problem.
+
+    Without a requested family, the first one with a tile for the problem is chosen.
+    """
     problem.check("cuda")
     check_varlen_mods_backward(problem)
-    wanted = family or requested_family()
-    check_family(wanted)
+    requested = family or requested_family()
+    check_family(requested)
     for name, least in FAMILIES.items():
-        if arch.capability < least or wanted not in ("", name):
+        if arch.capability < least or requested not in ("", name):
             continue
         tile = bwd_tile(name, arch, problem, deterministic)
         if tile is not None and not (deterministic and isinstance(tile, BwdTileSm90Wide)):
             _check_grid(problem, tile)
             check_tile_fits_mods(problem, tile.tile_m, tile.tile_n, deterministic)
             return _plan_backward(problem, arch, name, tile, deterministic, has_dlse)
-    raise UnsupportedError(_missing_gradients(problem, arch, deterministic, wanted))
+    raise UnsupportedError(_missing_gradients(problem, arch, deterministic, requested))
 
 
 def _plan_backward(
@@ -301,7 +300,7 @@ def _plan_backward(
     num_m_blocks = _m_blocks(problem, tile.tile_m)
     num_kv_tiles = _kv_tiles(problem, tile.tile_n)
     num_tiles = num_kv_tiles * problem.heads_kv * (1 if problem.varlen else problem.batch)
-    # With a semaphore every tile has a CTA of its own: the tile that is waited for must have begun.
+    # With a semaphore there is one CTA per tile: a tile waits for another one, which must have started.
     is_persistent = isinstance(tile, BwdTileSm90) and not deterministic
     batch = 1 if problem.varlen else problem.batch
     rows = batch, problem.heads, num_m_blocks * tile.tile_m
@@ -320,11 +319,11 @@ def _plan_backward(
     if problem.varlen:
         workspace.append(_tile_list("kv_tile_list", num_kv_tiles))
         workspace.append(_tile_list("q_tile_list", _fwd_tile_list(problem, tile.tile_m)))
-        # With a semaphore a tile waits for those of later keys of its sequence: they come before it.
+        # With a semaphore a tile waits for the tiles of later keys of its sequence, so those start first.
         order = DESCENDING if deterministic else BY_LENGTH if static.is_bounded else ASCENDING
         sizes |= _scheduler_sizes(problem, tile, order)
     if "alibi" in problem.features:
-        # K/V blocks that no query sees write nothing.
+        # Zeros, because K/V blocks that no query sees write nothing.
         warps = tile.num_warps if isinstance(tile, BwdTileSm80) else DALIBI_WARPS_SM90
         parts = _n_blocks(problem, tile.tile_n) * warps
         sizes["dalibi_warps"] = warps
@@ -358,9 +357,9 @@ def _bwd_launches(
         batch_invariant=False,
         deterministic=deterministic,
     )
-    # The kernels around it see rows only.
+    # Pre- and postprocess work row by row: mask and features do not matter to them.
     rows = Static(static.dtype, problem.head_dim, varlen=problem.varlen)
-    before = replace(
+    preprocess = replace(
         rows,
         head_dim=problem.width_v,
         out_fp32=problem.out_fp32,
@@ -369,7 +368,7 @@ def _bwd_launches(
     )
     wide = "_wide" * isinstance(tile, BwdTileSm90Wide)
     launches = (
-        CompileKey.of("bwd_preprocess", before, tile, target),
+        CompileKey.of("bwd_preprocess", preprocess, tile, target),
         CompileKey.of(f"bwd_{family}{wide}", main, tile, target),
         CompileKey.of(f"bwd_postprocess_{family}", rows, tile, target),
     )
@@ -379,35 +378,35 @@ def _bwd_launches(
 
 
 def _m_blocks(problem: Problem, tile_m: int) -> int:
-    """Blocks of queries; of a varlen batch, in which each sequence begins with a new one."""
+    """m_blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
     if problem.varlen:
         return num_padded_blocks(problem.seqlen_q, tile_m, problem.batch)
     return ceil_div(problem.seqlen_q, tile_m)
 
 
 def _n_blocks(problem: Problem, tile_n: int) -> int:
-    """Blocks of keys, likewise."""
+    """n_blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
     if problem.varlen:
         return num_padded_blocks(problem.seqlen_k, tile_n, problem.batch)
     return ceil_div(problem.seqlen_k, tile_n)
 
 
 def _kv_tiles(problem: Problem, tile_n: int) -> int:
-    """Tiles of keys of a head; of a varlen batch, as many as there may be."""
+    """K/V tiles of a head; an upper bound for a varlen batch."""
     if problem.varlen:
         return max_tiles(problem.seqlen_k, tile_n, problem.batch, problem.seqused_k)
     return ceil_div(problem.seqlen_k, tile_n)
 
 
 def _bwd_l2_group(problem: Problem, arch: ArchSpec) -> int:
-    """K/V heads whose CTAs share L2: they read Q and dO and add to the fp32 dQ of their query heads."""
+    """K/V heads per L2 group: their CTAs read Q and dO, and add to the fp32 dQ, of their query heads."""
     element = DTYPES[problem.dtype].bytes
     row_bytes = problem.head_dim * (element + 4) + problem.width_v * element
     return _fitting_heads(problem, arch, problem.group * problem.seqlen_q * row_bytes)
 
 
 def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, family: str) -> str:
-    """Which gradients a family that was asked for does not compute; 'sm80' computes all."""
+    """The message for gradients that the requested family does not compute; 'sm80' computes all."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     blocks = ("block_mask",) if problem.block_sparse else ()
     names = "".join(f"{name} and " for name in (*problem.backward_features, *blocks))

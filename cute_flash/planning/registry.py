@@ -1,4 +1,4 @@
-"""The kernels: where each class is, and the operands of its launch, in order."""
+"""The table of kernels: the class of each, and the operands of its launch in order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from cute_flash.spec.features import Operand
 
 
 class KernelSpec(NamedTuple):
-    """`path` is "module:class" below `cute_flash.kernels`. A class is made of (Static, tile); its `__call__`
-    takes the operands by these names, in this order, and then the stream.
+    """A kernel class and its operands.
+
+    `path` is "module:class" below `cute_flash.kernels`. The class is constructed from (Static, tile). Its `__call__`
+    takes the operands under these names, in this order, and then the stream.
     """
 
     path: str
@@ -40,20 +42,20 @@ Q, K, V = (
 OUT = _rows("out", "B", "H", "Sq", "Dv", element="out")
 LSE = Operand("lse", "statistics f32", ("B", "H", "Sq"))
 SCALE, WINDOW = Operand("scale", "f32"), _scalars("i32", "window_left", "window_right")
-# Heads whose K and V (in the backward Q, dO and dQ) share L2: their tiles run side by side.
+# Heads whose tiles run at the same time, because their K and V (in the backward Q, dO and dQ) fit into L2 together.
 L2_GROUP = Operand("heads_per_l2_group", "i32")
-# Of the kernels on Hopper: CTAs of the grid, and the address of the tile counter of a dynamic scheduler.
+# Hopper kernels: the size of the grid, and the address of the tile counter of a dynamic scheduler.
 NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i64")
-# Rows of a sequence, where those of several heads are packed into one tile (pack_gqa).
+# Queries of one head. With pack_gqa the rows of q are those of several heads, so its shape does not give the number.
 POSITIONS = Operand("seqlen_q", "i32")
-# Index lists of a block mask: the forward has those of full blocks, then of partial ones.
+# Index lists of a block mask. In the forward: those of full blocks, then those of partial blocks.
 FWD_BLOCKS, BWD_BLOCKS = (
     Operand("block_indices", "fwd_block_indices"),
     Operand("block_indices", "bwd_block_indices"),
 )
 # Tiles of a varlen batch, written by the scheduler kernel.
 Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
-# Gradients. dQ is accumulated in fp32 tiles, in the order of the accumulators.
+# Gradients. dQ is accumulated in fp32, in tiles whose elements have the order of the MMA accumulators.
 DOUT = _rows("dout", "B", "H", "Sq", "Dv", element="out")
 DOUT_CAST = _rows("dout_cast", "B", "H", "Sq", "Dv")  # in the type of q
 DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
@@ -67,11 +69,11 @@ DQ_SCALE = Operand("dq_scale", "f32")
 
 
 def _of_features(direction: str) -> tuple[Operand, ...]:
-    """The operands of all score features, each once, in the order of the table."""
-    found: dict[str, Operand] = {}
+    """The operands of all score features, without duplicates, in the order of `FEATURES`."""
+    operands: dict[str, Operand] = {}
     for feature in features.FEATURES:
-        found |= {operand.name: operand for operand in getattr(feature, direction)}
-    return tuple(found.values())
+        operands |= {operand.name: operand for operand in getattr(feature, direction)}
+    return tuple(operands.values())
 
 
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)

@@ -1,17 +1,18 @@
-"""The tile list of a varlen batch: its layout, how many tiles there may be, and in which order they come.
+"""The tile list of a varlen batch: its layout, an upper bound of its size, and the order of its tiles.
 
-Only the GPU knows the lengths of the sequences. A scheduler kernel (`kernels/common/varlen_scheduler.py`) lists
-their tiles, and the other kernels read theirs from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
-TILE_LIST_WIDTH): row 0 begins with the number of tiles, each further row is one tile:
+Only the GPU reads the lengths of the sequences. A scheduler kernel (`kernels/common/varlen_scheduler.py`) lists their
+tiles, and the other kernels read their tiles from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
+TILE_LIST_WIDTH). Row 0 begins with the number of tiles; each further row is one tile:
 
     block, sequence, q_begin, q_len, k_begin, k_len
 
-Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they find its keys in
-L2. Where a mask makes some of them shorter than half of the longest, those are listed among tiles of their own
-length, so that short ones fill the end. Rows that belong to no sequence (those after the last offset, and keys
-that are not used) are listed last as sequences without keys or queries; their tiles write zeros.
+Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they share its keys in L2.
+If a mask makes tiles shorter than half of the sequence's longest tile, they are listed with tiles of their length
+instead, so that short tiles fill the last wave. Rows without a sequence (after the last offset, and unused keys) are
+listed last, as sequences without keys or queries; their tiles write zeros.
 
-Functions that the scheduler kernel shares take the arithmetic of its traced integers from a `device.band.Band`.
+The scheduler kernel calls some of these functions with traced integers. They use the minimum and maximum of the `Band`
+that they get: `device.band.Band` has those of the DSL.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from cute_flash.spec.band import Band, Index, ceil_div
 
 TILE_LIST_WIDTH = 8
-# Order of the tiles of a sequence: ascending, descending, or the longer end first with short tiles apart.
+# Order of the tiles of a sequence: ascending, descending, or from the end with the longer tile, short tiles separately.
 ASCENDING, DESCENDING, BY_LENGTH = 0, 1, 2
 TILE_LIST_HEADER = 1
 # Classes of tile length; each is one thread of the scheduler kernel.
@@ -30,7 +31,7 @@ _EXACT_BITS, _MAX_BITS = 6, 24
 
 
 def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) -> Index:
-    """The class of a tile with so many blocks: exact below 64, from there on 32 classes an octave."""
+    """The length class of a tile that visits `cost` blocks: one class per length below 64, then 32 per power of two."""
     shift = 0
     for bits in range(_EXACT_BITS, _MAX_BITS):
         shift = minimum(cost >> bits, 1) + shift
@@ -38,7 +39,7 @@ def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) ->
 
 
 def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
-    """Blocks of columns of the longest tile of a sequence, near enough to sort by."""
+    """Column blocks of the longest tile of a sequence: the longer of its first and last, which suffices for sorting."""
     last, sizes = band.maximum(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
     return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
 
@@ -46,34 +47,34 @@ def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile
 def num_blocks(
     band: Band, block: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
 ) -> Index:
-    """Blocks of columns of one tile."""
-    found = band.blocks(block, tile_rows, tile_columns, rows, columns)
-    return found.end - found.begin
+    """Column blocks that one tile visits."""
+    visited = band.blocks(block, tile_rows, tile_columns, rows, columns)
+    return visited.end - visited.begin
 
 
 def descends_by_length(
     band: Band, num: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
 ) -> Index:
-    """Whether the last of `num` tiles is longer than the first, as DESCENDING or ASCENDING."""
+    """DESCENDING if the last of `num` tiles is longer than the first, otherwise ASCENDING."""
     sizes = (rows, columns, tile_rows, tile_columns)
-    more = num_blocks(band, num - 1, *sizes) - num_blocks(band, num * 0, *sizes)
-    return band.minimum(band.maximum(more, ASCENDING), DESCENDING)
+    difference = num_blocks(band, num - 1, *sizes) - num_blocks(band, num * 0, *sizes)
+    return band.minimum(band.maximum(difference, ASCENDING), DESCENDING)
 
 
 def max_tiles(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:
-    """Tiles that sequences of `total` rows together may have: each one's last may be a part of one.
+    """An upper bound of the tiles of a varlen batch of `total` rows: each sequence may end with a partial tile.
 
-    `has_unused`: each may have rows at its end that are not used.
+    `has_unused`: sequences may have unused rows at their end, which are listed as a sequence of their own.
     """
     sequences = (2 if has_unused else 1) * batch + 1
     return total // tile_rows + min(sequences, total)
 
 
 def num_padded_blocks(total: int, tile_rows: int, batch: int) -> int:
-    """Blocks of a workspace in which every sequence, and what comes after the last, begins with a new one."""
+    """Blocks of a workspace in which every sequence, and the padding after the last, starts with a new block."""
     return total // tile_rows + batch + 1
 
 
 def padded_block(begin: Index, sequence: Index, tile_rows: int) -> Index:
-    """The first one of a sequence: those before it, each padded to whole blocks, end before."""
+    """The first block of a sequence in that workspace. The earlier sequences, padded to full blocks, end before it."""
     return begin // tile_rows + sequence

@@ -1,6 +1,6 @@
 """The CPU implementation of the attention operators, for every feature, dense and varlen.
 
-It runs on any device that torch computes on; the tests on a GPU use it there.
+It runs on any torch device; the GPU tests run it on the GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor | None]]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attention in O(S) memory: out, lse and, if the call asks for it, max_logit (H).
+    """Compute attention in O(S) memory: out, lse and max_logit (H), which is None unless `args.return_max_logit`.
 
     q, k, v are (B, H, S, D) and lse is (B, H, Sq), or (T, H, D) and (H, Tq) with `args.cu_seqlens_q`. out has
-    the stride order of q. Raises `ValueError` for calls that `spec.describe` refuses and for wrong offsets.
+    the stride order of q. Raises `ValueError` for calls that `spec.describe` rejects and for wrong offsets.
     """
     describe(q, k, v, args)
     check_rng(args)
@@ -32,7 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tenso
     if args.cu_seqlens_q is None:
         tiled.forward(q, k, v, args, out, lse, max_logit)
         return out, lse, max_logit
-    # Padding has no sequence that would write it.
+    # No sequence writes the padding.
     out.zero_()
     lse.fill_(-torch.inf)
     for s in sequences(q, k, args):
@@ -51,9 +51,9 @@ def backward(
     lse: Tensor,
     args: AttentionArgs,
 ) -> Gradients:
-    """dq, dk, dv, and the gradients of `args.differentiable`, in its order: None where there is none.
+    """Return dq, dk, dv and the gradients of `args.differentiable`, in its order; None for tensors without a gradient.
 
-    Gradients have the dtype and the stride order of the tensors that they belong to.
+    Gradients have the dtype and the stride order of their tensors.
     """
     check_rng(args)
     if args.cu_seqlens_q is None:
@@ -66,7 +66,7 @@ def backward(
     dsinks = grads.sinks
     for s in sequences(q, k, args):
         if dsinks is not None:
-            # Each sequence is summed by itself, so that its share does not depend on the others.
+            # Each sequence is summed separately, so that its contribution does not depend on the others.
             grads.sinks = torch.zeros_like(dsinks)
         douts = s.of_queries(dout), None if dlse is None else s.of_rows(dlse)
         inputs = s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse)

@@ -1,4 +1,4 @@
-"""Attention by definition, with the whole (B, H, Sq, Sk) matrix in memory: the oracle and its yardstick."""
+"""Attention by definition, with the full (B, H, Sq, Sk) matrix in memory: the fp64 oracle, and a rounding reference."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def dense(
     *,
     args: AttentionArgs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The oracle: out and LSE in fp64. Differentiable, also through rows that see no key.
+    """The oracle: out and LSE in fp64. It is differentiable, also through rows that see no key.
 
-    `args` describes a call with features, dense or varlen, in place of `band` and `scale`.
+    `args` replaces `band` and `scale` for a call with features, dense or varlen.
     """
     args = plain_args(q, band, scale) if args is None else args
     return _each_sequence(_dense, q, k, v, args)
@@ -47,13 +47,13 @@ def dense_low_precision(
     *,
     args: AttentionArgs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same maths as unfused PyTorch does it on a GPU: S, P and out rounded to the input's dtype.
+    """Attention as unfused PyTorch computes it on a GPU: S, P and out are rounded to the input's dtype.
 
-    Its distance from `dense` is what that dtype costs a careful implementation; a kernel is right when it is
-    no more than twice as far. K takes the scale before the product, which keeps fp16 scores in range. The
-    products accumulate in fp32 on every machine: on a CPU without bf16 arithmetic PyTorch would do worse.
-    Score features are fp32 arithmetic on rounded scores: an ALiBi bias of thousands rounded to bf16 would be
-    no measure. Arguments and differentiability as for `dense`.
+    Its distance from `dense` is the error of a careful implementation in that dtype; tests accept a kernel whose error
+    is at most twice as large. K is scaled before the product, which keeps fp16 scores in range. Products accumulate in
+    fp32 on every machine, because PyTorch is less accurate on a CPU without bf16 arithmetic. Score features are
+    computed in fp32 from rounded scores: ALiBi terms of thousands, rounded to bf16, would make the error useless as a
+    measure. Arguments and differentiability as for `dense`.
     """
     args = plain_args(q, band, scale) if args is None else args
     return _each_sequence(_dense_low_precision, q, k, v, args)
@@ -90,7 +90,7 @@ def _dense_low_precision(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, s
 def _each_sequence(
     attention: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention, or that of each sequence of a varlen batch; its padding gives 0 and -inf."""
+    """Apply `attention` to a dense call, or to each sequence of a varlen batch; padding gets out 0 and LSE -inf."""
     if args.cu_seqlens_q is None:
         return attention(q, k, v, args, 0)
     outs, lses, end = [], [], 0
@@ -105,10 +105,10 @@ def _each_sequence(
 
 
 def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtype: torch.dtype) -> ScoreBlock:
-    """All scores as one block; every query head has keys and values of its own."""
+    """All scores as one block, with K and V repeated for every query head (a group of 1)."""
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
     part = Part(batch=range(sequence, sequence + batch), heads_kv=range(heads), group=1)
-    # `in_band`: the band's mask comes from its definition, in `_mask`.
+    # `in_band`: `_mask` applies the band.
     return ScoreFeatures(args, part, (sq, sk), dtype, heads).block(range(sq), range(sk), in_band=True)
 
 
@@ -117,7 +117,7 @@ def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
     mask = band_mask(band, S.shape[2], S.shape[3], S.device)
     if block.features.mods is None:
         return mask
-    # The block lies inside the band, so this is the mask of the user mods alone.
+    # The block has `in_band`, so this is the mask of the user mods without the band.
     mod_mask = block.visible(S.device)
     if mod_mask is not None:
         mask = mask & mod_mask.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)
@@ -126,7 +126,7 @@ def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
 
 
 def band_mask(band: Band, sq: int, sk: int, device: torch.device) -> Tensor:
-    """(Sq, Sk), true where visible: straight from the definition of the band, row by row."""
+    """(Sq, Sk), true where visible, computed row by row from the definition of the band."""
     lo = torch.tensor([band.lo(i, sq, sk) for i in range(sq)], dtype=torch.int64, device=device)[:, None]
     hi = torch.tensor([band.hi(i, sq, sk) for i in range(sq)], dtype=torch.int64, device=device)[:, None]
     j = torch.arange(sk, device=device)[None, :]
@@ -134,13 +134,13 @@ def band_mask(band: Band, sq: int, sk: int, device: torch.device) -> Tensor:
 
 
 def _probabilities(S: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """P and LSE of scores, with the mask and beside the sinks."""
+    """P and LSE of masked scores, with the sinks in the softmax."""
     S = S.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         S = torch.cat([S, sinks.view(-1, 1, 1).expand(*S.shape[:3], 1)], dim=-1)
         mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], dim=-1)
     empty = ~mask.any(dim=-1)
-    # Rows without keys get finite scores here, their result below: -inf - (-inf) would poison their gradient.
+    # Rows without keys get finite scores here and their result below, because -inf - (-inf) would make gradients NaN.
     S = S.masked_fill(empty[..., None], 0.0)
     lse = S.logsumexp(dim=-1)
     P = torch.exp(S - lse[..., None]).masked_fill(~mask, 0.0)

@@ -28,7 +28,7 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # The product of two words has 64 bits. int64 holds them all; the sign bit is the uppermost.
+        # The product of two words has 64 bits, which int64 holds; the highest is its sign bit.
         low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             (high >> 32 & WORD) ^ c1 ^ k0,
@@ -50,7 +50,7 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """The factor of the weights that stay, so that the expected output does not change."""
+        """The factor of the weights that are not dropped, which keeps the expected output."""
         return 1.0 / (1.0 - self.p)
 
     def keep_mask(self, batch: range, heads: range, rows: range, keys: range) -> Tensor:
@@ -58,9 +58,9 @@ class Dropout:
         seed, offset = (int(x) for x in self.rng)
         device = self.rng.device
 
-        def counters(wanted: range, size: int, calls: int) -> Tensor:
-            """One word of the counters of all Philox calls whose rectangles overlap `wanted`."""
-            begin, end = wanted.start // size, -(-wanted.stop // size)
+        def counters(positions: range, size: int, calls: int) -> Tensor:
+            """One word of the counters of all Philox calls whose rectangles overlap `positions`."""
+            begin, end = positions.start // size, -(-positions.stop // size)
             return torch.arange(begin * calls, end * calls, device=device)
 
         b = torch.arange(batch.start, batch.stop, device=device)[:, None]

@@ -1,18 +1,18 @@
-"""The two loop orders of FlashAttention as the papers write them, counting the bytes they move.
+"""The two loop orders of FlashAttention as in the papers, with the number of bytes that they move.
 
-Q is split into Tr tiles of Br rows, K and V into Tc blocks of Bc keys: what shared memory holds at a time.
+Q is split into Tr tiles of Br rows, K and V into Tc blocks of Bc keys, which fit into shared memory.
 
-    tiled_q_outer    FlashAttention-2, Algorithm 1: for each Q tile all K/V blocks; O, m, l stay on the chip
-    tiled_kv_outer   FlashAttention, Algorithm 1: for each K/V block all Q tiles; O, m, l travel every time
+    tiled_q_outer    FlashAttention-2, Algorithm 1: for each Q tile all K/V blocks; O, m, l stay on chip
+    tiled_kv_outer   FlashAttention, Algorithm 1: for each K/V block all Q tiles; O, m, l are reloaded every time
 
-Both give the same numbers; `Traffic` says what they cost. Tensors are (B, H, S, D), Hkv dividing H; batch and
-heads run side by side in every step, as the blocks of a grid do, and every count is summed over them. A step
-is the online softmax:
+Both give the same results; `Traffic` is their cost. Tensors are (B, H, S, D), where H is a multiple of Hkv. Every step
+computes all batches and heads, as the CTAs of a grid do, and every count is summed over them. A step is the online
+softmax:
 
     S = scale Q Kᵀ    m' = max(m, rowmax S)    P = exp(S - m')
     α = exp(m - m')   l' = α l + rowsum P      O' = α O + P V
 
-A row that sees no key keeps m = -inf, l = 0, O = 0 and leaves O = 0, LSE = m + log l = -inf.
+A row that sees no key keeps m = -inf, l = 0, O = 0, and its result is O = 0, LSE = m + log l = -inf.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Traffic:
     # Steps in which at least one row of the tile rescaled: a kernel that tests once per step executes these.
     block_rescales: int
     blocks_visited: int
-    # Blocks that needed a mask: the edge of the band or the end of the keys is inside them.
+    # Blocks that needed a mask, because an edge of the band or the end of the keys is inside them.
     blocks_masked: int
 
 
@@ -65,7 +65,7 @@ def visible(band: Band, rows: range, keys: range, sq: int, sk: int, device: torc
 def softmax_step(S: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One step of the online softmax: P (in the memory of S), α, m', l'."""
     m_new = torch.maximum(m, S.amax(dim=-1, keepdim=True))
-    # A row that has seen no key would compute -inf - (-inf); with 0 in its place P and α come out as 0.
+    # A row that has seen no key would compute -inf - (-inf); with a shift of 0 its P and α are 0.
     shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
     P = S.sub_(shift).exp_()
     alpha = torch.exp(m - shift)
@@ -73,7 +73,7 @@ def softmax_step(S: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def divisor(l: Tensor) -> Tensor:
-    """l for O / l: an empty row has O = 0 and l = 0 and must give 0."""
+    """The divisor of O: l, or 1 for rows without keys, whose O = 0 and l = 0 must give 0."""
     return l.masked_fill(l == 0.0, 1.0)
 
 
@@ -85,7 +85,7 @@ class _Loop:
         self.dtype = lse_dtype(q.dtype)
         self.sq, self.sk = q.shape[2], k.shape[2]
         self.Q = q.to(self.dtype)
-        # Every query head reads the keys and values of its group itself, and pays for them.
+        # Every query head reads the keys and values of its group, and the reads are counted for each head.
         self.K, self.V = (x.to(self.dtype).repeat_interleave(group_size(q, k), dim=1) for x in (k, v))
         self.element_bytes = q.element_size()
         self.read_bytes = self.write_bytes = self.rescales = self.block_rescales = 0
@@ -166,7 +166,7 @@ def tiled_q_outer(
         rows, blocks = loop.rows(i), loop.blocks(i)
         Oi = loop.per_row(len(rows), d, 0.0)
         m, l = loop.per_row(len(rows), 1, -torch.inf), loop.per_row(len(rows), 1, 0.0)
-        # A tile that sees no key writes its zeros without reading anything.
+        # A tile that sees no key writes zeros and reads nothing.
         Qi = loop.load(loop.Q, rows) if blocks.begin < blocks.end else loop.Q[:, :, :0]
         for j in range(blocks.begin, blocks.end):
             Kj, Vj = loop.load(loop.K, loop.keys(j)), loop.load(loop.V, loop.keys(j))

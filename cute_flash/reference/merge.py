@@ -1,6 +1,6 @@
-"""Merge attention over parts of the keys; compute the attention probabilities of some rows.
+"""`merge` combines attention over parts of the keys; `attention_probs` computes the probabilities of some rows.
 
-Plain torch on any device, differentiable by autograd; no kernel of cute_flash is launched.
+Both are plain torch on any device, differentiable by autograd.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd
             )
     stacked = torch.stack(tuple(lses))
     empty = (stacked == -torch.inf).all(dim=0)
-    # Finite where a row sees no key: -inf - (-inf) would poison gradients.
+    # Finite for rows without keys, because -inf - (-inf) would make gradients NaN.
     finite = stacked.masked_fill(empty, 0.0)
     lse = finite.logsumexp(dim=0)
     weights = torch.exp(finite - lse).masked_fill(empty, 0.0)
@@ -78,13 +78,14 @@ def attention_probs(
     softcap: float | None = None,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """The attention probabilities of some rows: exp(score - lse), (B, H, len(rows), Sk), in fp32.
+    """The attention probabilities of some rows: exp(score - lse), (B, H, len(rows), Sk), fp32 (fp64 for fp64 inputs).
 
     Args:
-        q, k: (B, H, Sq, D) and (B, Hkv, Sk, D), those of the call. lse: (B, H, Sq), its result.
-        rows: indices of queries, negative ones from the end; all by default.
-        causal, window, scale, softcap, alibi: those of the call. Sinks are part of the lse: with them rows
-        sum to less than 1. Probabilities are those before dropout. In fp64 for fp64 inputs.
+        q, k: (B, H, Sq, D) and (B, Hkv, Sk, D), the arguments of `attn`. lse: (B, H, Sq), its result.
+        rows: indices of queries; negative indices count from the end; all rows by default.
+        causal, window, scale, softcap, alibi: the arguments of `attn`.
+
+    The lse includes sinks: with them rows sum to less than 1. Dropout is not applied.
     """
     check_window(window)
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -105,7 +106,7 @@ def attention_probs(
     step = max(1, MAX_SCORES // max(1, batch * heads * sk))
     parts = []
     for i in indices.split(step):
-        # S = scale Q Kᵀ. The heads of a group share one product, so that no key is copied for its group.
+        # S = scale Q Kᵀ. The heads of a group are one matrix product, so K is not repeated for each head.
         Q = q[:, :, i].to(wide).unflatten(1, (heads_kv, heads // max(heads_kv, 1)))
         S = ((Q * scale) @ K.mT).flatten(1, 2)
         if softcap:
@@ -119,7 +120,7 @@ def attention_probs(
         if band.right is not None:
             is_masked |= distance > band.right
         L = lse[:, :, i, None].to(wide)
-        # Before the exponential: exp of a masked score may overflow, and its gradient be NaN.
+        # Masked before the exponential, because exp of a masked score may overflow and make the gradient NaN.
         S = (S - L.masked_fill(L == -torch.inf, 0.0)).masked_fill(is_masked, -torch.inf)
         parts.append(S.exp().masked_fill(L == -torch.inf, 0.0))
     return torch.cat(parts, dim=2) if parts else q.new_zeros(batch, heads, 0, sk, dtype=wide)

@@ -1,4 +1,4 @@
-"""Everything between Q Kᵀ and P V on one block of scores, in torch: mask, score features and their gradients.
+"""Mask, score features and their gradients on one block of scores, in torch: all steps between Q Kᵀ and P V.
 
 For row i and key j of sequence b and query head h, in this order:
 
@@ -10,8 +10,7 @@ For row i and key j of sequence b and query head h, in this order:
     p = exp(s - LSE),   LSE = log(exp(sinks[h]) + Σ exp(s))
     p = p / (1 - dropout), or 0 where the mask of `dropout.Dropout` drops it
 
-Blocks are (batch, Hkv, group * rows, keys): the query heads that share a K/V head are rows of one matrix
-product.
+Blocks are (batch, Hkv, group * rows, keys): the query heads that share a K/V head are rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Part:
 
 
 def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
-    """fp32 temporaries per score of a block, beyond those of plain attention: an upper bound.
+    """An upper bound of the fp32 temporaries per score of a block, in addition to those of plain attention.
 
-    Dropout draws with int64 words. Each operation of a user function may have a result and a copy of it alive.
+    Dropout uses int64 words. Each operation of a user mod may keep a result and a copy of it.
     """
     num = 2 * bool(args.softcap) + 3 * (args.alibi is not None) + 16 * bool(args.dropout)
     if not args.has_mods:
@@ -85,7 +84,7 @@ class ScoreFeatures:
         return ScoreBlock(self, rows, keys, in_band)
 
     def initial_stats(self, m: Tensor, l: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key: those of the sink."""
+        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key, which include the sink."""
         if self.sinks is None:
             return m, l
         sinks = self.sinks.expand(m.shape[0], -1, -1, len(rows), 1).flatten(2, 3)
@@ -101,7 +100,7 @@ class ScoreFeatures:
 class ScoreBlock:
     """The scores of some rows and keys.
 
-    `apply` saves intermediate values for `backward`. It works out of place, so that autograd can go through it.
+    `apply` saves intermediate values for `backward`. It works out of place, so that autograd can record it.
     """
 
     def __init__(self, features: ScoreFeatures, rows: range, keys: range, in_band: bool) -> None:
@@ -129,13 +128,13 @@ class ScoreBlock:
         return S
 
     def _distance(self, device: torch.device) -> Tensor:
-        """(rows, keys): how far each key is from the position of its row."""
+        """(rows, keys): the distance of each key from the position of the row."""
         sq, sk = self.features.seqlens
         i, j = (torch.arange(x.start, x.stop, device=device) for x in (self.rows, self.keys))
         return (i[:, None] + (sk - sq) - j).abs().to(self.features.dtype)
 
     def visible(self, device: torch.device) -> Tensor | None:
-        """The mask, which broadcasts against `by_head`: false where a score is masked. None: nothing is."""
+        """The mask, which broadcasts against `by_head`: false where a score is masked. None: no score is masked."""
         features = self.features
         mask = None
         if features.mods is not None:
@@ -165,7 +164,7 @@ class ScoreBlock:
         return None if mask is None or dropout is None else mask.to(self.features.dtype).mul_(dropout.scale)
 
     def backward(self, dS: Tensor, P: Tensor, grads: FeatureGrads) -> Tensor:
-        """The gradient of S before `apply`, from that after it; adds the block's share to `grads`."""
+        """The gradient of `apply`'s argument from that of its result; adds the block's contribution to `grads`."""
         features, part = self.features, self.features.part
         if features.mods is not None:
             mods = features.mods

@@ -1,4 +1,4 @@
-"""Tiled attention in plain PyTorch, exact and in O(S) memory at any length: the loops of the CPU path.
+"""Tiled attention in plain PyTorch, exact and in O(S) memory: the loops of the CPU path.
 
 Tensors are q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of any strides; query head h uses K/V head
 h // (H // Hkv). A row that sees no key gives out = 0 and LSE = -inf. The LSE, (B, H, Sq), is the natural
@@ -20,9 +20,9 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.shapes import lse_dtype
 
-# Memory that the temporaries of `forward`, and of one step of `backward`, may take, whatever the shape.
+# The most memory of the temporaries of `forward`, and of one step of `backward`, for any shape.
 MAX_TEMPORARY_BYTES = 64 << 20
-# Long enough for efficient matrix products. More rows than keys: each row chunk converts K and V once.
+# Large enough for efficient matrix products. More rows than keys, because each chunk of rows converts K and V once.
 MAX_ROWS, MAX_KEYS = 512, 256
 # Chunks have fewer heads rather than fewer rows than this.
 FEW_ROWS = 64
@@ -30,7 +30,7 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Sizes of what is computed at a time: sequences, K/V heads, rows of each query head, keys."""
+    """The numbers of sequences, K/V heads, rows of each query head, and keys that are computed at a time."""
 
     batch: int
     heads: int
@@ -43,8 +43,8 @@ class _Chunks:
         group, width = group_size(q, k), max(d, v.shape[-1])
         element_bytes = torch.finfo(lse_dtype(q.dtype)).bits // 8
         keys = min(max(sk, 1), MAX_KEYS)
-        # Live at once in `backward`, which holds more than `forward`: per row q, dO, dq and two products, and
-        # S, P, dP, dS; per key k and v as converted and as laid out for the product, and two products.
+        # Live at once in `backward`, which needs more than `forward`: per row q, dO, dq and two products, and
+        # S, P, dP, dS; per key the converted k and v, their copies for the product, and two products.
         blocks = 4 + num_temporaries(args, with_grad)
         row_bytes = element_bytes * group * (5 * width + blocks * keys)
         key_bytes = element_bytes * keys * 6 * width
@@ -56,7 +56,7 @@ class _Chunks:
         return _Chunks(batches, heads, min(max(rows, 1), MAX_ROWS, max(sq, 1)), keys)
 
     def parts(self, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """The slices of batch and K/V heads, which are computed one after the other."""
+        """The slices of batch and K/V heads that are computed at a time."""
         for b in range(0, k.shape[0], self.batch):
             for h in range(0, k.shape[1], self.heads):
                 yield slice(b, min(b + self.batch, k.shape[0])), slice(h, min(h + self.heads, k.shape[1]))
@@ -64,10 +64,10 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class _Tile:
-    """The rows of one chunk of queries, for one part of the batch and heads, and the K/V blocks they visit.
+    """The rows of one chunk of queries, for one part of the batch and heads, and the K/V blocks that they visit.
 
-    Query heads are grouped under their K/V head, and group and row are one axis of every matrix product:
-    (batch, Hkv, group * rows, D) times (batch, Hkv, keys, D)ᵀ. So no key is copied for its group.
+    The query heads that share a K/V head are rows of one matrix product: (batch, Hkv, group * rows, D) times
+    (batch, Hkv, keys, D)ᵀ. So K is not repeated for each head.
     """
 
     features: ScoreFeatures
@@ -205,11 +205,11 @@ def backward(
         for tile in _Tile.all_of(features, chunks):
             Qi, LSEi = tile.load(Q, dtype) * args.scale, tile.load(LSE, dtype)
             empty = LSEi == -torch.inf
-            # exp(S - inf) = 0: an empty row needs no other care.
+            # exp(S - inf) = 0, which is P of an empty row.
             LSEi = LSEi.masked_fill(empty, torch.inf)
             dLSEi = None if dLSE is None else tile.load(dLSE, dtype).masked_fill(empty, 0.0)
             if grads.sinks is not None:
-                # A sink alone gives a row an LSE, and still no key.
+                # With a sink, a row without keys has a finite LSE.
                 empty = empty | tile.rows_without_keys(LSEi)
             dOi = tile.load(dO, dtype).masked_fill(empty, 0.0)
             delta = (dOi * tile.load(O, dtype)).sum(dim=-1, keepdim=True)

@@ -1,6 +1,6 @@
 """Bias, score_mod, mask_mod and block mask on one block of scores, in torch.
 
-Blocks are (batch, Hkv, group, rows, keys) here: the query heads of a group have a dimension of their own.
+Blocks are (batch, Hkv, group, rows, keys) here: the query heads of a group have a separate dimension.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class UserMods:
             return S, None
         indices = self._indices(rows, keys, S.device)
         (after,) = evaluate(self.graphs.score, self.arguments.score, self.dtype, indices, S)
-        # A copy: the function may return its argument, or the same value for many scores.
+        # A copy, because score_mod may return its argument, or the same value for many scores.
         return after.expand_as(S).clone(), S
 
     def backward(
         self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range, grads: FeatureGrads
     ) -> Tensor:
-        """The gradient of S before `apply`, from that after it; adds the block's share to `grads`."""
+        """The gradient of `apply`'s argument from that of its result; adds the block's contribution to `grads`."""
         if before is not None:
             gradient = self.graphs.gradient(self.captures_needing_grad)
             indices = self._indices(rows, keys, dS.device)
             outputs = evaluate(gradient.graph, self.arguments.gradient, self.dtype, indices, before, dS)
             outputs = tuple(x.expand_as(dS) if x.is_floating_point() else x for x in outputs)
-            # A weight of 0 passes no gradient on, even where score_mod has no derivative.
+            # A weight of 0 has a gradient of 0, even where score_mod is not differentiable.
             is_zero = P == 0
             for load in gradient.loads:
                 share = outputs[load.output].masked_fill(is_zero, 0.0)
@@ -88,7 +88,7 @@ class UserMods:
         return x
 
     def _status(self, status: Tensor, rows: range, keys: range) -> Tensor:
-        """EMPTY, PARTIAL or FULL of each score, by that of its block in the block mask."""
+        """EMPTY, PARTIAL or FULL for each score: the status of its block in the block mask."""
         for dim, part in enumerate((self.batch, self.heads)):
             if status.shape[dim] > 1:
                 status = status.narrow(dim, part.start, len(part))

@@ -1,8 +1,8 @@
-"""Sequences of a varlen batch: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), one sequence after the other.
+"""The sequences of a varlen batch, concatenated in q (Tq, H, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv).
 
-Sequence b has the queries cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1, and the keys likewise. With `seqused_k`
-only its first seqused_k[b] keys count, and Sk is their number. Tokens after the last offset are padding:
-their output is 0, their LSE is -inf, and their gradients are 0. The LSE is (H, Tq).
+Sequence b has the queries cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1, and the keys likewise. With `seqused_k` only its
+first seqused_k[b] keys are used, and Sk is their number. Tokens after the last offset are padding: their output is 0,
+their LSE is -inf, and their gradients are 0. The LSE is (H, Tq).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cute_flash.spec.args import AttentionArgs
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """Where one sequence lies in the tensors of its batch."""
+    """The position of one sequence in the tensors of its batch."""
 
     index: int
     queries: slice
@@ -57,7 +57,7 @@ def _offsets(side: str, offsets: Tensor, total: int, max_seqlen: int | None) -> 
         raise ValueError(f"{name} begins with {values[0]}: expected 0")
     for b, (begin, end) in enumerate(pairwise(values)):
         if end < begin:
-            raise ValueError(f"{name}[{b + 1}]={end} is less than {name}[{b}]={begin}: offsets may not fall")
+            raise ValueError(f"{name}[{b + 1}]={end} is less than {name}[{b}]={begin}: offsets may not decrease")
         if max_seqlen is not None and end - begin > max_seqlen:
             raise ValueError(f"max_seqlen_{side}={max_seqlen}: sequence {b} has {end - begin}")
     if values[-1] > total:

@@ -1,1 +1,1 @@
-"""Launches of a plan on torch tensors."""
+"""Runs plans on torch tensors: binds them to functions, and launches their kernels."""

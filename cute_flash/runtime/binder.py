@@ -1,8 +1,8 @@
-"""Writes the Python function that runs a plan, as source: allocations, launches, finalizers.
+"""Generates the Python source of the function that runs a plan: allocations, launches, finalizers.
 
 A launch passes up to thirty arguments. Looking each of them up through tables would cost the host more than the
-launch itself, so the function is generated once per kind of plan, with the operands of each kernel in place by
-name. The source is registered with `linecache`: tracebacks and debuggers show it, and `source_of` returns it.
+launch itself, so the source names the operands of each kernel directly. It is generated once per kind of plan and
+registered with `linecache`: tracebacks and debuggers show it, and `source_of` returns it.
 
 The function of a plain forward call on Hopper:
 
@@ -11,15 +11,16 @@ The function of a plain forward call on Hopper:
             return on_device(device_index, forward, q, k, v, args)
         scale = args.scale
         out = empty_like(q)
-        lse = empty_strided(lse_shape, lse_stride, dtype=float32, device=device)
+        lse = empty_strided(lse_shape, lse_stride, dtype=lse_dtype, device=device)
         if not MIN_SCALE <= scale < inf:
             q, scale = positive_scale(q, scale)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             q, k, v = ensure_aligned(q), ensure_aligned(k), ensure_aligned(v)
-        fwd_sm90(q, k, v, out, lse, scale, 0, 0, heads_per_l2_group, num_ctas, seqlen_q, 0, None, …)
+        tile_counter = 0
+        fwd_sm90(q, k, v, out, lse, scale, 0, 0, heads_per_l2_group, num_ctas, seqlen_q, tile_counter, None, …)
         return out, lse, None
 
-Nothing in it holds a tensor, a counter or an address: it may run on any stream and inside a captured graph.
+The function holds no tensor, counter or address, so it can run on any stream and inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.features import FEATURE, Operand
 from cute_flash.spec.shapes import out_like
 
-# What generated functions call; looked up here when they are made.
+# The globals of generated functions.
 _HELPERS: dict[str, Any] = {
     "empty_like": torch.empty_like,
     "empty_strided": torch.empty_strided,
@@ -72,12 +73,12 @@ _HELPERS: dict[str, Any] = {
 
 
 class Function:
-    """The source of one function, line by line, and the values that its free names stand for."""
+    """The source of one generated function, line by line, and the values of its free names."""
 
     def __init__(self, name: str, parameters: str, plan: Plan, device: torch.device) -> None:
         self.name, self.plan, self.gpu = name, plan, current_gpu()
         self.lines = [f"def {name}({parameters}):"]
-        # Names that differ from call signature to call signature, and their values.
+        # Free names whose values differ between plans with the same source.
         self.values: dict[str, Any] = {
             "current_device": self.gpu.current_device,
             "on_device": self.gpu.on_device,
@@ -110,13 +111,16 @@ class Function:
         self.assign(name, f"{call}, dtype={dtype}, device=device)")
 
     def call(self, function: Callable[..., Any], **renamed: str) -> str:
-        """A call of a helper with the locals that its parameters name."""
+        """The source of a call of `function`; each argument is the local variable with the name of the parameter.
+
+        `renamed` maps a parameter to another expression.
+        """
         names = inspect.signature(function).parameters
         self.values.setdefault(function.__name__, function)
         return f"{function.__name__}({', '.join(renamed.get(name, name) for name in names)})"
 
     def launch(self, key: CompileKey, **renamed: str) -> None:
-        """A launch of a kernel with its operands; `renamed`: locals that stand for an operand."""
+        """Add the launch of a kernel with its operands; `renamed` maps an operand to an expression."""
         self.values[key.kernel] = self.gpu.kernel(key)
         direction = "fwd" if key.kernel.startswith("fwd") else "bwd"
         of_features = {
@@ -136,7 +140,7 @@ class Function:
         return name if name in self.locals or name in self.values else "None"
 
     def window(self) -> dict[str, str]:
-        """The bounds as kernels take them: 0 where there is none."""
+        """The expressions of the window operands: 0 for an absent bound, which kernels do not read."""
         band = self.plan.problem.band
         return {
             f"window_{side}": "0" if bound is None else f"clamp_window(args.window_{side})"
@@ -144,7 +148,7 @@ class Function:
         }
 
     def tile_counter(self) -> None:
-        """Before the first launch: nothing may come between launches that overlap."""
+        """Add the tile counter, before the first launch: nothing may come between overlapping launches."""
         if self.plan.is_dynamic:
             self.values["fetch_counter"] = self.gpu.tile_counter
             self.add("counter, tile_counter = fetch_counter(device_index)")
@@ -153,7 +157,7 @@ class Function:
             self.assign("tile_counter", "0")
 
     def mods(self, backward: bool) -> None:
-        """The operands of user functions and block masks."""
+        """Add the operands of user mods and block masks."""
         spec = self.plan.problem.mods
         if spec is None:
             return
@@ -172,7 +176,7 @@ class Function:
             self.assign("block_indices", self.call(lists))
 
     def offsets(self) -> None:
-        """The operands of the varlen scheduler."""
+        """Add the operands of the varlen scheduler: offsets and window bounds."""
         band = self.plan.problem.band
         self.assign("cu_seqlens_q", "args.cu_seqlens_q.contiguous()")
         self.assign("cu_seqlens_k", "args.cu_seqlens_k.contiguous()")
@@ -183,7 +187,7 @@ class Function:
             self.assign(f"scheduler_{side}", text)
 
     def bind(self) -> Callable[..., Any]:
-        """The function; its source is compiled once for all plans that differ in values only."""
+        """Compile the source and return the function. Plans that differ only in values share the compiled source."""
         if nvtx.MARKS_LAUNCHES:
             self.values["marked"] = nvtx.marked
             first, *body = self.lines
@@ -196,7 +200,7 @@ _numbers = count()
 
 @lru_cache(maxsize=1024)
 def _factory(source: str, name: str, values: tuple[str, ...]) -> Callable[..., Callable[..., Any]]:
-    """A function of the values that returns the generated function."""
+    """Compile a function that takes the values of the free names and returns the generated function."""
     indented = "\n".join(f"    {line}" for line in source.split("\n"))
     text = f"def bind({', '.join(values)}):\n{indented}\n    return {name}\n"
     filename = f"<cute_flash {name} {next(_numbers)}>"
@@ -217,7 +221,10 @@ def compact_strides(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_output: bool) -> Callable[..., Any]:
-    """`copies_inputs`, `copies_output`: strides that kernels cannot read, or store to."""
+    """Bind the plan of a forward pass to a function of (q, k, v, args).
+
+    `copies_inputs`, `copies_output`: kernels cannot read these strides of q, k, v, or write those of out.
+    """
     problem = plan.problem
     f = Function("forward", "q, k, v, args", plan, device)
     f.assign("scale", "args.scale")
@@ -256,7 +263,7 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
     if copies_output:
         f.add("out.copy_(target)")
     if problem.varlen and "sinks" in problem.features:
-        # To the kernel, rows after the last sequence are those of one without keys.
+        # The kernel treats padding as a sequence without keys, whose LSE is the sink; padding has an LSE of -inf.
         f.add("lse.masked_fill_(~rows_of_sequences(args, q), -inf)")
     f.add(f"return out, lse, {'max_logit' if 'return_max_logit' in problem.features else None}")
     return f.bind()
@@ -269,7 +276,11 @@ def bind_backward(
     copies_gradients: bool,
     captures: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """`captures`: indices of captured tensors with a gradient."""
+    """Bind the plan of a backward pass to a function of (dout, dlse, q, k, v, out, lse, args).
+
+    `copies_inputs`, `copies_gradients`: kernels cannot read these strides of the inputs, or write those of dq, dk, dv.
+    `captures`: indices of the captured tensors that need a gradient.
+    """
     problem = plan.problem
     f = Function("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
     f.assign("dq", "empty_like(q)")
@@ -277,7 +288,7 @@ def bind_backward(
     f.assign("dv", "empty_like(v)")
     f.assign("scale", "args.scale")
     f.assign("dq_scale", "scale")
-    # The forward has folded the sign of the scale into q.
+    # As in the forward, q takes the sign of the scale; dq is multiplied by it at the end.
     f.add(
         "if not MIN_SCALE <= scale < inf:\n"
         "    q, scale = positive_scale(q, scale)\n"
@@ -305,7 +316,7 @@ def bind_backward(
     if captures:
         f.assign("dcaptures", f"[{', '.join(f'dcapture_{i}' for i in captures)}]")
     if "dropout" in main.static.features and "dropout" not in problem.features:
-        # A kernel with dropout of which no draw is below the threshold; see `tiles.pads_with_dropout`.
+        # The kernel is compiled with dropout, at probability 0; see `tiles.pads_with_dropout`.
         f.add("args = args._replace(rng=zeros(2, dtype=int64, device=device))")
     if problem.varlen:
         f.offsets()
@@ -320,7 +331,7 @@ def bind_backward(
 
 
 def _gradients(f: Function, captures: tuple[int, ...]) -> str:
-    """The expressions of `AttentionArgs.differentiable`'s gradients."""
+    """The source of the gradients of `AttentionArgs.differentiable`."""
     features, names = f.plan.problem.features, {buffer.name for buffer in f.plan.workspace}
     if not f.plan.finalizers and "dbias" not in names and not captures:
         return "None, None, None, *(None,) * len(args.captures)" if f.plan.problem.mods else "None, None, None"
@@ -338,6 +349,7 @@ def _gradients(f: Function, captures: tuple[int, ...]) -> str:
 
 
 def _align(f: Function, names: tuple[str, ...], copies: bool) -> None:
+    """Add the copies of misaligned inputs. `copies`: some strides are misaligned; else only addresses are checked."""
     aligned = f"{', '.join(names)} = {', '.join(f'ensure_aligned({name})' for name in names)}"
     if copies:
         f.add(aligned)

@@ -1,4 +1,4 @@
-"""The index lists of a block mask as kernels take them."""
+"""The index lists of a block mask, in the form of the kernels' operands."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _forward_lists: TensorCache[list[Tensor]] = TensorCache(64)
 
 
 def forward_block_indices(args: AttentionArgs, problem: Problem) -> list[Tensor]:
-    """Of `BlockMask.tensors`: the counts and indices of full blocks, then of partial ones, for every head."""
+    """The counts and indices of full blocks, then those of partial blocks, expanded to (B, H, ...)."""
     heads = problem.batch, problem.heads
     partial, full = args.block_mask[:2], args.block_mask[2:4]
-    own = [*full, *partial]
-    lists = _forward_lists.get(own, heads)
+    tensors = [*full, *partial]
+    lists = _forward_lists.get(tensors, heads)
     if lists is None:
-        # Detached: a view would keep the block mask alive.
-        lists = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)).detach() for x in own]
-        if all(x.is_contiguous() for x in own):
-            # Views: they show whatever is written into the block mask.
-            _forward_lists.put(own, heads, lists)
+        # Detached, because a view that autograd tracks would keep the block mask alive.
+        lists = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)).detach() for x in tensors]
+        if all(x.is_contiguous() for x in tensors):
+            # These lists are views, so they stay valid if the block mask is written to.
+            _forward_lists.put(tensors, heads, lists)
     return lists
 
 
 def backward_block_indices(args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int) -> list[Tensor]:
-    """For every K/V tile, the query blocks of the heads that share it; see `score_mod.block_sparse`."""
+    """For every K/V tile, the query blocks of all heads that share the K/V head; see `score_mod.block_sparse`."""
     return query_block_indices(
         list(args.block_mask),
         list(args.block_mask_sizes),

@@ -1,9 +1,9 @@
-"""Counters in device memory that persistent kernels draw their tiles from.
+"""Tile counters: int32 in device memory from which persistent CTAs fetch tile indices.
 
-A kernel finds its counter at 0 and leaves it at 0, so launches that run one after the other may share one:
-those of a stream do. What is captured into a graph may be replayed beside anything, and gets a counter of its
-own that the graph itself zeroes. So does a launch on a stream whose handle may stand for another one at the
-same time, or later: the per-thread stream, and streams that torch did not make.
+A kernel expects its counter at 0 and resets it to 0, so launches that never run concurrently can share a counter: all
+launches on a stream do. A launch that is captured into a CUDA graph gets a new counter, zeroed by the graph, because
+the graph may be replayed concurrently with anything. A launch also gets a new counter if the stream's handle does not
+identify the stream: the per-thread default stream, and streams that torch did not create.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 def counter(device_index: int) -> tuple[torch.Tensor, int]:
     """A zeroed int32 for the next launch on the current stream of the current device, and its address.
 
-    The tensor is to be held until the launch is enqueued.
+    The caller must hold the tensor until the launch is enqueued.
     """
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    found = _counters.get((device_index, stream))
+    cached = _counters.get((device_index, stream))
     is_capturing = torch._C._cuda_isCurrentStreamCapturing()
-    if found is not None and not is_capturing:
-        return found
+    if cached is not None and not is_capturing:
+        return cached
     if is_capturing or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
         zero = _zero(device_index)
         return zero, zero.data_ptr()
-    # In a thread of its own: allocations of this one may go to the memory pool of a graph, which would take
-    # them back one day.
+    # Allocated in a new thread: allocations of this thread may come from the memory pool of a graph, which would
+    # reclaim them.
     with ThreadPoolExecutor(1) as thread:
         zero = thread.submit(_lasting_zero, device_index).result()
     return _counters.setdefault((device_index, stream), (zero, zero.data_ptr()))
 
 
 def _is_external(device_index: int, stream: int) -> bool:
-    """Whether the current stream is not one of torch's: its id is then its handle."""
+    """Whether torch did not create the current stream: the id of such a stream is its handle."""
     return stream != 0 and torch._C._cuda_getCurrentStream(device_index)[0] == stream
 
 
@@ -47,7 +47,7 @@ def _zero(device_index: int) -> torch.Tensor:
 
 
 def _lasting_zero(device_index: int) -> torch.Tensor:
-    """Zeroed by a stream of this thread, for any other to find so."""
+    """A zeroed int32 that all streams see as 0: the stream that zeroes it is synchronized."""
     with torch.cuda.device(device_index):
         zero = _zero(device_index)
         torch.cuda.current_stream().synchronize()

@@ -1,10 +1,10 @@
-"""Torch work after the kernels of the backward: the gradients of slopes, sinks, a bias and captured tensors.
+"""Finalizers: torch operations after the backward kernels, for the gradients of slopes, sinks, bias and captures.
 
-    dalibi = sums of the partial sums that K/V blocks left
+    dalibi = sum of the partial sums of K/V blocks
     dsinks = -Σ exp(sink - LSE) Δ over rows;  a query that sees no key has Δ = -dLSE
-    dbias  = sums over the dimensions that broadcast
+    dbias  = sum over the dimensions that broadcast
 
-Sums are in a fixed order and need no look at offsets from the host.
+Sums have a fixed order, and the host does not read the offsets of a varlen batch.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ def alibi_gradient(
 
 
 def _varlen_dalibi(partial: Tensor, args: AttentionArgs, total_k: int, tile_n: int) -> Tensor:
-    """(B, H) or (H). `partial` is (1, H, K/V blocks, warps): the blocks of a sequence are contiguous, and 0 where
-    no query sees a key.
+    """The gradient of slopes, (B, H) or (H), of a varlen batch.
+
+    `partial` is (1, H, K/V blocks, warps). The blocks of a sequence are contiguous, and 0 if no query sees their keys.
     """
     assert args.alibi is not None and args.cu_seqlens_k is not None
     by_block = partial[0].sum(dim=-1)
     if args.alibi.dim() == 1:
         return by_block.sum(dim=1)
     offsets = args.cu_seqlens_k.clamp(0, total_k)
-    number = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
-    # Offsets may be wrong, but offsets that fall would stop the GPU.
-    first = padded_block(offsets, number, tile_n).cummax(0).values
+    sequence = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
+    # `cummax`, because decreasing offsets, from a wrong cu_seqlens_k, would make segment_reduce fail on the GPU.
+    first = padded_block(offsets, sequence, tile_n).cummax(0).values
     return torch.segment_reduce(by_block.T.contiguous(), "sum", offsets=first, unsafe=True, initial=0)
 
 
 def sinks_gradient(
     args: AttentionArgs, problem: Problem, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, tile_m: int
 ) -> Tensor:
-    """`delta` is None if no kernel ran: no query sees a key."""
+    """The gradient of sinks, (H). `delta` is None if no kernel ran, because no query sees a key."""
     assert args.sinks is not None
     if problem.varlen:
         return like(args.sinks, _varlen_dsinks(lse, delta, dlse, args, tile_m))
@@ -62,7 +63,7 @@ def sinks_gradient(
 
 
 def num_blind_queries(problem: Problem) -> int:
-    """Queries that see no key: the first ones, where the right bound hides all keys."""
+    """The number of queries that see no key: the first ones, for which the right bound masks all keys."""
     right, sq, sk = problem.band.right, problem.seqlen_q, problem.seqlen_k
     if sk == 0:
         return sq
@@ -70,7 +71,7 @@ def num_blind_queries(problem: Problem) -> int:
 
 
 def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int) -> Tensor:
-    # A blind query without a sink has an LSE of -inf, and no weight.
+    # The sink of a query with an LSE of -inf (no key and no sink) gets a weight of 0.
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     if delta is None:
         total = sinks.new_zeros(sinks.shape, dtype=torch.float32)
@@ -82,14 +83,17 @@ def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor
 
 
 def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args: AttentionArgs, tile_m: int) -> Tensor:
-    """(H). `lse` and `dlse` are (H, Tq), `delta` is (1, H, rows) with every sequence padded to whole blocks."""
+    """The gradient of sinks, (H), of a varlen batch.
+
+    `lse` and `dlse` are (H, Tq); `delta` is (1, H, rows), with every sequence padded to full blocks.
+    """
     assert args.sinks is not None and args.cu_seqlens_q is not None
     offsets, total = args.cu_seqlens_q, lse.shape[1]
     batch = len(offsets) - 1
     if batch == 0:
         return lse.new_zeros(len(lse))
     row = torch.arange(total, device=lse.device)
-    # Rows after the last sequence count as one more.
+    # Padding after the last sequence gets the index `batch`.
     sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
     row = row - offsets[sequence]
     flow = torch.zeros_like(lse) if dlse is None else -dlse
@@ -98,7 +102,7 @@ def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args:
         row_delta = delta[0][:, at.clamp(0, delta.shape[2] - 1)]
         flow = torch.where(_is_blind(row, sequence.clamp(max=batch - 1), args), flow, row_delta)
     weights = torch.exp(args.sinks.float()[:, None] - lse)
-    # A row outside all sequences, or one without keys and without a sink, has no weight.
+    # Padding, and rows with neither a key nor a sink, have a weight of 0.
     counts = (sequence < batch) & (lse != -torch.inf)
     return -torch.where(counts, weights * flow, 0.0).sum(dim=1)
 
@@ -115,7 +119,7 @@ def _is_blind(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
 
 
 def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
-    """From what the kernel wrote, of the bias's shape or (B, H, Sq, Sk)."""
+    """The gradient of the bias. `dbias`, which the kernel wrote, has the shape of the bias or (B, H, Sq, Sk)."""
     assert args.bias is not None
     broadcast = [i for i in range(4) if dbias.shape[i] != args.bias.shape[i]]
     return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)

@@ -1,6 +1,6 @@
-"""What launches need of a GPU, in one replaceable object.
+"""The interface of launches to a GPU, as one object that can be replaced.
 
-Tools that record launches and tests without a GPU put their own in its place with `use_gpu`.
+Tools that record launches, and tests without a GPU, replace it with `use_gpu`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cute_flash.spec.arch import ArchSpec, detect
 class Gpu:
     """CUDA through torch, and kernels from the compile cache."""
 
-    # There is a CUDA tensor, so torch has set up CUDA: what `torch.cuda.current_device` would make sure of.
+    # Without the lazy initialization of `torch.cuda.current_device`: a CUDA tensor exists, so CUDA is initialized.
     current_device = staticmethod(getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device))
 
     def arch(self, index: int | None) -> ArchSpec:
@@ -29,7 +29,7 @@ class Gpu:
         return detect(index)
 
     def kernel(self, key: CompileKey) -> Callable[..., None]:
-        """The launch of a kernel on the current stream; it takes the operands of the key, in order."""
+        """The function that launches a kernel on the current stream; its arguments are the key's operands, in order."""
         return compiled_kernel(key)
 
     def tile_counter(self, index: int) -> tuple[Tensor, int]:
@@ -37,7 +37,7 @@ class Gpu:
         return counters.counter(index)
 
     def on_device(self, index: int, launch: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a launch with another current device."""
+        """Call a bound function with another current device."""
         with torch.cuda.device(index):
             return launch(*arguments)
 
@@ -53,7 +53,7 @@ def current_gpu() -> Gpu:
 
 @contextmanager
 def use_gpu(gpu: Gpu) -> Iterator[Gpu]:
-    """Launch through another `Gpu`; functions that were bound before come back afterwards."""
+    """Launch through another `Gpu`. Afterwards the previous `Gpu` and its bound functions are restored."""
     global _gpu
     before, _gpu = _gpu, gpu
     functions = dict(bound)

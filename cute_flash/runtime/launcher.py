@@ -1,8 +1,8 @@
-"""Calls on CUDA: plan once per signature, bind the plan to one Python function, call it.
+"""The operators on CUDA: plans a call once per signature, binds the plan to a function, and calls it.
 
-`forward` and `backward` look up the function that was bound for a call's signature: the shapes, strides, types
-and devices of its tensors, and which features it has. On a miss the call is described, planned and compiled, and
-`runtime.binder` writes the function.
+A signature is the shapes, strides, dtypes and devices of q, k and v, and `AttentionArgs.key`. `forward` and `backward`
+look up the function that is bound to it. On a miss the call is described, planned and compiled, and `runtime.binder`
+generates the function.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 # dq, dk, dv, and the gradients of `AttentionArgs.differentiable`.
 Gradients = tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]
 
-# A program that never repeats a shape must not grow without bound.
+# Bounds the memory of a program that never repeats a shape.
 MAX_SIGNATURES = 4096
-# Of a captured tensor with a gradient: kernels count its elements in 32 bits.
+# The largest captured tensor with a gradient: kernels index its elements with 32 bits.
 MAX_CAPTURE_ELEMENTS = (1 << 31) - 1
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """out, lse, and the largest logits of each head if the call asks for them."""
+    """Return out, lse and max_logit, which is None unless `args.return_max_logit`."""
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), args.key,
@@ -60,7 +60,8 @@ def backward(
     lse: Tensor,
     args: AttentionArgs,
 ) -> Gradients:
-    # The kernels check the shapes and types of dout, out, lse and dlse by themselves.
+    """Return dq, dk, dv and the gradients of `args.differentiable`."""
+    # The compiled kernels check the shapes and dtypes of dout, out, lse and dlse.
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
         k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), dlse is None, args.key,
@@ -80,7 +81,7 @@ def _remember(signature: tuple, launch: Callable[..., Any]) -> Callable[..., Any
 
 
 def is_mode_deterministic() -> bool:
-    """Whether torch was told to be deterministic, and not just to warn."""
+    """Whether `torch.use_deterministic_algorithms` is on, and not with `warn_only`."""
     return torch.are_deterministic_algorithms_enabled() and (not torch.is_deterministic_algorithms_warn_only_enabled())
 
 
@@ -107,7 +108,7 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
 
 
 def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """No keys, or no rows: the rows of sequences give 0 and the sink, or -inf."""
+    """The forward without keys or without queries: out is 0, and the LSE of a row is its sink, or -inf."""
     out, lse, max_logit = outputs(q, v, args)
     out.zero_()
     lse.fill_(-math.inf)
@@ -123,17 +124,17 @@ def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outp
 
 
 def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
-    """What the memory of a bias decides: how kernels load it."""
+    """Add to `Problem.mods` how kernels load the bias, which depends on its strides and address."""
     if args.bias is None:
         return problem
     assert BIAS.value is not None
     bias = BIAS.value(args, problem)
     *others, row, last = bias.stride()
     paired = last == 1 and not any(x % 2 for x in (*others, row, bias.shape[3]))
-    # TMA wants 16 bits and rows of their own at multiples of 16 bytes. It decides tiles, and the memory of a
-    # bias may differ from batch to batch.
-    begins = (*others, row, bias.data_ptr() // 2)
-    tma = bias.element_size() == 2 and last == 1 and row > 0 and not any(x % 8 for x in begins)
+    # TMA needs 16-bit elements and distinct rows that start at multiples of 16 bytes. It changes the tile, and the
+    # strides of a bias may differ from batch to batch, so `batch_invariant` disables it.
+    starts = (*others, row, bias.data_ptr() // 2)
+    tma = bias.element_size() == 2 and last == 1 and row > 0 and not any(x % 8 for x in starts)
     mods = replace(
         problem.mods,
         bias_dtype=str(bias.dtype).removeprefix("torch."),
@@ -145,10 +146,11 @@ def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
 
 
 def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> tuple[Problem, Buffer | None]:
-    """What the backward kernel writes of the gradient of a bias.
+    """Add to `Problem.mods` how the backward kernel writes the gradient of a bias, and return the buffer for it.
 
-    The gradient of a bias that does not broadcast is written as it is. Another one is a sum: fp32 additions in
-    any order or, where gradients are deterministic, torch's sum over all of it afterwards.
+    The kernel writes the gradient of a bias that does not broadcast directly. It accumulates that of other biases with
+    fp32 atomic additions in no fixed order; for deterministic gradients it writes all terms, (B, H, Sq, Sk), which
+    torch sums afterwards.
     """
     bias = args.bias
     if bias is None:
@@ -159,16 +161,16 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
     mods = replace(problem.mods, bias_varies=varies)
     if not args.bias_needs_grad:
         return replace(problem, mods=mods), None
-    whole = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
-    if tuple(bias.shape) == whole:
-        # Blocks that are not visited write nothing.
+    full_shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    if tuple(bias.shape) == full_shape:
+        # Zeros if the kernel skips blocks, because skipped blocks are not written.
         visits_all = not problem.static.is_bounded and not problem.block_sparse
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
-        buffer = Buffer("dbias", whole, dtype.removeprefix("torch."), init)
+        buffer = Buffer("dbias", full_shape, dtype.removeprefix("torch."), init)
     else:
-        buffer = Buffer("dbias", whole if deterministic else tuple(bias.shape), init="zeros")
-    accumulates = tuple(bias.shape) != whole and not deterministic
+        buffer = Buffer("dbias", full_shape if deterministic else tuple(bias.shape), init="zeros")
+    accumulates = tuple(bias.shape) != full_shape and not deterministic
     mods = replace(mods, dbias_dtype=buffer.dtype, dbias_accumulates=accumulates)
     return replace(problem, mods=mods), buffer
 
@@ -207,7 +209,7 @@ def _bind_backward(
 
 
 def _empty_backward(dout, dlse, q, k, v, out, lse, args: AttentionArgs) -> Gradients:
-    """No keys, or no queries: the gradient of the LSE, to the sinks, is all there may be."""
+    """The backward without keys or without queries: all gradients are 0, except that of the sinks through the LSE."""
     grads = [None if x is None else torch.zeros_like(x) for x in args.differentiable]
     if args.sinks is not None:
         grads[1] = sinks_gradient(args, describe(q, k, v, args, "cuda"), lse, None, dlse, 1)

@@ -1,4 +1,4 @@
-"""What a launch makes of a call's tensors and numbers: alignment, signs, clamps, views, outputs."""
+"""Converts a call's tensors and numbers to operands of kernels: alignment, signs, clamps, views."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cute_flash.spec.problem import check_window
 
 # A tile spans less than 2^31 elements.
 MAX_ROW_STRIDE = (1 << 31) // 512
-# Wider windows than any sequence are the same to the mask, and stay clear of 32-bit overflow.
+# Bounds are clamped to the longest sequence, so that sums of positions and bounds do not overflow 32 bits.
 MAX_WINDOW = MAX_SEQLEN
-# Smallest |scale| the kernels see: at 0 a masked score would be 0 * -inf. Scores times 1e-30 are 0 to the
-# softmax.
+# The smallest |scale| that kernels get: with 0 a masked score would be 0 * -inf = NaN. Scores times 1e-30 have the
+# softmax of zeros.
 MIN_SCALE = 1e-30
 
 
@@ -25,9 +25,9 @@ MIN_SCALE = 1e-30
 
 
 def has_aligned_strides(tensor: Tensor) -> bool:
-    """Whether rows are contiguous, strides multiples of 16 bytes, and tiles within reach of 32-bit offsets.
+    """Whether kernels can access a (B, H, S, D) or (T, H, D) tensor with these strides.
 
-    For (B, H, S, D) and (T, H, D).
+    Rows must be contiguous, strides multiples of 16 bytes, and offsets within a tile must fit into 32 bits.
     """
     *outer, element = tensor.stride()
     row = outer[0] if len(outer) == 2 else outer[2]
@@ -36,9 +36,9 @@ def has_aligned_strides(tensor: Tensor) -> bool:
 
 
 def ensure_aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a contiguous copy of what the kernels cannot read in place.
+    """The tensor itself, or a contiguous copy if kernels cannot read it in place.
 
-    Among the latter are tensors that torch negates lazily: imaginary parts, whose elements lie two apart.
+    Tensors with the negative bit are copied too: they are imaginary parts, whose elements have a stride of 2.
     """
     if has_aligned_strides(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
         return tensor
@@ -46,7 +46,7 @@ def ensure_aligned(tensor: Tensor) -> Tensor:
 
 
 def aligned_like(tensor: Tensor) -> Tensor:
-    """Memory that kernels can store to: the tensor itself, or a contiguous one of its shape."""
+    """A tensor that kernels can write: the tensor itself, or an empty contiguous one of its shape."""
     if has_aligned_strides(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -57,8 +57,9 @@ def aligned_like(tensor: Tensor) -> Tensor:
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the maximum of the raw scores, which a negative scale would turn into a minimum: the sign
-    goes to q.
+    """Move the sign of the scale to q, and clamp the scale to `MIN_SCALE`.
+
+    Kernels take the maximum of q·k before they scale it, which needs a positive scale.
     """
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not finite")
@@ -72,7 +73,7 @@ def clamp_window(bound: int) -> int:
 
 
 def scalar_operands(kinds: tuple[str, ...], scalars: tuple[float, ...]) -> list[int | float] | None:
-    """Numbers that user functions captured, as ints or floats; None if there are none."""
+    """The numbers that user mods captured, as ints or floats; None if there are none."""
     return [int(x) if kind == "int" else float(x) for kind, x in zip(kinds, scalars)] or None
 
 
@@ -81,7 +82,7 @@ def scalar_operands(kinds: tuple[str, ...], scalars: tuple[float, ...]) -> list[
 
 
 def can_pack_gqa(tensor: Tensor) -> bool:
-    """Whether the rows of neighbouring heads follow each other at the stride of rows."""
+    """Whether (head, row) of a (B, H, S, D) tensor can be viewed as one dimension with one stride."""
     if tensor.dim() != 4:
         return False
     if tensor.shape[2] == 1:
@@ -90,7 +91,7 @@ def can_pack_gqa(tensor: Tensor) -> bool:
 
 
 def pack_gqa(tensor: Tensor, group: int) -> Tensor:
-    """(B, H, S, D) as (B, H / group, group S, D)."""
+    """A view of (B, H, S, D) as (B, H / group, group · S, D)."""
     batch, heads, seqlen, width = tensor.shape
     row_stride = tensor.stride(2) if seqlen > 1 else tensor.stride(1)
     shape = (batch, heads // group, group * seqlen, width)
@@ -98,7 +99,7 @@ def pack_gqa(tensor: Tensor, group: int) -> Tensor:
 
 
 def capture_operands(captures: tuple[Tensor, ...]) -> list[Tensor] | None:
-    """As kernels read captured tensors: bools as bytes, fp64 as fp32, a single value as one of a row."""
+    """Captured tensors as kernels read them: bools as bytes, fp64 as fp32, rank 0 as rank 1; None if there are none."""
     return [_capture(x) for x in captures] or None
 
 
@@ -106,7 +107,7 @@ def _capture(x: Tensor) -> Tensor:
     if 0 in x.shape:
         raise ValueError(f"a captured tensor has shape {tuple(x.shape)}: there is nothing to read")
     if x.is_neg():
-        # The dispatcher resolves arguments, but not in optional lists.
+        # The dispatcher resolves the negative bit of arguments, but not of those in optional lists.
         x = x.resolve_neg()
     if x.dtype == torch.bool:
         x = x.view(torch.uint8)

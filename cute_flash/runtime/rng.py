@@ -1,4 +1,4 @@
-"""The seed of one call of dropout."""
+"""The seed of a call with dropout."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """(seed, offset) of one call, int64, from torch's generator of the device; no host sync."""
+    """Draw the (seed, offset) of a call, int64, from torch's generator of the device, without a host sync."""
     return torch.randint((1 << 63) - 1, (2,), dtype=torch.int64, device=device)

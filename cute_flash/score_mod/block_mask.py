@@ -1,8 +1,8 @@
 """Block masks: which blocks of scores a kernel skips, computes with the mask, or computes without it.
 
-A block is `tile_m` queries by `tile_n` keys. It is full if every query in it sees every key of the block and
-no key is missing, empty if no query sees a key, else partial. The mask is a `mask_mod` within a window. A
-dimension of batch or heads has size 1 if the mask does not depend on it.
+A block is `tile_m` queries by `tile_n` keys. It is full if it has `tile_n` keys and every query sees all of them, empty
+if no query sees a key, else partial. The mask is a `mask_mod` and a window. The batch or head dimension has size 1 if
+the mask does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from cute_flash.score_mod.tensor_cache import TensorCache, versions
 from cute_flash.score_mod.trace import BoundMod, bind
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-# (query, key) pairs that are evaluated at a time.
+# The most (query, key) pairs that are evaluated at a time.
 MAX_PAIRS = 1 << 22
 
-Window = tuple[int | None, int | None]  # keys to the left and right of a query that it sees; None: all
+Window = tuple[int | None, int | None]  # keys before and after its position that a query sees; None: all
 
 
 @dataclass(frozen=True, eq=False)
 class BlockIndices:
-    """For each block of one side, the blocks of the other side to visit, ascending; int32."""
+    """For each block of queries (or keys), the blocks of keys (or queries) to visit, ascending; int32."""
 
-    num_blocks: Tensor  # (B or 1, H or 1, blocks of this side)
-    indices: Tensor  # (B or 1, H or 1, blocks of this side, blocks of the other); the first num_blocks count
+    num_blocks: Tensor  # (B or 1, H or 1, blocks)
+    indices: Tensor  # (B or 1, H or 1, blocks, blocks of the other side); only the first num_blocks are valid
 
     @staticmethod
     def of(chosen: Tensor) -> BlockIndices:
@@ -41,8 +41,10 @@ class BlockIndices:
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The blocks of a mask, in both directions: K/V blocks of a query block, for the forward, and query
-    blocks of a K/V block, for the backward.
+    """The blocks of a mask that kernels visit.
+
+    They are listed as K/V blocks of each query block, for the forward, and query blocks of each K/V block, for the
+    backward.
     """
 
     tile_m: int
@@ -56,13 +58,16 @@ class BlockMask:
 
     @staticmethod
     def of_status(status: Tensor, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> BlockMask:
-        """From EMPTY, PARTIAL or FULL of each block: (B or 1, H or 1, query blocks, K/V blocks)."""
+        """Build a block mask from the EMPTY, PARTIAL or FULL of each block.
+
+        `status`: (B or 1, H or 1, query blocks, K/V blocks).
+        """
         blocks = _ceil_div(seqlen_q, tile_m), _ceil_div(seqlen_k, tile_n)
         if status.dim() != 4 or tuple(status.shape[2:]) != blocks:
             raise ValueError(f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, *{blocks})")
         if seqlen_k % tile_n and bool((status[..., -1] == FULL).any()):
             raise ValueError("the last block of keys is not whole: it cannot be full, call it partial")
-        indices = [BlockIndices.of(x == one) for x in (status, status.mT) for one in (PARTIAL, FULL)]
+        indices = [BlockIndices.of(x == kind) for x in (status, status.mT) for kind in (PARTIAL, FULL)]
         return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, *indices)
 
     @staticmethod
@@ -82,15 +87,16 @@ class BlockMask:
         mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
         if device is None:
             device = mask.captures[0].device if mask is not None and mask.captures else "cpu"
-        # With an index, as the devices of tensors have.
+        # The device of a tensor has an index, which "cuda" has not.
         device = torch.empty(0, device=device).device
         left, right = window
         return _cached(mask, shape, tile, (left, 0 if causal else right), device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        indices = self.partial_kv, self.full_kv, self.partial_q, self.full_q
-        return tuple(x for one in indices for x in (one.num_blocks, one.indices))
+        """num_blocks and indices of partial_kv, full_kv, partial_q and full_q."""
+        lists = self.partial_kv, self.full_kv, self.partial_q, self.full_q
+        return tuple(x for blocks in lists for x in (blocks.num_blocks, blocks.indices))
 
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
@@ -107,11 +113,11 @@ class BlockMask:
     def status(self) -> Tensor:
         """(B or 1, H or 1, query blocks, K/V blocks), uint8: EMPTY, PARTIAL or FULL."""
         shape, device = self.partial_kv.indices.shape, self.partial_kv.num_blocks.device
-        found = torch.zeros(shape, dtype=torch.uint8, device=device)
+        status = torch.zeros(shape, dtype=torch.uint8, device=device)
         for value, blocks in ((PARTIAL, self.partial_kv), (FULL, self.full_kv)):
-            counts = torch.arange(shape[-1], device=device) < blocks.num_blocks[..., None]
-            found.scatter_add_(-1, blocks.indices.long(), counts.to(torch.uint8) * value)
-        return found
+            is_valid = torch.arange(shape[-1], device=device) < blocks.num_blocks[..., None]
+            status.scatter_add_(-1, blocks.indices.long(), is_valid.to(torch.uint8) * value)
+        return status
 
     @property
     def density(self) -> float:
@@ -129,13 +135,13 @@ class BlockMask:
                 f"block_mask is of {self.seqlen_q} queries and {self.seqlen_k} keys: the call has {seqlen_q} "
                 f"and {seqlen_k}"
             )
-        for name, size, own in (("batch", batch, 0), ("heads", heads, 1)):
-            found = self.partial_kv.num_blocks.shape[own]
-            if found not in (1, size):
-                raise ValueError(f"block_mask has {name}={found}: expected 1 or {size}")
-        found_device = self.partial_kv.num_blocks.device
-        if found_device != device:
-            raise ValueError(f"block_mask is on {found_device} and q is on {device}: they must agree")
+        for dim, name, size in ((0, "batch", batch), (1, "heads", heads)):
+            mask_size = self.partial_kv.num_blocks.shape[dim]
+            if mask_size not in (1, size):
+                raise ValueError(f"block_mask has {name}={mask_size}: expected 1 or {size}")
+        mask_device = self.partial_kv.num_blocks.device
+        if mask_device != device:
+            raise ValueError(f"block_mask is on {mask_device} and q is on {device}: they must agree")
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -161,8 +167,8 @@ def visible_pairs(
     if mask is not None:
         b, h = (torch.tensor(x, device=rows.device) for x in head)
         arguments = mask.captures, mask.scalars
-        (found,) = evaluate(mask.graph, arguments, torch.float32, (b, h, rows[:, None], keys))
-        visible &= found
+        (mod_mask,) = evaluate(mask.graph, arguments, torch.float32, (b, h, rows[:, None], keys))
+        visible &= mod_mask
     return visible
 
 
@@ -179,7 +185,7 @@ def _status(
     tile_m, tile_n = tile
     blocks = _ceil_div(sq, tile_m), _ceil_div(sk, tile_n)
     status = torch.zeros(batch, heads, *blocks, dtype=torch.uint8, device=device)
-    # Keys past the last are padded as invisible, so that the last block is partial or empty.
+    # Keys past the last are padded as masked, so that the last block is partial or empty.
     width = blocks[1] * tile_n
     keys = torch.arange(sk, device=device)
     step = max(1, MAX_PAIRS // max(1, tile_m * width)) * tile_m
@@ -192,7 +198,7 @@ def _status(
                 padded = visible.new_zeros(num * tile_m, width)
                 padded[: len(rows), :sk] = visible
                 some = padded.view(num, tile_m, -1, tile_n).any(dim=3).any(dim=1)
-                # Queries past the last do not exist: they must not make a block partial.
+                # Queries past the last do not exist, and must not make a block partial.
                 padded[len(rows) :] = True
                 every = padded.view(num, tile_m, -1, tile_n).all(dim=3).all(dim=1)
                 m_block = first // tile_m
@@ -207,11 +213,11 @@ def _cached(mask: BoundMod | None, shape: Any, tile: Any, window: Window, device
     captures = () if mask is None else mask.captures
     if any(x.device != device for x in captures):
         raise ValueError(f"mask_mod captures a tensor on {captures[0].device}: expected {device}")
-    written = versions(captures)
+    capture_versions = versions(captures)
     graph = None if mask is None else (mask.graph, mask.scalars)
-    key = graph, written, tuple(shape), tuple(tile), window, device
-    found = None if written is None else _cache.get(captures, key)
-    if found is not None:
-        return found
-    made = BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
-    return made if written is None else _cache.put(captures, key, made)
+    key = graph, capture_versions, tuple(shape), tuple(tile), window, device
+    cached = None if capture_versions is None else _cache.get(captures, key)
+    if cached is not None:
+        return cached
+    block_mask = BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
+    return block_mask if capture_versions is None else _cache.put(captures, key, block_mask)

@@ -1,7 +1,7 @@
-"""A block mask in the order in which the backward visits it.
+"""The index lists of a block mask for the backward.
 
-For each tile of keys, the list holds the query blocks to visit, of all query heads that share the K/V head,
-one after the other. An entry is packed into an int32:
+The list of a K/V tile has the query blocks to visit, of all query heads that share the K/V head, head by head. An entry
+is an int32 of bit fields:
 
     bit 0           partial: mask_mod is applied; else the block is full
     bit 1           the last entry of its head
@@ -33,25 +33,25 @@ def query_block_indices(
     heads_kv: int,
     tile: tuple[int, int],
 ) -> list[Tensor]:
-    """The number of entries (B, Hkv, tiles of keys), and the entries (B, Hkv, tiles of keys, at most).
+    """The number of entries (B, Hkv, K/V tiles), and the entries (B, Hkv, K/V tiles, maximal number).
 
-    `tensors` and `sizes` are those of a `BlockMask`; `tile` is the kernel's and divides the mask's. The
-    result is computed without a host sync and cached until the block mask is written to or freed.
+    `tensors` and `sizes` are those of a `BlockMask`; `tile` is the kernel's and divides the mask's. The result is
+    computed without a host sync, and cached until the block mask is written to or freed.
     """
-    # The K/V blocks of query blocks determine the query blocks of K/V blocks.
-    own = tensors[:4]
-    written = versions(own)
-    if written is None:
-        return _made(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
-    key = written, tuple(sizes), tile, batch, heads, heads_kv
-    found = _cache.get(own, key)
-    if found is None:
-        made = _made(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
-        found = _cache.put(own, key, made)
-    return found
+    # Only the K/V blocks of query blocks are read: they determine the query blocks of K/V blocks.
+    kv_lists = tensors[:4]
+    list_versions = versions(kv_lists)
+    if list_versions is None:
+        return _query_blocks(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
+    key = list_versions, tuple(sizes), tile, batch, heads, heads_kv
+    cached = _cache.get(kv_lists, key)
+    if cached is not None:
+        return cached
+    indices = _query_blocks(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
+    return _cache.put(kv_lists, key, indices)
 
 
-def _made(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
+def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
     m_blocks, n_blocks = -(-mask.seqlen_q // tile[0]), -(-mask.seqlen_k // tile[1])
     group = heads // heads_kv
     if m_blocks >= 1 << (HEAD_SHIFT - M_BLOCK_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
@@ -59,7 +59,7 @@ def _made(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[in
             f"block_mask of {m_blocks} query blocks and {group} query heads per K/V head: at most "
             f"{(1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1} and {(1 << (31 - HEAD_SHIFT)) - 1}"
         )
-    # From tiles of the mask to tiles of the kernel.
+    # From blocks of the mask to tiles of the kernel.
     status, parts = mask.status, (mask.tile_m // tile[0], mask.tile_n // tile[1])
     status = status.repeat_interleave(parts[0], 2)[:, :, :m_blocks]
     status = status.repeat_interleave(parts[1], 3)[..., :n_blocks]

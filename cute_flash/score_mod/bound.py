@@ -1,4 +1,4 @@
-"""The mods of one call: their graphs, which are compiled in, and their arguments, which are not."""
+"""The user mods of one call: their graphs, which are compiled in, and their captured values, which are arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cute_flash.score_mod.trace import BoundMod, bind
 
 @dataclass(frozen=True)
 class Graphs:
-    """The graphs that a kernel is compiled for. Arguments are passed in the order of the fields."""
+    """The graphs of a call's mods. Captures and scalars are concatenated in the order of the fields."""
 
     score: Graph | None = None
     mask: Graph | None = None
@@ -27,20 +27,20 @@ class Graphs:
 
     @cached_property
     def text(self) -> str:
-        """The argument of torch operators, from which `graphs_of` makes these graphs in any process."""
+        """The graphs as text, the argument of torch operators; `graphs_of` parses it in any process."""
         graphs = self.score, self.mask, self.bwd
         if graphs == (None, None, None):
             return ""
         return "[" + ",".join("null" if x is None else x.text for x in graphs) + "]"
 
     def split(self, captures: Sequence[Any], scalars: Sequence[Any]) -> GraphArguments:
-        """Split the arguments of all graphs, which are concatenated, into those of each graph."""
-        found: list[tuple[tuple, tuple]] = []
+        """Split the concatenated arguments of all graphs into those of each graph."""
+        arguments: list[tuple[tuple, tuple]] = []
         for graph in (self.score, self.mask, self.bwd):
             num_captures, num_scalars = (0, 0) if graph is None else (len(graph.captures), len(graph.scalars))
-            found.append((tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
+            arguments.append((tuple(captures[:num_captures]), tuple(scalars[:num_scalars])))
             captures, scalars = captures[num_captures:], scalars[num_scalars:]
-        return GraphArguments(*found)
+        return GraphArguments(*arguments)
 
     def gradient(self, captures_needing_grad: tuple[int, ...] = ()) -> Gradient:
         """The gradient of score_mod, whose arguments are `GraphArguments.gradient`."""
@@ -63,7 +63,7 @@ class GraphArguments:
 
 @lru_cache(maxsize=1024)
 def graphs_of(text: str) -> Graphs:
-    """Parse `Graphs.text`; the same object for equal texts. `ValueError` for any other text."""
+    """Parse `Graphs.text`. Equal texts give the same object; other texts raise `ValueError`."""
     if not text:
         return Graphs()
     graphs = json.loads(text)

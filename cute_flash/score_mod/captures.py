@@ -1,9 +1,9 @@
-"""Finds and replaces what a mod captures: closures, defaults, globals, and the state of objects.
+"""Replaces the values that a mod captures by proxies: closures, defaults, globals, and attributes of objects.
 
-The mod is rebuilt around proxies: captured tensors become captures of the graph, captured numbers become its
-scalars, functions and objects are entered. A `Source` records how each value was reached. With it, the next
-call reads the value again, from the same function or from another one of the same code, and checks that the
-trace still holds.
+The mod is rebuilt with proxies: captured tensors become captures of the graph, captured numbers become its scalars, and
+captured functions and objects are rebuilt recursively. A `Source` records how to read each value. With it, the next
+call reads the value again, from the same function or from another one with the same code, and checks that the trace is
+still valid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
 from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 
-# Modules whose contents do not change: their functions and classes are not entered.
+# Modules whose contents do not change: their functions and classes are used as they are.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
 MAX_CONTAINER_SIZE = 256
 MAX_INT = 1 << 31
@@ -31,7 +31,7 @@ MAX_INT = 1 << 31
 
 @dataclass(frozen=True)
 class Source:
-    """How to read a captured value, and the condition under which a trace holds for it."""
+    """How to read a captured value, and the condition under which a trace is valid for it."""
 
     parent: int  # index of the source whose value `get` takes; the root has none
     get: Callable[[Any], Any]
@@ -52,12 +52,12 @@ def code_of(function: Any) -> CodeType | type:
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: CodeType) -> tuple[str, ...]:
     names = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in _global_names(one))
+    inner = (name for x in code.co_consts if isinstance(x, CodeType) for name in _global_names(x))
     return tuple(dict.fromkeys([*names, *inner]))
 
 
 class CaptureTracer:
-    """Rebuilds a mod with proxies for what it captures. `static`: paths of numbers to compile in."""
+    """Rebuilds a mod with proxies for its captured values. `static`: paths of numbers to compile in."""
 
     def __init__(self, builder: Builder, root: Any, static: frozenset[tuple]) -> None:
         self.builder, self.static = builder, static
@@ -159,8 +159,8 @@ class CaptureTracer:
         if len(value) > MAX_CONTAINER_SIZE:
             raise trace_error(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = {key: self.visit(source, key, itemgetter(key), one) for key, one in items}
-        return found if isinstance(value, dict) else type(value)(found.values())
+        proxies = {key: self.visit(source, key, itemgetter(key), item) for key, item in items}
+        return proxies if isinstance(value, dict) else type(value)(proxies.values())
 
     def _method(self, value: MethodType, source: int) -> Any:
         func = self.visit(source, "__func__", attrgetter("__func__"), value.__func__)
@@ -168,7 +168,7 @@ class CaptureTracer:
         return functools.partial(func, owner)
 
     def _function(self, value: FunctionType, source: int) -> FunctionType:
-        """A function of the same code whose closure, globals and defaults are proxies."""
+        """A function with the same code, whose closure, globals and defaults are proxies."""
         if id(value) in self.rebuilding:
             new, first = self.rebuilding[id(value)]
             self.aliases.append((first, source))
@@ -213,7 +213,7 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is a part of torch or Python that never changes, and is used as it is."""
+    """Whether a value is a part of torch or Python that never changes, and needs no proxy."""
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in FIXED_MODULES
     if isinstance(value, (type, FunctionType)):
@@ -229,7 +229,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 class ObjectProxy:
-    """A captured object: its attributes are captured in turn, and its methods are traced."""
+    """A captured object: its attributes are captured too, and its methods are traced."""
 
     def __init__(self, tracer: CaptureTracer, value: Any, source: int) -> None:
         self.__dict__.update(_tracer=tracer, _value=value, _source=source)

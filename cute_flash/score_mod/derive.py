@@ -41,10 +41,10 @@ class _Rules:
         self.of = builder.constant
 
     def rule(self, node: Node) -> Callable[..., tuple[int | None, ...]]:
-        found = getattr(self, f"_{node.op}", None)
-        if found is None:
+        rule = getattr(self, f"_{node.op}", None)
+        if rule is None:
             raise TraceError(f"{node.op} of floats has no derivative: give score_mod_bwd")
-        return found
+        return rule
 
     def _add(self, g, y, a, b):
         return g, g
@@ -120,18 +120,18 @@ class _Rules:
 
 def _needs_grad(graph: Graph, captures: tuple[int, ...]) -> list[bool]:
     """Which nodes need a gradient: floats that depend on the score or on one of these captures."""
-    found: list[bool] = []
+    needs_grad: list[bool] = []
     for node in graph.nodes:
         is_leaf = (node.op == "input" and node.value == "score") or (node.op == "load" and node.value in captures)
-        found.append(node.kind == "float" and (is_leaf or any(found[i] for i in node.args)))
-    return found
+        needs_grad.append(node.kind == "float" and (is_leaf or any(needs_grad[i] for i in node.args)))
+    return needs_grad
 
 
 @lru_cache(maxsize=1024)
 def gradient(graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mod_bwd: Graph | None = None) -> Gradient:
-    """The gradient of a score_mod's graph. `score_mod_bwd`: the user's own gradient of the score.
+    """The gradient of a score_mod's graph. `score_mod_bwd` replaces the derivative with respect to the score.
 
-    With `score_mod_bwd`, the captures and scalars are those of the score_mod followed by its own.
+    With `score_mod_bwd`, the captures and scalars are those of score_mod, followed by those of score_mod_bwd.
     """
     builder = Builder(graph.captures, graph.scalars)
     if score_mod_bwd is not None:
@@ -145,8 +145,8 @@ def gradient(graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mo
         node = graph.nodes[i]
         if i not in grads or not needs_grad[i] or node.op in ("input", "load"):
             continue
-        found = rules.rule(node)(grads[i], nodes[i], *(nodes[j] for j in node.args))
-        for j, part in zip(node.args, found, strict=True):
+        operand_grads = rules.rule(node)(grads[i], nodes[i], *(nodes[j] for j in node.args))
+        for j, part in zip(node.args, operand_grads, strict=True):
             if part is not None and needs_grad[j]:
                 grads[j] = builder.op("add", grads[j], part) if j in grads else part
     score = [i for i, node in enumerate(graph.nodes) if node.op == "input" and node.value == "score"]

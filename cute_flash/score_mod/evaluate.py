@@ -7,8 +7,8 @@ Values that depend only on the head, on a row or on a column are computed once f
     row, column = evaluator.at_row(head, q), evaluator.at_column(head, kv)
     (score,) = evaluator.at(head, row, column, score)
 
-A part holds only the values that later parts need, in a plain tuple, so that a kernel can keep it in
-registers and carry it through a loop.
+A `Part` has only the values that later stages need, in a plain tuple, so that a kernel can keep it in registers through
+a loop.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stages:
                     needed[stage[j]].add(j)
         for i in graph.outputs:
             needed[stage[i]].add(i)
-        # Constants are made where they are used, and occupy no register before.
+        # Constants are created where they are used, so that they take no register before.
         needed[AT_HEAD] = {i for i in needed[AT_HEAD] if graph.nodes[i].op != "constant"}
         return Stages(nodes, tuple(tuple(sorted(x)) for x in needed))
 

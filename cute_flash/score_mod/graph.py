@@ -135,7 +135,7 @@ class Graph:
 
     @cached_property
     def text(self) -> str:
-        """The graph as JSON, without loss: `parse.parse_graph` makes an equal graph of it in any process."""
+        """The graph as JSON, without loss: `parse.parse_graph` builds an equal graph from it in any process."""
         captures = [[x.dtype, x.rank] for x in self.captures]
         nodes = [[x.op, x.kind, x.args] + ([] if x.value is None else [x.value]) for x in self.nodes]
         return json.dumps([captures, self.scalars, nodes, self.outputs], separators=(",", ":"))
@@ -162,16 +162,16 @@ class Graph:
 
     @cached_property
     def depends(self) -> tuple[int, ...]:
-        """What each node depends on: a union of B, H, ROW, COLUMN and SCORE."""
-        found: list[int] = []
+        """The inputs that each node depends on: a union of B, H, ROW, COLUMN and SCORE."""
+        depends: list[int] = []
         for node in self.nodes:
-            own = INPUTS[node.value][1] if node.op == "input" else 0
-            found.append(reduce(operator.or_, (found[i] for i in node.args), own))
-        return tuple(found)
+            input_bits = INPUTS[node.value][1] if node.op == "input" else 0
+            depends.append(reduce(operator.or_, (depends[i] for i in node.args), input_bits))
+        return tuple(depends)
 
     @property
     def output_depends(self) -> int:
-        """The union of what the outputs depend on."""
+        """The inputs that the outputs depend on: a union of B, H, ROW, COLUMN and SCORE."""
         return reduce(operator.or_, (self.depends[i] for i in self.outputs), 0)
 
     @property
@@ -200,7 +200,7 @@ class Builder:
 
     def add(self, node: Node) -> int:
         """The index of a node, appended unless an equal one exists."""
-        # By repr: 0.0 and -0.0 are equal numbers, but two constants; NaN is unequal, but one constant.
+        # By repr, because 0.0 and -0.0 are equal numbers but two constants, and NaN is unequal but one constant.
         key = node.op, node.kind, node.args, repr(node.value)
         if key not in self.known:
             self.known[key] = len(self.nodes)
@@ -241,7 +241,7 @@ class Builder:
             try:
                 return self.constant(OPERATIONS[name](*(node.value for node in operands)), kind)
             except (ArithmeticError, ValueError):
-                pass  # 1 / 0 and the like keep the meaning that torch or the GPU gives them
+                pass  # 1 / 0 and the like are left to torch or the GPU
         same = self._simplified(name, args, kind)
         return self.add(Node(name, kind, args)) if same is None else same
 
@@ -331,8 +331,8 @@ def drop_unused_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[i
     """The graph with only the captures and scalars that it reads, and their old indices."""
     used: list[dict[int, int]] = []
     for op in ("load", "scalar"):
-        found = dict.fromkeys(node.value for node in graph.nodes if node.op == op)
-        used.append({old: new for new, old in enumerate(found)})
+        old_indices = dict.fromkeys(node.value for node in graph.nodes if node.op == op)
+        used.append({old: new for new, old in enumerate(old_indices)})
     captures, scalars = used
     nodes = tuple(
         Node(x.op, x.kind, x.args, (captures if x.op == "load" else scalars)[x.value])
@@ -340,12 +340,12 @@ def drop_unused_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[i
         else x
         for x in graph.nodes
     )
-    kept = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
-    return Graph(nodes, graph.outputs, *kept), tuple(captures), tuple(scalars)
+    used_arguments = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
+    return Graph(nodes, graph.outputs, *used_arguments), tuple(captures), tuple(scalars)
 
 
 def copy_nodes(builder: Builder, graph: Graph) -> list[int]:
-    """Add a graph's nodes to a builder of the same captures and scalars; their indices there."""
+    """Add a graph's nodes to a builder with the same captures and scalars; return their indices in it."""
     copies: list[int] = []
     for node in graph.nodes:
         copies.append(builder.add(Node(node.op, node.kind, tuple(copies[i] for i in node.args), node.value)))

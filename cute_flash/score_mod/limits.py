@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# Sequences of a call with mods are shorter than this: fp32 holds sums and differences of two positions.
+# Sequences of a call with mods must be shorter than this, so that fp32 represents sums of two positions exactly.
 MAX_INDEX = 1 << 23
-# On CUDA, the tiles of a block mask are multiples of this, so that the tiles of kernels divide them.
+# On CUDA, the blocks of a block mask must be multiples of this, so that the tiles of kernels divide them.
 BLOCK_MASK_MULTIPLE = 128
-# A mod with more operations per score needs registers of its own.
+# A mod with more operations per score needs additional registers.
 LONG_MOD_OPS = 8

@@ -1,8 +1,8 @@
-"""Rewrites a graph for kernels: the same values, with less work for the slow units of an SM.
+"""Rewrites a graph for kernels: the same values, with fewer operations of the slow units of an SM.
 
-An integer that is converted to float is computed in floats if that is exact, because a conversion per score
-would take as long as the exponential. A score that is divided by a value of its head, row or column is
-multiplied by the reciprocal instead, which is computed once.
+An integer that is converted to float is computed in floats if that is exact, because a conversion per score would take
+as long as the exponential. A division of a score by a value of its head, row or column becomes a multiplication by the
+reciprocal, which is computed once.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def _divides_scores(graph: Graph, a: int, b: int) -> bool:
 
 def _bounds(graph: Graph) -> list[float]:
     """A bound of the magnitude of each integer and of its operands; inf: unknown."""
-    found: list[float] = []
+    bounds: list[float] = []
     for node in graph.nodes:
-        operands = [found[j] for j in node.args]
+        operands = [bounds[j] for j in node.args]
         if node.op == "input" and node.kind == "int":
-            found.append(MAX_INDEX)
+            bounds.append(MAX_INDEX)
         elif node.op == "constant" and node.kind == "int":
-            found.append(abs(node.value))
+            bounds.append(abs(node.value))
         elif node.op in _SUMS:
-            found.append(sum(operands))
+            bounds.append(sum(operands))
         else:
-            found.append(max(operands) if node.op in _BOUNDED else float("inf"))
-    return found
+            bounds.append(max(operands) if node.op in _BOUNDED else float("inf"))
+    return bounds

@@ -1,4 +1,4 @@
-"""The part of mods, a bias and a block mask that is compiled into a kernel; all else is an argument."""
+"""`ModSpec`: the part of user mods, bias and block mask that is compiled into a kernel. All else is an argument."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from cute_flash.score_mod.lower import lowered
 
 @dataclass(frozen=True)
 class ModSpec:
+    """The compiled-in part of user mods, bias and block mask.
+
+    `spec.describe` fills graphs, block_mask_tile, bias_needs_grad and captures_needing_grad. `runtime.launcher` adds
+    the fields about loading the bias, which depend on its strides and address, and about writing its gradient.
+    """
+
     graphs: Graphs = field(default_factory=Graphs)
     bias_dtype: str = ""  # as a kernel reads it; "": no bias
     bias_paired_loads: bool = False  # the bias of two neighbouring keys is one aligned load
@@ -23,8 +29,8 @@ class ModSpec:
     bias_needs_grad: bool = False
     captures_needing_grad: tuple[int, ...] = ()
     bias_varies: int = 0  # backward: ROW and COLUMN, the dimensions in which the bias is larger than 1
-    dbias_dtype: str = ""  # as the backward kernel writes it; "": it writes none
-    dbias_accumulates: bool = False  # an entry of dbias is a sum over scores, rather than the dS of one
+    dbias_dtype: str = ""  # as the backward kernel writes it; "": no gradient of the bias
+    dbias_accumulates: bool = False  # the kernel adds to dbias, because several scores share an element of the bias
 
     @property
     def ops_per_score(self) -> int:
@@ -51,10 +57,9 @@ class ModSpec:
 
     @property
     def has_cheap_fusion(self) -> bool:
-        """Whether fusing with exp2 takes hardly a register.
+        """Whether fusing with exp2 needs hardly any registers.
 
-        This holds for a score_mod of a few operations of one instruction each, and for a bias that queries
-        share.
+        This holds for a score_mod of a few operations of one instruction each, and for a bias that all queries share.
         """
         score, is_alone = self.graphs.score, self.graphs.mask is None and self.block_mask_tile is None
         if not (self.fuses_with_exp2 and is_alone) or (score is not None and self.bias_dtype):
@@ -99,14 +104,12 @@ class ModSpec:
 
     @property
     def for_backward(self) -> ModSpec:
-        """Without what the backward does not use: it loads the bias without TMA, and has a block mask in
-        tiles of its own.
-        """
+        """The fields that the backward uses: it loads the bias without TMA, and its index lists are in kernel tiles."""
         return replace(self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
 
 
-# Operations per score: of a fused score_mod that takes hardly a register; of a mod of the backward that does;
-# and of such a mask_mod that loads an element per query.
+# Limits of operations per score: of a fused score_mod with `has_cheap_fusion`; of a mod with `has_cheap_bwd`; and of
+# such a mask_mod that loads an element per query.
 CHEAP_OPS, CHEAP_BWD_OPS, CHEAP_BWD_OPS_WITH_LOADS = 6, 7, 3
 _ONE_INSTRUCTION = {"input", "constant", "add", "sub", "mul", "neg", "abs", "min", "max", "to_float"}
 # Instructions of slow operations on ints.
@@ -115,8 +118,9 @@ _SLOW = {"mod": 10, "floordiv": 10}
 
 @lru_cache(maxsize=1024)
 def _weighted_ops(graph: Graph) -> int:
-    found = lowered(graph)
-    nodes = ((node.op, bits) for node, bits in zip(found.nodes, found.depends))
+    """Operations per score of the lowered graph; slow ones count as several."""
+    graph = lowered(graph)
+    nodes = ((node.op, bits) for node, bits in zip(graph.nodes, graph.depends))
     per_score = (op for op, bits in nodes if op not in ("input", "constant") and is_per_score(bits))
     return sum(_SLOW.get(op, 1) for op in per_score)
 

@@ -1,6 +1,6 @@
-"""`bound.bind_mods` for torch.compile, which must run it rather than trace it.
+"""`bound.bind_mods` for torch.compile, which must call it instead of tracing it.
 
-A separate module, because `torch.compiler.disable` imports torch._dynamo, which takes seconds.
+It is a separate module because `torch.compiler.disable` imports torch._dynamo, which takes seconds.
 """
 
 from __future__ import annotations

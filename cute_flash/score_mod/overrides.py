@@ -31,13 +31,13 @@ def _cast(x: Any, kind: str) -> ScalarProxy:
 
 
 def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
-    found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    found += [one.dtype for one in args if isinstance(one, (ScalarProxy, Tensor))]
-    if not found:
+    dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
+    dtypes += [arg.dtype for arg in args if isinstance(arg, (ScalarProxy, Tensor))]
+    if not dtypes:
         return x
-    if found[0] not in KINDS:
-        raise trace_error(f"a cast to {found[0]}: values are bool, int32 or float32")
-    return _cast(x, KINDS[found[0]])
+    if dtypes[0] not in KINDS:
+        raise trace_error(f"a cast to {dtypes[0]}: values are bool, int32 or float32")
+    return _cast(x, KINDS[dtypes[0]])
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
@@ -68,14 +68,14 @@ def _pow(a: Any, b: Any) -> ScalarProxy:
 def _power(a: ScalarProxy, n: int) -> ScalarProxy:
     if n == 0:
         return ScalarProxy(a._builder, a._builder.cast(a._builder.constant(1), a._kind))
-    found: ScalarProxy | None = None
-    square, left = a, abs(n)
-    while left:
-        if left & 1:
-            found = square if found is None else op("mul", found, square)
-        square, left = (op("mul", square, square) if left > 1 else square), left >> 1
-    assert found is not None
-    return found if n > 0 else op("div", 1.0, found)
+    product: ScalarProxy | None = None
+    square, bits = a, abs(n)
+    while bits:
+        if bits & 1:
+            product = square if product is None else op("mul", product, square)
+        square, bits = (op("mul", square, square) if bits > 1 else square), bits >> 1
+    assert product is not None
+    return product if n > 0 else op("div", 1.0, product)
 
 
 def _add(a: Any, b: Any, *, alpha: Any = 1) -> ScalarProxy:
@@ -102,8 +102,7 @@ def _logical(name: str) -> Callable:
 def _full_like(value: Any) -> Callable:
     def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         kwargs.pop("device", None)
-        given = args[0] if value is None else value
-        node = node_of(x._builder, given)
+        node = node_of(x._builder, args[0] if value is None else value)
         return _to(ScalarProxy(x._builder, x._builder.cast(node, x._kind)), **kwargs)
 
     return like

@@ -1,7 +1,7 @@
 """Parses the text of a graph: the inverse of `Graph.text`.
 
-Operators receive graphs as text, possibly from another process or from a saved program. A text is checked
-like any other argument: names, kinds, arity and indices must be those of a graph that tracing could produce.
+Operators receive graphs as text, possibly from another process or from a saved program. The text is checked like any
+other argument: names, kinds, arity and indices must be those of a graph that tracing could produce.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNARY = {"neg", "abs", "not", *CASTS, *FLOATING} - {"div"}
 
 
 def parse_graph(value: Any) -> Graph:
-    """The graph that the decoded JSON of `Graph.text` describes; `ValueError` if it describes none."""
+    """Build a graph from the decoded JSON of `Graph.text`; raise `ValueError` for other values."""
     try:
         captures, scalars, nodes, outputs = value
         builder = Builder([_capture(*x) for x in captures], scalars)

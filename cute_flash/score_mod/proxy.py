@@ -1,8 +1,8 @@
 """Proxies: the values that a mod is called with when it is traced.
 
 A `ScalarProxy` behaves like a zero-dimensional tensor in Python operators, torch functions and tensor methods
-(`overrides` defines them); each operation adds a node to the graph. A `TensorProxy` stands for a captured
-tensor, which the mod can index.
+(`overrides` defines them); each operation adds a node to the graph. A `TensorProxy` replaces a captured tensor, which
+the mod can index.
 """
 
 from __future__ import annotations
@@ -107,16 +107,16 @@ class ScalarProxy:
 
     def _python_value(self, what: str) -> Any:
         nodes = self._builder.nodes
-        found, todo = set(), [self._node]
+        scalars, todo = set(), [self._node]
         while todo:
             node = nodes[todo.pop()]
             if node.op in ("input", "load"):
                 raise trace_error(f"{what} is not known when a function is traced; {USE_WHERE}")
             if node.op == "scalar":
-                found.add(node.value)
+                scalars.add(node.value)
             todo.extend(node.args)
-        if found:
-            raise Specialise(found)
+        if scalars:
+            raise Specialise(scalars)
         return nodes[self._node].value
 
     def __bool__(self) -> bool:
@@ -179,7 +179,7 @@ def op(name: str, *operands: Any) -> ScalarProxy:
 
 
 class TensorProxy:
-    """A captured tensor, of which the first dimensions may already be indexed."""
+    """A captured tensor, whose first dimensions may already be indexed."""
 
     def __init__(self, builder: Builder, capture: int, sizes: Callable[[int], Any], indices: tuple = ()) -> None:
         self._builder, self._capture, self._sizes, self._indices = builder, capture, sizes, indices
@@ -211,12 +211,12 @@ class TensorProxy:
 
     def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
-        for one in keys:
-            if one is None or one is Ellipsis or isinstance(one, slice):
-                raise trace_error(f"indexing a captured tensor with {one}: give an index for each dimension")
-            if isinstance(one, int) and one < 0:
-                raise trace_error(f"index {one} of a captured tensor: count from the front")
-        nodes = tuple(node_of(self._builder, one) for one in keys)
+        for index in keys:
+            if index is None or index is Ellipsis or isinstance(index, slice):
+                raise trace_error(f"indexing a captured tensor with {index}: give an index for each dimension")
+            if isinstance(index, int) and index < 0:
+                raise trace_error(f"index {index} of a captured tensor: count from the front")
+        nodes = tuple(node_of(self._builder, index) for index in keys)
         if any(self._builder.kind(i) != "int" for i in nodes):
             raise trace_error("an index of a captured tensor that is no int: cast it with .int()")
         indices = self._indices + nodes

@@ -1,4 +1,4 @@
-"""A cache of values that were computed from tensors, with the tensors' identities as keys."""
+"""A cache of values that were computed from tensors, keyed by the identity of the tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class TensorCache(Generic[Value]):
-    """At most `max_size` values; a value is dropped with any of its tensors, as it may hold device memory.
+    """At most `max_size` values. A value, which may hold device memory, is dropped when one of its tensors is freed.
 
     A value must not be a view that autograd tracks: such a view would keep its tensor alive.
     """
@@ -25,23 +25,23 @@ class TensorCache(Generic[Value]):
         return len(self._known)
 
     def get(self, tensors: Sequence[Tensor], key: Hashable) -> Value | None:
-        """The value of these tensors and a key that names all else that it was computed from."""
-        found = self._known.get((*map(id, tensors), key))
-        if found is None:
+        """The value of these tensors and a key of its other inputs; None if it is not cached."""
+        cached = self._known.get((*map(id, tensors), key))
+        if cached is None:
             return None
-        refs, value = found
+        refs, value = cached
         for ref, x in zip(refs, tensors):
             if ref() is not x:  # a new tensor with the id of one that was freed
                 return None
         return value
 
     def put(self, tensors: Sequence[Tensor], key: Hashable, value: Value) -> Value:
-        whole = (*map(id, tensors), key)
-        # A list: entries may be dropped during the iteration, when their tensors are freed.
+        full_key = (*map(id, tensors), key)
+        # A copy, because entries are dropped during the iteration if their tensors are freed.
         for oldest in list(self._known)[: max(0, len(self._known) + 1 - self._max_size)]:
             self._known.pop(oldest, None)
-        refs = tuple(weakref.ref(x, lambda _: self._known.pop(whole, None)) for x in tensors)
-        self._known[whole] = refs, value
+        refs = tuple(weakref.ref(x, lambda _: self._known.pop(full_key, None)) for x in tensors)
+        self._known[full_key] = refs, value
         return value
 
     def clear(self) -> None:
@@ -49,5 +49,5 @@ class TensorCache(Generic[Value]):
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """How often each tensor was written to, as part of a key; None: inference tensors do not count it."""
+    """The version counters of tensors, as part of a key; None for inference tensors, which have none."""
     return None if any(x.is_inference() for x in tensors) else tuple(x._version for x in tensors)

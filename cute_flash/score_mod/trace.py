@@ -26,7 +26,7 @@ ROLES = {
     "mask_mod": ("b", "h", "q", "kv"),
     "score_mod_bwd": ("grad", "score", "b", "h", "q", "kv"),
 }
-# Bounds of the cache, for programs that make new functions without end.
+# Bounds of the cache, for programs that create new functions endlessly.
 MAX_TRACES_OF_CODE, MAX_CODES = 16, 1024
 
 
@@ -44,7 +44,7 @@ class Trace:
     sources: tuple[Source, ...]
     captures: tuple[int, ...]  # indices into sources
     scalars: tuple[int, ...]  # indices into sources
-    aliases: tuple[tuple[int, int], ...] = ()  # pairs of sources that must find the same object
+    aliases: tuple[tuple[int, int], ...] = ()  # pairs of sources that must have the same object
     _steps: tuple[tuple, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,19 +52,19 @@ class Trace:
 
     def bind(self, mod: Any) -> BoundMod | None:
         """Read the captured values of a mod; None if a guard fails."""
-        found: list[Any] = []
+        values: list[Any] = []
         try:
             for parent, get, guard in self._steps:
-                value = get(found[parent]) if get is not None else mod
+                value = get(values[parent]) if get is not None else mod
                 if not guard(value):
                     return None
-                found.append(value)
+                values.append(value)
         except (AttributeError, LookupError, TypeError, ValueError):
             return None
-        if any(found[i] is not found[j] for i, j in self.aliases):
+        if any(values[i] is not values[j] for i, j in self.aliases):
             return None
-        scalars = tuple([found[i] for i in self.scalars])
-        return BoundMod(self.graph, tuple([found[i] for i in self.captures]), scalars)
+        scalars = tuple([values[i] for i in self.scalars])
+        return BoundMod(self.graph, tuple([values[i] for i in self.captures]), scalars)
 
 
 _traces: dict[tuple[str, CodeType | type], list[Trace]] = {}
@@ -72,7 +72,7 @@ num_traces = 0  # traces made so far, for tests
 
 
 def bind(mod: Callable, role: str) -> BoundMod:
-    """The graph of a mod, traced if no known trace is valid, and the values that it captures now.
+    """The graph of a mod, traced if no cached trace is valid, and the values that it captures now.
 
     `role`: "score_mod", "mask_mod" or "score_mod_bwd".
     """
@@ -82,19 +82,19 @@ def bind(mod: Callable, role: str) -> BoundMod:
         raise TraceError(f"{role} is a {type(mod).__name__}: give a function of ({_signature(role)})")
     key = role, code_of(mod)
     for trace in _traces.get(key, ()):
-        found = trace.bind(mod)
-        if found is not None:
-            return _checked(found)
+        bound_mod = trace.bind(mod)
+        if bound_mod is not None:
+            return _checked(bound_mod)
     trace = _traced(mod, role)
     if len(_traces) >= MAX_CODES:
         _traces.clear()
-    known = _traces.setdefault(key, [])
-    known.insert(0, trace)
-    del known[MAX_TRACES_OF_CODE:]
-    found = trace.bind(mod)
-    if found is None:
+    traces = _traces.setdefault(key, [])
+    traces.insert(0, trace)
+    del traces[MAX_TRACES_OF_CODE:]
+    bound_mod = trace.bind(mod)
+    if bound_mod is None:
         raise TraceError(f"{role}: a captured value changes while it is read")
-    return _checked(found)
+    return _checked(bound_mod)
 
 
 def _checked(mod: BoundMod) -> BoundMod:

@@ -1,1 +1,1 @@
-"""A call described: its arguments, problem, features, mask, dtypes and GPU."""
+"""The description of a call: arguments, problem, features, mask, dtypes and GPU."""

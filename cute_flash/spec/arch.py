@@ -1,7 +1,7 @@
-"""What a GPU architecture offers: limits that bound a tile, and rates that bound its speed.
+"""GPU architectures: the limits that bound a tile, and the rates that bound its speed.
 
-Rates are datasheet values of the largest common part of each architecture; `detect()` replaces what the
-driver knows (number of SMs, L2) and, for parts that differ only in memory, the bandwidth.
+Rates are datasheet values of the largest common GPU of each architecture. `detect()` replaces the number of SMs and
+the size of L2 by the driver's values, and the bandwidth by that of the GPU's name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ KIB = 1024
 @dataclass(frozen=True)
 class ArchSpec:
     name: str  # as the compiler spells it: "sm_80"
-    gpu: str  # the part the rates below belong to
-    smem_per_block: int  # bytes one block may ask for
+    gpu: str  # name of the GPU with the rates below
+    smem_per_block: int  # bytes that a CTA can allocate
     smem_per_sm: int
     registers_per_sm: int
     max_threads_per_sm: int
@@ -67,7 +67,8 @@ ARCHS = {spec.name: spec for spec in (SM_80, SM_86, SM_89, SM_90)}
 H200 = replace(SM_90, gpu="H200", hbm_tbps=4.8)
 GPUS = {spec.gpu: spec for spec in (*ARCHS.values(), H200)}
 
-# Parts of one architecture that differ in what the driver does not report; the first name contained wins.
+# The bandwidth of GPUs that differ from `ARCHS`, which the driver does not report, by a part of the GPU's name. The
+# first match is used.
 _HBM_TBPS = {
     "GH200": 4.0,
     "H200": H200.hbm_tbps,
@@ -87,7 +88,7 @@ def by_name(name: str) -> ArchSpec:
 
 
 def override() -> ArchSpec | None:
-    """The architecture asked for by `CUTE_FLASH_ARCH`: compile for it without having it."""
+    """The architecture that `CUTE_FLASH_ARCH` names, to compile for a GPU that is not present; None if it is unset."""
     name = os.environ.get("CUTE_FLASH_ARCH")
     return by_name(name) if name else None
 

@@ -1,4 +1,4 @@
-"""Everything a call asks for besides q, k and v, as one value."""
+"""`AttentionArgs`: all arguments of a call besides q, k and v."""
 
 from __future__ import annotations
 
@@ -17,41 +17,48 @@ if TYPE_CHECKING:
 class _Fields(NamedTuple):
     """The fields of `AttentionArgs`, in the order of `SCHEMA`."""
 
-    # No plan depends on the first four.
+    # The first four do not influence the plan: `AttentionArgs.key` leaves them out.
     scale: float
-    scalars: tuple[float, ...] = ()  # numbers that user functions captured, one graph after the other
+    scalars: tuple[float, ...] = ()  # numbers captured by user mods: of score_mod, mask_mod, then score_mod_bwd
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     window_left: int | None = None
     window_right: int | None = None
-    softcap: float = 0.0  # 0: none
+    softcap: float = 0.0  # 0: no softcap
     alibi: Tensor | None = None  # slopes, (H) or (B, H)
     sinks: Tensor | None = None  # (H)
     dropout: float = 0.0
     rng: Tensor | None = None  # (seed, offset) of dropout, int64
     return_max_logit: bool = False
-    bias: Tensor | None = None  # four dimensions, those that broadcast of size 1
-    score_mod: str = ""  # text of the graphs of score_mod, mask_mod and score_mod_bwd
-    captures: tuple[Tensor, ...] = ()  # tensors that those functions captured, one graph after the other
-    needs_grad: tuple[bool, ...] = ()  # whether the bias, and each captured tensor, needs a gradient
+    bias: Tensor | None = None  # (B or 1, H or 1, Sq or 1, Sk or 1)
+    score_mod: str = ""  # `Graphs.text` of all user mods: score_mod, mask_mod and score_mod_bwd
+    captures: tuple[Tensor, ...] = ()  # tensors captured by user mods, in the order of `scalars`
+    needs_grad: tuple[bool, ...] = ()  # whether the bias, and then each captured tensor, needs a gradient
     block_mask: tuple[Tensor, ...] = ()  # `BlockMask.tensors`
     block_mask_sizes: tuple[int, ...] = ()  # `BlockMask.sizes`
     cu_seqlens_q: Tensor | None = None  # (B + 1), int32: q, k, v are then (T, H, D)
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B), int32
     out_fp32: bool = False
-    deterministic: bool = False  # gradients with the same bits every time
+    deterministic: bool = False  # bitwise reproducible gradients
     batch_invariant: bool = False
-    kernels: str = ""  # family of kernels; "": the best one for the GPU
+    kernels: str = ""  # kernel family, "sm80" or "sm90"; "": the best one for the GPU
 
 
 class AttentionArgs(_Fields):
-    """The arguments of both operators after their tensors: everything a call asks for besides q, k and v.
+    """All arguments of a call besides q, k and v; the trailing arguments of both operators.
 
-    It is built by keyword in `api.py` and passed on whole. The family of kernels is among them because threads of
-    autograd and compiled graphs do not see context variables. A tuple, as that is what is made fastest; a subclass of
-    one, to cache what is derived.
+    `api.py` builds it by keyword, and the layers below pass it on unchanged. The kernel family is a field because
+    autograd threads and compiled graphs do not see context variables. It is a tuple because tuples are fast to build,
+    and a subclass of one so that it can have cached properties.
     """
+
+    def _replace(self, **changes: Any) -> AttentionArgs:
+        """`NamedTuple._replace`, in half the time for this many fields."""
+        fields = list(self)
+        for name, value in changes.items():
+            fields[_PLACES[name]] = value
+        return tuple.__new__(AttentionArgs, fields)
 
     @property
     def band(self) -> Band:
@@ -65,12 +72,12 @@ class AttentionArgs(_Fields):
 
     @property
     def has_mods(self) -> bool:
-        """Whether there is a bias, a user function or a block mask."""
+        """Whether there is a bias, a score_mod, a mask_mod or a block mask."""
         return self.bias is not None or bool(self.score_mod) or bool(self.block_mask)
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that may have a gradient, in the order in which the backward operator returns it."""
+        """The tensors that may have a gradient, in the order of the backward operator's `gradients`."""
         return self.alibi, self.sinks, self.bias, *self.captures
 
     @property
@@ -99,7 +106,7 @@ class AttentionArgs(_Fields):
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on besides q, k and v; tensors by shape, type and device."""
+        """The part of a call's signature that comes from these arguments; tensors by shape, dtype and device."""
         if not self.has_tensors:
             return self[4:]
         alibi, sinks, bias, rng = self.alibi, self.sinks, self.bias, self.rng
@@ -109,7 +116,7 @@ class AttentionArgs(_Fields):
             self.kernels,
             None if alibi is None else (alibi.shape, alibi.dtype, alibi.device),
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-            # How kernels load a bias depends on its strides and address.
+            # The strides and the alignment of a bias decide how kernels load it.
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
             None if rng is None else (rng.shape, rng.dtype, rng.device),
             None if self.cu_seqlens_q is None else self._offsets_key(),
@@ -131,15 +138,16 @@ SCHEMA = (
     "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
     'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
 )
-# Fields that are lists to the dispatcher and tuples here.
+_PLACES = {name: i for i, name in enumerate(AttentionArgs._fields)}
+# Fields that are tuples here and lists in the operators' schema.
 LISTS = ("captures", "scalars", "needs_grad", "block_mask", "block_mask_sizes")
-_LIST_PLACES = tuple(AttentionArgs._fields.index(name) for name in LISTS)
-# Tensors without a gradient, which the backward needs too.
+_LIST_PLACES = tuple(_PLACES[name] for name in LISTS)
+# Tensors without a gradient that are saved for the backward.
 SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 def from_schema(values: tuple[Any, ...]) -> AttentionArgs:
-    """From what an operator's implementation is called with."""
+    """Build `AttentionArgs` from the trailing arguments of an operator call."""
     fields: list[Any] = list(AttentionArgs(*values))
     for i in _LIST_PLACES:
         fields[i] = tuple(fields[i] or ())
@@ -147,7 +155,7 @@ def from_schema(values: tuple[Any, ...]) -> AttentionArgs:
 
 
 def to_schema(args: AttentionArgs) -> tuple[Any, ...]:
-    """What an operator is called with: no list rather than an empty one."""
+    """Convert to the trailing arguments of an operator call; empty lists become None."""
     values: list[Any] = list(args)
     for i in _LIST_PLACES:
         values[i] = list(values[i]) or None

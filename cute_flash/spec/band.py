@@ -1,14 +1,13 @@
-"""The mask of attention as a band.
+"""The window mask as a band: which keys a row sees, and which K/V blocks a tile of rows visits.
 
 Query row `i` sees the keys `lo(i) <= j < hi(i)`, aligned to the bottom right:
 
     lo(i) = max(0,  i + Sk - Sq - left)          left  = None: no lower bound
     hi(i) = min(Sk, i + Sk - Sq + right + 1)     right = None: no upper bound but Sk
 
-Causal attention is `right = 0`, a sliding window bounds both sides, and the ragged tail of the last key block
-is the `min(Sk, ...)`. Both bounds grow with `i`, so the key blocks that a tile of rows must visit, and those
-among them that need no masking, are four divisions. `device.band` has the same for the traced integers of a
-kernel.
+Causal attention is `right = 0`, a sliding window bounds both sides, and `min(Sk, ...)` masks the tail of the last K/V
+block. Both bounds grow with `i`, so four divisions give the K/V blocks that a tile of rows visits, and the full ones
+among them. `device.band.Band` does the same for the traced integers of a kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 # A Python int on the host, a traced Int32 inside a kernel.
 Index = Any
-# A right bound that hides nothing: more than any row can look ahead.
+# A right bound that masks nothing: it exceeds any sequence length.
 FAR = 1 << 29
 
 
@@ -28,7 +27,7 @@ def ceil_div(a: Index, b: int) -> Index:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Key blocks of a tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` without a mask."""
+    """K/V blocks of a tile of rows: `[begin, end)` are visited, `[full_begin, full_end)` need no mask."""
 
     begin: Index
     full_begin: Index
@@ -36,11 +35,11 @@ class BlockRange:
     end: Index
 
     def is_masked(self, block: Index):
-        """Whether a block needs a mask, or is not visited."""
+        """Whether a block needs a mask; true for blocks that are not visited."""
         return (block < self.full_begin) | (block >= self.full_end)
 
 
-# Windows of fewer keys make short tiles of long sequences.
+# Windows of fewer keys are narrow: a tile visits few K/V blocks, however long the sequence is.
 NARROW = 2048
 
 
@@ -80,20 +79,20 @@ class Band:
         return max(a, b)
 
     def lo(self, i: Index, sq: Index, sk: Index) -> Index:
-        """First visible key of row `i` (may lie beyond the last key: the row is then empty)."""
+        """First visible key of row `i`. It may lie beyond the last key: the row then sees no key."""
         return 0 if self.left is None else self.maximum(0, i + sk - sq - self.left)
 
     def hi(self, i: Index, sq: Index, sk: Index) -> Index:
-        """One past the last visible key of row `i` (never negative)."""
+        """One past the last visible key of row `i`; never negative."""
         return sk if self.right is None else self.maximum(0, self.minimum(sk, i + sk - sq + self.right + 1))
 
     def blocks(self, m_block: Index, tile_m: int, tile_n: int, sq: Index, sk: Index) -> BlockRange:
-        """Which key blocks of `tile_n` keys the rows of tile `m_block` see, and which of them whole."""
+        """The K/V blocks of `tile_n` keys that the rows of tile `m_block` visit, and the full ones among them."""
         first = m_block * tile_m
         last = self.minimum(first + tile_m, sq) - 1
         begin = self.lo(first, sq, sk) // tile_n
         end = self.maximum(begin, ceil_div(self.hi(last, sq, sk), tile_n))
-        # Known to be 0 without a left bound, also to a kernel's compiler.
+        # Without a left bound `begin` is the constant 0, also at compile time of a kernel.
         full_begin = begin if self.left is None else self.minimum(ceil_div(self.lo(last, sq, sk), tile_n), end)
         full_end = self.maximum(full_begin, self.minimum(self.hi(first, sq, sk) // tile_n, end))
         return BlockRange(begin, full_begin, full_end, end)

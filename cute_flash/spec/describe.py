@@ -1,4 +1,4 @@
-"""From tensors and arguments to a checked `Problem`."""
+"""Checks the tensors and arguments of a call, and describes it as a `Problem`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_he
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str = "") -> Problem:
-    """Describe a call; refuse what contradicts itself, or what the device has no kernel for.
+    """Return the `Problem` of a call.
 
-    `device`: "cuda" or "cpu", whose implementation computes it; by default that of q.
+    Raises `ValueError` for invalid arguments and `UnsupportedError` for those that the device has no kernel for.
+    `device`: "cuda" or "cpu", the implementation that will compute it; by default that of q's device.
     """
     varlen = args.cu_seqlens_q is not None
     _check_tensors(q, k, v, 3 if varlen else 4)
@@ -59,7 +60,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
 
 
 def _mod_spec(args: AttentionArgs) -> Any:
-    """A `ModSpec` without what the memory of the bias decides, which only the launch knows."""
+    """The `ModSpec` of a call. The launcher adds how to load the bias, which depends on its strides and address."""
     from cute_flash.score_mod.mod_spec import ModSpec
 
     sizes = args.block_mask_sizes
@@ -104,7 +105,7 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
 
 
 def check_rng(args: AttentionArgs) -> None:
-    """Before a computation: a description needs no seed."""
+    """Raise `ValueError` for dropout without a seed. `describe` accepts that, for `supports`."""
     if args.dropout and args.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
 
@@ -115,7 +116,7 @@ def check_scale(scale: float) -> None:
 
 
 def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:
-    """The number of sequences."""
+    """Check the offsets of a varlen batch and return the number of sequences."""
     cu_q, cu_k = args.cu_seqlens_q, args.cu_seqlens_k
     assert cu_q is not None
     if cu_k is None:
@@ -166,7 +167,7 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]
                 raise UnsupportedError(f"{name} of varlen sequences: use score_mod and mask_mod, or attn")
     bias = args.bias
     if bias is not None:
-        if any(own not in (1, size) for own, size in zip(bias.shape, sizes, strict=True)):
+        if any(bias_size not in (1, size) for bias_size, size in zip(bias.shape, sizes, strict=True)):
             raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
         _check_device("bias", bias, q)
         _check_float("bias", bias)

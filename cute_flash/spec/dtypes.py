@@ -1,10 +1,10 @@
-"""Element types: what kernels, tiles and copies need to know of each."""
+"""Element types: their sizes and the alignment of rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Copies and stores of kernels move 16 bytes at once; rows start at multiples of it.
+# Kernels load and store 16 bytes at once, so rows start at multiples of 16 bytes.
 ROW_ALIGN_BYTES = 16
 
 
@@ -15,7 +15,7 @@ class DtypeSpec:
 
     @property
     def row_align(self) -> int:
-        """Elements in 16 bytes: what the strides of rows are multiples of."""
+        """Elements in 16 bytes; row strides are multiples of this."""
         return ROW_ALIGN_BYTES // self.bytes
 
 

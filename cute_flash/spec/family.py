@@ -1,4 +1,4 @@
-"""The family of kernels that a caller asks for."""
+"""The kernel family, sm80 or sm90, that a caller may choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 from cute_flash.errors import UnsupportedError
 
-# Kernel families in the order of preference, and the least architecture each needs.
+# Kernel families in order of preference, with the lowest compute capability of each.
 FAMILIES = {"sm90": (9, 0), "sm80": (8, 0)}
 
 _DEFAULT = os.environ.get("CUTE_FLASH_KERNELS") or ""
@@ -17,23 +17,23 @@ _family: ContextVar[str] = ContextVar("cute_flash_kernels", default=_DEFAULT)
 
 
 def requested_family() -> str:
-    """The family asked for by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU."""
+    """The family chosen by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU."""
     return _family.get()
 
 
-# What `torch.compiler.assume_constant_result` sets, which would import torch._dynamo: a compiled function keeps the
-# family of its first call, as Dynamo cannot trace context variables.
+# A compiled function keeps the family of its first call, because Dynamo cannot trace context variables. This attribute
+# is the one that `torch.compiler.assume_constant_result` sets; calling that would import torch._dynamo.
 requested_family._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# The same as a C function, for calls that are not compiled.
+# The same, as a C function, for calls that are not compiled.
 current_family = _family.get
 
 
 @contextmanager
 def use_kernels(family: str) -> Iterator[None]:
-    """Choose the kernel family, for study and tests: `with use_kernels("sm80"): attn(q, k, v)`.
+    """Choose the kernel family, for experiments and tests: `with use_kernels("sm80"): attn(q, k, v)`.
 
-    The gradients of such a call are computed by the same family. The environment variable `CUTE_FLASH_KERNELS`,
-    read at import, does the same for a whole process.
+    The same family computes the gradients of the call. The environment variable `CUTE_FLASH_KERNELS`, read at import,
+    sets the family of a process.
     """
     check_family(family)
     token = _family.set(family)

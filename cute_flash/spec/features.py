@@ -1,14 +1,14 @@
 """The score features, one row each, and the operands that kernels take.
 
-A *score feature* changes what happens to a score between Q Kᵀ and P V: softcap, ALiBi, sinks, dropout, bias,
-score_mod, mask_mod, and max_logit, which reads the scores. A row of `FEATURES` says how a call asks for it,
-which operands it adds to the kernels of each direction, what it costs in registers, and which arguments get a
-gradient from it. Geometry (varlen, block masks) and policy (deterministic, batch_invariant, fp32 output) change
-tiles, grids and workspace instead; they are fields of `Problem`.
+A *score feature* changes or reads a score between Q Kᵀ and P V: softcap, ALiBi, sinks, dropout, bias, score_mod,
+mask_mod and return_max_logit. A row of `FEATURES` has the condition under which a call has the feature, the operands
+that it adds to the forward and backward kernels, its register cost, and the arguments that get a gradient from it.
+Geometry (varlen, block masks) and policy (deterministic, batch_invariant, fp32 output) change tiles, grids and
+workspace instead; they are no rows here.
 
-A kernel is called with its operands in the order of `planning.registry.KERNELS`, absent ones as None. An
-operand's `value` computes what is passed. Its parameters are found by name among the local variables of a
-launch (`runtime.launcher`): the call's tensors, `args`, `scale`, `problem`, and the plan's workspace.
+A kernel is called with its operands in the order of `planning.registry.KERNELS`; absent ones are None. `Operand.value`
+is the function that computes the argument. The bound function (`runtime.binder`) passes its parameters by name from
+its local variables: the call's tensors, `args`, `scale`, `problem`, and the plan's workspace and sizes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import Any, NamedTuple
 
 from cute_flash.spec.dropout import threshold
 
-# The quotient of scale and softcap stays finite. Scores below such a cap are 0 to the softmax.
+# Keeps scale / softcap finite. Scores that are capped at 1e-30 have the softmax of zeros.
 MIN_SOFTCAP = 1e-30
 # Types of a bias that kernels read; others are converted to fp32.
 BIAS_DTYPES = ("torch.float16", "torch.bfloat16", "torch.float32")
-# From one row of a bias to the next.
+# The largest row stride of a bias.
 MAX_BIAS_ROW_BYTES = (1 << 31) - 1
 
 
 class Operand(NamedTuple):
     """An argument of a kernel.
 
-    `type` is a scalar ("f32", "i32", "i64"), or a layout and an element type: "rows dtype" (the last dimension
-    contiguous, rows aligned to 16 bytes), "compact f32" (contiguous), "strided f32" (any strides), or one of the
-    named kinds that `kernels.common.fakes` knows. Equal names in `dims` are one symbolic size per launch.
+    `type` is a scalar ("f32", "i32", "i64"), a layout and an element type ("rows dtype": the last dimension is
+    contiguous and rows are aligned to 16 bytes; "compact f32": contiguous; "strided f32": any strides), or the name of
+    a method of `kernels.common.fakes.Fakes`. Equal names in `dims` are one symbolic size per launch. `value` computes
+    the argument; without it, the argument is the local variable `name` of the bound function.
     """
 
     name: str
@@ -41,12 +42,14 @@ class Operand(NamedTuple):
 
 
 class FeatureSpec(NamedTuple):
+    """A score feature: one row of `FEATURES`."""
+
     name: str  # the keyword of `attn`
-    present: Callable[[Any], bool]  # of AttentionArgs
-    cost: int  # registers that a forward kernel needs more, in units of the tile tables (`planning.tiles`)
+    present: Callable[[Any], bool]  # whether an AttentionArgs has the feature
+    cost: int  # additional registers of a forward kernel, in the unit of `planning.tiles.common`
     fwd: tuple[Operand, ...] = ()
     bwd: tuple[Operand, ...] = ()
-    grads: tuple[str, ...] = ()  # arguments of the call that it gives a gradient to
+    grads: tuple[str, ...] = ()  # arguments of the call that get a gradient from it
 
 
 # ---- values
@@ -58,7 +61,7 @@ def _softcap(args: Any, scale: float) -> float:
 
 
 def _alibi_slopes(args: Any, problem: Any) -> Any:
-    """(B, H): slopes (H) have a batch stride of 0."""
+    """Slopes as (B, H), in fp32; those of shape (H) get a batch stride of 0."""
     alibi = args.alibi if args.alibi.element_size() == 4 else args.alibi.float()
     return alibi.expand(problem.batch, problem.heads)
 
@@ -68,7 +71,7 @@ def _sinks(args: Any) -> Any:
 
 
 def _dropout_threshold(args: Any) -> int:
-    """In both halves of the word: two scores are compared at once."""
+    """The threshold in both halves of a word, because kernels compare two scores at once."""
     return threshold(args.dropout) * 0x10001
 
 
@@ -81,15 +84,15 @@ def _rng(args: Any) -> Any:
 
 
 def _bias(args: Any, problem: Any) -> Any:
-    """(B, H, Sq, Sk) with strides of 0 where it broadcasts, in a type that kernels read."""
+    """The bias as (B, H, Sq, Sk), with strides of 0 where it broadcasts, in a dtype that kernels read."""
     bias = args.bias
     size = bias.element_size()
     if size > 4:
         bias, size = bias.float(), 4
     if bias.stride(2) * size > MAX_BIAS_ROW_BYTES:
         bias = bias.contiguous()
-    whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
-    return bias if bias.shape == whole else bias.expand(whole)
+    shape = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    return bias if bias.shape == shape else bias.expand(shape)
 
 
 # ---- the table
@@ -97,7 +100,7 @@ def _bias(args: Any, problem: Any) -> Any:
 
 SOFTCAP = Operand("softcap", "f32", value=_softcap)
 ALIBI_SLOPES = Operand("alibi_slopes", "strided f32", ("sequences", "H"), _alibi_slopes)
-# Partial sums of the gradient of each slope: one for every K/V block and warp.
+# Partial sums of the slopes' gradients: one for each K/V block and warp.
 DALIBI_PARTIAL = Operand("dalibi_partial", "compact f32", ("dalibi batch", "H", "dalibi parts"))
 SINKS = Operand("sinks", "strided f32", ("H",), _sinks)
 DROPOUT = (
@@ -108,7 +111,7 @@ DROPOUT = (
 MAX_LOGIT = Operand("max_logit", "compact f32", ("H",))
 BIAS = Operand("bias", "bias", ("B", "H", "Sq", "Sk"), _bias)
 DBIAS = Operand("dbias", "dbias", ("B", "H", "dbias rows", "dbias columns"))
-# Tensors and numbers that score_mod and mask_mod (and score_mod_bwd, in the backward) captured.
+# Tensors and numbers captured by score_mod and mask_mod; in the backward also by score_mod_bwd.
 CAPTURES, SCALARS = Operand("captures", "captures"), Operand("scalars", "scalars")
 DCAPTURES = Operand("dcaptures", "dcaptures")
 
@@ -122,7 +125,7 @@ FEATURES = (
         (ALIBI_SLOPES, DALIBI_PARTIAL),
         ("alibi",),
     ),
-    # The backward finds a sink in the LSE; its gradient is a sum over rows after the kernels.
+    # The backward kernels need no sink, because the LSE includes it. A finalizer computes the sinks' gradient.
     FeatureSpec("sinks", lambda args: args.sinks is not None, 1, (SINKS,), (), ("sinks",)),
     FeatureSpec("dropout", lambda args: args.dropout != 0, 4, DROPOUT, DROPOUT),
     FeatureSpec("return_max_logit", lambda args: args.return_max_logit, 1, (MAX_LOGIT,)),
@@ -144,24 +147,24 @@ FEATURES = (
     ),
 )
 FEATURE = {feature.name: feature for feature in FEATURES}
-# Features of user functions and a bias: a kernel evaluates them as one pass over the scores.
+# The features that `score_mod.mod_spec.ModSpec` describes. A kernel evaluates them in one pass over the scores.
 MODS = ("bias", "score_mod", "mask_mod")
-# What two of them need more together than alone.
+# Additional cost of two or more of `MODS` in one call.
 SEVERAL_MODS_COST = 8
 
 
 def features_of(args: Any) -> tuple[str, ...]:
-    """The names of the features that a call asks for."""
+    """The names of a call's score features, in the order of `FEATURES`."""
     return tuple([feature.name for feature in FEATURES if feature.present(args)])
 
 
 def backward_features(features: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that the main kernel of the backward knows of."""
+    """The features that the main backward kernel implements."""
     return tuple([name for name in features if FEATURE[name].bwd])
 
 
 def feature_cost(features: tuple[str, ...], block_sparse: bool) -> int:
-    """Registers that a forward kernel needs more with these features, in units of the tile tables."""
+    """Additional registers of a kernel with these features, in the unit of `planning.tiles.common`."""
     mods = [name for name in features if name in MODS]
     others = sum(FEATURE[name].cost for name in features if name not in MODS)
     if not mods:

@@ -1,4 +1,4 @@
-"""What is asked for: a frozen description of one attention call, and the checks that refuse it."""
+"""`Problem`: a frozen description of one attention call, and the checks of what kernels support."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cute_flash.spec.features import MODS, backward_features, feature_cost
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 GPU_DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
-# The kernels' tangent errs by 2^-23 of the cap.
+# The kernels' tanh has an error of 2^-23 · softcap in the score.
 MAX_SOFTCAP = 1 << 14
-# Draws are compared as 16-bit floats, and a threshold must be a number, or infinity.
+# Kernels compare random numbers with the threshold as fp16 bit patterns. Patterns above 0x7C00, infinity, are NaN.
 MAX_DROPOUT = 0x7C00 / 0x8000
 
 
 @dataclass(frozen=True)
 class Support:
-    """The answer of `supports()`: true or false, with the reason."""
+    """The result of `supports()`: a truth value, with the reason if it is false."""
 
     ok: bool
     reason: str = ""
@@ -34,24 +34,28 @@ class Support:
 
 @dataclass(frozen=True)
 class Static:
-    """The part of a problem that is compiled into a kernel. Everything else is a run-time argument."""
+    """The part of a problem that is compiled into a kernel. All else is a run-time argument.
+
+    `Problem.static` fills the fields that the call decides. Planning sets pack_gqa, seqused_k, deterministic, has_dlse
+    and overlaps_next for each launch.
+    """
 
     dtype: str
     head_dim: int
     has_left: bool = False
     has_right: bool = False
-    head_dim_v: int | None = None  # of V and of the output, where it differs
-    pack_gqa: bool = False  # rows are (query head of a group, position): the mask wraps around
+    head_dim_v: int | None = None  # of V and of the output; None: equal to head_dim
+    pack_gqa: bool = False  # rows are (query head of a group, position), and the mask applies to position
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
-    mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user functions, bias and block mask
+    mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user mods, bias and block mask
     varlen: bool = False
-    seqused_k: bool = False
+    seqused_k: bool = False  # of the varlen scheduler; other kernels read the lengths from its tile list
     block_sparse: bool = False  # K/V blocks come from the index lists of a block mask
     out_fp32: bool = False
     batch_invariant: bool = False
     deterministic: bool = False  # dQ is accumulated in a fixed order, by a semaphore
     has_dlse: bool = False
-    overlaps_next: bool = False  # the next kernel is launched early and waits for the end of this one
+    overlaps_next: bool = False  # the next kernel starts early, by programmatic dependent launch
 
     @property
     def width_v(self) -> int:
@@ -59,7 +63,7 @@ class Static:
 
     @property
     def widest(self) -> int:
-        """The width of a tile that holds K and V alike."""
+        """The larger head dim: the width of a tile that can hold K or V."""
         return max(self.head_dim, self.width_v)
 
     @property
@@ -68,28 +72,29 @@ class Static:
 
     @property
     def has_mods(self) -> bool:
-        """Whether there is a bias, a user function or a block mask."""
+        """Whether there is a bias, a score_mod, a mask_mod or a block mask."""
         return self.block_sparse or any(name in MODS for name in self.features)
 
     @property
     def base_cost(self) -> int:
-        """Registers that the features need, whatever the user functions do; see `feature_cost`."""
+        """The feature cost without the part that depends on what the user mods compute."""
         return feature_cost(self.features, self.block_sparse)
 
     @property
     def feature_cost(self) -> int:
-        """Registers that a forward kernel needs more than a plain one, in units of the tile tables."""
+        """Additional registers of a forward kernel over plain attention, in the unit of `planning.tiles.common`."""
         if self.mods is None:
             return self.base_cost
         is_scattered = bool(self.mods.bias_dtype) and not self.mods.bias_paired_loads
         is_long = self.mods.ops_per_score > LONG_MOD_OPS or is_scattered
-        more = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
-        return self.base_cost + more
+        mod_cost = 8 * is_long + (self.mods.bias_dtype == "float32") - self.mods.has_cheap_fusion
+        return self.base_cost + mod_cost
 
     @property
     def k_steps(self) -> tuple[range | None, range | None]:
-        """Steps of 16 columns of the products over the columns of K, and of V, in a tile as wide as both;
-        None: all.
+        """k-steps of 16 columns of the products over the head dim of K, and of V, in a tile of the larger width.
+
+        None: all steps of the tile.
         """
         if self.head_dim_v is None:
             return None, None
@@ -97,12 +102,12 @@ class Static:
 
     @property
     def widths(self) -> str:
-        """In the names of kernels."""
+        """The head dims, for kernel names."""
         return f"{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What sets it apart from plain attention, in the names of kernels."""
+        """The features, geometry and policy that differ from plain attention, for kernel names."""
         geometry = ("varlen", "block_sparse", "out_fp32", "batch_invariant", "deterministic")
         return (*(name for name in geometry if getattr(self, name)), *self.features)
 
@@ -111,8 +116,8 @@ class Static:
 class Problem:
     """Shapes, dtype, mask, features, geometry and policy of one call.
 
-    q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). With varlen, B is the number of sequences, and Sq and
-    Sk count the tokens of all of them.
+    q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). With varlen, B is the number of sequences, and Sq and Sk are
+    the total numbers of tokens.
     """
 
     batch: int
@@ -123,7 +128,7 @@ class Problem:
     head_dim: int
     dtype: str = "bfloat16"
     band: Band = field(default_factory=Band)
-    head_dim_v: int | None = None  # None: that of the keys
+    head_dim_v: int | None = None  # None: equal to head_dim
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
     mods: Any = None  # a `score_mod.mod_spec.ModSpec`
     varlen: bool = False
@@ -163,9 +168,10 @@ class Problem:
 
     @property
     def usual_keys(self) -> int:
-        """Keys that a query may see; of a varlen batch, on the average.
+        """The number of keys that a query typically sees, for the choice of a tile.
 
-        A window only counts as narrow or not: its bounds are no part of a plan.
+        For a varlen batch, it is the average length. A narrow window counts as `NARROW // 2` keys, whatever its bounds
+        are, because plans do not depend on the bounds.
         """
         if is_narrow(self.band.left, self.band.right):
             return min(self.seqlen_k, NARROW // 2)
@@ -173,11 +179,11 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """No output row, or no key that could be seen: nothing to launch."""
+        """Whether there are no queries or no keys, so that nothing is launched."""
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     def check(self, device: str = "cuda") -> None:
-        """Raise `ValueError` for contradictions, `UnsupportedError` for what `device` has no kernel for."""
+        """Raise `ValueError` for invalid sizes, `UnsupportedError` for what `device` has no kernel for."""
         for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")
@@ -211,16 +217,16 @@ def check_window(window: tuple[int | None, int | None]) -> None:
 
 
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
-    """Raise `UnsupportedError` for user functions and block masks that a kernel with this tile cannot serve, or
-    whose gradients it accumulates in no fixed order.
+    """Raise `UnsupportedError` for user mods and block masks that a kernel with this tile does not support.
 
-    Positions are computed in floats where that is exact. A tile lies within one block of the block mask.
+    Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. Gradients
+    of block masks and of captured tensors are not deterministic.
     """
     if deterministic and (problem.block_sparse or (problem.mods and problem.mods.captures_needing_grad)):
         what = "a block_mask" if problem.block_sparse else "the captured tensors of score_mod"
         raise UnsupportedError(
-            f"deterministic gradients with {what} on cuda: they are added in any order; leave it out, or "
-            "move the tensors to the CPU"
+            f"deterministic gradients with {what} on cuda: kernels add them in no fixed order; leave out "
+            "deterministic, or move the tensors to the CPU"
         )
     for name in ("seqlen_q", "seqlen_k"):
         if problem.static.has_mods and getattr(problem, name) >= MAX_INDEX:
@@ -229,16 +235,16 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(
             f"block_mask of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
-            f"make it of blocks of multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
+            f"use blocks that are multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
         )
 
 
 def check_varlen_mods_backward(problem: Problem) -> None:
-    """Raise `UnsupportedError`: no backward kernel has user functions in varlen batches."""
+    """Raise `UnsupportedError` for a varlen problem with user mods: no backward kernel supports it."""
     if problem.varlen and problem.static.has_mods:
         name = next((name for name in problem.features if name in MODS), "block_mask")
         raise UnsupportedError(
-            f"the gradient of attn_varlen with {name} on cuda: there is no backward kernel yet; move the "
+            f"the gradient of attn_varlen with {name} on cuda: there is no backward kernel; move the "
             "tensors to the CPU, or call it under torch.no_grad()"
         )
 
@@ -246,7 +252,7 @@ def check_varlen_mods_backward(problem: Problem) -> None:
 def check_softcap(softcap: float) -> None:
     if softcap > MAX_SOFTCAP:
         raise UnsupportedError(
-            f"softcap={softcap} on cuda: at most {MAX_SOFTCAP}; leave it out, as it hardly changes a score"
+            f"softcap={softcap} on cuda: at most {MAX_SOFTCAP}; leave it out, because it hardly changes a score"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which tile serves a problem: tables per architecture and head dim, each row with its measurement."""
+"""Chooses the tile of a problem from tables per architecture and head dim, whose rows carry their measurement."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cute_flash.spec.problem import Problem, Static
 AnyFwdTile = FwdTileSm80 | FwdTileSm90
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
-# Operations of user functions per score that the Hopper backward has registers for, at head dims up to 64 and
-# above. Longer functions run on mma.sync, in a smaller tile at head dims up to 64.
+# The most operations per score of user mods for which the Hopper backward has registers: at head dims up to 64, and
+# above. Longer mods run on mma.sync, in a smaller tile at head dims up to 64.
 MAX_MOD_OPS = (24, 10)
 
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
-    """The tile of a kernel family's forward on an architecture; raises `UnsupportedError` if it has none."""
+    """The first row that supports the problem and fits the architecture; raise `UnsupportedError` if none does."""
     static, element_bytes = problem.static, DTYPES[problem.dtype].bytes
     for row in _fwd_rows(family, arch, static):
         if row.element_bytes == element_bytes and row.serves(problem) and row.fits(arch):
@@ -48,7 +48,7 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
 
 
 def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool = False) -> AnyBwdTile | None:
-    """The tile of a kernel family's backward on an architecture; None if it has none."""
+    """The first row of a family's backward that supports the problem and fits the architecture; None if none does."""
     static, element_bytes = problem.static, DTYPES[problem.dtype].bytes
     cost = feature_cost(problem.backward_features, problem.block_sparse)
     for row in _bwd_rows(family, arch, static, cost, deterministic):
@@ -76,7 +76,7 @@ def _bwd_rows(
     elif not static.has_mods:
         candidates = SM90_BWD_SCORE
     else:
-        # The first two rows have no registers for user functions.
+        # The first two rows have no registers for user mods.
         candidates = SM90_BWD_SCORE[2:]
         if _has_cheap_mod(static):
             candidates = (SM90_BWD_CHEAP_MOD, *candidates)
@@ -84,7 +84,7 @@ def _bwd_rows(
 
 
 def _has_cheap_mod(static: Static) -> bool:
-    """Whether user functions leave registers for the tile of plain gradients."""
+    """Whether user mods leave enough registers for the tile of plain attention."""
     features = static.features
     masks_few_blocks = static.block_sparse or "mask_mod" not in features
     has_others = "bias" in features or "alibi" in features or static.varlen
@@ -92,7 +92,7 @@ def _has_cheap_mod(static: Static) -> bool:
 
 
 def pads_with_dropout(tile: AnyBwdTile, problem: Problem) -> bool:
-    """Whether the kernel is compiled with dropout and called with probability 0.
+    """Whether a call without dropout runs a kernel that is compiled with dropout, with probability 0.
 
     With softcap and ALiBi in a varlen batch, ptxas spills registers unless the kernel also has dropout.
     """

@@ -12,9 +12,9 @@ from cute_flash.spec.arch import ArchSpec
 class BwdTileSm80:
     """`tile_n` keys against blocks of `tile_m` queries, on mma.sync.
 
-    Each product has its own grid of warps: `warps_*` along its rows, the others along its columns. If all
-    warps lie along the keys, P and dS stay in registers as operands of the next product. Otherwise they go
-    through shared memory, and fewer operands are read twice.
+    Each product has a separate grid of warps: `warps_*` along its rows, the others along its columns. If all warps lie
+    along the keys, P and dS stay in registers as operands of the next product. Otherwise they go through shared memory,
+    and fewer operands are read twice.
     """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
@@ -87,9 +87,9 @@ class BwdTileSm80:
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}, {where}"
 
 
-# Rules: many keys, because each tile of keys reads all of Q and dO and adds to all of dQ; warp grids that
-# read little shared memory per MMA; two stages where they fit; no spills. The rows were timed on sm_90 only,
-# and not against other tiles. The numbers in table names are the KB of shared memory that a CTA may have.
+# Rules: many keys, because each K/V tile reads all of Q and dO and adds to all of dQ; warp grids that read little
+# shared memory per MMA; two stages if they fit; no spills. The rows were timed on sm_90 only, and not compared with
+# other tiles. The numbers in table names are the KB of shared memory that a CTA can have.
 # fmt: off
 _BWD_163 = (
     BwdTileSm80(head_dim=64, tile_m=128, tile_n=128, stages=2, warps_s=4, warps_kv=4, warps_q=4),
@@ -121,6 +121,6 @@ _SCORE_99 = (
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=16, num_warps=4, stages=1, warps_s=1, warps_kv=1, warps_q=2),
 )
 SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_86": _SCORE_99, "sm_89": _SCORE_99, "sm_90": _SCORE_163}
-# For user functions with more than `MAX_MOD_OPS` operations, at head dims up to 64.
+# For user mods with more than `MAX_MOD_OPS[0]` operations per score, at head dims up to 64.
 SM80_BWD_LONG_MOD = BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4)
 # fmt: on

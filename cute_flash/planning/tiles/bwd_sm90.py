@@ -22,7 +22,7 @@ class BwdTileSm90:
     tile_m: int
     tile_n: int
     stages: int = 2  # of Q, and of dO
-    early_lse: bool = False  # LSE is read during the MMA of S^T; delta reuses its registers
+    early_lse: bool = False  # the LSE is read during the MMA of S^T; delta reuses its registers
     early_dropout: bool = False  # dropout masks are computed before S^T and dP^T take registers
     element_bytes: int = 2  # of Q, K, V, O and their gradients
     max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
@@ -53,7 +53,7 @@ class BwdTileSm90:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
 
     def prefetches_bias(self, mod_ops: int) -> bool:
-        """Whether a block of the bias is loaded during the MMA of S, beside user functions of that length."""
+        """Whether a block of the bias is loaded during the MMA of S; long user mods leave no registers for it."""
         return mod_ops <= 10
 
 
@@ -61,7 +61,7 @@ class BwdTileSm90:
 class BwdTileSm90Wide:
     """`tile_n` keys, half of them for each of two consumer warpgroups, against blocks of `tile_m` queries.
 
-    Each warpgroup has half of the columns of dK, dV and dQ.
+    Each warpgroup accumulates half of the columns of dK, dV and dQ.
     """
 
     head_dim: int
@@ -69,7 +69,7 @@ class BwdTileSm90Wide:
     tile_n: int
     q_stages: int = 2
     do_stages: int = 1
-    dq_pieces: int = 7  # of 8 pieces of a half of dQ, how many leave through shared memory; 2 KB each
+    dq_pieces: int = 7  # pieces of a warpgroup's dQ, of 8, that are stored through shared memory; 2 KB each
     element_bytes: int = 2  # of Q, K, V, O and their gradients
     measured: str = field(default="", compare=False)
 
@@ -104,7 +104,7 @@ _GRADIENTS_256 = "H200, bf16, 16384 tokens, hidden 2048, S=1024/8192: 387/505; c
 _CHEAP_MOD = "H200, bf16, B=4, S=4096, hidden 2048: ALiBi 2.52 ms, causal 1.41; 64 queries: 3.29, 1.73"
 _BY_RULE = "not measured: chosen by the rules above the table"
 
-# Rules for rows that were not measured: many keys, two stages where they fit, no spills.
+# Rules for rows that were not measured: many keys, two stages if they fit, no spills.
 # fmt: off
 SM90_BWD = (
     BwdTileSm90(head_dim=64, tile_m=128, tile_n=128,

@@ -13,9 +13,10 @@ WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
 
-# Feature cost: how many more registers a thread needs than in plain attention (`spec.features.feature_cost`). The unit
-# is the cost of an attention sink, the cheapest feature; costs were ranked by hand, and they add up. A row of
-# a table serves calls that cost at most its `max_feature_cost`; beyond it the kernel would spill.
+# Feature cost: additional registers of a thread over plain attention (`spec.features.feature_cost`). The unit is the
+# cost of an attention sink, the cheapest feature. Costs are estimates and add up; the rows of `spec.features.FEATURES`
+# have the cost of each feature. A table row supports calls that cost at most its `max_feature_cost`; beyond it the
+# kernel would spill.
 COST_ALIBI = 2
 COST_SOFTCAP = 3
 COST_DROPOUT = 4
@@ -25,7 +26,7 @@ COST_ANY = 99
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
-    """Rows that all threads copy at once: 16 bytes each, 128 or 64 bytes of a row side by side."""
+    """Rows that all threads copy at once: 16 bytes per thread, 8 or 4 threads per 128 or 64 bytes of a row."""
     return num_threads * 16 // (128 if head_dim % 64 == 0 else 64)
 
 
@@ -41,7 +42,7 @@ def check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
 
 
 def divides_block_mask(tile: Any, static: Static) -> bool:
-    """Whether the blocks of a block mask, if there is one, are whole numbers of tiles."""
+    """Whether tiles divide the blocks of a block mask; true without a block mask."""
     return not (
         static.block_sparse and (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n)
     )

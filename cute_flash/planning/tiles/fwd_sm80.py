@@ -25,17 +25,17 @@ from cute_flash.spec.problem import Problem
 class FwdTileSm80:
     """`tile_m` query rows, split among `num_warps` warps, against K/V blocks of `tile_n` keys.
 
-    Fields that do not compare say when a row of the table is taken, and why; they are no part of the kernel.
+    Fields with `compare=False` decide which row of the table is chosen; they do not change the kernel.
     """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
     num_warps: int
-    stages: int  # K/V stages; 1: the copy of K overlaps P V, that of V overlaps Q K^T; 2: one block ahead
-    q_steps: int = 0  # steps of 16 columns of Q that stay in registers; the others are read for every block
-    max_bounds: int = 2  # sides of the band that it can mask; more would spill
-    layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; others are for study
+    stages: int  # K/V stages; 1: the copy of K overlaps P V, that of V overlaps Q K^T; 2: copies run one block ahead
+    q_steps: int = 0  # k-steps of 16 columns of Q that stay in registers; the others are read for every block
+    max_bounds: int = 2  # bounds of the band (left, right) that it can mask; more would spill
+    layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     element_bytes: int = 2  # of Q, K, V, O and their gradients
     max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
@@ -78,7 +78,7 @@ class FwdTileSm80:
 
     @property
     def smem_bytes(self) -> int:
-        """Q, whose space O takes at the end, and the stages of K and V."""
+        """Q, whose memory O reuses at the end, and the stages of K and V."""
         q, kv = self.smem(self.tile_m).bytes, self.stages * self.smem(self.tile_n).bytes
         return align_smem(q) + align_smem(kv) + kv
 
@@ -93,11 +93,11 @@ class FwdTileSm80:
         return self.smem_bytes <= arch.smem_per_block
 
     def serves(self, problem: Problem) -> bool:
-        """Whether the row is wide enough and has registers for the mask and the features of a problem."""
+        """Whether the row has the width and the registers for a problem's head dim, mask and features."""
         static = problem.static
         bounds = static.has_left + static.has_right
         if bounds and (static.varlen or static.batch_invariant):
-            # The lengths of a sequence are in registers; those of other calls are kernel arguments.
+            # The lengths of a varlen sequence take registers; those of dense calls are kernel arguments.
             bounds = 2
         # All warps read the index lists of a block mask.
         cost = static.feature_cost + static.block_sparse
@@ -116,9 +116,9 @@ _FOR_FEATURES = "not measured: for softcap and dropout, which would spill in the
 _FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
 _BY_RULE = "not measured on this part: chosen by the rules above the table"
 
-# The first row that serves a problem and fits is taken. Rules for parts that were not measured: two CTAs of
-# four warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer
-# rows read more shared memory per MMA; no spills.
+# The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
+# warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more
+# shared memory per MMA; no spills.
 # fmt: off
 _SM_80 = (
     FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,

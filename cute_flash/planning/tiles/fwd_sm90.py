@@ -25,26 +25,26 @@ from cute_flash.spec.problem import Problem
 class FwdTileSm90:
     """`tile_m` query rows, 64 for each consumer warpgroup, against K/V blocks of `tile_n` keys.
 
-    An SM runs one CTA. Fields that do not compare say when a row of the table is taken, and why; they are no
-    part of the kernel.
+    An SM runs one CTA. Fields with `compare=False` decide which row of the table is chosen; they do not change the
+    kernel.
     """
 
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
     stages: int  # of K, and of V
-    q_stages: int = 1  # 2: the next tile starts while this one ends, and O leaves through Q's stage
+    q_stages: int = 1  # 2: the next tile starts while this one ends, and O is stored through Q's stage
     speculative_max: bool = False  # full blocks use the old row max and check row sums; S is kept until then
-    ping_pong: bool = True  # warpgroups take turns to issue MMAs, so that their softmaxes alternate
-    head_dim_v: int | None = None  # width of V and of the output, if it differs
-    speculative_max_masked: bool = False  # masked blocks do so too
-    dropout_producer: bool = False  # one more warpgroup writes dropout masks to shared memory
+    ping_pong: bool = True  # warpgroups alternate in issuing MMAs, so that one computes softmax during the other's MMAs
+    head_dim_v: int | None = None  # width of V and of the output; None: equal to head_dim
+    speculative_max_masked: bool = False  # masked blocks use a speculative max too
+    dropout_producer: bool = False  # an additional warpgroup writes dropout masks to shared memory
     dropout_stages: int = 1  # of dropout masks
-    bias_stages: int = 0  # of a bias that TMA loads; 0: it does not
-    layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; others are for study
+    bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
+    layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
     element_bytes: int = 2  # of Q, K, V, O and their gradients
-    max_keys: int | None = field(default=None, compare=False)  # only for so many keys or fewer
-    is_bounded: bool | None = field(default=None, compare=False)  # only with a bound, or only without
+    max_keys: int | None = field(default=None, compare=False)  # only for problems with at most so many `usual_keys`
+    is_bounded: bool | None = field(default=None, compare=False)  # only with a bound (True), or only without (False)
     max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
@@ -66,7 +66,7 @@ class FwdTileSm90:
             )
         if self.bias_stages not in (0, 1, 2, 4):
             raise ValueError(f"{self.bias_stages=} must be 0, 1, 2 or 4")
-        check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma know atoms of 8 rows, swizzled or not")
+        check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma use atoms of 8 rows, swizzled or not")
 
     @property
     def width_v(self) -> int:
@@ -74,7 +74,7 @@ class FwdTileSm90:
 
     @property
     def num_warpgroups(self) -> int:
-        """Consumer warpgroups. A producer warpgroup comes on top, and a dropout producer if there is one."""
+        """Consumer (MMA) warpgroups, without the producer warpgroup and the dropout producer."""
         return self.tile_m // WARPGROUP_ROWS
 
     @property
@@ -101,12 +101,12 @@ class FwdTileSm90:
 
     @property
     def columns_pv(self) -> int:
-        """Columns of one wgmma of P V: all, unless they need more registers than a thread has at launch."""
+        """Columns of one wgmma of P V: half of them if all would need more registers than a thread has at launch."""
         return self.width_v // 2 if self.dropout_producer and self.width_v == 256 else self.width_v
 
     @property
     def accumulator_registers(self) -> int:
-        """Registers of a thread for O, S and P; addresses, barriers and temporaries come on top."""
+        """Registers of a thread for O, S and P, without addresses, barriers and temporaries."""
         return self.width_v // 2 + self.tile_n // 2 + self.tile_n // 4
 
     @property
@@ -136,7 +136,7 @@ class FwdTileSm90:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
 
     def serves(self, problem: Problem) -> bool:
-        """Whether the row of the table is meant for a problem."""
+        """Whether the row has the width, the length and the registers for a problem."""
         static = problem.static
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
@@ -168,7 +168,7 @@ _BIAS_128 = (
     "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
 )
 
-# The first row that serves a problem and fits is taken.
+# The first row that supports a problem and fits is chosen.
 # fmt: off
 SM90_FWD = (
     FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
