@@ -5,20 +5,26 @@ INSTALLED := .venv/.installed
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test lint lock gpu-test bench plots clean
+.PHONY: demo test test-fast lint lock gpu-test bench plots clean
 
 demo: $(INSTALLED)
 	$(BIN)/cute-flash demo
 
-# One thread of torch in each: more would only wait for each other's cores.
+# Tests that need no GPU. One thread of torch in each worker: more would wait for each other's cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) -m "not gpu"
+
+# Those that compile nothing.
+test-fast: $(INSTALLED)
+	$(PYTEST) -m "not compiles and not gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The machine code of all kernels of the lock against the recorded digests; `make test` has a sample of it.
+# The machine code of all kernels of the lock against the recorded digests; `make test` checks a sample.
 lock: $(INSTALLED)
 	$(BIN)/python -m tests.lock check --jobs $(JOBS)
 

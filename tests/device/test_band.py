@@ -93,6 +93,7 @@ def traced_results(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tenso
     return results.view(len(cases), 4, 6)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 8), (8, 3)])
 def test_traced_integers_agree_with_python(tile_m: int, tile_n: int) -> None:
     cases = traced_cases(tile_m)

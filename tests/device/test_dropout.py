@@ -27,6 +27,7 @@ from tests.device.test_score import on_one_thread as on_one_thread
 from tests.reference.test_dropout import KNOWN, words
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_published_vectors(counter: str, key: str, expected: str) -> None:
     @cute.jit
@@ -75,6 +76,7 @@ def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
         yield out
 
 
+@pytest.mark.compiles
 @shapes
 def test_every_score_has_its_draw(shape: Any) -> None:
     """Of queries by keys; those of keys by queries are part of a block of the backward."""
@@ -129,6 +131,7 @@ def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
         yield out
 
 
+@pytest.mark.compiles
 def test_every_score_has_its_mask() -> None:
     draws = [((0, 0), 0.3), ((256, 192), 0.8)]
     for (first, p), found in zip(draws, produced_masks(draws), strict=True):

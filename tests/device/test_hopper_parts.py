@@ -42,6 +42,7 @@ def tiled_mma(width: int):  # type: ignore[no-untyped-def]
 # Views of accumulators
 
 
+@pytest.mark.compiles
 @widths
 def test_accumulators_as_rows_and_columns(width: int) -> None:
     """The (m, n) view is the fragment D of wgmma m64nN as the PTX manual draws it."""
@@ -69,6 +70,7 @@ def test_accumulators_as_rows_and_columns(width: int) -> None:
     assert torch.equal(col - col[:, :1], offsets.expand(WARPGROUP_THREADS, -1))
 
 
+@pytest.mark.compiles
 @widths
 def test_probabilities_are_an_operand_where_they_are(width: int) -> None:
     """P stays in registers: what D left there is the fragment A of wgmma as the PTX manual draws it."""
@@ -99,6 +101,7 @@ def test_probabilities_are_an_operand_where_they_are(width: int) -> None:
 # Outputs that go to memory from registers
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("width", "head_dim"), [(64, 64), (64, 40), (256, 200)])
 def test_rows_are_stored_where_they_exist(monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int) -> None:
     """Every pair of columns, by its number in the tile, as far as rows and columns exist; no other word."""
@@ -139,6 +142,7 @@ def test_rows_are_stored_where_they_exist(monkeypatch: pytest.MonkeyPatch, width
 # The softmax in steps
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("speculative_max", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.5, 60.0, -60.0])
 def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, speculative_max: bool) -> None:
@@ -252,6 +256,7 @@ def scheduler_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..
     return compile_step
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_persistent_ctas_compute_every_tile_once(scheduler_step: Any, is_dynamic: bool) -> None:
     """In whatever order CTAs become free; and the counter is 0 again."""
@@ -273,6 +278,7 @@ def test_persistent_ctas_compute_every_tile_once(scheduler_step: Any, is_dynamic
         assert counter.item() == 0
 
 
+@pytest.mark.compiles
 def test_a_fast_cta_takes_the_tiles_of_a_slow_one(scheduler_step: Any) -> None:
     step, counter = scheduler_step(True), torch.zeros(1, dtype=torch.int32)
     num_tiles, grid, index, done = 10, 2, 0, []
@@ -330,6 +336,7 @@ def pipeline_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[
     return compile_pipeline
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_pipelines_wait_for_their_own_iteration_and_no_other(pipeline_waits: Any, stages: int) -> None:
     waits = pipeline_waits(stages)
@@ -379,6 +386,7 @@ def order_events(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> list[l
     return out.tolist()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("num_warpgroups", [2, 3])
 def test_warpgroups_pass_in_order(monkeypatch: pytest.MonkeyPatch, num_warpgroups: int) -> None:
     events = order_events(monkeypatch, num_warpgroups)
@@ -394,5 +402,6 @@ def test_warpgroups_pass_in_order(monkeypatch: pytest.MonkeyPatch, num_warpgroup
     assert order == list(range(num_warpgroups)) * 3
 
 
+@pytest.mark.compiles
 def test_a_warpgroup_alone_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order_events(monkeypatch, 1) == [[-1, -1, -1]]

@@ -82,6 +82,7 @@ def on_the_host(found: BoundMod, graph: Graph, score: torch.Tensor) -> torch.Ten
     return out
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("way", ["as traced", "lowered", "gradient"])
 @pytest.mark.parametrize("function", [everything, without_the_score])
 def test_values(function: Any, way: str) -> None:

@@ -121,6 +121,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.id)
 @shapes
 def test_scores_of_a_tile(shape: Any, kind: Kind) -> None:
@@ -143,6 +144,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.id)
 def test_fused_pass_of_a_tile(kind: Kind) -> None:
     """The same by `device/fused_exp2`, from products."""
@@ -156,6 +158,7 @@ def test_fused_pass_of_a_tile(kind: Kind) -> None:
     torch.testing.assert_close(found.double(), expected.flatten(1), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("parts", (1, 2))
 def test_iterator_of_a_block_mask(parts: int) -> None:
     """Full blocks first, then partial ones, each in as many parts as a kernel makes of it."""

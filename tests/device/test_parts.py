@@ -78,6 +78,7 @@ def expected_order(
     ]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("batch_is_inner", [False, True])
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def test_grid_order(
 # Views of accumulators
 
 
+@pytest.mark.compiles
 @tiles
 def test_accumulators_as_rows_and_columns(tile: FwdTileSm80) -> None:
     """A row of the (m, n) view is a row of the tile, and all threads together hold every element once."""
@@ -132,6 +134,7 @@ def test_accumulators_as_rows_and_columns(tile: FwdTileSm80) -> None:
     assert torch.equal(out[:, 0, :, 1] - out[:, 0, :1, 1], torch.tensor(offsets).expand(tile.num_threads, -1))
 
 
+@pytest.mark.compiles
 @tiles
 def test_probabilities_are_an_operand_where_they_are(tile: FwdTileSm80) -> None:
     """P stays in registers: what a thread holds of S is what it must hold of A, in the same order."""
@@ -185,6 +188,7 @@ def masked_tile(tile: FwdTileSm80, has_left: bool, has_right: bool, wraps: bool 
     return run
 
 
+@pytest.mark.compiles
 @tiles
 @pytest.mark.parametrize(("has_left", "has_right"), list(itertools.product((False, True), repeat=2)))
 def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) -> None:
@@ -203,6 +207,7 @@ def test_mask_is_the_band(tile: FwdTileSm80, has_left: bool, has_right: bool) ->
             assert torch.equal(found[: sq - first_row], expected[: sq - first_row])
 
 
+@pytest.mark.compiles
 def test_mask_of_packed_heads_wraps_around() -> None:
     """Rows are those of one head after the other, and the band begins anew with each."""
     tile = TILES[0]
@@ -284,6 +289,7 @@ def block_scores(name: str) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.compiles
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 # Rescaled at every rise of a maximum, or only at steep ones: the result is the same.
@@ -325,6 +331,7 @@ def test_constants_of_the_softmax() -> None:
 # Copies
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("check_rows", [False, True])
 @pytest.mark.parametrize(("tile", "head_dim"), [(TILES[0], 64), (TILES[0], 40), (TILES[1], 72), (TILES[1], 8)])
 def test_copies_stay_inside_the_matrix(tile: FwdTileSm80, head_dim: int, check_rows: bool) -> None:

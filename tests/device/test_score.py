@@ -124,6 +124,7 @@ def exact_scores(
     return found
 
 
+@pytest.mark.compiles
 @shapes
 @pytest.mark.parametrize(("softcap", "slope"), [(None, 0.3), (30.0, None), (0.5, -0.7), (2.0, 0.01)], ids=str)
 def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
@@ -139,6 +140,7 @@ def test_scores(shape: Any, softcap: float | None, slope: float | None) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=atol)
 
 
+@pytest.mark.compiles
 @shapes
 @pytest.mark.parametrize("place", ["touching", "across", "after", "far after"])
 @pytest.mark.parametrize(("softcap", "slope"), [(None, 0.3), (30.0, None), (2.0, -0.7)], ids=str)
@@ -162,6 +164,7 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=4e-5)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("softcap", "slope", "place"),
     [
@@ -231,6 +234,7 @@ def test_fused_exp2_of_products(softcap: float | None, slope: float | None, plac
     )
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("most", [0.1, 0.5], ids=["by a polynomial", "by both ways"])
 @pytest.mark.parametrize("softcap", [0.1, 50.0, 16384.0])
 def test_small_scores_keep_their_digits(softcap: float, most: float) -> None:
@@ -243,6 +247,7 @@ def test_small_scores_keep_their_digits(softcap: float, most: float) -> None:
     assert (error <= 2.0**-19 * expected.abs() + (most > 0.1) * softcap * 2.0**-22).all()
 
 
+@pytest.mark.compiles
 def test_a_steep_cap_has_no_polynomial() -> None:
     products = torch.linspace(-1e-6, 1e-6, 64 * 80).view(64, 80)
     found = scores(SHAPES["wgmma"], products, 1e-6, None, (64, 80, 0, 0))
@@ -252,6 +257,7 @@ def test_a_steep_cap_has_no_polynomial() -> None:
 # Sinks
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("sink", [-torch.inf, -50.0, 0.3, 2.0, 300.0])
 @pytest.mark.parametrize("dropout_scale", [None, 2.5])
 def test_sinks(monkeypatch: pytest.MonkeyPatch, sink: float, dropout_scale: float | None) -> None:

@@ -136,6 +136,7 @@ BLOCKS = [(name, FEATURES[-1]) for name in SHAPES]
 BLOCKS += [(name, features) for name in ("wgmma 64", "d96 sm_80") for features in FEATURES[:-1]]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("name", "features"), BLOCKS)
 def test_a_block(name: str, features: str) -> None:
     shape, names = SHAPES[name], features.split()

@@ -58,6 +58,7 @@ TILES = sorted(
 )
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "tile_n"), TILES)
 @pytest.mark.parametrize("band", [Band(), Band(None, FAR), Band(None, 0), Band(100, 30), Band(5, None)], ids=str)
 def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, tile_n: int) -> None:
@@ -100,6 +101,7 @@ def simulated_steps(visits: list[list[int]], ranks: dict[tuple[int, int], int], 
     return steps
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("num_tiles", "num_blocks"), [(1, 1), (4, 4), (3, 7), (64, 128), (103, 128), (5, 2)])
 def test_tiles_without_a_mask_begin_at_different_blocks(num_tiles: int, num_blocks: int) -> None:
     blocks = BlockRange(0, 0, num_blocks, num_blocks)

@@ -110,6 +110,7 @@ def stores(store, fragment):  # type: ignore[no-untyped-def]
     return found
 
 
+@pytest.mark.compiles
 @tiles
 @pytest.mark.parametrize("name", OPERANDS)
 def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> None:
@@ -168,6 +169,7 @@ def test_ldmatrix_reads_what_the_product_needs(tile: BwdTileSm80, name: str) -> 
             assert torch.equal(found, need.flip(-1) if is_transposed else need)
 
 
+@pytest.mark.compiles
 @tiles
 def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
     bwd = kernel(tile)
@@ -199,6 +201,7 @@ def test_scores_land_where_they_are_read(tile: BwdTileSm80) -> None:
     assert sorted(out[..., 2].flatten().tolist()) == list(range(0, smem.cosize, 2))
 
 
+@pytest.mark.compiles
 @tiles
 def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
     bwd = kernel(tile)
@@ -218,6 +221,7 @@ def test_queries_of_a_thread_lie_as_the_mask_says(tile: BwdTileSm80) -> None:
     assert torch.equal(out, torch.tensor([column_offset(c) for c in range(columns)]).expand_as(out).int())
 
 
+@pytest.mark.compiles
 def test_scores_are_an_operand_where_they_are() -> None:
     """All warps along the keys: what a thread holds of S^T is what it must hold of A, in the same order."""
     tile = next(tile for tile in TILES if tile.p_in_registers)
@@ -241,6 +245,7 @@ def test_scores_are_an_operand_where_they_are() -> None:
     assert torch.equal(out[0], out[1])
 
 
+@pytest.mark.compiles
 @tiles
 @pytest.mark.parametrize("product", ["kv", "q"])
 def test_gradients_leave_in_order(tile: BwdTileSm80, product: str) -> None:

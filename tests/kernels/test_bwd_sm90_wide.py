@@ -22,6 +22,7 @@ from layouts.banks import Phase
 from tests.device.test_hopper_parts import FOR_HOPPER, tiled_mma
 
 
+@pytest.mark.compiles
 def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:
     """dQ is added up by halves, and read again as a whole."""
 
@@ -41,6 +42,7 @@ def test_halves_of_accumulators_have_the_order_of_the_whole() -> None:
     assert torch.equal(torch.cat((half, half + torch.tensor([0, 64])), 1), whole)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("width", [40, 80])
 def test_accumulators_are_stored_transposed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Every element of every n8 tile lands where the swizzled tile has it; no bank is asked twice."""

@@ -71,6 +71,7 @@ class Kernel(FwdSm90):
 NOT_A_NUMBER = [math.nan, math.nan]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("sums", [[1.0, 2.0], [0.0, 0.0], [math.inf, math.inf], NOT_A_NUMBER], ids=str)
 def test_q_is_released_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, sums: list[float]) -> None:
     """After the last block, once: without it the kernel would hang. Before it, the next block's K is waited

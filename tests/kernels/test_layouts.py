@@ -31,7 +31,7 @@ def test_the_tables_are_swizzled() -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "plain"])
 def test_hopper_refuses_what_wgmma_cannot_read(layout: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"layout='{layout}': TMA and wgmma know.*interleaved"):
+    with pytest.raises(UnsupportedError, match=f"layout='{layout}': TMA and wgmma use.*interleaved"):
         FwdTileSm90(128, 128, 128, 2, layout=layout)
 
 

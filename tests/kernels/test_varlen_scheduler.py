@@ -107,6 +107,7 @@ def test_padded_sequences_do_not_overlap(seed: int, tile: int) -> None:
     assert end <= num_padded_blocks(total, tile, batch)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_segments_of_the_kernel(seed: int, of_keys: bool) -> None:

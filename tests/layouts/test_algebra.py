@@ -197,6 +197,7 @@ def test_tile_to_shape_refuses(shape: tuple[int, ...]) -> None:
         tile_to_shape(Layout((8, 64), (64, 1)), shape)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -234,6 +235,7 @@ def test_agrees_with_cute(cute_indices, ours, theirs) -> None:
     assert printed == str(layout)
 
 
+@pytest.mark.compiles
 def test_to_cute_keeps_an_offset(cute_indices) -> None:
     layout = ComposedLayout(Swizzle(3, 3, 3), 64, Layout((8, 64), (64, 1)))
     indices, _ = cute_indices(lambda: to_cute(layout), layout.size)

@@ -138,6 +138,7 @@ def test_a_swizzle_reserves_its_last_block_whole() -> None:
     assert max(ragged(r, c) for r in range(2) for c in range(9)) == 79 < ragged.cosize == 128
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("rows", "cols", "element_bytes"),
@@ -153,6 +154,7 @@ def test_cute_agrees_index_by_index(
     assert printed == str(tile.layout)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("rows", "cols", "bits", "atom_cols"), [(64, 64, 3, 64), (32, 128, 3, 64), (32, 96, 2, 32)]
 )
@@ -168,6 +170,7 @@ def test_is_what_cute_tiles_itself(cute_indices, rows: int, cols: int, bits: int
     assert printed == str(layout)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     "view", [lambda tile: tile.transposed, lambda tile: tile.staged(2)], ids=["transposed", "staged"]
 )
@@ -179,6 +182,7 @@ def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
     assert printed == str(layout)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("cols", "variant", "kind"),
     [
@@ -199,6 +203,7 @@ def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, variant: str, kind) ->
     assert all(in_bytes(2 * i) == 2 * atom.swizzle(i) for i in range(1024))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("element_bytes", [1, 2, 4])
 @pytest.mark.parametrize("row_bytes", [128, 192])
 def test_byte_swizzle_moves_the_same_bytes(cute_indices, row_bytes: int, element_bytes: int) -> None:

@@ -56,6 +56,7 @@ def test_known_values(swizzle: Swizzle, index: int, expected: int) -> None:
     assert swizzle(index) == expected
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("bits", "base", "shift"), [(3, 3, 3), (2, 3, 3), (3, 4, 3), (1, 2, 4)])
 def test_is_that_of_cute(cute_indices, bits: int, base: int, shift: int) -> None:
     def build():
