@@ -49,9 +49,9 @@ class SmemTile:
     variant: str = "swizzled"
 
     def __post_init__(self) -> None:
-        known = dict.fromkeys(VARIANTS + HOPPER_VARIANTS)
-        if self.variant not in known:
-            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(known)}")
+        variants = dict.fromkeys(VARIANTS + HOPPER_VARIANTS)
+        if self.variant not in variants:
+            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(variants)}")
         if self.element_bytes not in (1, 2, 4):
             raise ValueError(f"element_bytes={self.element_bytes}: choose 1, 2 or 4")
         if self.rows < 1 or self.rows % _ATOM_ROWS:
