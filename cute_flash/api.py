@@ -363,7 +363,7 @@ def _with_mods(
     score_mod_bwd: Callable | None,
     block_mask: BlockMask | None,
 ) -> AttentionArgs:
-    BlockMask, BoundMods = _mod_types()
+    BlockMask, BoundMods = _mod_types.__wrapped__() if _is_dynamo_compiling() else _mod_types()
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
     if bias is not None:

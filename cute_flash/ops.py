@@ -298,22 +298,22 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _filled(grads, q)
 
 
-def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return attention_fwd(q, k, v, *to_schema(args))
-
-
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
+
+    def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return attention_fwd(q, k, v, *values)
+
     if not (_is_grad_enabled() and _requires_grad(q, k, v, *args.differentiable)):
-        return _below_autograd(q, k, v, args)
+        return below_autograd(q, k, v, args)
     if _transform() is None:
-        return _apply(_below_autograd, args, q, k, v, *args.differentiable)
+        return _apply(below_autograd, args, q, k, v, *args.differentiable)
     # functorch runs this kernel once for each level of grad, so each run records one level of autograd.
     from torch._functorch.autograd_function import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return _apply(_below_autograd, args, q, k, v, *args.differentiable)
+        return _apply(below_autograd, args, q, k, v, *args.differentiable)
 
 
 # ---- vmap

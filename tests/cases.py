@@ -85,7 +85,7 @@ def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision:
     compared = (error, yardstick, reference.abs())
     measured = (measure(x) for measure in (torch.max, torch.mean) for x in compared)
     wrong, *numbers = together((~value.isfinite()).sum(), *measured)
-    # Said first and by itself: a comparison with NaN is not something to rely on.
+    # First, as comparisons with NaN prove nothing.
     assert wrong == 0, f"{name}: {int(wrong)} entries are not finite"
     for measure, (found, rough, size) in zip(("max", "mean"), (numbers[:3], numbers[3:]), strict=True):
         allowed = 2 * rough + floor * size
@@ -93,7 +93,7 @@ def assert_error_within(name: str, value: Tensor, oracle: Tensor, low_precision:
 
 
 def together(*numbers: Tensor) -> list[float]:
-    """All of them in one copy: a GPU that others use too is waited for once."""
+    """All of them in one copy from the GPU."""
     return torch.stack([x.double() for x in numbers]).tolist()
 
 
@@ -125,7 +125,7 @@ def assert_is_attention(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tenso
 
 
 def _deterministic() -> list[Case]:
-    """Gradients that are to have the same bits: of few tiles of keys, and of more than an H200 has SMs."""
+    """Calls with deterministic gradients: of few K/V tiles, and of more than an H200 has SMs."""
     shapes = [(2, 8, 2, 1000, 1000, 64), (1, 4, 4, 3000, 5000, 128)]
     cases = [Case(*shape, band) for shape in shapes for band in (FULL, CAUSAL, Band(200, 100))]
     # Wide heads, and those between the widths of tiles.
@@ -175,7 +175,7 @@ def _gpu() -> list[Case]:
     cases += [Case(2, 16, 2, 1, 700, 128, band) for band in (FULL, CAUSAL, Band(100, 0))]
     cases += [Case(2, 12, 3, rows, 333, d, CAUSAL) for d in (64, 128, 256) for rows in (5, 33, 100)]
     cases += [Case(1, 8, 1, 40, 20, 64, CAUSAL), Case(3, 8, 2, 60, 500, 96, window)]
-    # Many more tiles than SMs: blocks that stay work on several each, some of which see no key.
+    # Many more tiles than SMs: persistent CTAs compute several each, some of which see no key.
     for d in (64, 96, 128, 192, 256):
         cases += [Case(4, 40, 8, 300, 150, d, band) for band in (FULL, CAUSAL, Band(30, 20))]
     # And of tiles of keys, for the gradients.

@@ -101,7 +101,7 @@ class Combination(_Call):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v, and the slopes and sinks if asked for."""
+        """q, k, v, and the slopes and sinks of the features."""
         normal = drawing(self, self.dtype)
         keys = (self.batch, self.heads_kv, self.seqlen_k)
         made = {

@@ -1,15 +1,20 @@
 """What every test starts from: no CUTE_FLASH_* variable of the caller, and a kernel cache of its own.
 
 The cache is one folder for the whole session, shared by the workers of pytest-xdist: a kernel that two tests
-need is compiled once. `--kernel-cache=DIR` keeps it between sessions.
+need is compiled once. `--kernel-cache=DIR` keeps it between sessions. Only tests with the marker `compiles`, or `gpu`,
+may run the DSL's compiler, so that `make test-fast` stays fast.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,9 +24,7 @@ _folder = pytest.StashKey[str]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-cache", metavar="DIR", help="keep the kernels that tests compile in DIR")
-    parser.addoption(
-        "--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU"
-    )
+    parser.addoption("--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU")
     parser.addoption("--support", metavar="FOLDER", help="write down which random calls were right")
 
 
@@ -52,6 +55,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    dsl = sys.modules.get("cutlass.base_dsl.dsl")
+    if dsl is None or item.get_closest_marker("compiles") or item.get_closest_marker("gpu"):
+        return (yield)
+    with mock.patch.object(dsl.BaseDSL, "compile_and_jit", _refuse_to_compile):
+        return (yield)
+
+
+def _refuse_to_compile(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("this test compiles: mark it with @pytest.mark.compiles")
 
 
 @pytest.fixture

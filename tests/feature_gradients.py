@@ -49,7 +49,7 @@ def by_cpu_path(
 def assert_outputs(
     attend: Attend, case: AnyCombination, tensors: dict[str, Tensor], scale: float | None = None
 ) -> None:
-    """Of a call whose gradients are not asked for."""
+    """Compare out and LSE of a call with the oracle."""
     with torch.no_grad():
         found, (oracle, oracle_lse) = attend(tensors), case.dense(reference.dense, tensors, scale)
         low, _ = case.dense(reference.dense_low_precision, tensors, scale)
@@ -82,7 +82,7 @@ def assert_feature_gradients(
         not_finite = ((~y.isfinite()).sum() for y in (value, *errors))
         wrong, *no_measure = cases.together(*not_finite)
         assert wrong == 0, f"d{name}: not finite"
-        assert not any(no_measure), "a yardstick that is no number"
+        assert not any(no_measure), "a yardstick that is not finite"
         if name in ("alibi", "sinks"):
             noise = _noise(name, tensors, case.features.get("dropout", 0.0))
             _assert_sums_agree(name, value, fused[name], oracle, noise)

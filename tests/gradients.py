@@ -47,7 +47,7 @@ def assert_gradients(
     most = max(map(largest, exact))
     for name, x, value, oracle, low in zip("qkv", inputs, mine, exact, rough, strict=True):
         assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"
-        assert torch.isfinite(low).all(), "a yardstick that is no number measures nothing"
+        assert torch.isfinite(low).all(), "a yardstick that is not finite"
         if largest(oracle) <= 1e-12 * most:
             # One visible key for all: dS = P (dP - D) is 0, of two sums in different orders. Or none.
             assert torch.isfinite(value).all() and largest(value) <= 1e-4 * most, f"d{name}: should be 0"

@@ -243,9 +243,9 @@ def _sizes(drawn: random.Random, kind: Kind) -> Sizes:
     return Sizes(batch, heads_kv * group, heads_kv, *lengths)
 
 
-def cases(device: str = "cuda") -> list[Case]:
+def cases(device: str = "cuda", kinds: list[Kind] = KINDS) -> list[Case]:
     found = []
-    for i, kind in enumerate(KINDS):
+    for i, kind in enumerate(kinds):
         drawn = random.Random(i)
         for seed in range(CASES_OF_KIND):
             found.append(Case(kind, _sizes(drawn, kind), seed, device))

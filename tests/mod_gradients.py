@@ -101,7 +101,7 @@ def assert_gradients(case: Case) -> dict[str, Tensor]:
             _assert_agrees(name, value, fused[name], oracle)
             continue
         errors = [(y[name].double() - oracle).abs() for y in (rough, fused)]
-        assert all(error.isfinite().all() for error in errors), "a yardstick that is no number"
+        assert all(error.isfinite().all() for error in errors), "a yardstick that is not finite"
         if largest(oracle) <= 1e-12 * most:
             assert largest(value) <= 1e-4 * most + 2 * largest(errors[1]), f"d{name}: should be 0"
         else:
@@ -126,10 +126,12 @@ def keys_of(
     return backward_keys(*case.inputs(), args, arch, has_dlse)
 
 
-def chosen(arch: ArchSpec, family: str, device: str) -> Iterator[tuple[Case, list[CompileKey]]]:
+def chosen(
+    arch: ArchSpec, family: str, device: str, kinds: list[mod_cases.Kind] = mod_cases.KINDS
+) -> Iterator[tuple[Case, list[CompileKey]]]:
     """Cases that few kernels serve, and their kernels: none where the family has none for them."""
     known: dict[str, set[CompileKey]] = {}
-    for case, on_cpu in zip(mod_cases.cases(device), mod_cases.cases("cpu"), strict=True):
+    for case, on_cpu in zip(mod_cases.cases(device, kinds), mod_cases.cases("cpu", kinds), strict=True):
         try:
             found = keys_of(on_cpu, arch, family)
         except UnsupportedError:

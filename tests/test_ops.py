@@ -93,7 +93,7 @@ FEATURES: list[dict[str, Any]] = [*({name: x} for name, x in TOGETHER.items()), 
 
 @pytest.mark.parametrize("features", FEATURES, ids="-".join)
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("lengths", [None, Lengths([4, 5], [2, 9]), Lengths([4, 5], [2, 9], [1, 7], (2, 1))], ids=str)
+@pytest.mark.parametrize("lengths", [None, Lengths([4, 5], [2, 9], [1, 7], (2, 1))], ids=str)
 def test_opcheck_features(features: dict[str, Any], requires_grad: bool, lengths: Lengths | None) -> None:
     one = Combination(2, 2, 2, 5, 6, 3, 3, torch.float64, 3, 1, features)
     case = one if lengths is None else VarlenCombination(one, lengths)
@@ -133,7 +133,9 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}, {"mask_mod": masks.causal()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"softcap": 2.0}, {"mask_mod": masks.causal()}], ids=["causal", "softcap", "mask_mod"]
+)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_dispatcher_sees_one_operator_each_way(requires_grad: bool, options: dict[str, Any]) -> None:
     q, k, v = (x.detach().requires_grad_(requires_grad) for x in inputs(5, 6))
@@ -514,10 +516,10 @@ def test_fake_cuda_tensors_meet_the_limits_of_the_kernels() -> None:
 
 
 def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    indices = []
 
     def detect(index: int) -> arch.ArchSpec:
-        asked.append(index)
+        indices.append(index)
         if index == 1:
             raise UnsupportedError("GPU 1 (NVIDIA B200) is sm_100")
         return arch.ARCHS["sm_80"]
@@ -528,7 +530,7 @@ def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert supports(fine, fine, fine, causal=True)
         elsewhere = torch.empty(1, 2, 4, 64, dtype=torch.float16, device="cuda:1")
         assert supports(elsewhere, elsewhere, elsewhere).reason == "GPU 1 (NVIDIA B200) is sm_100"
-        assert set(asked) == {0, 1}
+        assert set(indices) == {0, 1}
         odd = torch.empty(1, 2, 4, 60, dtype=torch.float16, device="cuda:0")
         assert "the nearest is 64" in supports(odd, odd, odd).reason
 

@@ -11,8 +11,7 @@ from cute_flash.planning.plan import MAX_SEQLEN
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.problem import check_window
 
-# Rows start at multiples of 8 elements, and a tile spans less than 2^31 elements.
-ROW_ALIGN_ELEMENTS = 8
+# A tile spans less than 2^31 elements.
 MAX_ROW_STRIDE = (1 << 31) // 512
 # Bounds are clamped to the longest sequence, so that sums of positions and bounds do not overflow 32 bits.
 MAX_WINDOW = MAX_SEQLEN
@@ -32,7 +31,8 @@ def has_aligned_strides(tensor: Tensor) -> bool:
     """
     *outer, element = tensor.stride()
     row = outer[0] if len(outer) == 2 else outer[2]
-    return element == 1 and not any(x % ROW_ALIGN_ELEMENTS for x in outer) and 0 <= row < MAX_ROW_STRIDE
+    step = ROW_ALIGN_BYTES // tensor.element_size()
+    return element == 1 and not any(x % step for x in outer) and 0 <= row < MAX_ROW_STRIDE
 
 
 def ensure_aligned(tensor: Tensor) -> Tensor:

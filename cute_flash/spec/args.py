@@ -53,6 +53,13 @@ class AttentionArgs(_Fields):
     and a subclass of one so that it can have cached properties.
     """
 
+    def _replace(self, **changes: Any) -> AttentionArgs:
+        """`NamedTuple._replace`, in half the time for this many fields."""
+        fields = list(self)
+        for name, value in changes.items():
+            fields[_PLACES[name]] = value
+        return tuple.__new__(AttentionArgs, fields)
+
     @property
     def band(self) -> Band:
         return Band(self.window_left, self.window_right)
@@ -131,9 +138,10 @@ SCHEMA = (
     "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
     'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
 )
+_PLACES = {name: i for i, name in enumerate(AttentionArgs._fields)}
 # Fields that are tuples here and lists in the operators' schema.
 LISTS = ("captures", "scalars", "needs_grad", "block_mask", "block_mask_sizes")
-_LIST_PLACES = tuple(AttentionArgs._fields.index(name) for name in LISTS)
+_LIST_PLACES = tuple(_PLACES[name] for name in LISTS)
 # Tensors without a gradient that are saved for the backward.
 SAVED = ("rng", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 

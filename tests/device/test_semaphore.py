@@ -22,7 +22,7 @@ from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import FAR, BlockRange, ceil_div
 from cute_flash.spec.problem import Problem
-from tests.gates import kernel_resources
+from tests.jit.gates import kernel_resources
 
 Ask = Callable[..., list[int]]
 

@@ -1,4 +1,4 @@
-"""Calls that ask for more than plain attention, for the tests of them on a GPU and for compiling ahead."""
+"""Forward calls with features, for the tests of them on a GPU and for compiling ahead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cute_flash.spec.problem import Problem
 from tests.cases import CAUSAL, FULL, Case, make_inputs
 from tests.combinations import RNG
 
-SOFTCAP, ALIBI, SINKS, DROPOUT, MOST = "softcap", "alibi", "sinks", "dropout", "return_max_logit"
-EACH = ((SOFTCAP,), (ALIBI,), (SINKS,), (DROPOUT,), (MOST,))
-ALL = (SOFTCAP, ALIBI, SINKS, DROPOUT, MOST)
+SOFTCAP, ALIBI, SINKS, DROPOUT, MAX_LOGIT = "softcap", "alibi", "sinks", "dropout", "return_max_logit"
+EACH = ((SOFTCAP,), (ALIBI,), (SINKS,), (DROPOUT,), (MAX_LOGIT,))
+ALL = (SOFTCAP, ALIBI, SINKS, DROPOUT, MAX_LOGIT)
 
 
 @dataclass(frozen=True)
-class Asked:
+class FeatureCase:
     case: Case
     dtype: torch.dtype
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Asked:
         # Slopes of both signs, by batch and head; sinks about as heavy as all keys.
         slopes = torch.randn(case.batch, case.heads, generator=generator) * 0.05
         sinks = torch.randn(case.heads, generator=generator) + 5.0
-        values = {SOFTCAP: self.softcap, ALIBI: slopes, SINKS: sinks, DROPOUT: self.dropout, MOST: True}
+        values = {SOFTCAP: self.softcap, ALIBI: slopes, SINKS: sinks, DROPOUT: self.dropout, MAX_LOGIT: True}
         options = {name: values[name] for name in self.names}
         for name in (ALIBI, SINKS):
             if name in options:
@@ -62,7 +62,7 @@ class Asked:
             sinks=options.get(SINKS),
             dropout=options.get(DROPOUT, 0.0),
             rng=torch.tensor(RNG, device=q.device) if DROPOUT in options else None,
-            return_max_logit=MOST in options,
+            return_max_logit=MAX_LOGIT in options,
         )
 
 
@@ -76,29 +76,32 @@ def max_logit(q: Tensor, k: Tensor, args: AttentionArgs) -> Tensor:
     return most
 
 
-def _cases() -> list[Asked]:
+def _cases() -> list[FeatureCase]:
     bf16, fp16 = torch.bfloat16, torch.float16
     window, two = Band(100, 37), (SOFTCAP, SINKS)
     # One by one and together, at the head dims that matter most.
-    cases = [Asked(Case(2, 4, 2, 257, 391, 128, CAUSAL), bf16, names) for names in (*EACH, ALL)]
-    cases += [Asked(Case(1, 4, 4, 300, 200, 64, FULL), fp16, names) for names in (*EACH, ALL)]
+    cases = [FeatureCase(Case(2, 4, 2, 257, 391, 128, CAUSAL), bf16, names) for names in (*EACH, ALL)]
+    cases += [FeatureCase(Case(1, 4, 4, 300, 200, 64, FULL), fp16, names) for names in (*EACH, ALL)]
     # Wide heads, and rows without keys above a causal mask with more queries than keys.
-    cases += [Asked(Case(2, 8, 2, 130, 700, 256, window), bf16, names) for names in ((SOFTCAP,), ALL)]
-    cases += [Asked(Case(2, 6, 3, 333, 129, 72, CAUSAL), fp16, names) for names in (two, ALL)]
+    cases += [FeatureCase(Case(2, 8, 2, 130, 700, 256, window), bf16, names) for names in ((SOFTCAP,), ALL)]
+    cases += [FeatureCase(Case(2, 6, 3, 333, 129, 72, CAUSAL), fp16, names) for names in (two, ALL)]
     # Padded and odd head dims.
-    cases += [Asked(Case(2, 2, 1, 150, 260, d, CAUSAL), bf16, ALL) for d in (40, 96, 192)]
-    # As models have it: sinks in a window, ALiBi over everything, a softcap for wide heads.
-    cases += [Asked(Case(1, 8, 1, 1000, 1000, 64, Band(200, 0)), bf16, (SINKS,))]
-    cases += [Asked(Case(1, 4, 4, 2500, 2500, 128, FULL), bf16, names) for names in ((ALIBI,), (DROPOUT,))]
-    cases += [Asked(Case(1, 4, 2, 900, 2500, 256, FULL), bf16, (SOFTCAP,), softcap=50.0)]
-    # Few rows of heads that share keys: packed where heads are alike.
-    cases += [Asked(Case(2, 16, 2, rows, 700, 128, CAUSAL), bf16, (SOFTCAP,)) for rows in (1, 33)]
-    cases += [Asked(Case(2, 16, 2, 3, 700, 128, CAUSAL), bf16, ALL)]
-    # Many more tiles than SMs: blocks that stay work on several, of other heads, some of which see no key.
+    cases += [FeatureCase(Case(2, 2, 1, 150, 260, d, CAUSAL), bf16, ALL) for d in (40, 96, 192)]
+    # As in models: sinks in a window, ALiBi without a mask, a softcap for wide heads.
+    cases += [FeatureCase(Case(1, 8, 1, 1000, 1000, 64, Band(200, 0)), bf16, (SINKS,))]
+    cases += [FeatureCase(Case(1, 4, 4, 2500, 2500, 128, FULL), bf16, names) for names in ((ALIBI,), (DROPOUT,))]
+    cases += [FeatureCase(Case(1, 4, 2, 900, 2500, 256, FULL), bf16, (SOFTCAP,), softcap=50.0)]
+    # Few rows of heads that share keys, with and without pack_gqa.
+    cases += [FeatureCase(Case(2, 16, 2, rows, 700, 128, CAUSAL), bf16, (SOFTCAP,)) for rows in (1, 33)]
+    cases += [FeatureCase(Case(2, 16, 2, 3, 700, 128, CAUSAL), bf16, ALL)]
+    # Many more tiles than SMs: persistent CTAs compute several, of other heads, some of which see no key.
     for d, band in ((64, Band(30, 20)), (128, CAUSAL), (128, FULL), (256, CAUSAL)):
-        cases += [Asked(Case(4, 40, 8, 300, 150, d, band), bf16, ALL)]
+        cases += [FeatureCase(Case(4, 40, 8, 300, 150, d, band), bf16, ALL)]
     # Almost nothing to see, and a single score.
-    cases += [Asked(Case(1, 2, 2, 999, 3, 64, CAUSAL), bf16, two), Asked(Case(1, 2, 2, 1, 1, 128), fp16, ALL)]
+    cases += [
+        FeatureCase(Case(1, 2, 2, 999, 3, 64, CAUSAL), bf16, two),
+        FeatureCase(Case(1, 2, 2, 1, 1, 128), fp16, ALL),
+    ]
     return cases
 
 

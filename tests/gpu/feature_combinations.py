@@ -61,7 +61,7 @@ def _cases() -> list[Combination]:
 CASES = _cases()
 # Of a test of its own, with other lengths.
 CAPTURED = Combination(1, 2, 1, 200, 300, 64, 64, BF16, None, None, {"softcap": 5.0, "alibi": 1, "dropout": 0.5})
-# Whose gradients are also compared bit by bit.
+# Calls whose gradients are also compared bit by bit.
 DETERMINISTIC = [
     case for case in CASES if len(case.features) in (1, 4) and 300 <= case.seqlen_q and case.head_dim < 256
 ][-5:]

@@ -87,7 +87,7 @@ def test_compiled_training_step_equals_eager():
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         grads.append(torch.autograd.grad(function(*leaves), leaves))
     for eager, compiled in zip(*grads, strict=True):
-        # dQ is added in no certain order, and the compiled mean is another one.
+        # dQ is accumulated in no fixed order, and the compiled mean rounds differently.
         torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0.02 * eager.abs().max().item())
 
 
@@ -161,7 +161,7 @@ def test_deterministic_gradients_by_torchs_own_switch():
 @pytest.mark.parametrize("widths", ((128, 64), (192, 128)), ids=str)
 def test_deterministic_gradients_of_values_of_another_width(widths, family):
     if family == "sm90" and max(widths) > 128:
-        pytest.skip("deterministic gradients of wide heads are the other family's")
+        pytest.skip("deterministic gradients of wide heads are computed by mma.sync")
     inputs = cases.other_width_inputs(widths, "cuda")
     loss = weighted(torch.randn(2, 8, 200, widths[1], device="cuda"))
 

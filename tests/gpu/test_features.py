@@ -14,17 +14,17 @@ from tests.cases import CAUSAL, FULL
 from tests.combinations import RNG
 from tests.gpu import feature_cases
 from tests.gpu.captured import Captured
-from tests.gpu.feature_cases import Asked
+from tests.gpu.feature_cases import FeatureCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 
 @pytest.mark.usefixtures("known_rng")
-@pytest.mark.parametrize("asked", feature_cases.CASES, ids=lambda asked: asked.id)
-def test_against_the_oracle(asked):
-    q, k, v, options = asked.tensors()
+@pytest.mark.parametrize("case", feature_cases.CASES, ids=lambda case: case.id)
+def test_against_the_oracle(case):
+    q, k, v, options = case.tensors()
     out, lse, *most = cute_flash.attn(q, k, v, return_lse=True, **options)
-    band, args = asked.case.band, asked.args(q, options)
+    band, args = case.case.band, case.args(q, options)
     oracle, oracle_lse = reference.dense(q, k, v, args=args)
     low, _ = reference.dense_low_precision(q, k, v, args=args)
     cases.assert_lse_close(lse, oracle_lse)
@@ -34,7 +34,7 @@ def test_against_the_oracle(asked):
     assert (out[:, :, empty.cuda()] == 0).all()
     if most:
         expected = feature_cases.max_logit(q, k, args)
-        torch.testing.assert_close(most[0].double().cpu(), expected, rtol=1e-5, atol=1e-5 + 1e-6 * asked.softcap)
+        torch.testing.assert_close(most[0].double().cpu(), expected, rtol=1e-5, atol=1e-5 + 1e-6 * case.softcap)
 
 
 # Dropout
@@ -43,8 +43,8 @@ def test_against_the_oracle(asked):
 @pytest.mark.usefixtures("known_rng")
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_the_mask_is_that_of_the_cpu(head_dim, causal):
-    """Equal weights, and values that show a key each: what is not 0 was kept."""
+def test_the_dropout_mask_is_that_of_the_cpu(head_dim, causal):
+    """With equal weights and one key in each column of V, the output is 0 where a weight was dropped."""
     batch, heads, sq, sk = 2, 3, 300, 333
     q, k = (torch.zeros(batch, heads, s, head_dim, device="cuda").bfloat16() for s in (sq, sk))
     dropout = Dropout(0.4, torch.tensor(RNG), heads)
@@ -97,8 +97,8 @@ def test_compiled_equals_eager():
 
 def test_same_input_same_bits():
     torch.manual_seed(3)
-    asked = Asked(cases.Case(4, 16, 4, 700, 500, 128, CAUSAL), torch.bfloat16, feature_cases.ALL)
-    q, k, v, options = asked.tensors()
+    case = FeatureCase(cases.Case(4, 16, 4, 700, 500, 128, CAUSAL), torch.bfloat16, feature_cases.ALL)
+    q, k, v, options = case.tensors()
     options.pop("dropout")
     first = cute_flash.attn(q, k, v, return_lse=True, **options)
     for _ in range(10):
@@ -116,7 +116,7 @@ def test_sinks_alone_for_rows_without_keys():
     assert (out[:, :, :240] == 0).all()
     assert torch.equal(lse[:, :, :240], sinks[:, None].expand(2, 4, 240))
     plain, plain_lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
-    # As without; next to nothing; all but everything.
+    # A sink of -inf, one of next to no weight, and one of almost all of it.
     torch.testing.assert_close((out[:, 1], lse[:, 1]), (plain[:, 1], plain_lse[:, 1]))
     torch.testing.assert_close(out[:, 2], plain[:, 2])
     assert (out[:, 3] == 0).all() and torch.equal(lse[:, 3], torch.full_like(lse[:, 3], 200.0))
@@ -134,7 +134,7 @@ def test_any_finite_scale(scale):
     cases.assert_close(out, lse, *exact, low)
 
 
-def test_what_is_not_a_number_is_seen_by_those_who_see_it():
+def test_nan_stays_in_the_rows_that_see_it():
     q, k, v = cases.make_inputs(cases.Case(1, 2, 2, 200, 200, 128, CAUSAL), torch.bfloat16, "cuda")
     k[:, 0, -1], q[:, 1, 77] = torch.nan, torch.nan
     out = cute_flash.attn(q, k, v, causal=True, softcap=3.0, alibi=torch.ones(2, device="cuda"))
@@ -144,7 +144,7 @@ def test_what_is_not_a_number_is_seen_by_those_who_see_it():
 
 @pytest.mark.parametrize("band", (FULL, CAUSAL, Band(20, 0)), ids=str)
 def test_max_logit_of_falling_and_rising_scores(band):
-    """Negative ones, some that the weights' own reference lags behind; rows past the end have none."""
+    """Negative scores that rise and fall along the keys; rows past the end have none."""
     case = cases.Case(2, 4, 2, 257, 700, 128, band)
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
     q, k = q.abs(), -k.abs() * torch.linspace(2, 1, 700, device="cuda").bfloat16()[:, None]

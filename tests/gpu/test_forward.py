@@ -92,10 +92,10 @@ def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
     batch, heads, seqlen, dim = x.shape
     if kind == "bshd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == "packed":
-        packed = torch.randn(batch, seqlen, 3, heads, dim, device="cuda").to(x.dtype)
-        packed[:, :, 1] = x.transpose(1, 2)
-        return packed[:, :, 1].transpose(1, 2)
+    if kind == "one of qkv":
+        qkv = torch.randn(batch, seqlen, 3, heads, dim, device="cuda").to(x.dtype)
+        qkv[:, :, 1] = x.transpose(1, 2)
+        return qkv[:, :, 1].transpose(1, 2)
     if kind == "odd rows":
         room = torch.randn(batch, heads, seqlen, dim + 3, device="cuda").to(x.dtype)
         room[..., :dim] = x
@@ -108,7 +108,7 @@ def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
     return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-@pytest.mark.parametrize("kind", ("bshd", "packed", "odd rows", "odd start", "last dim strided"))
+@pytest.mark.parametrize("kind", ("bshd", "one of qkv", "odd rows", "odd start", "last dim strided"))
 def test_strides(kind):
     case = cases.Case(2, 4, 2, 150, 260, 128, CAUSAL)
     q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
@@ -172,7 +172,7 @@ def test_output_beyond_32_bits():
     out = cute_flash.attn(q, kv, kv)
     assert out.stride() == q.stride() and out.stride(2) * (out.shape[2] - 1) >= 2**31
     for rows in (slice(0, 64), slice(-64, None)):
-        # Other neighbours in a warp: another moment to raise the maximum, and another rounding.
+        # Other rows in a warp: the row max is raised at other blocks, which rounds differently.
         alone = cute_flash.attn(q[:, :, rows].contiguous(), kv, kv)
         torch.testing.assert_close(out[:, :, rows], alone, rtol=0.02, atol=2e-3)
 
@@ -196,8 +196,8 @@ def test_same_input_same_bits(case):
         assert torch.equal(out, first) and torch.equal(lse, first_lse)
 
 
-# A kernel that waits for what never comes would take the GPU with it: in a process of its own, with a limit.
-NOT_NUMBERS = """
+# A kernel that hangs would take the GPU with it: in a process of its own, with a time limit.
+NAN_INPUTS = """
 import sys, torch, cute_flash
 q, k, v = (torch.randn(1, 4, 700, int(sys.argv[1]), device="cuda").bfloat16() for _ in range(3))
 q[:, 0], k[:, 1], v[:, 2] = torch.nan, torch.nan, torch.nan
@@ -209,8 +209,8 @@ with cute_flash.use_kernels(sys.argv[2]):
 
 
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
-def test_what_is_not_a_number_stays_in_its_head_and_stops_nothing(head_dim, family):
-    command = [sys.executable, "-c", NOT_NUMBERS, str(head_dim), family]
+def test_nan_stays_in_its_head_and_hangs_nothing(head_dim, family):
+    command = [sys.executable, "-c", NAN_INPUTS, str(head_dim), family]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["1"] * 4
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_flash
 from cute_flash.runtime import counters
+from cute_flash.spec.args import AttentionArgs, to_schema
 from cute_flash.spec.band import Band
 from tests import cases
 from tests.gpu.captured import Captured
@@ -123,7 +124,8 @@ def test_torch_compile_with_cuda_graphs(qkv):
 
 
 def test_opcheck(qkv):
-    torch.library.opcheck(torch.ops.cute_flash.attention_fwd.default, (*qkv, 0.1, None, 0))
+    args = to_schema(AttentionArgs(scale=0.1, window_right=0))
+    torch.library.opcheck(torch.ops.cute_flash.attention_fwd.default, (*qkv, *args))
 
 
 def test_modes_and_profilers_see_the_op(qkv):

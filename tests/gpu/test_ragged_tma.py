@@ -22,7 +22,7 @@ def test_a_tile_of_a_sequence(head_dim):
     copy, tile = kernel.compiled(), kernel.tile
     x = torch.randn(TOKENS, HEADS, head_dim, device="cuda").bfloat16()
     for begin, length, block in PLACES:
-        # Neighbours are no numbers: not one of them may be seen.
+        # Other rows are NaN: none of them may be loaded.
         source = torch.full_like(x, torch.nan)
         source[begin : begin + length] = x[begin : begin + length]
         target, seen = (

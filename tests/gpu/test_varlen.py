@@ -45,8 +45,8 @@ def test_values_of_another_width(case):
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
-def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band):
-    """Bit for bit the same beside numbers and beside what is none."""
+def test_a_sequence_does_not_depend_on_its_batch(head_dim, band):
+    """The same bits beside numbers, NaN and infinity."""
     case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
     inputs, attend = case.inputs(), case.attend()
     out, lse = attend(*inputs)

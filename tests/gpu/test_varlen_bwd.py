@@ -55,7 +55,7 @@ def check(case: VarlenCase, with_lse: bool = False, attend=None, dtype=torch.bfl
     rough = gradients(lambda *x: varlen_cases.rough(case, *x), clean, cut)
     unused = case.lengths.unused_keys().cuda()
     assert not mine[0][real:].any(), "dq of padding"
-    assert not mine[1][unused].any() and not mine[2][unused].any(), "dk, dv of keys of nobody"
+    assert not mine[1][unused].any() and not mine[2][unused].any(), "dk, dv of keys that belong to no sequence"
     most = max(map(largest, exact))
     for name, value, oracle, low in zip("qkv", mine, exact, rough, strict=True):
         assert torch.isfinite(value).all(), f"d{name}"
@@ -95,19 +95,19 @@ def test_through_the_lse(band):
 
 
 def test_keys_without_queries_have_no_gradient():
-    """Exactly 0, beside neighbours that are no numbers."""
+    """They are exactly 0, even beside NaN."""
     case = VarlenCase(Lengths([100, 0, 0, 60], [90, 130, 1, 0], None, (9, 200)), 4, 2, 128, CAUSAL)
     q, k, v = (x.requires_grad_() for x in case.inputs())
     out, _ = case.attend()(q, k, v)
     out.backward(torch.full_like(out, torch.nan))
     assert not k.grad[90:].any() and not v.grad[90:].any()
-    # Queries without keys, and padding, whatever flows into them.
+    # Queries without keys, and padding.
     assert not q.grad[100:].any()
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("band", (Band(), CAUSAL), ids=str)
-def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
+def test_a_sequence_does_not_depend_on_its_batch(head_dim, band, family):
     if family == "sm90" and head_dim > 128:
         pytest.skip("varlen gradients of wide heads are computed by mma.sync only")
     case = VarlenCase(Lengths([70, 200, 33], [90, 150, 40]), 4, 2, head_dim, band)
@@ -127,7 +127,7 @@ def test_a_sequence_knows_nothing_of_its_neighbours(head_dim, band, family):
                 poisoned[1][other_keys], poisoned[2][other_keys] = torch.nan, torch.inf
         found = grads(poisoned, flow)
         for name, a, b, span in zip("qkv", found, expected, (queries, keys, keys), strict=True):
-            # dQ is added in no certain order.
+            # dQ is accumulated in no fixed order.
             close = {"rtol": 0.02, "atol": 0.01 * b.abs().max().item()}
             torch.testing.assert_close(a[span], b[span], **close, msg=lambda text, name=name: f"d{name}: {text}")
 
@@ -218,7 +218,7 @@ def test_features_against_the_oracle(case, with_lse, family):
     found = assert_feature_gradients(case.attend, case, tensors, douts)
     real, unused = sum(case.lengths.queries), case.lengths.unused_keys().cuda()
     assert not found["q"][real:].any(), "dq of padding"
-    assert not found["k"][unused].any() and not found["v"][unused].any(), "dk, dv of keys of nobody"
+    assert not found["k"][unused].any() and not found["v"][unused].any(), "dk, dv of keys that belong to no sequence"
 
 
 @pytest.mark.usefixtures("known_rng")
@@ -243,7 +243,7 @@ def test_slopes_and_sinks_have_the_same_bits_in_any_case():
 
 
 @pytest.mark.usefixtures("known_rng")
-def test_the_slopes_of_a_sequence_know_nothing_of_its_neighbours():
+def test_gradients_of_slopes_do_not_depend_on_other_sequences():
     case = VARLEN_CASES[3]
     assert case.lengths.queries[3] and case.features["alibi"] == 2
     tensors, (dout, dlse) = on_gpu(case), weights(case, "cuda", True)
@@ -258,7 +258,7 @@ def test_the_slopes_of_a_sequence_know_nothing_of_its_neighbours():
 
 
 def test_new_lengths_with_features_neither_wait_nor_compile():
-    """Also where slopes are those of sequences, and rows of nobody have a sink beside them."""
+    """Also with slopes of each sequence, and with sinks beside padding."""
     one = VARLEN_CASES[3].one
 
     def step(seed):

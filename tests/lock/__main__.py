@@ -56,7 +56,8 @@ def digests_of(chosen: Sequence[Case], recorded: dict[str, str], jobs: int) -> d
             verdict = "failed"
             if result.digest:
                 verdict = {None: "new", result.digest: "same"}.get(recorded.get(case.name), "CHANGED")
-            print(f"[{done}/{len(wanted)}] {result.seconds:5.1f} s  {verdict:7}  {case.name}", flush=True)
+            note = result.note and f"  ({result.note})"
+            print(f"[{done}/{len(wanted)}] {result.seconds:5.1f} s  {verdict:7}  {case.name}{note}", flush=True)
             (found if result.digest else failed)[case.name] = result.digest
         if result.error:
             print(result.error, flush=True)

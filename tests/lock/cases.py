@@ -8,31 +8,31 @@ that does is in the last section, the adapter.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.jit import compile as compiling
-from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
+from cute_flash.jit import resources as reading
+from cute_flash.jit.resources import Resources
+from cute_flash.planning.plan import CompileKey, Plan, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import launcher
 from cute_flash.score_mod.block_mask import BlockMask
 from cute_flash.score_mod.bound import BoundMods
-from cute_flash.spec import describe
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.args import AttentionArgs
-from cute_flash.spec.band import Band
-from cute_flash.spec.features import FEATURES as SCORE_FEATURES
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.describe import describe
 from tests import mod_cases
-from tests.gates import without_locations
+from tests.jit.gates import without_locations
+from tests.mod_cases import Sizes
 
 MASKS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
@@ -359,77 +359,73 @@ def cases() -> list[Case]:
 # ---- adapter: the only part that knows how the project describes, plans and compiles a kernel
 
 
-def compile_key(case: Case) -> CompileKey:
-    """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
-    problem, arch = _problem(case), ARCHS[case.arch]
-    if case.direction == "fwd":
-        plan = plan_forward(problem, arch, case.family, can_pack_gqa="pack_gqa" in case.features)
-    else:
-        plan = plan_backward(problem, arch, case.deterministic, case.has_dlse, case.family)
-    if case.role == "main":
-        return plan.main
-    names = {
-        "scheduler": "varlen_scheduler",
-        "preprocess": "bwd_preprocess",
-        "postprocess": "bwd_postprocess",
-    }
-    return plan.launch(names[case.role])
+def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionArgs]:
+    """q, k, v and the arguments of the call of a case, on the CPU; of q, k, v and a bias the memory is not set."""
+    sizes = sizes or Sizes(BATCH, HEADS, HEADS_KV, case.seqlen_q, case.seqlen_k)
+    batch, heads, names, varlen = sizes.batch, sizes.heads, case.features, "varlen" in case.features
 
+    def rows(heads: int, seqlen: int, width: int) -> Tensor:
+        shape = (seqlen, heads, width) if varlen else (batch, heads, seqlen, width)
+        return torch.empty(shape, dtype=DTYPES[case.dtype])
 
-def _problem(case: Case) -> Problem:
-    names = {"return_max_logit" if name == "max_logit" else name for name in case.features}
-    names |= {name for name in ("bias", "score_mod", "mask_mod") if getattr(case, name)}
-    problem = Problem(
-        batch=BATCH,
-        heads=HEADS,
-        heads_kv=HEADS_KV,
-        seqlen_q=case.seqlen_q,
-        seqlen_k=case.seqlen_k,
-        head_dim=case.head_dim,
-        dtype=str(DTYPES[case.dtype]).removeprefix("torch."),
-        band=Band(*MASKS[case.mask]),
-        head_dim_v=case.head_dim_v,
-        features=tuple(feature.name for feature in SCORE_FEATURES if feature.name in names),
-        varlen="varlen" in names,
-        seqused_k="seqused_k" in names,
-        block_sparse=case.block_map,
+    def offsets(total: int) -> Tensor:
+        """Of sequences of one token, and a last one of all the others."""
+        return torch.tensor([*range(batch), total], dtype=torch.int32)
+
+    width_v = case.head_dim_v or case.head_dim
+    q, k = rows(heads, sizes.seqlen_q, case.head_dim), rows(sizes.heads_kv, sizes.seqlen_k, case.head_dim)
+    left, right = MASKS[case.mask]
+    args = AttentionArgs(
+        scale=0.1,
+        window_left=left,
+        window_right=right,
+        softcap=3.0 if "softcap" in names else 0.0,
+        # Of another type than kernels read: a launch converts them.
+        alibi=torch.zeros(batch, heads, dtype=torch.bfloat16) if "alibi" in names else None,
+        sinks=torch.zeros(heads) if "sinks" in names else None,
+        dropout=0.75 if "dropout" in names else 0.0,
+        rng=torch.zeros(2, dtype=torch.int64) if "dropout" in names else None,
+        return_max_logit="max_logit" in names,
+        cu_seqlens_q=offsets(sizes.seqlen_q) if varlen else None,
+        cu_seqlens_k=offsets(sizes.seqlen_k) if varlen else None,
+        seqused_k=torch.ones(batch, dtype=torch.int32) if "seqused_k" in names else None,
         out_fp32="out_dtype" in names,
         batch_invariant="batch_invariant" in names,
+        deterministic=case.deterministic,
+        kernels=case.family,
     )
-    return _with_mods(case, problem) if case.has_mods else problem
+    args = _with_mods(args, case, sizes) if case.has_mods else args
+    return q, k, rows(sizes.heads_kv, sizes.seqlen_k, width_v), args
 
 
-def _with_mods(case: Case, problem: Problem) -> Problem:
-    make = mod_cases.Make(mod_cases.Sizes(BATCH, HEADS, HEADS_KV, case.seqlen_q, case.seqlen_k), 0, "cpu")
+def _with_mods(args: AttentionArgs, case: Case, sizes: Sizes) -> AttentionArgs:
+    make = mod_cases.Make(sizes, 0, "cpu")
     score_mod = getattr(make, case.score_mod)() if case.score_mod else None
     mask_mod = getattr(make, case.mask_mod)() if case.mask_mod else None
     mods = BoundMods.of(score_mod, mask_mod, _straight_through if case.has_own_gradient else None)
     for capture in mods.captures:
         capture.requires_grad_(case.has_table_gradients and capture.is_floating_point())
-    bias, block_mask = None if case.bias is None else _bias(case.bias, case), None
+    bias, block_mask = None if case.bias is None else _bias(case.bias, sizes), None
     if case.block_map:
-        shape = BATCH, HEADS, case.seqlen_q, case.seqlen_k
+        shape = sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k
         block_mask = BlockMask.of(mask_mod, shape, tile=mod_cases.BLOCK, causal=case.mask == "causal")
-    args = AttentionArgs(
-        scale=1.0,
-        bias=bias,
+    return args._replace(
+        bias=None if bias is None else bias.detach(),
         score_mod=mods.graphs.text,
-        captures=mods.captures,
+        captures=tuple(capture.detach() for capture in mods.captures),
         scalars=mods.scalars,
         needs_grad=tuple(x is not None and x.requires_grad for x in (bias, *mods.captures)),
         block_mask=() if block_mask is None else block_mask.tensors,
         block_mask_sizes=() if block_mask is None else block_mask.sizes,
     )
-    problem = launcher._with_bias(replace(problem, mods=describe._mod_spec(args)), args)
-    return problem if case.direction == "fwd" else launcher._with_dbias(problem, args, case.deterministic)[0]
 
 
 def _straight_through(grad, score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return grad
 
 
-def _bias(bias: Bias, case: Case) -> Tensor:
-    whole = dict(zip("bhqk", (BATCH, HEADS, case.seqlen_q, case.seqlen_k), strict=True))
+def _bias(bias: Bias, sizes: Sizes) -> Tensor:
+    whole = dict(zip("bhqk", (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k), strict=True))
     shape = [size if name in bias.dims else 1 for name, size in whole.items()]
     # Keys of a row in memory: a multiple of 8; an even number that is none; not one after the other.
     if bias.layout == "single":
@@ -440,11 +436,31 @@ def _bias(bias: Bias, case: Case) -> Tensor:
     return memory.requires_grad_(bias.has_gradient)
 
 
-def cubin_of(key: CompileKey) -> bytes:
-    """Compile a kernel, past all caches, and return its machine code."""
-    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
-        with without_locations():
-            return compiling.cute_compile(key, f"--keep-cubin --dump-dir={folder}").__cubin__
+def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
+    """The plan of a case's call, as a launch makes it; raises `UnsupportedError` if the family has none."""
+    q, k, v, args = call_of(case, sizes)
+    problem, arch = launcher._with_bias(describe(q, k, v, args, "cuda"), args), ARCHS[case.arch]
+    if case.direction == "fwd":
+        return plan_forward(problem, arch, case.family, can_pack_gqa="pack_gqa" in case.features)
+    problem, _ = launcher._with_dbias(problem, args, case.deterministic)
+    return plan_backward(problem, arch, case.deterministic, case.has_dlse, case.family)
+
+
+def compile_key(case: Case) -> CompileKey:
+    """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
+    names = {
+        "scheduler": "varlen_scheduler",
+        "preprocess": "bwd_preprocess",
+        "postprocess": "bwd_postprocess",
+    }
+    plan = plan_of(case)
+    return plan.main if case.role == "main" else plan.launch(names[case.role])
+
+
+def resources_of(key: CompileKey) -> Resources:
+    """Compile a kernel, past all caches; its machine code and what ptxas says of it."""
+    with without_locations(), mock.patch.object(reading, "disassemble", lambda cubin: ""):
+        return reading.kernel_resources(key)
 
 
 def toolchain() -> str:
@@ -456,7 +472,7 @@ def toolchain() -> str:
 def source_digest() -> str:
     """sha256 of everything that may decide a kernel or what a case means."""
     root = Path(__file__).parents[2]
-    names = "tests/gates.py", "tests/lock/cases.py", "tests/lock/cubin.py", "tests/mod_cases.py"
+    names = "tests/jit/gates.py", "tests/lock/cases.py", "tests/lock/cubin.py", "tests/mod_cases.py"
     files = [root / name for name in names]
     for folder in ("cute_flash", "layouts"):
         files += (root / folder).rglob("*.py")

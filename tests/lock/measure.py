@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import NamedTuple
 
-from tests.lock.cases import Case, compile_key, cubin_of
+from cute_flash.jit.resources import Resources
+from tests.lock.cases import Case, compile_key, resources_of
 from tests.lock.cubin import digest
 
 
@@ -16,16 +17,24 @@ class Result(NamedTuple):
     digest: str  # "": it failed
     seconds: float
     error: str = ""
+    note: str = ""  # registers that it spills, and the like
+
+
+def defects(resources: Resources) -> str:
+    """What makes a kernel slow: registers that it spills, wgmma that ptxas serialises."""
+    spills = f"{resources.spill_bytes} bytes spilled" if resources.spill_bytes else ""
+    return " ".join(filter(None, (spills, *resources.serialised_wgmma)))
 
 
 def measure(case: Case) -> Result:
     """Compile the kernel of a case."""
     begin = time.perf_counter()
     try:
-        found, error = digest(cubin_of(compile_key(case))), ""
+        resources = resources_of(compile_key(case))
+        found, error, note = digest(resources.cubin), "", defects(resources)
     except Exception as raised:
-        found, error = "", f"{type(raised).__name__}: {raised}"
-    return Result(found, time.perf_counter() - begin, error)
+        found, error, note = "", f"{type(raised).__name__}: {raised}", ""
+    return Result(found, time.perf_counter() - begin, error, note)
 
 
 def measure_all(groups: Sequence[Sequence[Case]], jobs: int) -> Iterator[tuple[Sequence[Case], Result]]:

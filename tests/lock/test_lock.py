@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass")
 
-from tests import gates
+from cute_flash.jit.resources import Resources
+from tests.jit.gates import kernel_resources
 from tests.lock import __main__ as cli
 from tests.lock.cases import (
     FEATURES,
@@ -25,45 +27,18 @@ from tests.lock.cases import (
     toolchain,
 )
 from tests.lock.cubin import digest
-from tests.lock.measure import Result
+from tests.lock.measure import Result, defects
+from tests.lock.sample import SAMPLE
 
 CASES = {case.name: case for case in cases()}
 RECORDED = json.loads(cli.RECORDED.read_text(encoding="utf-8"))
-
-# Most are kernels that the compile gates need too, so that they are compiled once in a session.
-SAMPLE = (
-    "fwd/sm90/sm_90/d128/bf16/causal/plain/main",
-    "fwd/sm90/sm_90/d64/bf16/window/plain/main",
-    "fwd/sm90/sm_90/d256/bf16/full/plain/main",
-    "fwd/sm90/sm_90/d128/bf16/causal/pack_gqa+q4/main",
-    "fwd/sm90/sm_90/d128/bf16/causal/varlen/main",
-    "fwd/sm90/sm_90/d128/bf16/causal/varlen/scheduler",
-    "fwd/sm90/sm_90/d64/bf16/window/softcap+alibi+sinks+dropout+max_logit/main",
-    "fwd/sm90/sm_90/d128/bf16/full/mask_mod-document_causal+block_map/main",
-    "fwd/sm90/sm_90/d64/bf16/full/bias-bf16-bhqk-aligned/main",
-    "fwd/sm80/sm_80/d128/bf16/full/plain/main",
-    "fwd/sm80/sm_86/d192/bf16/causal/plain/main",
-    "fwd/sm80/sm_90/d128/bf16/window/plain/main",
-    "fwd/sm80/sm_80/d128/bf16/causal/score_mod-relative/main",
-    "bwd/sm90/sm_90/d128/bf16/window/plain/main",
-    "bwd/sm90/sm_90/d256/bf16/full/plain/main",
-    "bwd/sm90/sm_90/d128/bf16/window/deterministic/main",
-    "bwd/sm90/sm_90/d64/bf16/window/softcap+alibi+dropout/main",
-    "bwd/sm90/sm_90/d128/bf16/causal/score_mod-relative+table_gradients/main",
-    "bwd/sm90/sm_90/d128/bf16/causal/varlen+dlse/preprocess",
-    "bwd/sm90/sm_90/d128/bf16/causal/varlen/postprocess",
-    "bwd/sm80/sm_80/d64/bf16/causal/plain/main",
-    "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
-    "bwd/sm80/sm_80/d128/bf16/causal/bias-bf16-hqk-pairs/main",
-    "bwd/sm80/sm_86/d72v256/bf16/window/plain/main",
-)
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(toolchain() not in RECORDED, reason=f"no digests of {toolchain()}")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_machine_code_is_as_recorded(name: str) -> None:
-    found = digest(gates.kernel_resources(compile_key(CASES[name])).cubin)
+    found = digest(kernel_resources(compile_key(CASES[name])).cubin)
     assert found == RECORDED[toolchain()][name], "machine code changed: `make lock` lists all such kernels"
 
 
@@ -137,6 +112,13 @@ def test_what_is_no_cubin_is_refused() -> None:
         digest(cubin("kernel").replace(b".text.", b".data."))
 
 
+def test_spills_and_serialised_wgmma_are_named() -> None:
+    kernel = Resources("fwd", "sm_90a", 168, 0, 0, 0, 1024, ())
+    assert defects(kernel) == ""
+    assert defects(replace(kernel, spill_store_bytes=4, spill_load_bytes=8)) == "12 bytes spilled"
+    assert defects(replace(kernel, serialised_wgmma=("C7510",))) == "C7510"
+
+
 # The command line.
 
 
@@ -149,7 +131,8 @@ def test_check_and_record(
     def measure_all(groups, jobs):  # type: ignore[no-untyped-def]
         for group in groups:
             compiled.append(group[0].name)
-            yield group, Result(digests[group[0].mask], 1.5, "" if digests[group[0].mask] else "no such tile")
+            found = digests[group[0].mask]
+            yield group, Result(found, 1.5, "" if found else "no such tile", "8 bytes spilled" * (found == "b"))
 
     def run(code: str, *arguments: str) -> tuple[int, str]:
         """`code`: that of which there may be results."""
@@ -170,6 +153,7 @@ def test_check_and_record(
     code, output = run("new", "check", "--against", str(path))
     assert code == 1
     assert "changed: fwd/sm80/sm_80/d64/bf16/causal/plain/main" in output
+    assert "CHANGED  fwd/sm80/sm_80/d64/bf16/causal/plain/main  (8 bytes spilled)" in output
     assert "failed: fwd/sm80/sm_80/d64/bf16/left/plain/main" in output and "no such tile" in output
     assert "2 same, 1 failed, 1 changed, 0 missing, 0 new" in output
     # Nothing is recorded while a kernel fails, and nothing is compiled twice.

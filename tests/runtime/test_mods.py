@@ -331,13 +331,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "bias of two heads": (with_bias(lambda x: x[:, :2]), "does not broadcast with"),
     "bias of three batches": (with_bias(lambda x: x.expand(3, -1, -1, -1)), "does not broadcast with"),
     "bias of ints": (with_bias(lambda x: x.to(torch.int64)), "bias is torch.int64"),
-    "bias elsewhere": (with_bias(lambda x: x.to("meta")), "bias is on meta"),
     "block mask of more queries": (with_block_mask(block_mask_of(sq=SQ + 1)), f"block_mask is of {SQ + 1} queries"),
     "block mask of fewer keys": (with_block_mask(block_mask_of(sk=SK - 10)), f"and {SK - 10} keys"),
     "block mask of three batches": (with_block_mask(block_mask_of(batch=3)), "block_mask has batch=3"),
     "block mask of two heads": (with_block_mask(block_mask_of(heads=2)), "block_mask has heads=2"),
-    "block mask elsewhere": (with_block_mask(moved(block_mask_of(), "meta")), "block_mask is on meta"),
-    "captures elsewhere": (with_args(captures=tuple(META)), "a captured tensor is on meta"),
     "k of another dtype": (with_tensor(1, Tensor.half), "k is torch.float16 and q is torch.bfloat16"),
     "v of another dtype": (with_tensor(2, Tensor.float), "v is torch.float32 and q is torch.bfloat16"),
     "k of other lengths": (with_tensor(1, lambda x: x[:, :, 1:]), "all but the last must agree"),
@@ -349,6 +346,23 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a negative softcap": (with_args(softcap=-1.0), "softcap=-1.0"),
     "slopes of two heads": (with_args(alibi=torch.ones(2)), "alibi has shape"),
 }
+
+
+ELSEWHERE: dict[str, tuple[Callable[[AttentionArgs], AttentionArgs], str]] = {
+    "bias elsewhere": (with_bias(lambda x: x.to("meta")), "bias is on meta"),
+    "block mask elsewhere": (with_block_mask(moved(block_mask_of(), "meta")), "block_mask is on meta"),
+    "captures elsewhere": (with_args(captures=tuple(META)), "a captured tensor is on meta"),
+    "slopes elsewhere": (with_args(alibi=torch.ones(H, device="meta")), "alibi is on meta"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_tensors_on_another_device_are_refused(gpu: FakeGpu, name: str) -> None:
+    change, message = ELSEWHERE[name]
+    qkv, args = right()
+    with pytest.raises(ValueError, match=message):
+        launcher.forward(*qkv, change(args))
+    assert gpu.keys == []
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -382,11 +396,10 @@ def test_right_calls_are_bound_once(gpu: FakeGpu) -> None:
     assert len(bound) == len(gpu.keys) == 1
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(H + 1), torch.ones(H, device="meta")], ids=["longer", "elsewhere"])
-def test_slopes_are_in_the_signature(gpu: FakeGpu, wrong: Tensor) -> None:
+def test_slopes_are_in_the_signature(gpu: FakeGpu) -> None:
     run_forward(*right(alibi=torch.ones(H)))
     with pytest.raises(ValueError, match="alibi"):
-        launcher.forward(*right()[0], right(alibi=wrong)[1])
+        launcher.forward(*right()[0], right(alibi=torch.ones(H + 1))[1])
 
 
 def test_a_bias_and_a_block_mask_of_varlen_batches_are_refused(gpu: FakeGpu) -> None:

@@ -1,6 +1,7 @@
 """Parameters of score features: from the operands of a launch to what kernels read."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -161,3 +162,11 @@ def _or_none(arguments: tuple) -> tuple | None:
     """(captures, scalars) of a graph, with None for an empty tuple: kernels take no empty tuples."""
     nonempty = tuple(x or None for x in arguments)
     return None if nonempty == (None, None) else nonempty
+
+
+def kernel_symbol(kernel: str, static: Static, tile: Any) -> str:
+    """The symbol of a kernel. ptxas compiles kernels with "cutlass" in their name differently."""
+    mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
+    layout = getattr(tile, "layout", "swizzled")
+    tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
+    return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"

@@ -45,7 +45,7 @@ from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.common.params import bwd_score_params, kernel_symbol
 from cute_flash.kernels.sm80.bwd_storage import MainloopState, Params, SharedStorage, dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
@@ -72,10 +72,7 @@ class BwdSm80:
 
     @property
     def name(self) -> str:
-        t, s = self.tile, self.static
-        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        tags = "".join(f"_{name}" for name in s.tags)
-        return f"cute_flash_bwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}"
+        return kernel_symbol("bwd_sm80", self.static, self.tile)
 
     @cute.jit
     def __call__(

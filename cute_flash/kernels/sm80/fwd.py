@@ -45,7 +45,7 @@ from cute_flash.device.softmax import Softmax
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.common.params import ScoreParams
+from cute_flash.kernels.common.params import ScoreParams, kernel_symbol
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, allocate, gemm, gemm_rs, operands
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
@@ -60,12 +60,7 @@ class FwdSm80:
 
     @property
     def name(self) -> str:
-        """The symbol of the kernel. ptxas compiles kernels with "cutlass" in their name differently."""
-        t, s = self.tile, self.static
-        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        tags = "".join(f"_{name}" for name in s.tags)
-        return f"cute_flash_fwd_sm80_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}{study}"
+        return kernel_symbol("fwd_sm80", self.static, self.tile)
 
     @cute.jit
     def __call__(

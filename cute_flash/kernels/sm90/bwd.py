@@ -49,7 +49,7 @@ from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTile
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.common.params import bwd_score_params
+from cute_flash.kernels.common.params import bwd_score_params, kernel_symbol
 from cute_flash.kernels.sm90 import bwd_producer as producer
 from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
@@ -100,10 +100,7 @@ class BwdSm90:
 
     @property
     def name(self) -> str:
-        t, s = self.tile, self.static
-        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        tags = "".join(f"_{name}" for name in s.tags)
-        return f"cute_flash_bwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}"
+        return kernel_symbol("bwd_sm90", self.static, self.tile)
 
     @cute.jit
     def __call__(

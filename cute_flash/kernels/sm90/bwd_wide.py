@@ -53,6 +53,7 @@ from cute_flash.device.tile_scheduler import StaticTileScheduler
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
+from cute_flash.kernels.common.params import kernel_symbol
 from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv
 from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, KVTile
 from cute_flash.kernels.sm90.bwd_wide_storage import Config, Params, SharedStorage
@@ -106,9 +107,7 @@ class BwdSm90Wide:
 
     @property
     def name(self) -> str:
-        t, s = self.tile, self.static
-        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        return f"cute_flash_bwd_sm90_wide_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}"
+        return kernel_symbol("bwd_sm90_wide", self.static, self.tile)
 
     @cute.jit
     def __call__(

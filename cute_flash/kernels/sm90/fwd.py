@@ -49,7 +49,7 @@ from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTile
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.common.params import ScoreParams
+from cute_flash.kernels.common.params import ScoreParams, kernel_symbol
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
 from cute_flash.kernels.sm90.fwd_scores import MmaState, MmaTile
@@ -73,12 +73,7 @@ class FwdSm90:
 
     @property
     def name(self) -> str:
-        """The symbol of the kernel."""
-        t, s = self.tile, self.static
-        mask = ("l" if s.has_left else "") + ("r" if s.has_right else "") or "full"
-        study = "" if t.layout == "swizzled" else f"_{t.layout}"
-        tags = "".join(f"_{name}" for name in s.tags)
-        return f"cute_flash_fwd_sm90_d{s.widths}_{s.dtype}_{mask}_{t.tile_m}x{t.tile_n}{tags}{study}"
+        return kernel_symbol("fwd_sm90", self.static, self.tile)
 
     @cute.jit
     def __call__(

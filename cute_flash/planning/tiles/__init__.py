@@ -14,6 +14,7 @@ from cute_flash.planning.tiles.bwd_sm90 import (
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_BIAS, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.dtypes import DTYPES
 from cute_flash.spec.features import feature_cost
 from cute_flash.spec.problem import Problem, Static
 
@@ -27,9 +28,9 @@ MAX_MOD_OPS = (24, 10)
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
     """The first row that supports the problem and fits the architecture; raise `UnsupportedError` if none does."""
-    static = problem.static
+    static, element_bytes = problem.static, DTYPES[problem.dtype].bytes
     for row in _fwd_rows(family, arch, static):
-        if row.serves(problem) and row.fits(arch):
+        if row.element_bytes == element_bytes and row.serves(problem) and row.fits(arch):
             return row
     widths = f"head_dim={static.head_dim}"
     if static.head_dim_v is not None:
@@ -48,14 +49,14 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
 
 def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool = False) -> AnyBwdTile | None:
     """The first row of a family's backward that supports the problem and fits the architecture; None if none does."""
-    static = problem.static
+    static, element_bytes = problem.static, DTYPES[problem.dtype].bytes
     cost = feature_cost(problem.backward_features, problem.block_sparse)
     for row in _bwd_rows(family, arch, static, cost, deterministic):
         if static.varlen and isinstance(row, BwdTileSm90Wide):
             continue
         if isinstance(row, BwdTileSm90) and row.max_feature_cost < cost:
             continue
-        if row.head_dim >= static.widest and row.fits(arch):
+        if row.element_bytes == element_bytes and row.head_dim >= static.widest and row.fits(arch):
             return row
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, copy_rows
+from cute_flash.planning.tiles.common import WARP_KEYS, WARP_ROWS, copy_rows
 from cute_flash.spec.arch import ArchSpec
 
 
@@ -25,6 +25,7 @@ class BwdTileSm80:
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
+    element_bytes: int = 2  # of Q, K, V, O and their gradients
     measured: str = field(default="not measured: chosen by the rules above the table", compare=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class BwdTileSm80:
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         scores = (1 if self.p_in_registers else 2) * self.tile_m * self.tile_n
         statistics = 2 * self.stages * self.tile_m
-        return (rows * self.head_dim + scores) * ELEMENT_BYTES + 4 * statistics
+        return (rows * self.head_dim + scores) * self.element_bytes + 4 * statistics
 
     @property
     def accumulator_registers(self) -> int:

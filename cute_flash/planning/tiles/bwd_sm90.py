@@ -24,6 +24,7 @@ class BwdTileSm90:
     stages: int = 2  # of Q, and of dO
     early_lse: bool = False  # the LSE is read during the MMA of S^T; delta reuses its registers
     early_dropout: bool = False  # dropout masks are computed before S^T and dP^T take registers
+    element_bytes: int = 2  # of Q, K, V, O and their gradients
     max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
     measured: str = field(default="", compare=False)
 
@@ -46,7 +47,7 @@ class BwdTileSm90:
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         floats = self.tile_m * self.head_dim + 2 * self.stages * self.tile_m
         # Two slots of 16 bytes, in which the producer publishes tiles.
-        return 2 * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages)
+        return self.element_bytes * halves + 4 * floats + 32 + 8 * (16 + 4 * self.stages)
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
@@ -69,6 +70,7 @@ class BwdTileSm90Wide:
     q_stages: int = 2
     do_stages: int = 1
     dq_pieces: int = 7  # pieces of a warpgroup's dQ, of 8, that are stored through shared memory; 2 KB each
+    element_bytes: int = 2  # of Q, K, V, O and their gradients
     measured: str = field(default="", compare=False)
 
     @property
@@ -91,7 +93,7 @@ class BwdTileSm90Wide:
         rows = 2 * self.tile_n + stages * self.tile_m
         halves = rows * self.head_dim + 2 * self.tile_m * self.tile_n
         staged = 2 * 2048 * self.dq_pieces
-        return 2 * halves + staged + 4 * stages * self.tile_m + 8 * (4 + 2 * stages + 4)
+        return self.element_bytes * halves + staged + 4 * stages * self.tile_m + 8 * (4 + 2 * stages + 4)
 
     def fits(self, arch: ArchSpec) -> bool:
         return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block

@@ -8,7 +8,6 @@ from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE
 from cute_flash.spec.problem import Static
 
-ELEMENT_BYTES = 2
 SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma

@@ -9,7 +9,6 @@ from cute_flash.planning.tiles.common import (
     COST_ALL_SCORE_FEATURES,
     COST_ANY,
     COST_DROPOUT,
-    ELEMENT_BYTES,
     WARP_KEYS,
     WARP_ROWS,
     align_smem,
@@ -37,6 +36,7 @@ class FwdTileSm80:
     q_steps: int = 0  # k-steps of 16 columns of Q that stay in registers; the others are read for every block
     max_bounds: int = 2  # bounds of the band (left, right) that it can mask; more would spill
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
+    element_bytes: int = 2  # of Q, K, V, O and their gradients
     max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
     measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
@@ -74,7 +74,7 @@ class FwdTileSm80:
 
     def smem(self, rows: int) -> SmemTile:
         """A tile of Q, K or V in shared memory."""
-        return SmemTile(rows, self.head_dim, ELEMENT_BYTES, self.layout)
+        return SmemTile(rows, self.head_dim, self.element_bytes, self.layout)
 
     @property
     def smem_bytes(self) -> int:

@@ -11,7 +11,6 @@ from cute_flash.planning.tiles.common import (
     COST_DROPOUT,
     COST_SOFTCAP,
     COST_USER_MOD,
-    ELEMENT_BYTES,
     WARP_KEYS,
     WARPGROUP_ROWS,
     check_layout,
@@ -43,6 +42,7 @@ class FwdTileSm90:
     dropout_stages: int = 1  # of dropout masks
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
+    element_bytes: int = 2  # of Q, K, V, O and their gradients
     max_keys: int | None = field(default=None, compare=False)  # only for problems with at most so many `usual_keys`
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound (True), or only without (False)
     max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
@@ -97,7 +97,7 @@ class FwdTileSm90:
         """The tile in shared memory of Q, K, V or O; for Q and O, that of one warpgroup."""
         rows = self.tile_n if operand in ("K", "V") else WARPGROUP_ROWS
         width = self.width_v if operand in ("V", "O") else self.head_dim
-        return SmemTile(rows, width, ELEMENT_BYTES, self.layout)
+        return SmemTile(rows, width, self.element_bytes, self.layout)
 
     @property
     def columns_pv(self) -> int:
@@ -117,11 +117,11 @@ class FwdTileSm90:
         masks = 0
         if self.dropout_producer:
             barriers += 2 * self.num_warpgroups * self.dropout_stages
-            masks = self.dropout_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
-        bias = self.bias_stages * self.tile_m * self.tile_n * ELEMENT_BYTES
+            masks = self.dropout_stages * self.tile_m * self.tile_n * self.element_bytes
+        bias = self.bias_stages * self.tile_m * self.tile_n * self.element_bytes
         barriers += 2 * self.bias_stages * self.num_warpgroups
         # Two slots of 16 bytes, aligned to 16, in which the producer publishes tiles.
-        return columns * ELEMENT_BYTES + masks + bias + -(-8 * barriers // 16) * 16 + 32
+        return columns * self.element_bytes + masks + bias + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"

@@ -1,4 +1,6 @@
-"""Layouts of shared memory for study: a compile-time fact of the tile, refused where the hardware does."""
+"""Layouts of shared memory for study: a field of the tile that changes addresses only; what hardware cannot read is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,19 @@ from dataclasses import replace
 
 import pytest
 
+from cute_flash.errors import UnsupportedError
 from cute_flash.jit.resources import nvdisasm
-from cute_flash.planning.plan import CompileKey, plan
+from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.family import use_kernels
-from cute_flash.spec.problem import Problem, UnsupportedError
+from cute_flash.spec.problem import Problem
 from layouts import HOPPER_VARIANTS, VARIANTS, sm80_uses, sm90_uses
-from tests.gates import kernel_resources
+from tests.jit.gates import kernel_resources
 
 
 def key_of(family: str, head_dim: int, layout: str) -> CompileKey:
-    with use_kernels(family):
-        key = plan(Problem(2, 8, 8, 2048, 2048, head_dim), ARCHS["sm_90"]).key
+    key = plan_forward(Problem(2, 8, 8, 2048, 2048, head_dim), ARCHS["sm_90"], family).main
     return replace(key, tile=replace(key.tile, layout=layout))  # type: ignore[call-arg]
 
 
@@ -73,7 +74,7 @@ def test_ampere_variants_are_the_same_kernel(layout: str) -> None:
 @pytest.mark.compiles
 @pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm")
 @pytest.mark.parametrize("layout", HOPPER_VARIANTS)
-def test_hopper_variants_differ_in_the_boxes_of_the_copy_engine(layout: str) -> None:
+def test_hopper_variants_differ_in_the_boxes_of_tma(layout: str) -> None:
     key = key_of("sm90", 128, layout)
     assert isinstance(key.tile, FwdTileSm90)
     found = kernel_resources(key)

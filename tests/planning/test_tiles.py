@@ -8,15 +8,16 @@ import itertools
 
 import pytest
 
-from cute_flash.planning.plan import plan
+from cute_flash.planning.plan import plan_forward
 from cute_flash.planning.tiles import bwd_tile, fwd_tile
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, BwdTileSm80
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
-from cute_flash.spec.family import FAMILIES, use_kernels
-from cute_flash.spec.problem import Features, Problem, UnsupportedError
+from cute_flash.spec.family import FAMILIES
+from cute_flash.spec.features import feature_cost
+from cute_flash.spec.problem import Problem, UnsupportedError
 
 # Registers a thread can have at most, and those that addresses, loop counters and row statistics take.
 MAX_REGISTERS, OTHER_REGISTERS = 255, 30
@@ -31,9 +32,7 @@ Entry = tuple[str, ArchSpec, Tile]
 AMPERE: list[tuple[str, ArchSpec, FwdTileSm80]] = [
     ("SM80_FWD", ARCHS[arch], row) for arch, rows in SM80_FWD.items() for row in rows
 ]
-HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [
-    ("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DROPOUT)
-]
+HOPPER: list[tuple[str, ArchSpec, FwdTileSm90]] = [("SM90_FWD", SM_90, row) for row in (*SM90_FWD, *SM90_FWD_DROPOUT)]
 ROWS: list[Entry] = [*AMPERE, *HOPPER]
 MASKS = (Band(), Band(None, 0), Band(5, None), Band(100, 100))
 RUNNABLE = [(f, a.name) for f, least in FAMILIES.items() for a in ARCHS.values() if least <= a.capability]
@@ -60,17 +59,17 @@ def test_there_is_a_table_for_every_architecture() -> None:
     assert not any(row.dropout_producer for row in SM90_FWD)
 
 
-# Of every feature cost; a block mask, whose blocks not all tiles divide.
-FEATURES = (
-    Features(alibi=True),
-    Features(dropout=True),
-    Features(softcap=True, dropout=True),
-    Features(softcap=True, alibi=True),
-    Features(softcap=True, sinks=True),
-    Features(mask_mod=True, block_map=True),
-    Features(score_mod=True, mask_mod=True),
-    Features(score_mod=True, mask_mod=True, dropout=True),
-    Features(mask_mod=True, dropout=True, block_map=True),
+# Features of every cost, and whether there is a block mask, whose blocks not all tiles divide.
+FEATURES: tuple[tuple[tuple[str, ...], bool], ...] = (
+    (("alibi",), False),
+    (("dropout",), False),
+    (("softcap", "dropout"), False),
+    (("softcap", "alibi"), False),
+    (("softcap", "sinks"), False),
+    (("mask_mod",), True),
+    (("score_mod", "mask_mod"), False),
+    (("dropout", "score_mod", "mask_mod"), False),
+    (("dropout", "mask_mod"), True),
 )
 
 
@@ -90,12 +89,12 @@ def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
         for band, keys, queries in itertools.product(MASKS, (100, 1 << 20), (1, 1000))
     ]
     taken = [fwd_tile(family, arch, problem) for problem in problems]
-    for features in FEATURES:
-        with_them = [dataclasses.replace(problem, features=features) for problem in problems]
-        found = [fwd_tile(family, arch, problem) for problem in with_them]
-        # Never without the registers that they need.
-        assert all(one.max_feature_cost >= features.weight for one in found)
-        taken += found
+    for features, block_sparse in FEATURES:
+        cost = feature_cost(features, block_sparse)
+        for problem in problems:
+            tile = fwd_tile(family, arch, dataclasses.replace(problem, features=features, block_sparse=block_sparse))
+            assert tile.max_feature_cost >= cost, "registers for the features"
+            taken.append(tile)
     assert any(one is row for one in taken)
 
 
@@ -128,7 +127,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
     keys = row.stages * row.tile_n
     matrices = 2 * (row.head_dim * (row.q_stages * row.tile_m + keys) + row.width_v * keys)
     matrices += 2 * row.tile_m * row.tile_n * row.dropout_producer * row.dropout_stages
-    # What tells when they are full and empty is small beside them.
+    # Barriers are small beside them.
     assert matrices < row.smem_bytes < matrices + 1024
     assert row.smem_bytes <= arch.smem_per_block
     assert row.smem_bytes + 1024 <= arch.smem_per_sm
@@ -146,8 +145,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
 def test_every_head_dim_finds_a_row_that_fits(family: str, name: str, band: Band) -> None:
     arch = ARCHS[name]
     for head_dim, keys in itertools.product(range(8, 257, 8), (1, 1000, 1 << 20)):
-        with use_kernels(family):
-            tile = plan(problem_of(head_dim, band, keys), arch).tile
+        tile = plan_forward(problem_of(head_dim, band, keys), arch, family).tile
         assert tile.head_dim >= head_dim
         assert not isinstance(tile, FwdTileSm90) or tile.head_dim_v is None
         assert tile.fits(arch)
@@ -160,14 +158,14 @@ def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
     sizes = range(1, ARCHS[name].smem_per_block // 1024 + 1)
     for kib in sizes:
         small = dataclasses.replace(ARCHS[name], smem_per_block=kib << 10)
-        with contextlib.suppress(UnsupportedError), use_kernels(family):
-            found[kib] = plan(Problem(1, 1, 1, 100, 100, 64), small).tile.smem_bytes
+        with contextlib.suppress(UnsupportedError):
+            found[kib] = plan_forward(Problem(1, 1, 1, 100, 100, 64), small, family).tile.smem_bytes
     assert all(smem_bytes <= kib << 10 for kib, smem_bytes in found.items())
     # From some size on there always is one.
     assert list(found) == list(range(min(found), sizes.stop))
     refusal = f"^head_dim=64: no tile of {family} for {name}$"
-    with use_kernels(family), pytest.raises(UnsupportedError, match=refusal):
-        plan(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS[name], smem_per_block=1024))
+    with pytest.raises(UnsupportedError, match=refusal):
+        plan_forward(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS[name], smem_per_block=1024), family)
 
 
 def test_the_family_decides_the_kind_of_tile() -> None:
@@ -210,9 +208,7 @@ def test_rows_for_short_sequences_and_for_masks() -> None:
     whole = dataclasses.replace(row, is_bounded=False, max_keys=None)
     assert whole.serves(problem_of(64, full, 1 << 20)) and not whole.serves(problem_of(64, causal))
     wide = dataclasses.replace(row, is_bounded=None, max_keys=None, head_dim_v=128)
-    assert wide.serves(problem_of(64, full, head_dim_v=128)) and wide.serves(
-        problem_of(64, full, head_dim_v=8)
-    )
+    assert wide.serves(problem_of(64, full, head_dim_v=128)) and wide.serves(problem_of(64, full, head_dim_v=8))
     assert not wide.serves(problem_of(64, full)) and not wide.serves(problem_of(64, full, head_dim_v=136))
 
 
@@ -251,9 +247,7 @@ def test_a_wrong_tile_names_the_value(
     ],
     ids=str,
 )
-def test_derived_numbers(
-    tile: FwdTileSm80, threads: int, copy_rows: int, smem_bytes: int, registers: int
-) -> None:
+def test_derived_numbers(tile: FwdTileSm80, threads: int, copy_rows: int, smem_bytes: int, registers: int) -> None:
     assert tile.num_threads == threads
     assert tile.copy_rows == copy_rows
     assert tile.smem_bytes == smem_bytes
@@ -290,7 +284,7 @@ def test_a_wrong_hopper_tile_names_the_value(
 
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (192, 64), (128, 80)])
-def test_masks_are_drawn_for_two_warpgroups_and_pairs_of_steps(tile_m: int, tile_n: int) -> None:
+def test_a_dropout_producer_serves_two_warpgroups_and_pairs_of_steps(tile_m: int, tile_n: int) -> None:
     with pytest.raises(ValueError, match=r"dropout_producer=True: for 2 warpgroups, and .* a multiple of 32"):
         FwdTileSm90(64, tile_m, tile_n, 2, dropout_producer=True)
 
@@ -317,9 +311,7 @@ def test_a_wrong_width_of_the_values_is_named(head_dim_v: int) -> None:
     ],
     ids=str,
 )
-def test_derived_numbers_of_hopper_tiles(
-    tile: FwdTileSm90, warpgroups: int, threads: int, smem_bytes: int
-) -> None:
+def test_derived_numbers_of_hopper_tiles(tile: FwdTileSm90, warpgroups: int, threads: int, smem_bytes: int) -> None:
     assert tile.num_warpgroups == warpgroups
     assert tile.num_threads == threads
     assert tile.smem_bytes == smem_bytes

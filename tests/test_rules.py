@@ -1,4 +1,4 @@
-"""The rule that judges gradients passes right ones and no others; on the CPU."""
+"""The error rules for gradients pass right ones and no others: tried on the CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from cute_flash import attn
+from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
-from tests import cases
+from tests import cases, mod_cases, mod_gradients
+from tests.fakes.recording import main_key
 from tests.gradients import Attend, assert_gradients, weighted
 
 CAUSAL = Band(None, 0)
@@ -30,7 +32,7 @@ def drawn(case: cases.Case) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
 
 
 def ours(case: cases.Case) -> Attend:
-    return lambda *x: attn(*x, window=(case.band.left, case.band.right), return_lse=True)
+    return lambda *x: attn(*x, window=case.band.bounds, return_lse=True)
 
 
 @pytest.mark.parametrize("case", (*CASES, *EMPTY), ids=lambda case: case.id)
@@ -75,3 +77,24 @@ def test_a_gradient_where_there_is_none_is_seen() -> None:
 
     with pytest.raises(AssertionError, match="dq: should be 0"):
         assert_gradients(leaking, inputs, case.band, weighted(dout))
+
+
+# ---- gradients with user mods
+
+
+@pytest.mark.parametrize("kind", mod_cases.KINDS, ids=lambda kind: kind.id)
+def test_the_cpu_path_follows_the_rule_for_user_mods(kind: mod_cases.Kind) -> None:
+    for seed in range(2):
+        mod_gradients.assert_gradients(mod_cases.Case(kind, mod_cases.Sizes(2, 4, 2, 40, 50), seed, "cpu"))
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_few_kernels_serve_many_cases(family: str) -> None:
+    kinds = mod_cases.KINDS[::3]
+    found = list(mod_gradients.chosen(ARCHS["sm_90"], family, "cpu", kinds))
+    served = [main_key(keys) for _, keys in found if keys]
+    assert len(set(served)) <= 1.5 * len(kinds) and len(served) >= 5 * len(kinds)
+    # Wide heads, and long score_mods.
+    refused = {case.kind for case, keys in found if not keys}
+    assert all(kind.head_dim > 128 or kind.score in ("gated", "hiding") for kind in refused)
+    assert bool(refused) == (family == "sm90")

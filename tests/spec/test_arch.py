@@ -85,9 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """`gpu(name, (major, minor), sms, l2)`: what the driver says about every device."""
 
     def install(name: str, capability: tuple[int, int], sms: int, l2: int | None = None) -> None:
-        properties = SimpleNamespace(
-            name=name, major=capability[0], minor=capability[1], multi_processor_count=sms
-        )
+        properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=sms)
         if l2 is not None:
             properties.L2_cache_size = l2
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -1,26 +1,23 @@
-"""Plans: kernel family, grid, sections of heads, limits, and the choice by hand."""
+"""Plans of the forward pass: kernel family, grid, L2 groups of heads, limits, and the choice by hand."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from cute_flash.planning.plan import (
-    FAMILIES,
-    L2_SHARE,
-    MAX_SEQLEN,
-    CompileKey,
-    plan,
-    requested_family,
-    use_kernels,
-)
+from cute_flash.planning.plan import L2_SHARE, MAX_SEQLEN, CompileKey, plan_forward
+from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ARCHS, ArchSpec
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import FAMILIES, requested_family, use_kernels
 from cute_flash.spec.problem import Problem, UnsupportedError
 
 A100, H100 = ARCHS["sm_80"], ARCHS["sm_90"]
@@ -34,7 +31,7 @@ def with_l2(share_bytes: int, arch: ArchSpec = A100) -> ArchSpec:
 
 # K and V of 4096 keys of 128 columns of 2 bytes are 2 MiB together.
 @pytest.mark.parametrize(
-    ("batch", "heads", "heads_kv", "seqlen_k", "share_mib", "section"),
+    ("batch", "heads", "heads_kv", "seqlen_k", "share_mib", "l2_group"),
     [
         (4, 16, 16, 4096, 16, 8),  # 16 MiB hold 8 of them
         (4, 16, 16, 4096, 17, 8),  # no half one
@@ -47,66 +44,68 @@ def with_l2(share_bytes: int, arch: ArchSpec = A100) -> ArchSpec:
         (2, 4, 4, 1, 16, 8),
     ],
 )
-def test_section(batch: int, heads: int, heads_kv: int, seqlen_k: int, share_mib: int, section: int) -> None:
+def test_l2_groups_of_heads(
+    batch: int, heads: int, heads_kv: int, seqlen_k: int, share_mib: int, l2_group: int
+) -> None:
     problem = Problem(batch, heads, heads_kv, 1000, seqlen_k, 128)
-    assert plan(problem, with_l2(share_mib * MIB)).section == section
+    assert plan_forward(problem, with_l2(share_mib * MIB)).sizes["heads_per_l2_group"] == l2_group
 
 
 def test_a_share_of_l2_is_left_to_the_other_tensors() -> None:
     problem = Problem(4, 16, 16, 1000, 4096, 128)
     assert 0 < L2_SHARE < 1
-    assert plan(problem, dataclasses.replace(A100, l2_bytes=40 * MIB)).section == int(40 * L2_SHARE) // 2
+    assert (
+        plan_forward(problem, dataclasses.replace(A100, l2_bytes=40 * MIB)).sizes["heads_per_l2_group"]
+        == int(40 * L2_SHARE) // 2
+    )
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 6), (17, 5)])
-def test_num_blocks_covers_every_row_once(batch: int, heads: int) -> None:
+def test_ctas_cover_every_row_once(batch: int, heads: int) -> None:
     for seqlen_q in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
-        found = plan(Problem(batch, heads, 1, seqlen_q, 77, 64), A100)
+        found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), A100)
         tiles = len(range(0, seqlen_q, found.tile.tile_m))
-        assert found.num_tiles == found.num_blocks == tiles * heads * batch
-        assert not found.is_persistent and not found.draws_tiles
-        assert found.launch_arguments == (found.section,)
+        assert found.sizes["num_tiles"] == found.sizes["num_ctas"] == tiles * heads * batch
+        assert not found.is_persistent and not found.is_dynamic
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 6), (17, 5)])
 @pytest.mark.parametrize("num_sms", [1, 78, 132])
-def test_persistent_blocks_are_as_many_as_tiles_or_sms(batch: int, heads: int, num_sms: int) -> None:
+def test_persistent_ctas_are_as_many_as_tiles_or_sms(batch: int, heads: int, num_sms: int) -> None:
     part = dataclasses.replace(H100, num_sms=num_sms)
     for seqlen_q in (1, 64, 65, 128, 192, 193, 385, 1000, 5000):
-        found = plan(Problem(batch, heads, 1, seqlen_q, 77, 64), part)
+        found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), part)
         tiles = len(range(0, seqlen_q, found.tile.tile_m)) * heads * batch
-        assert (found.num_tiles, found.num_blocks) == (tiles, min(tiles, num_sms))
-        assert found.is_persistent
-        assert found.launch_arguments[:3] == (found.section, found.num_blocks, seqlen_q)
+        assert (found.sizes["num_tiles"], found.sizes["num_ctas"]) == (tiles, min(tiles, num_sms))
+        assert found.is_persistent == (num_sms < tiles)
+        assert found.sizes["seqlen_q"] == seqlen_q
 
 
 @pytest.mark.parametrize("band", [Band(), Band(5, None), Band(None, 0), Band(5, 5)], ids=str)
-def test_tiles_of_different_length_are_drawn(band: Band) -> None:
+def test_tiles_of_different_length_are_fetched_from_a_counter(band: Band) -> None:
     problem = Problem(2, 4, 2, 1000, 1000, 128, band=band)
-    found = plan(problem, H100)
-    assert found.draws_tiles == (band != Band())
-    # The address of the counter comes last: a new one for each stream, so not with the plan.
-    assert len(found.launch_arguments) == (3 if found.draws_tiles else 4)
+    found = plan_forward(problem, H100)
+    assert found.is_dynamic == (band != Band())
     with use_kernels("sm80"):
-        assert not plan(problem, H100).draws_tiles
+        assert not plan_forward(problem, H100).is_dynamic
 
 
 @pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
 def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
     problem = Problem(3, 32, 4, 5, 1000, 128, band=band)
-    found, apart = plan(problem, H100, is_packable=True), plan(problem, H100)
-    assert found.packs_heads and not apart.packs_heads
+    found, apart = plan_forward(problem, H100, can_pack_gqa=True), plan_forward(problem, H100)
+    assert found.pack_gqa and not apart.pack_gqa
     # 8 heads of 5 rows are 40 rows of one tile.
-    assert (found.num_tiles, apart.num_tiles) == (3 * 4, 3 * 32)
-    # A section is of K/V heads then, and as many of them.
-    assert found.section * problem.group == apart.section
-    assert found.launch_arguments[2] == 5
+    assert (found.sizes["num_tiles"], apart.sizes["num_tiles"]) == (3 * 4, 3 * 32)
+    # An L2 group is of K/V heads then, and as many of them.
+    assert found.sizes["heads_per_l2_group"] * problem.group == apart.sizes["heads_per_l2_group"]
+    assert found.sizes["seqlen_q"] == 5
     # Only a mask asks for a row's position.
-    assert (found.key == apart.key) == (band == Band())
+    assert (found.main == apart.main) == (band == Band())
     assert "packed" in found.lines()[-1] and "packed" not in apart.lines()[-1]
     with use_kernels("sm80"):
-        assert not plan(problem, H100, is_packable=True).packs_heads
-    assert not plan(problem, A100, is_packable=True).packs_heads
+        assert not plan_forward(problem, H100, can_pack_gqa=True).pack_gqa
+    assert not plan_forward(problem, A100, can_pack_gqa=True).pack_gqa
 
 
 @pytest.mark.parametrize(
@@ -122,95 +121,104 @@ def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
     ],
 )
 def test_heads_are_packed_where_they_fill_fewer_tiles(heads: int, seqlen_q: int, pays: bool) -> None:
-    found = plan(Problem(1, heads, 1, seqlen_q, 4000, 128), H100, is_packable=True)
+    found = plan_forward(Problem(1, heads, 1, seqlen_q, 4000, 128), H100, can_pack_gqa=True)
     assert found.tile.tile_m == 128
-    assert found.packs_heads == pays
-    assert found.num_tiles == (-(-heads * seqlen_q // 128) if pays else heads)
+    assert found.pack_gqa == pays
+    assert found.sizes["num_tiles"] == (-(-heads * seqlen_q // 128) if pays else heads)
 
 
 def test_values_of_another_width_have_a_kernel_of_their_own() -> None:
     problem = Problem(1, 4, 2, 100, 4096, 192, head_dim_v=128)
-    found = plan(problem, with_l2(8 * MIB, H100))
-    assert (found.key.static.head_dim, found.key.static.head_dim_v) == (192, 128)
-    assert found.key != plan(dataclasses.replace(problem, head_dim_v=None), H100).key
+    found = plan_forward(problem, with_l2(8 * MIB, H100))
+    assert (found.main.static.head_dim, found.main.static.head_dim_v) == (192, 128)
+    assert found.main != plan_forward(dataclasses.replace(problem, head_dim_v=None), H100).main
     # K and V of 4096 keys are 2.5 MiB together: two heads of them fit, with two query heads each.
-    assert found.section == 4
+    assert found.sizes["heads_per_l2_group"] == 4
     assert "D=192/128 " in found.lines()[0]
     # The same width said in words is no other kernel.
     same = dataclasses.replace(problem, head_dim_v=192)
-    assert plan(same, H100).key == plan(dataclasses.replace(problem, head_dim_v=None), H100).key
+    assert plan_forward(same, H100).main == plan_forward(dataclasses.replace(problem, head_dim_v=None), H100).main
     # On mma.sync in a tile that has room for the keys.
     assert (
-        plan(problem, A100).tile == plan(same, A100).tile and plan(problem, A100).key.static == problem.static
+        plan_forward(problem, A100).tile == plan_forward(same, A100).tile
+        and plan_forward(problem, A100).main.static == problem.static
     )
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
-def test_blocks_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> None:
+def test_ctas_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> None:
     families = [name for name, least in FAMILIES.items() if least <= arch.capability]
     for head_dim, family in itertools.product((64, 128), families):
         with use_kernels(family):
-            found = plan(Problem(1, 1, 1, 100, 100, head_dim), arch)
-        blocks = found.blocks_per_sm
-        assert blocks >= 1
-        # The system takes 1 KB for itself with every block.
+            found = plan_forward(Problem(1, 1, 1, 100, 100, head_dim), arch)
+        ctas = found.ctas_per_sm
+        assert ctas >= 1
+        # The system takes 1 KB for itself with every CTA.
         fit = [n for n in range(1, 33) if n * (found.tile.smem_bytes + 1024) <= arch.smem_per_sm]
-        assert blocks == max(n for n in fit if n * found.tile.num_threads <= arch.max_threads_per_sm)
+        assert ctas == max(n for n in fit if n * found.tile.num_threads <= arch.max_threads_per_sm)
+
+
+def test_the_family_is_an_argument_too() -> None:
+    problem = Problem(1, 1, 1, 10, 10, 64)
+    with use_kernels("sm90"):
+        assert plan_forward(problem, H100, "sm80").family == "sm80"
+    with pytest.raises(UnsupportedError, match="kernel family 'sm70'"):
+        plan_forward(problem, H100, "sm70")
 
 
 def test_the_key_is_what_is_compiled_in() -> None:
     problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
     with use_kernels("sm80"):
-        found = plan(problem, A100)
-        longer = plan(dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77)), A100)
-        other = plan(dataclasses.replace(problem, dtype="float16"), A100)
-    assert found.key == CompileKey("fwd_sm80", problem.static, found.tile, "sm_80")
-    assert longer.key == found.key
-    assert other.key != found.key
+        found = plan_forward(problem, A100)
+        longer = plan_forward(dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77)), A100)
+        other = plan_forward(dataclasses.replace(problem, dtype="float16"), A100)
+    assert found.main == CompileKey("fwd_sm80", problem.static, found.tile, "sm_80", KERNELS["fwd_sm80"].names)
+    assert longer.main == found.main
+    assert other.main != found.main
     with use_kernels("sm80"):
-        assert plan(problem, H100).key.target == "sm_90"
+        assert plan_forward(problem, H100).main.target == "sm_90"
 
 
 def test_the_key_of_a_hopper_kernel() -> None:
     problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
-    found = plan(problem, H100)
+    found = plan_forward(problem, H100)
     # wgmma is in the code of "sm_90a" alone.
-    assert found.key == CompileKey("fwd_sm90", problem.static, found.tile, "sm_90a")
+    assert found.main == CompileKey("fwd_sm90", problem.static, found.tile, "sm_90a", KERNELS["fwd_sm90"].names)
     # The number of SMs is not compiled in, so all parts of the architecture share the kernel.
     part = dataclasses.replace(H100, gpu="NVIDIA H100 PCIe", num_sms=114)
     longer = dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77))
-    assert plan(longer, part).key == found.key
+    assert plan_forward(longer, part).main == found.main
     with use_kernels("sm80"):
-        assert plan(problem, H100).key != found.key
+        assert plan_forward(problem, H100).main != found.main
 
 
 def test_a_detected_gpu_has_the_key_of_its_architecture() -> None:
     problem = Problem(2, 4, 2, 100, 200, 64)
     detected = dataclasses.replace(A100, gpu="NVIDIA A100-SXM4-80GB", num_sms=107, l2_bytes=41 * MIB)
-    assert plan(problem, detected).key == plan(problem, A100).key
+    assert plan_forward(problem, detected).main == plan_forward(problem, A100).main
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_the_family_is_the_first_that_the_gpu_can_run(arch: ArchSpec) -> None:
-    found = plan(Problem(1, 1, 1, 10, 10, 64), arch)
+    found = plan_forward(Problem(1, 1, 1, 10, 10, 64), arch)
     assert found.family == {"sm_80": "sm80", "sm_86": "sm80", "sm_89": "sm80", "sm_90": "sm90"}[arch.name]
     assert isinstance(found.tile, FwdTileSm90 if found.family == "sm90" else FwdTileSm80)
 
 
 def test_use_kernels_nests_and_ends() -> None:
-    assert requested_family() is None
+    assert requested_family() == ""
     with use_kernels("sm80"):
         assert requested_family() == "sm80"
         with use_kernels("sm90"):
             assert requested_family() == "sm90"
-            assert plan(Problem(1, 1, 1, 10, 10, 64), H100).family == "sm90"
+            assert plan_forward(Problem(1, 1, 1, 10, 10, 64), H100).family == "sm90"
         assert requested_family() == "sm80"
-        found = plan(Problem(1, 1, 1, 10, 10, 64), H100)
-        assert (found.family, type(found.tile), found.key.kernel) == ("sm80", FwdTileSm80, "fwd_sm80")
-    assert requested_family() is None
+        found = plan_forward(Problem(1, 1, 1, 10, 10, 64), H100)
+        assert (found.family, type(found.tile), found.main.kernel) == ("sm80", FwdTileSm80, "fwd_sm80")
+    assert requested_family() == ""
     with pytest.raises(RuntimeError, match="inside"), use_kernels("sm80"):
         raise RuntimeError("inside")
-    assert requested_family() is None
+    assert requested_family() == ""
 
 
 def test_use_kernels_is_for_one_thread() -> None:
@@ -219,7 +227,7 @@ def test_use_kernels_is_for_one_thread() -> None:
         thread = threading.Thread(target=lambda: seen.append(requested_family()))
         thread.start()
         thread.join()
-    assert seen == [None]
+    assert seen == [""]
 
 
 def test_use_kernels_refuses_an_unknown_family_at_once() -> None:
@@ -228,79 +236,85 @@ def test_use_kernels_refuses_an_unknown_family_at_once() -> None:
         use_kernels("sm70"),
     ):
         pytest.fail("entered")
-    assert requested_family() is None
+    assert requested_family() == ""
 
 
-def test_the_environment_chooses_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(1, 1, 1, 10, 10, 64)
-    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm80")
-    assert requested_family() == "sm80"
-    assert plan(problem, H100).family == "sm80"
-    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm90")
-    assert plan(problem, H100).family == "sm90"
-    with pytest.raises(UnsupportedError, match="kernel family 'sm90' needs more than sm_80"):
-        plan(problem, A100)
-    monkeypatch.setenv("CUTE_FLASH_KERNELS", "sm99")
-    with pytest.raises(UnsupportedError, match="kernel family 'sm99': there is sm90, sm80"):
-        plan(problem, A100)
-    with use_kernels("sm80"):
-        # The nearer choice wins.
-        assert plan(problem, A100).family == "sm80"
-    monkeypatch.setenv("CUTE_FLASH_KERNELS", "")
-    assert requested_family() is None
+def test_the_environment_chooses_the_family_of_a_process() -> None:
+    code = """
+from cute_flash.planning.plan import plan_forward
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.family import use_kernels
+from cute_flash.spec.problem import Problem
+problem = Problem(1, 1, 1, 10, 10, 64)
+def family(arch):
+    try:
+        return plan_forward(problem, ARCHS[arch]).family
+    except ValueError as error:
+        return str(error)
+print(family("sm_90"), family("sm_80"), sep="; ")
+with use_kernels("sm80"):
+    print(family("sm_90"))
+"""
+    unknown = "kernel family 'sm99': there is sm90, sm80"
+    expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}
+    for value, answers in expected.items():
+        environment = {**os.environ, "CUTE_FLASH_KERNELS": value}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        # `use_kernels` is stronger.
+        assert done.stdout.splitlines() == [answers, "sm80"]
 
 
 def test_a_family_that_the_gpu_cannot_run() -> None:
     old = dataclasses.replace(A100, name="sm_75")
     with use_kernels("sm80"), pytest.raises(UnsupportedError, match="family 'sm80' needs more than sm_75"):
-        plan(Problem(1, 1, 1, 10, 10, 64), old)
+        plan_forward(Problem(1, 1, 1, 10, 10, 64), old)
     for arch in ARCHS.values():
         if arch is not H100:
             refusal = f"family 'sm90' needs more than {arch.name}"
             with use_kernels("sm90"), pytest.raises(UnsupportedError, match=refusal):
-                plan(Problem(1, 1, 1, 10, 10, 64), arch)
+                plan_forward(Problem(1, 1, 1, 10, 10, 64), arch)
 
 
 @pytest.mark.parametrize("side", ["seqlen_q", "seqlen_k"])
 def test_the_longest_sequence(side: str) -> None:
     lengths = {"seqlen_q": 10, "seqlen_k": 10}
-    plan(Problem(1, 1, 1, head_dim=64, **{**lengths, side: MAX_SEQLEN}), A100)
+    plan_forward(Problem(1, 1, 1, head_dim=64, **{**lengths, side: MAX_SEQLEN}), A100)
     with pytest.raises(UnsupportedError, match=f"^{side}={MAX_SEQLEN + 1}: at most {MAX_SEQLEN}$"):
-        plan(Problem(1, 1, 1, head_dim=64, **{**lengths, side: MAX_SEQLEN + 1}), A100)
+        plan_forward(Problem(1, 1, 1, head_dim=64, **{**lengths, side: MAX_SEQLEN + 1}), A100)
 
 
 def test_the_largest_grid() -> None:
-    # Less than 2^31 by more than a GPU has SMs: persistent blocks count on past the last tile.
+    # Less than 2^31 by more than a GPU has SMs: persistent CTAs count on past the last tile.
     most = (1 << 31) - (1 << 16)
-    assert plan(Problem(1, most, 1, 1, 1, 64), A100).num_blocks == most
+    assert plan_forward(Problem(1, most, 1, 1, 1, 64), A100).sizes["num_ctas"] == most
     for arch in (A100, H100):
         with pytest.raises(UnsupportedError, match=f"^{1 << 31} tiles: at most {most}; split the batch"):
-            plan(Problem(1 << 16, 1 << 15, 1, 1, 1, 64), arch)
+            plan_forward(Problem(1 << 16, 1 << 15, 1, 1, 1, 64), arch)
 
 
 def test_a_plan_checks_its_problem() -> None:
     with pytest.raises(UnsupportedError, match="head_dim=60"):
-        plan(Problem(1, 1, 1, 10, 10, 60), A100)
+        plan_forward(Problem(1, 1, 1, 10, 10, 60), A100)
     with pytest.raises(UnsupportedError, match="dtype float32 on cuda"):
-        plan(Problem(1, 1, 1, 10, 10, 64, "float32"), A100)
+        plan_forward(Problem(1, 1, 1, 10, 10, 64, "float32"), A100)
     with pytest.raises(ValueError, match="q has 4 heads and k, v have 3"):
-        plan(Problem(1, 4, 3, 10, 10, 64), A100)
+        plan_forward(Problem(1, 4, 3, 10, 10, 64), A100)
 
 
 @pytest.mark.parametrize(
     ("arch", "part"), [(A100, "A100 (sm_80), 108 SMs"), (H100, "H100 (sm_90), 132 SMs")], ids=("A100", "H100")
 )
 def test_a_plan_prints_what_it_decided(arch: ArchSpec, part: str) -> None:
-    found = plan(Problem(2, 16, 4, 1000, 3000, 64, band=Band(128, 0)), arch)
+    found = plan_forward(Problem(2, 16, 4, 1000, 3000, 64, band=Band(128, 0)), arch)
     text = "\n".join(found.lines())
     expected = [
         "B=2 H=16 Hkv=4 Sq=1000 Sk=3000 D=64 bfloat16, window of 128 keys before and 0 after",
         part,
-        found.key.kernel,
+        found.main.kernel,
         str(found.tile),
         f"{found.tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block // 1024} KB",
-        f"{found.num_blocks} blocks, {found.num_tiles} tiles, sections of {found.section} head(s)",
+        "{num_ctas} CTAs, {num_tiles} tiles, L2 groups of {heads_per_l2_group} head(s)".format(**found.sizes),
     ]
     assert [line for line in expected if line not in text] == []
-    assert ", full" in plan(Problem(1, 1, 1, 10, 10, 64), A100).lines()[0]
-    assert ", causal" in plan(Problem(1, 1, 1, 10, 10, 64, band=Band(None, 0)), A100).lines()[0]
+    assert ", full" in plan_forward(Problem(1, 1, 1, 10, 10, 64), A100).lines()[0]
+    assert ", causal" in plan_forward(Problem(1, 1, 1, 10, 10, 64, band=Band(None, 0)), A100).lines()[0]

@@ -1,0 +1,150 @@
+"""Launches through the host code of compiled kernels: it takes what the launcher passes, and launches what was planned.
+
+The kernels are among those of the lock's sample and of the compile gates, which compile them once for all. Sizes are
+others, and fill no tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_flash.planning.plan import Plan
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_BIAS, SM90_FWD_DROPOUT, FwdTileSm90
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import ceil_div
+from tests.kernels.launch_capture import Launch, Request, capture, has_compiler
+from tests.kernels.test_resources import RISKY, SAMPLE
+from tests.lock.cases import HOPPER, Case, cases, fwd, plan_of
+from tests.mod_cases import Sizes
+
+CASES = {case.name: case for case in cases()}
+SIZES = Sizes(3, 6, 2, 333, 4008)
+
+FORWARD = {
+    "sm80": (
+        "fwd/sm80/sm_80/d64/bf16/window/plain/main",
+        "fwd/sm80/sm_80/d128/bf16/full/plain/main",
+        "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
+        "fwd/sm80/sm_80/d128/bf16/causal/score_mod-relative/main",
+        "fwd/sm80/sm_86/d192/bf16/full/score_mod-capped+mask_mod-prefix+bias-fp16-bhqk-pairs/main",
+    ),
+    "sm90": (
+        "fwd/sm90/sm_90/d128/bf16/causal/plain/main",
+        "fwd/sm90/sm_90/d192v128/bf16/full/plain/main",
+        "fwd/sm90/sm_90/d128/bf16/causal/pack_gqa+q4/main",
+        "fwd/sm90/sm_90/d256/bf16/full/softcap+alibi+sinks+dropout+max_logit/main",
+        "fwd/sm90/sm_90/d128/bf16/causal/varlen/main",
+        "fwd/sm90/sm_90/d128/bf16/full/mask_mod-document_causal+block_map/main",
+        "fwd/sm90/sm_90/d64/bf16/full/score_mod-gated+mask_mod-by_head/main",
+        "fwd/sm90/sm_90/d64/bf16/full/bias-bf16-bhqk-aligned/main",
+    ),
+}
+BACKWARD = {
+    "sm80": (
+        "bwd/sm80/sm_80/d64/bf16/causal/plain/main",
+        "bwd/sm80/sm_86/d72v256/bf16/window/plain/main",
+        "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
+        "bwd/sm80/sm_80/d128/bf16/window/varlen+deterministic/main",
+        "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+    ),
+    "sm90": (
+        "bwd/sm90/sm_90/d128/bf16/window/plain/main",
+        "bwd/sm90/sm_90/d256/bf16/window/plain/main",
+        "bwd/sm90/sm_90/d128/bf16/window/deterministic/main",
+        "bwd/sm90/sm_90/d64/bf16/window/softcap+alibi+dropout/main",
+        "bwd/sm90/sm_90/d128/bf16/causal/varlen+softcap+alibi/main",
+        "bwd/sm90/sm_90/d128/bf16/causal/score_mod-relative+table_gradients/main",
+        "bwd/sm90/sm_90/d64/bf16/full/mask_mod-document+block_map/main",
+        "bwd/sm90/sm_90/d128/bf16/causal/bias-bf16-hqk-pairs/main",
+    ),
+}
+
+
+def request_of(case: Case, number: int) -> Request:
+    """On sizes that take the same kernel; every other one has strides out of order."""
+    sizes = replace(SIZES, seqlen_q=case.seqlen_q) if "pack_gqa" in case.features else SIZES
+    is_bshd = number % 2 == 1 and not {"varlen", "pack_gqa"} & set(case.features)
+    return Request(case, sizes, is_bshd)
+
+
+def more_smem(plan: Plan) -> int:
+    """Shared memory beyond that of the tile: two longer slots, in which a Hopper producer publishes tiles of a varlen
+    batch or of a block mask, and in the forward the numbers of a block mask's K/V blocks.
+    """
+    if plan.family == "sm80":
+        return 0
+    static = plan.main.static
+    block_sparse = static.block_sparse and plan.main.kernel == "fwd_sm90"
+    return 32 * (static.varlen or block_sparse) + 4 * plan.tile.stages * block_sparse
+
+
+def check(request: Request, launches: list[Launch]) -> None:
+    case, plan = request.case, plan_of(request.case, request.sizes)
+    assert plan.main == plan_of(case).main, "a kernel that no gate compiles"
+    assert [launch.kernel for launch in launches] == [key.kernel for key in plan.launches]
+    main = next(launch for launch in launches if launch.kernel == plan.main.kernel)
+    tile = plan.tile
+    assert main.grid == (plan.sizes["num_ctas"], 1, 1)
+    assert main.block == (tile.num_threads, 1, 1)
+    # The DSL does not diagnose an overflow of shared memory: a kernel must take what its tile says.
+    assert main.smem_bytes == tile.smem_bytes + more_smem(plan) <= plan.arch.smem_per_block
+    if case.direction == "fwd" and not {"varlen", "pack_gqa"} & set(case.features):
+        tiles = ceil_div(request.sizes.seqlen_q, tile.tile_m) * request.sizes.heads * request.sizes.batch
+        assert main.grid[0] == (min(tiles, plan.arch.num_sms) if plan.family == "sm90" else tiles)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
+@pytest.mark.parametrize("names", [FORWARD["sm80"], FORWARD["sm90"]], ids=FORWARD)
+def test_forward_launches_are_as_planned(names: tuple[str, ...], tmp_path: Path) -> None:
+    requests = [request_of(CASES[name], i) for i, name in enumerate(names)]
+    for request, launches in zip(requests, capture(requests, tmp_path), strict=True):
+        check(request, [Launch(*launch) for launch in launches])
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
+@pytest.mark.parametrize("names", [BACKWARD["sm80"], BACKWARD["sm90"]], ids=BACKWARD)
+def test_backward_launches_are_as_planned(names: tuple[str, ...], tmp_path: Path) -> None:
+    # With and without the gradient of the LSE.
+    found = [replace(CASES[name], has_dlse=i % 2 == 0) for i, name in enumerate(names)]
+    requests = [request_of(case, i) for i, case in enumerate(found)]
+    for request, launches in zip(requests, capture(requests, tmp_path), strict=True):
+        check(request, [Launch(*launch) for launch in launches])
+
+
+# Numbers of stages and warpgroups that no row of the table has; an odd number of barriers is padded.
+TILES = (
+    FwdTileSm90(head_dim=32, tile_m=128, tile_n=16, stages=8, q_stages=2, ping_pong=False),
+    FwdTileSm90(head_dim=64, tile_m=64, tile_n=80, stages=4),
+    FwdTileSm90(head_dim=96, head_dim_v=192, tile_m=192, tile_n=48, stages=1, speculative_max=True),
+)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler for the stub of the CUDA runtime")
+def test_a_kernel_takes_the_shared_memory_of_its_tile(tmp_path: Path) -> None:
+    requests = [
+        Request(fwd(HOPPER, tile.head_dim, head_dim_v=tile.head_dim_v, mask="full"), SIZES, tile=tile) for tile in TILES
+    ]
+    for tile, ((_kernel, _grid, block, smem_bytes),) in zip(TILES, capture(requests, tmp_path), strict=True):
+        assert block == (tile.num_threads, 1, 1)
+        assert smem_bytes == tile.smem_bytes
+
+
+@pytest.mark.parametrize("table", (SM90_FWD, SM90_FWD_DROPOUT, SM90_FWD_BIAS, SM90_BWD, SM90_BWD_SCORE))
+def test_every_hopper_row_has_room_for_varlen_tiles_and_block_masks(table: tuple[Any, ...]) -> None:
+    for row in table:
+        assert row.smem_bytes + 32 + 4 * getattr(row, "stages", 0) <= ARCHS["sm_90"].smem_per_block
+
+
+def test_gates_compile_the_kernels_that_are_launched() -> None:
+    names = {name for by_family in (FORWARD, BACKWARD) for names in by_family.values() for name in names}
+    assert names <= {*SAMPLE, *RISKY}

@@ -1,0 +1,202 @@
+"""Compile gates: kernels keep everything in registers, use the tensor cores, and fit an SM.
+
+Gated are the kernels of the lock's sample, and those nearest to the limits. `make lock` compiles every kernel of the
+lock, and names those that spill.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_flash.jit.resources import Resources, nvdisasm
+from cute_flash.planning.plan import Plan
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
+from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import ceil_div
+from tests.jit.gates import kernel_resources
+from tests.lock.cases import cases, compile_key, plan_of
+from tests.lock.sample import SAMPLE
+
+CASES = {case.name: case for case in cases()}
+
+# Rows of the tables that spilled before they were chosen as they are, masks and features that take the most registers
+# of a row, and pairs of features that change how ptxas schedules.
+RISKY = (
+    "fwd/sm90/sm_90/d64/bf16/causal/k512/main",
+    "fwd/sm90/sm_90/d128/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d256/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d64v128/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d192v128/bf16/full/plain/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/softcap/main",
+    "fwd/sm90/sm_90/d128/bf16/full/dropout/main",
+    "fwd/sm90/sm_90/d256/bf16/full/softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm90/sm_90/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm90/sm_90/d64/bf16/full/score_mod-gated+mask_mod-by_head/main",
+    "fwd/sm90/sm_90/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+    "fwd/sm80/sm_80/d64/bf16/window/plain/main",
+    "fwd/sm80/sm_80/d256/bf16/window/plain/main",
+    "fwd/sm80/sm_90/d128/bf16/causal/plain/main",
+    "fwd/sm80/sm_90/d256/bf16/window/plain/main",
+    "fwd/sm80/sm_80/d128/bf16/window/varlen+softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm80/sm_86/d192/bf16/full/score_mod-capped+mask_mod-prefix+bias-fp16-bhqk-pairs/main",
+    "bwd/sm90/sm_90/d64/bf16/window/plain/main",
+    "bwd/sm90/sm_90/d256/bf16/window/plain/main",
+    "bwd/sm90/sm_90/d128/bf16/window/varlen+deterministic/main",
+    # Compiled with dropout, without which it spills more.
+    "bwd/sm90/sm_90/d128/bf16/causal/varlen+softcap+alibi/main",
+    "bwd/sm90/sm_90/d128/bf16/window/softcap+alibi+dropout/main",
+    "bwd/sm90/sm_90/d128/bf16/causal/softcap+alibi+dropout+deterministic/main",
+    "bwd/sm90/sm_90/d64/bf16/full/mask_mod-document+block_map/main",
+    "bwd/sm90/sm_90/d128/bf16/causal/bias-bf16-hqk-pairs/main",
+    "bwd/sm80/sm_80/d128/bf16/window/plain/main",
+    "bwd/sm80/sm_90/d256/bf16/window/softcap+alibi+dropout/main",
+    # The large tile would spill.
+    "bwd/sm80/sm_80/d128/bf16/window/varlen+deterministic/main",
+    "bwd/sm80/sm_80/d128/bf16/window/score_mod-alibi+mask_mod-window+bias-bf16-bhqk-pairs/main",
+)
+# Bytes that kernels are known to spill: stores and loads together. They must not become more.
+SPILLS = {
+    "fwd/sm80/sm_90/d128/bf16/causal/plain/main": 104,
+    "bwd/sm90/sm_90/d128/bf16/causal/varlen+softcap+alibi/main": 40,
+    "bwd/sm90/sm_90/d128/bf16/causal/bias-bf16-hqk-pairs/main": 64,
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", (*SAMPLE, *RISKY))
+def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
+    plan, key = plan_of(CASES[name]), compile_key(CASES[name])
+    found = kernel_resources(key)
+    assert found.target == key.target
+    # The name that profilers show.
+    assert found.symbol.startswith("cute_flash_") and "cutlass" not in found.symbol
+    assert found.spill_bytes <= SPILLS.get(name, 0)
+    assert found.stack_bytes == 0 or found.spill_bytes
+    # Serialised wgmma waits after every instruction. An ignored setmaxnreg leaves the accumulators no room.
+    assert found.serialised_wgmma == ()
+    assert found.smem_bytes <= plan.arch.smem_per_block
+    assert found.registers <= 255
+    if key != plan.main:
+        return
+    assert found.symbol.startswith(f"cute_flash_{key.kernel}_d{key.static.widths}_{key.static.dtype}_")
+    assert all(f"_{tag}" in found.symbol for tag in key.static.tags)
+    if isinstance(plan.tile, FwdTileSm90):
+        check_setmaxnreg(found, plan.tile)
+    elif isinstance(plan.tile, (FwdTileSm80, BwdTileSm80)):
+        check_registers(found, plan)
+    if nvdisasm() is None:
+        pytest.skip("no disassembler: the instructions were not counted")
+    CHECKS[type(plan.tile)](found, plan)
+    # A load or store of local memory is a spill by another name.
+    assert found.spill_bytes or found.sass["LDL"] == found.sass["STL"] == 0
+
+
+# ---- registers
+
+
+def check_registers(found: Resources, plan: Plan) -> None:
+    assert plan.tile.accumulator_registers < found.registers
+    # Registers are given out by 256 to a warp; those of a CTA must fit an SM.
+    per_cta = plan.tile.num_warps * ceil_div(32 * found.registers, 256) * 256
+    assert per_cta <= plan.arch.registers_per_sm
+
+
+def check_setmaxnreg(found: Resources, tile: FwdTileSm90) -> None:
+    """Warpgroups take no more registers than others gave: they would wait for them forever."""
+    *for_others, for_mma = found.setmaxnreg
+    assert len(for_others) == 1 + tile.dropout_producer
+    # What the instruction takes.
+    assert all(24 <= count <= 256 and count % 8 == 0 for count in found.setmaxnreg)
+    # Registers are given out by 8 to a thread.
+    at_launch = ceil_div(found.registers, 8) * 8
+    assert sum(for_others) + tile.num_warpgroups * for_mma <= tile.num_threads // 128 * at_launch
+    assert tile.num_threads * at_launch <= ARCHS["sm_90"].registers_per_sm
+    assert tile.accumulator_registers < for_mma
+
+
+# ---- instructions
+
+
+def check_fwd_sm80(found: Resources, plan: Plan) -> None:
+    tile = plan.tile
+    # One m16n8k16 of each warp per 16 x 8 x 16 of Q Kᵀ and of P V, in each copy of the main loop's body.
+    of_body = 2 * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8) * (tile.head_dim // 16)
+    bodies, rest = divmod(found.sass["HMMA"], of_body)
+    assert bodies >= 2, "masked and full blocks"
+    assert rest == 0
+    assert found.sass["HGMMA"] == 0
+    # K and V arrive by cp.async and leave through ldmatrix; exp2 is on the special function unit.
+    assert all(found.sass[name] > 0 for name in ("LDGSTS", "LDSM", "MUFU"))
+
+
+def check_fwd_sm90(found: Resources, plan: Plan) -> None:
+    tile, static = plan.tile, plan.problem.static
+    # 64 rows of a warpgroup at a time: one instruction for 16 columns of Q Kᵀ's sum, or 16 keys of P V's.
+    qk, pv = tile.head_dim // 16, tile.tile_n // 16 * (tile.width_v // tile.columns_pv)
+    bodies, rest = divmod(found.sass["HGMMA"], qk + pv)
+    assert rest == 0
+    # Q Kᵀ of a tile's first block and P V of its last; with room for the next Q, also one beside the other.
+    ends = 1 + (tile.q_stages > 1)
+    if not static.has_mods:
+        # Every copy of the loop's body has Q Kᵀ of a block and P V of the one before. With ALiBi or a softcap there
+        # is one copy, which asks of every block whether it is masked.
+        has_one = "alibi" in static.features or "softcap" in static.features
+        assert bodies - ends == (1 if has_one else 1 + static.has_left + static.has_right)
+    # Q, K and V arrive by TMA; exp2 is on the special function unit.
+    assert all(found.sass[name] > 0 for name in ("UTMALDG", "MUFU", "USETMAXREG"))
+    if not static.varlen:
+        # The output leaves by TMA through the space of Q where the next Q has another.
+        assert all((found.sass[name] > 0) == (tile.q_stages > 1) for name in ("UTMASTG", "STSM"))
+    assert all(found.sass[name] == 0 for name in ("HMMA", "LDGSTS"))
+
+
+def check_bwd_sm80(found: Resources, plan: Plan) -> None:
+    assert found.sass["HGMMA"] == 0 and found.sass["HMMA"] > 0 and found.sass["LDGSTS"] > 0
+    check_philox(found, plan, copies=1)
+
+
+def check_bwd_sm90(found: Resources, plan: Plan) -> None:
+    tile = plan.tile
+    # K Qᵀ and V dOᵀ of the first, of the second and of further blocks; dV and dK of those before, and of the
+    # last; dQ of two blocks before, and of the last two.
+    s, dkv = tile.head_dim // 16, tile.tile_m // 16
+    dq = tile.dq_part[0] // 64 * (tile.tile_n // 16)
+    assert found.num_mma == 3 * (2 * s + 2 * dkv + dq)
+    check_philox(found, plan, copies=3)
+
+
+def check_bwd_sm90_wide(found: Resources, plan: Plan) -> None:
+    tile = plan.tile
+    # Q Kᵀ and dO Vᵀ of the first and of further blocks; dV, dK and dQ of the block before, and of the last.
+    s, dkv, dq = tile.head_dim // 16, 2 * (tile.tile_m // 16), 2 * (tile.tile_n // 16)
+    assert found.num_mma == 2 * (2 * s + 2 * dkv + dq)
+
+
+def check_philox(found: Resources, plan: Plan, copies: int) -> None:
+    """In every copy of the loop at least one call: seven rounds of two products, and four of words."""
+    if "dropout" in plan.main.static.features:
+        assert found.sass["IMAD"] >= 18 * copies
+
+
+CHECKS = {
+    FwdTileSm80: check_fwd_sm80,
+    FwdTileSm90: check_fwd_sm90,
+    BwdTileSm80: check_bwd_sm80,
+    BwdTileSm90: check_bwd_sm90,
+    BwdTileSm90Wide: check_bwd_sm90_wide,
+}
+
+
+# ---- the list of gates
+
+
+def test_gates_are_different_kernels_of_every_kind() -> None:
+    keys = [compile_key(CASES[name]) for name in (*SAMPLE, *RISKY)]
+    assert len(set(keys)) == len(keys)
+    assert {type(key.tile) for key in keys} >= set(CHECKS)
+    assert set(SPILLS) <= set(RISKY)

@@ -1,0 +1,33 @@
+"""The kernels that `make test` compiles and compares with the lock: every kernel of the registry, every feature.
+
+`tests/kernels/test_resources.py` gates the same ones, and `tests/kernels/test_launches.py` launches some.
+"""
+
+from __future__ import annotations
+
+SAMPLE = (
+    "fwd/sm90/sm_90/d128/bf16/causal/plain/main",
+    "fwd/sm90/sm_90/d64/bf16/window/plain/main",
+    "fwd/sm90/sm_90/d256/bf16/full/plain/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/pack_gqa+q4/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/varlen/main",
+    "fwd/sm90/sm_90/d128/bf16/causal/varlen/scheduler",
+    "fwd/sm90/sm_90/d64/bf16/window/softcap+alibi+sinks+dropout+max_logit/main",
+    "fwd/sm90/sm_90/d128/bf16/full/mask_mod-document_causal+block_map/main",
+    "fwd/sm90/sm_90/d64/bf16/full/bias-bf16-bhqk-aligned/main",
+    "fwd/sm80/sm_80/d128/bf16/full/plain/main",
+    "fwd/sm80/sm_86/d192/bf16/causal/plain/main",
+    "fwd/sm80/sm_90/d128/bf16/window/plain/main",
+    "fwd/sm80/sm_80/d128/bf16/causal/score_mod-relative/main",
+    "bwd/sm90/sm_90/d128/bf16/window/plain/main",
+    "bwd/sm90/sm_90/d256/bf16/full/plain/main",
+    "bwd/sm90/sm_90/d128/bf16/window/deterministic/main",
+    "bwd/sm90/sm_90/d64/bf16/window/softcap+alibi+dropout/main",
+    "bwd/sm90/sm_90/d128/bf16/causal/score_mod-relative+table_gradients/main",
+    "bwd/sm90/sm_90/d128/bf16/causal/varlen+dlse/preprocess",
+    "bwd/sm90/sm_90/d128/bf16/causal/varlen/postprocess",
+    "bwd/sm80/sm_80/d64/bf16/causal/plain/main",
+    "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
+    "bwd/sm80/sm_80/d128/bf16/causal/bias-bf16-hqk-pairs/main",
+    "bwd/sm80/sm_86/d72v256/bf16/window/plain/main",
+)

@@ -1,0 +1,202 @@
+"""Plans of the backward pass: which kernels compute the gradients of a problem, and which problems are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_flash import UnsupportedError
+from cute_flash.planning.plan import DALIBI_WARPS_SM90, Plan, plan_backward, plan_forward
+from cute_flash.planning.varlen import num_padded_blocks
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
+from cute_flash.spec.problem import Problem
+from tests import mod_gradients
+from tests.fakes.recording import main_key
+from tests.mod_cases import Case, Kind, Sizes
+
+ALL = ("softcap", "alibi", "dropout")
+
+
+def shape_of(plan: Plan, name: str) -> tuple[int, ...]:
+    """Of a tensor of the workspace."""
+    return next(buffer.shape for buffer in plan.workspace if buffer.name == name)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("widths", [(64, 128), (128, 64), (192, 128), (192, 256), (40, 24), (256, 8)])
+def test_values_of_another_width_are_padded_to_a_tile(arch: str, widths: tuple[int, int]) -> None:
+    head_dim, head_dim_v = widths
+    plain = Problem(1, 2, 2, 100, 300, head_dim, "bfloat16", Band(), head_dim_v)
+    for fields in ({}, {"features": ALL}, {"varlen": True}):
+        problem = dataclasses.replace(plain, **fields)
+        found = plan_backward(problem, ARCHS[arch])
+        wider = dataclasses.replace(problem, head_dim=max(widths), head_dim_v=None)
+        assert found.tile == plan_backward(wider, ARCHS[arch]).tile
+        assert found.main.static.head_dim_v == head_dim_v and str(head_dim_v) in found.main.static.widths
+
+
+def test_the_sums_of_narrow_keys_leave_more_heads_in_l2() -> None:
+    problem = Problem(4, 8, 8, 8192, 8192, 64, "bfloat16", Band(), 256)
+    wide = dataclasses.replace(problem, head_dim=256, head_dim_v=64)
+    assert (
+        plan_backward(problem, ARCHS["sm_90"]).sizes["heads_per_l2_group"]
+        > plan_backward(wide, ARCHS["sm_90"]).sizes["heads_per_l2_group"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "family", "kernel"),
+    [
+        ("sm_80", 64, "sm80", "bwd_sm80"),
+        ("sm_90", 128, "sm90", "bwd_sm90"),
+        ("sm_90", 136, "sm90", "bwd_sm90_wide"),
+        ("sm_90", 256, "sm90", "bwd_sm90_wide"),
+    ],
+)
+def test_family_of_the_gradients(arch: str, head_dim: int, family: str, kernel: str) -> None:
+    """wgmma where there is one, mma.sync elsewhere."""
+    found = plan_backward(Problem(1, 2, 2, 3000, 3000, head_dim, "bfloat16", Band(None, 0)), ARCHS[arch])
+    assert (found.family, found.main.kernel) == (family, kernel)
+    assert found.main.target == (arch + "a" if family == "sm90" else arch)
+    assert found.main.static.has_right and not found.launch("bwd_preprocess").static.has_right
+    with use_kernels("sm80"):
+        assert plan_backward(found.problem, found.arch).family == "sm80"
+
+
+def test_a_family_that_lacks_the_kernel_is_not_replaced() -> None:
+    problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band())
+    message = r"head_dim=64 on sm_80 by kernel family 'sm90': .*\(only on sm_90\); ask for 'sm80'"
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        plan_backward(problem, ARCHS["sm_80"])
+
+
+@pytest.mark.parametrize(("head_dim", "is_persistent"), [(128, True), (136, False)])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)])
+def test_wide_heads_have_a_cta_for_each_tile(head_dim: int, is_persistent: bool, band: Band) -> None:
+    found = plan_backward(Problem(2, 20, 10, 3000, 3001, head_dim, "bfloat16", band), ARCHS["sm_90"])
+    assert found.sizes["num_tiles"] == -(-3001 // found.tile.tile_n) * 20
+    assert found.sizes["num_ctas"] == (132 if is_persistent else found.sizes["num_tiles"])
+    assert found.is_dynamic == (is_persistent and band != Band())
+
+
+def test_wide_heads_with_features_are_computed_by_mma_sync() -> None:
+    problem = Problem(1, 2, 2, 100, 300, 256, features=("softcap", "sinks"))
+    found = plan_backward(problem, ARCHS["sm_90"])
+    assert (found.family, found.main.kernel, found.main.target) == ("sm80", "bwd_sm80", "sm_90")
+    message = r"attn with softcap and head_dim=256 .*'sm90': .*up to head_dim=128\); ask for 'sm80'"
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        plan_backward(problem, ARCHS["sm_90"])
+    only_sinks = dataclasses.replace(problem, features=("sinks",))
+    assert plan_backward(only_sinks, ARCHS["sm_90"]).main.kernel == "bwd_sm90_wide"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 192, 256])
+def test_every_head_dim_has_gradients_with_features(arch: str, head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 100, 300, head_dim, features=ALL)
+    found = plan_backward(problem, ARCHS[arch])
+    assert found.tile.head_dim >= head_dim and found.tile.fits(ARCHS[arch])
+    # One part of each warp that multiplies.
+    warps = DALIBI_WARPS_SM90 if found.family == "sm90" else found.tile.num_warps
+    assert found.sizes["dalibi_warps"] == warps
+    assert shape_of(found, "dalibi_partial") == (1, 2, -(-300 // found.tile.tile_n) * warps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile_m"),
+    [
+        (Kind(64, has_block_mask=True), 128),
+        (Kind(64, mask="document_causal", has_block_mask=True), 128),
+        (Kind(64, score="alibi", bounds=(False, True)), 128),
+        # Evaluated, loaded or differentiated for every score, or two of them.
+        (Kind(64, mask="document"), 64),
+        (Kind(64, score="alibi", mask="document", has_block_mask=True), 64),
+        (Kind(64, score="relative"), 64),
+        (Kind(64, score="capped"), 64),
+        (Kind(64, bias=torch.bfloat16), 64),
+        (Kind(72, score="alibi"), 64),
+    ],
+    ids=lambda x: x.id if isinstance(x, Kind) else str(x),
+)
+def test_cheap_mods_have_the_tile_of_plain_gradients(kind: Kind, tile_m: int) -> None:
+    key = main_key(mod_gradients.keys_of(Case(kind, Sizes(1, 2, 2, 300, 300), device="cpu"), ARCHS["sm_90"]))
+    assert (key.kernel, key.tile.tile_m, key.tile.tile_n) == ("bwd_sm90", tile_m, 128)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout", "return_max_logit"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_features_are_compiled_into_the_main_kernel(name: str, arch: str) -> None:
+    problem = Problem(1, 4, 4, 8, 8, 64, features=(name,))
+    assert plan_forward(problem, ARCHS[arch]).main.static.features == (name,)
+    found = plan_backward(problem, ARCHS[arch], has_dlse=True)
+    # A sink is in the LSE, and the largest logit has no gradient.
+    assert found.main.static.features == (() if name in ("sinks", "return_max_logit") else (name,))
+    assert found.launch("bwd_preprocess").static.features == found.launch("bwd_postprocess").static.features == ()
+    assert found.finalizers == ((name,) if name in ("alibi", "sinks") else ())
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "dropout"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_features_of_varlen_batches(name: str, arch: str) -> None:
+    problem = Problem(3, 4, 4, 800, 800, 64, features=(name,), varlen=True, seqused_k=True)
+    forward = plan_forward(problem, ARCHS[arch])
+    assert [key.kernel for key in forward.launches] == ["varlen_scheduler_fwd", forward.main.kernel]
+    # The tile list knows which keys are used.
+    assert forward.main.static.varlen and not forward.main.static.seqused_k
+    assert forward.launch("varlen_scheduler").static.seqused_k
+    found = plan_backward(problem, ARCHS[arch])
+    assert found.launches[0].kernel == "varlen_scheduler_bwd" and len(found.launches) == 4
+    assert found.main.static.features == (() if name == "sinks" else (name,))
+    assert found.launch("bwd_preprocess").static.varlen and not found.launch("bwd_preprocess").static.features
+    if name == "alibi":
+        # Every sequence begins with a K/V block of its own.
+        blocks = num_padded_blocks(800, found.tile.tile_n, 3)
+        assert blocks == 800 // found.tile.tile_n + 3 + 1
+        assert shape_of(found, "dalibi_partial") == (1, 4, blocks * found.sizes["dalibi_warps"])
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="kernel family 'sm99'"):
+        plan_backward(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), ARCHS["sm_90"], family="sm99")
+
+
+def test_deterministic_gradients() -> None:
+    sm_90 = ARCHS["sm_90"]
+    long = Problem(1, 2, 2, 4000, 128 * sm_90.num_sms, 64, "bfloat16", Band())
+    assert not plan_backward(long, sm_90).deterministic
+    found = plan_backward(long, sm_90, deterministic=True)
+    # A CTA for each tile: a tile that others wait for has begun before them.
+    assert found.deterministic and found.sizes["num_ctas"] == found.sizes["num_tiles"] and not found.is_dynamic
+    assert found.launches[-1] == plan_backward(long, sm_90).launches[-1]
+    window = Problem(1, 2, 2, 1000, 1000, 128, "bfloat16", Band(100, 100))
+    main = plan_backward(window, sm_90, deterministic=True).main
+    assert main.kernel == "bwd_sm90" and main.static.deterministic
+    # Wide heads on Hopper, and all on others, by mma.sync.
+    wide, both = dataclasses.replace(long, head_dim=136), dataclasses.replace(long, head_dim_v=256)
+    for problem, found_arch in (
+        (wide, sm_90),
+        (both, sm_90),
+        (window, ARCHS["sm_80"]),
+        (wide, ARCHS["sm_86"]),
+    ):
+        found = plan_backward(problem, found_arch, deterministic=True)
+        assert (found.main.kernel, found.family, found.main.static.deterministic) == ("bwd_sm80", "sm80", True)
+        assert found.launch("bwd_preprocess").static.deterministic
+        assert len(shape_of(found, "dq_semaphore")) == 3
+        assert found.launches[-1] == plan_backward(problem, found_arch).launches[-1] or found_arch is sm_90
+    capped = dataclasses.replace(wide, features=("softcap",))
+    assert plan_backward(capped, sm_90, deterministic=True).main.kernel == "bwd_sm80"
+    message = r"deterministic gradients of attn with head_dim=136 on sm_90 by kernel family 'sm90': .*=128\)"
+    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
+        plan_backward(wide, sm_90, deterministic=True)
+
+
+@pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])
+def test_grids_that_no_gpu_takes_are_refused(change: dict[str, int]) -> None:
+    problem = dataclasses.replace(Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band()), **change)
+    with pytest.raises(UnsupportedError, match="at most 65535"):
+        plan_backward(problem, ARCHS["sm_90"])

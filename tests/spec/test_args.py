@@ -1,0 +1,90 @@
+"""`AttentionArgs`: one tuple for the API, the operators and the plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_flash import masks, ops
+from cute_flash.spec.args import LISTS, SAVED, AttentionArgs, from_schema, to_schema
+from tests.arguments import call_args
+
+
+@pytest.mark.parametrize(("operator", "num_tensors"), [(ops.attention_fwd, 3), (ops.attention_bwd, 7)])
+def test_fields_are_the_arguments_of_the_operators(operator: Any, num_tensors: int) -> None:
+    arguments = operator._schema.arguments[num_tensors:]
+    assert tuple(argument.name for argument in arguments) == AttentionArgs._fields
+    # Each has a default but the scale, and it is that of the field.
+    for argument in arguments[1:]:
+        default = AttentionArgs._field_defaults[argument.name]
+        assert argument.has_default_value()
+        assert argument.default_value == (None if argument.name in LISTS else default), argument.name
+    assert "scale" not in AttentionArgs._field_defaults
+
+
+def test_lists_of_the_operators_are_tuples_here() -> None:
+    types = {argument.name: str(argument.type) for argument in ops.attention_fwd._schema.arguments}
+    assert {name for name, kind in types.items() if "List" in kind} == set(LISTS)
+
+
+def test_a_call_survives_the_schema() -> None:
+    table = torch.ones(4)
+    args = call_args(
+        torch.empty(1, 4, 5, 8), bias=torch.ones(5, 6), mask_mod=masks.causal(2), softcap=2.0, sinks=torch.ones(4),
+        score_mod=lambda score, b, h, q, kv: score + table[h],
+    )  # fmt: skip
+    values = to_schema(args)
+    assert [values[AttentionArgs._fields.index(name)] for name in ("block_mask", "block_mask_sizes")] == [None, None]
+    again = from_schema(values)
+    assert type(again) is AttentionArgs and tuple(again) == tuple(args)
+    plain = AttentionArgs(scale=0.5)
+    assert from_schema(to_schema(plain)) == plain and from_schema((0.5,)) == plain
+
+
+def test_what_a_call_may_differentiate() -> None:
+    slopes, sinks, bias, table = (torch.ones(4) for _ in range(4))
+    args = AttentionArgs(scale=1.0, alibi=slopes, sinks=sinks, bias=bias, captures=(table,))
+    assert all(x is y for x, y in zip(args.differentiable, (slopes, sinks, bias, table), strict=True))
+    assert set(SAVED) <= set(AttentionArgs._fields)
+    assert not args.bias_needs_grad and args._replace(needs_grad=(True, False)).bias_needs_grad
+
+
+def test_only_captures_of_score_mod_have_gradients() -> None:
+    floats, ints, mask = torch.ones(4, requires_grad=True), torch.arange(6), torch.ones(4, requires_grad=True)
+    args = call_args(
+        torch.empty(1, 4, 5, 8),
+        score_mod=lambda score, b, h, q, kv: score * floats[h] + ints[kv],
+        mask_mod=lambda b, h, q, kv: mask[h] > 0,
+    )
+    assert args.needs_grad == (False, True, False, True)
+    assert args.captures_needing_grad == (0,)
+
+
+def test_keys_hold_shapes_and_no_values() -> None:
+    """What a plan depends on: two calls with equal keys launch the same kernels."""
+    args = AttentionArgs(scale=1.0, alibi=torch.ones(4), dropout=0.1, rng=torch.zeros(2, dtype=torch.int64))
+    other = args._replace(scale=2.0, alibi=torch.zeros(4), rng=torch.ones(2, dtype=torch.int64))
+    assert args.key == other.key and hash(args.key) == hash(other.key)
+    changes: dict[str, Any] = {
+        "alibi": torch.ones(2, 4), "sinks": torch.ones(4), "bias": torch.ones(1, 1, 1, 1), "window_left": 3,
+        "window_right": 3, "return_max_logit": True, "out_fp32": True, "deterministic": True,
+        "batch_invariant": True, "kernels": "sm80", "score_mod": "[null,null,null]", "needs_grad": (True,),
+        "captures": (torch.ones(3),), "cu_seqlens_q": torch.zeros(3, dtype=torch.int32),
+    }  # fmt: skip
+    for name, value in changes.items():
+        assert args._replace(**{name: value}).key != args.key, name
+    plain = AttentionArgs(scale=1.0)
+    assert plain._replace(scale=2.0).key == plain.key and plain._replace(softcap=1.0).key != plain.key
+
+
+def test_tensors_are_noticed() -> None:
+    plain = AttentionArgs(scale=1.0, softcap=2.0, window_left=3)
+    assert not plain.has_tensors
+    tensors: dict[str, Any] = {
+        "alibi": torch.ones(4), "sinks": torch.ones(4), "bias": torch.ones(1), "rng": torch.ones(2),
+        "cu_seqlens_q": torch.ones(2), "captures": (torch.ones(1),), "block_mask": (torch.ones(1),),
+    }  # fmt: skip
+    for name, value in tensors.items():
+        assert plain._replace(**{name: value}).has_tensors, name
