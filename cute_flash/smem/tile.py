@@ -15,7 +15,7 @@ HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
 
 # The widest shared-memory access of one thread, and the unit that a swizzle moves.
 CHUNK_BYTES = 16
-# 32 banks of 4 bytes: what one wavefront can deliver.
+# The bytes of one wavefront: 32 banks of 4 bytes.
 WAVEFRONT_BYTES = 128
 
 # Bytes of an atom's row where it is not as wide as it can be.
@@ -35,7 +35,7 @@ class SmemTile:
                 64-byte swizzles of TMA and wgmma. No padding, no conflicts.
     `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and nothing
                 that TMA or wgmma can read.
-    `plain`     row-major. The baseline that shows what the others are for.
+    `plain`     row-major, the baseline with bank conflicts.
     `swizzled64`, `swizzled32`, `interleaved`
                 atoms of 8 rows x 64, 32 and 16 bytes: the other forms that TMA and wgmma know. An atom of 16
                 bytes is one 8x8 matrix in one piece, with nothing left to permute.
