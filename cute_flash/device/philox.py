@@ -1,9 +1,9 @@
-"""Dropout in an accumulator: the Philox of `cute_flash.reference.dropout`, 16 scores per call.
+"""The dropout mask of an accumulator: Philox as `spec.dropout` defines it, 16 scores per call.
 
-Viewed as an operand (`views.as_operand_a`), an accumulator is ((pair, half, half), MMA_M, MMA_K): for each row
-tile and each 16 columns, pairs of neighbours in a row of a 16 x 16 square, in rows 8 apart and columns 8 apart.
-Those are half of the scores that one call serves, one word for each pair; the same words times a constant serve
-the next square of rows. Tiles begin at multiples of 16.
+Viewed as an operand (`views.as_operand_a`), an accumulator is ((pair, half, half), MMA_M, MMA_K): for each row tile and
+each 16 columns, a thread has pairs of neighbouring columns of a 16 x 16 square, in rows 8 apart and columns 8 apart.
+These are half of the scores of one Philox call, one word for each pair. The same words times a constant serve the next
+16 rows. Tiles begin at multiples of 16.
 """
 
 from dataclasses import dataclass

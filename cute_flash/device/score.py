@@ -2,23 +2,23 @@
 
     s' = log2(e) (softcap tanh(scale s / softcap) - slope |row + Sk - Sq - column|)
 
-The softmax that follows has a scale of 1. Which features there are is compiled in, their values are run-time
-arguments. If the reference of the softmax is known, the last FMA subtracts it.
+The softmax that follows has a scale of 1. The presence of a feature is compiled in, its value is a run-time argument.
+After the first block of a tile the running row max m, the *reference*, is known, and the last FMA subtracts it.
 
 Beside the diagonal ALiBi takes two FMAs per score: the distance has one sign there, and its term is linear,
 
     s' - m = s scale + (±slope column + (∓slope (row + Sk - Sq) - m))
 
-If all scores of a warp are near 0, which is common, tanh is an odd polynomial: four instructions per score, none of
-the special function unit. Sums of squares bound the largest score. Else tanh takes an exponential and a reciprocal:
-with e = exp(2 x),
+If all scores of a warp are near 0, which is common, tanh is computed as an odd polynomial: four instructions per score,
+none of the special function unit. Sums of squares bound the largest score. Otherwise tanh takes an exponential and a
+reciprocal: with e = exp(2 x),
 
     tanh x = (e - 1) / (e + 1)
 
 Four scores of a row share one reciprocal: 1 / a = b (c d) / (a b c d). With the softmax, that is 2.25 instructions of
-the special function unit per score. tanh.approx would make it 2, but errs by 2^-11 of a score: more than 16-bit P
-shows, and all of it in the LSE. The polynomial errs by 2^-19 of the score, the other way by 2^-21 of the score and
-2^-23 of softcap.
+the special function unit per score. tanh.approx would make it 2, but has a relative error of 2^-11, which is visible
+in 16-bit P and in the LSE. The polynomial has a relative error of 2^-19, the exponential one of 2^-21 plus 2^-23 of
+softcap.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ MAX_EXPONENT = 30.0
 TOGETHER = 4
 # tanh x / x = 1 + x² (c1 + x² c2) up to |x| = NEAR, with a relative error of 1.4e-6 (minimax).
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
-# Scores that take one of the two ways together; sums of squares of them; the largest bound whose square is finite.
+# Scores for which one of the two methods is chosen together; number of sums of squares; the limit of `Score.near`.
 PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 2, 1e37
 # A smaller coefficient would be 0, and the polynomial of a masked score, -inf, must be -inf.
 LEAST = 1e-37
@@ -54,14 +54,14 @@ class Score:
     rate: Float32 | None = None  # 2 log2(e) scale / softcap
     softcap_log2: Float32 | None = None
     slope_log2: Float32 | None = None
-    cap: Float32 | None = None  # factor of tanh: softcap_log2, or 1 if tanh itself is wanted
-    near: Float32 | None = None  # square of q·k up to which the polynomial holds
-    series: tuple | None = None
-    unit: cutlass.Constexpr = LOG2_E  # 1: scores are natural, also where a name says log2
+    cap: Float32 | None = None  # factor of tanh: softcap_log2, or 1 for tanh itself
+    near: Float32 | None = None  # largest (q·k)² for which the polynomial is accurate
+    series: tuple | None = None  # coefficients of the polynomial
+    unit: cutlass.Constexpr = LOG2_E  # LOG2_E: scores are in units of log2; 1: in natural units, despite the names
 
     @staticmethod
     def of(scale: Float32, softcap: Float32 | None = None, returns_tanh: bool = False, unit: float = LOG2_E) -> "Score":
-        """The part that all heads share, computed on the host. `returns_tanh`: without the factor softcap."""
+        """The part that all heads share, computed on the host. `returns_tanh`: `apply_cap` omits the factor softcap."""
         if softcap is None:
             return Score(scale * unit, unit=unit)
         x, softcap_log2 = scale / softcap, softcap * unit
@@ -84,7 +84,8 @@ class Score:
     def apply(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, looks_near: cutlass.Constexpr = True):
         """Transform a block of a mask's rows that begins at a column, in place, before the mask.
 
-        `looks_near`: there are registers for the polynomial beside the other way.
+        `looks_near`: use the polynomial if all scores of the warp are near 0. It takes registers, and makes a row's
+        result depend on the other rows, so `batch_invariant` disables it.
         """
         if cutlass.const_expr(self.rate is not None):
             self.apply_cap(acc_S_mn, looks_near)
@@ -99,8 +100,10 @@ class Score:
         reference: tuple,
         looks_near: cutlass.Constexpr = True,
     ):
-        """`apply`, less a reference of each row. `block`: its first column, and its rows and columns.
-        `looks_near`: the way may depend on the other rows and columns of the block.
+        """Do what `apply` does, and subtract the reference of each row.
+
+        `block`: its first column, its rows and its columns. `looks_near`: as for `apply`; it also allows a choice
+        between two formulas of ALiBi for the whole block.
         """
         first_col = block[0]
         has_slope = cutlass.const_expr(self.slope_log2 is not None)
@@ -173,9 +176,9 @@ class Score:
 
     @cute.jit
     def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True, reference: tuple | None = None):
-        """Q K^T -> log2(e) softcap tanh(scale s / softcap), or tanh, in place; less a reference.
+        """Q K^T -> log2(e) softcap tanh(scale s / softcap), or tanh, in place, minus the reference if there is one.
 
-        A NaN stays one and spoils no other score.
+        A NaN stays NaN and changes no other score.
         """
         if cutlass.const_expr(looks_near):
             for first in cutlass.range_constexpr(0, cute.size(acc), PART):
@@ -189,7 +192,7 @@ class Score:
 
     @cute.jit
     def are_near(self, acc: cute.Tensor, part: cutlass.Constexpr):
-        """Whether the polynomial holds for all scores of this warp."""
+        """Whether the polynomial is accurate for all scores of this warp."""
         sums = [acc[i] * acc[i] for i in part[:SUMS]]
         for i in cutlass.range_constexpr(part.start + SUMS, part.stop):
             sums[i % SUMS] = sums[i % SUMS] + acc[i] * acc[i]

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 
 from cute_flash.planning.varlen import padded_block
 
-# Values that describe a sequence of a varlen batch.
+# The length of `SeqlenInfo.values` for a varlen batch.
 NUM_VALUES = 5
 
 
@@ -66,7 +66,10 @@ class SeqlenInfo:
 
     @property
     def values(self) -> tuple:
-        """The integers that a producer publishes; `of_values` is the inverse for varlen batches."""
+        """The integers that a producer publishes; `of_values` is the inverse for varlen batches.
+
+        Those of a varlen batch are in the order of a row of the tile list (`planning.varlen`), not of the fields.
+        """
         if not self.is_varlen:
             return (self.batch,)
         return self.batch, self.q_begin, self.q_len, self.k_begin, self.k_len

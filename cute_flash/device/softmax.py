@@ -71,16 +71,16 @@ class Softmax:
         return softmax
 
     def restart(self):
-        """Forget all keys."""
+        """Reset the statistics to those of rows without keys."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
         if self.max_score is not None:
             self.max_score.fill(-Float32.inf)
 
     def reference(self) -> tuple:
-        """The reference of transformed scores of a further block: m, or 0 in a row without keys.
+        """The row max m that the transform of a later block subtracts from its scores; 0 for rows without keys.
 
-        The transform subtracts it at no cost; such scores have a scale of 1.
+        The subtraction is part of an FMA of the transform. Transformed scores have a scale of 1.
         """
         rows = range(cute.size(self.row_max))
         has_none = [self.row_max[r] == -Float32.inf for r in rows]
@@ -88,7 +88,7 @@ class Softmax:
 
     @cute.jit
     def rebase(self, acc_S_mn: cute.Tensor, reference: tuple | None):
-        """Make scores that are relative to a reference relative to m, which was raised."""
+        """Subtract from scores, which are relative to the reference, how much m was raised since."""
         if cutlass.const_expr(reference is not None):
             for r in cutlass.range_constexpr(cute.size(self.row_max)):
                 grown = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r] - reference[r]

@@ -64,7 +64,7 @@ def descends_by_length(
 def max_tiles(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:
     """An upper bound of the tiles of a varlen batch of `total` rows: each sequence may end with a partial tile.
 
-    `has_unused`: sequences may have unused rows at their end, which are listed as a sequence of their own.
+    `has_unused`: sequences may have unused rows at their end, which are listed as another sequence.
     """
     sequences = (2 if has_unused else 1) * batch + 1
     return total // tile_rows + min(sequences, total)

@@ -97,47 +97,48 @@ class Evaluator:
 
     def at_row(self, head: Part, q: Any, q_float: Any = None) -> Part:
         """`q_float`: q as a float, if the caller has it; it saves a conversion."""
-        return self._part(AT_ROW, self._known(head), {"q": q, "float q": q_float})
+        return self._part(AT_ROW, self._part_values(head), {"q": q, "float q": q_float})
 
     def at_column(self, head: Part, kv: Any, kv_float: Any = None) -> Part:
-        return self._part(AT_COLUMN, self._known(head), {"kv": kv, "float kv": kv_float})
+        return self._part(AT_COLUMN, self._part_values(head), {"kv": kv, "float kv": kv_float})
 
     def at(self, head: Part, row: Part, column: Part, score: Any = None, grad: Any = None) -> tuple[Any, ...]:
         """The outputs; `grad` is an input of gradient graphs."""
-        known = self._known(head, row, column)
-        self._run(AT_SCORE, known, {"score": score, "grad": grad})
-        return tuple(self._value(known, i) for i in self.graph.outputs)
+        values = self._part_values(head, row, column)
+        self._run(AT_SCORE, values, {"score": score, "grad": grad})
+        return tuple(self._value(values, i) for i in self.graph.outputs)
 
-    def _known(self, *parts: Part) -> dict[int, Any]:
-        known: dict[int, Any] = {}
+    def _part_values(self, *parts: Part) -> dict[int, Any]:
+        """The values of the nodes in these parts, by node index."""
+        values: dict[int, Any] = {}
         for stage, part in enumerate(parts):
-            known.update(zip(self.stages.live[stage], part.values))
-        return known
+            values.update(zip(self.stages.live[stage], part.values))
+        return values
 
-    def _part(self, stage: int, known: dict[int, Any], inputs: dict[str, Any]) -> Part:
-        self._run(stage, known, inputs)
-        return Part(tuple(known[i] for i in self.stages.live[stage]))
+    def _part(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> Part:
+        self._run(stage, values, inputs)
+        return Part(tuple(values[i] for i in self.stages.live[stage]))
 
-    def _value(self, known: dict[int, Any], i: int) -> Any:
+    def _value(self, values: dict[int, Any], i: int) -> Any:
         node = self.graph.nodes[i]
-        return self.arithmetic.constant(node.value, node.kind) if node.op == "constant" else known[i]
+        return self.arithmetic.constant(node.value, node.kind) if node.op == "constant" else values[i]
 
-    def _run(self, stage: int, known: dict[int, Any], inputs: dict[str, Any]) -> None:
+    def _run(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> None:
         for i in self.stages.nodes[stage]:
             node, arithmetic = self.graph.nodes[i], self.arithmetic
-            args = [self._value(known, j) for j in node.args]
+            args = [self._value(values, j) for j in node.args]
             if node.op == "constant":
                 continue
             if node.op == "input":
-                known[i] = inputs[node.value]
+                values[i] = inputs[node.value]
             elif node.op == "scalar":
-                known[i] = arithmetic.scalar(self.scalars[node.value], node.kind)
+                values[i] = arithmetic.scalar(self.scalars[node.value], node.kind)
             elif node.op == "load":
-                known[i] = arithmetic.load(self.captures[node.value], args, node.kind)
+                values[i] = arithmetic.load(self.captures[node.value], args, node.kind)
             elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
-                known[i] = self._converted_input(node, inputs)
+                values[i] = self._converted_input(node, inputs)
             else:
-                known[i] = arithmetic.op(node, *args)
+                values[i] = arithmetic.op(node, *args)
 
     def _converted_input(self, node: Node, inputs: dict[str, Any]) -> Any:
         return inputs.get(f"float {self.graph.nodes[node.args[0]].value}")

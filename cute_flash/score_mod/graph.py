@@ -195,17 +195,17 @@ class Builder:
 
     def __init__(self, captures: Sequence[CaptureSpec] = (), scalars: Sequence[str] = ()) -> None:
         self.nodes: list[Node] = []
-        self.known: dict[tuple, int] = {}
+        self.indices: dict[tuple, int] = {}
         self.captures, self.scalars = list(captures), list(scalars)
 
     def add(self, node: Node) -> int:
         """The index of a node, appended unless an equal one exists."""
         # By repr, because 0.0 and -0.0 are equal numbers but two constants, and NaN is unequal but one constant.
         key = node.op, node.kind, node.args, repr(node.value)
-        if key not in self.known:
-            self.known[key] = len(self.nodes)
+        if key not in self.indices:
+            self.indices[key] = len(self.nodes)
             self.nodes.append(node)
-        return self.known[key]
+        return self.indices[key]
 
     def kind(self, i: int) -> str:
         return self.nodes[i].kind

@@ -15,7 +15,7 @@ HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
 
 # The widest shared-memory access of one thread, and the unit that a swizzle moves.
 CHUNK_BYTES = 16
-# 32 banks of 4 bytes: what one wavefront can deliver.
+# The bytes of one wavefront: 32 banks of 4 bytes.
 WAVEFRONT_BYTES = 128
 
 # Bytes of an atom's row where it is not as wide as it can be.
@@ -35,7 +35,7 @@ class SmemTile:
                 64-byte swizzles of TMA and wgmma. No padding, no conflicts.
     `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and nothing
                 that TMA or wgmma can read.
-    `plain`     row-major. The baseline that shows what the others are for.
+    `plain`     row-major, the baseline with bank conflicts.
     `swizzled64`, `swizzled32`, `interleaved`
                 atoms of 8 rows x 64, 32 and 16 bytes: the other forms that TMA and wgmma know. An atom of 16
                 bytes is one 8x8 matrix in one piece, with nothing left to permute.
@@ -49,9 +49,9 @@ class SmemTile:
     variant: str = "swizzled"
 
     def __post_init__(self) -> None:
-        known = dict.fromkeys(VARIANTS + HOPPER_VARIANTS)
-        if self.variant not in known:
-            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(known)}")
+        variants = dict.fromkeys(VARIANTS + HOPPER_VARIANTS)
+        if self.variant not in variants:
+            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(variants)}")
         if self.element_bytes not in (1, 2, 4):
             raise ValueError(f"element_bytes={self.element_bytes}: choose 1, 2 or 4")
         if self.rows < 1 or self.rows % _ATOM_ROWS:

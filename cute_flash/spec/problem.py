@@ -1,4 +1,4 @@
-"""`Problem`: a frozen description of one attention call, and the checks of what kernels support."""
+"""`Problem`: a frozen description of one attention call, and checks against the limits of the kernels."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Static:
 
     @property
     def base_cost(self) -> int:
-        """The feature cost without the part that depends on what the user mods compute."""
+        """The feature cost without the part that depends on the operations of user mods."""
         return feature_cost(self.features, self.block_sparse)
 
     @property
@@ -183,7 +183,7 @@ class Problem:
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     def check(self, device: str = "cuda") -> None:
-        """Raise `ValueError` for invalid sizes, `UnsupportedError` for what `device` has no kernel for."""
+        """Raise `ValueError` for invalid sizes, `UnsupportedError` if `device` has no kernel for the problem."""
         for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")

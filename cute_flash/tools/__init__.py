@@ -1,1 +1,1 @@
-"""Command line, demo, doctor and explanations."""
+"""The command line: demo, doctor, explain, inspect and precompile."""

@@ -1,4 +1,4 @@
-"""`cute-flash`: run the kernels, check an installation, and show what a shape costs."""
+"""`cute-flash`: run the kernels, check an installation, and show the plan and the cost of a shape."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from cute_flash.spec.band import Band
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# A kernel is compiled for the presence of a bound, not for its value: 0 stands for any.
+# A kernel is compiled for the presence of a bound, not for its value, so 0 is as good as any.
 MASKS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
     "causal": (None, 0),
     "window": (0, 0),
     "left": (0, None),
 }
-# Long enough for the tile of long sequences. Lengths are not compiled in.
+# Long enough to select the tile of long sequences. Lengths are not compiled in.
 LENGTH = 1 << 16
 
 
 class UsageError(Exception):
-    """Arguments that contradict each other, or that no kernel serves."""
+    """Arguments that are contradictory, or that no kernel supports."""
 
 
 @contextmanager
@@ -46,7 +46,10 @@ def _usage_errors() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 success, 1 a wrong result, a spill or a broken installation, 2 a wrong argument."""
+    """Run a command and return its exit status.
+
+    0: success; 1: a wrong result, a spill or a broken installation; 2: a wrong argument.
+    """
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
-    """B,H,S,D; B,S,D and S,D have one head, as for `attn`."""
+    """Parse B,H,S,D, or B,S,D and S,D with one head, as for `attn`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -76,7 +79,7 @@ def _shape(text: str) -> tuple[int, int, int, int]:
 
 
 def _side(text: str) -> int | None:
-    """One side of a window."""
+    """Parse one bound of a window."""
     if text.lower() in ("none", "inf"):
         return None
     if not text.isdecimal():
@@ -164,12 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--jobs", type=_positive, default=1, help="processes, about 1 GB each (default: 1)")
 
     sub = add("cache", _cache, "folder and size of the kernel cache")
-    sub.add_argument("--clear", action="store_true", help="delete them")
+    sub.add_argument("--clear", action="store_true", help="delete all kernels in the cache")
     return parser
 
 
 def _arch(name: str | None) -> ArchSpec | None:
-    """The architecture named, else that of CUTE_FLASH_ARCH, else that of the first GPU, else None."""
+    """The architecture `name`, else that of CUTE_FLASH_ARCH, else that of the first GPU, else None."""
     from cute_flash.spec import arch
     from cute_flash.spec.arch import by_name
 
@@ -179,7 +182,7 @@ def _arch(name: str | None) -> ArchSpec | None:
 
 
 def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan]:
-    """A plan for each forward kernel that problems of this head dim, dtype and kind of mask can run."""
+    """A plan for each forward kernel that problems with this head dim, dtype and kind of mask can use."""
     from cute_flash.planning.plan import plan_forward
     from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
     from cute_flash.spec.problem import Problem
@@ -272,7 +275,7 @@ def _precompile(args: argparse.Namespace) -> int:
         arch = _arch(args.arch)
         if arch is None:
             raise UsageError("no GPU here: name an architecture, such as --arch sm_80")
-        # All plans first: an unsupported head dim is refused before anything is compiled.
+        # All plans come first, so that an unsupported head dim is an error before anything is compiled.
         plans = [
             (f"D={dim} {dtype} {mask}", plan)
             for dim, dtype, mask in choices

@@ -1,7 +1,7 @@
-"""`cute-flash demo`: run attention on this machine, check it, and show what it costs.
+"""`cute-flash demo`: run attention on this machine, check the result, and show its cost.
 
-With a GPU it shows the kernel's error beside that of torch SDPA, and its time beside the roofline. Without one it
-runs the CPU path, compiles the kernels for Ampere and Hopper, and shows their registers and shared memory.
+With a GPU it compares the kernel's error with that of torch SDPA, and its time with the roofline. Without one it runs
+the CPU path, compiles the kernels for Ampere and Hopper, and shows their registers and shared memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from cute_flash.tools import roofline
 from cute_flash.tools.explain import Explanation
 
 PROBLEM = Problem(2, 8, 2, 1024, 1024, 128, "bfloat16", Band(None, 0))
-# It runs the same kernel: lengths are not compiled in.
+# Runs the same kernel, because lengths are not compiled in.
 LONG_PROBLEM = replace(PROBLEM, batch=4, heads=16, heads_kv=4, seqlen_q=4096, seqlen_k=4096)
 COMPILED_ARCHS, COMPILED_HEAD_DIMS = ("sm_80", "sm_90"), (64, 128)
 MAX_TIMES_YARDSTICK = 2.0
 WARM_UP, LAUNCHES = 5, 20
-# About 10 ms, in which the host enqueues launches ahead of the GPU.
+# About 10 ms of GPU sleep, during which the host enqueues the timed launches.
 SLEEP_CYCLES = 20_000_000
 
 
 def demo() -> int:
-    """Run the demo; returns 1 if the result is wrong."""
+    """Run the demo and return 0, or 1 if the result is wrong."""
     gpu, reason = _gpu()
     comparison = _on_cpu(reason) if gpu is None else _on_gpu(gpu)
     path, result = "CPU" if gpu is None else "GPU", "right" if comparison.is_right else "WRONG"
@@ -46,7 +46,7 @@ def demo() -> int:
 
 
 def _gpu() -> tuple[arch.ArchSpec | None, str]:
-    """The first GPU, or None and the reason."""
+    """The first supported GPU, or None with the reason."""
     if not torch.cuda.is_available():
         return None, "torch sees no CUDA GPU"
     try:
@@ -119,7 +119,7 @@ def _inputs(problem: Problem, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Torch SDPA; in fp32 on the CPU, where 16 bits can take a minute and attn accumulates in fp32 too."""
+    """Torch SDPA; in fp32 on the CPU, where 16-bit SDPA can take a minute and attn accumulates in fp32 too."""
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     Q, K, V = (x.to(dtype) for x in (q, k, v))
     return scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=True).to(q.dtype)
@@ -148,11 +148,11 @@ class Comparison:
     attn: Error
     sdpa: Error
     difference: Error  # between attn and SDPA
-    yardstick: Error  # of the same maths, unfused and in the input's precision
+    yardstick: Error  # of unfused attention in the input's precision, `reference.dense_low_precision`
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> Comparison:
-        """With a causal mask."""
+        """Compare the results with a causal mask."""
         ours, torchs = attn(q, k, v, causal=True), _sdpa(q, k, v, causal=True)
         assert isinstance(ours, Tensor)
         exact, _ = reference.dense(q, k, v, Band(None, 0))
@@ -166,7 +166,7 @@ class Comparison:
 
     @property
     def is_right(self) -> bool:
-        # The mean too: the largest errors of a causal output are in its first rows, whatever the other rows hold.
+        # The mean is checked too, because the largest errors of a causal output are always in its first rows.
         return (
             self.attn.largest <= MAX_TIMES_YARDSTICK * self.yardstick.largest
             and self.attn.mean <= MAX_TIMES_YARDSTICK * self.yardstick.mean

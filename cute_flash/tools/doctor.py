@@ -29,7 +29,7 @@ MODULES = {
     "cuda-bindings": "cuda.bindings.driver",
     "nvtx": "nvtx",
 }
-# Flavours of the DSL: the CUDA version of the oldest driver of each, and the release of that driver.
+# Flavours of the DSL: the CUDA version and the release of the oldest driver that supports each.
 FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
 VARIABLES = ("CUTE_FLASH_ARCH", "CUTE_FLASH_CACHE_DIR", "CUTE_FLASH_KERNELS", "CUTE_FLASH_NVTX")
 COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
@@ -98,7 +98,7 @@ def as_dict(checks: list[Check]) -> dict[str, Any]:
 def satisfies(version: str, wanted: str) -> bool:
     """Whether a version such as "4.8.1+cpu" is in a range such as ">=4.8,<4.9".
 
-    Only the release numbers count: "4.9.0rc1" is 4.9.0.
+    Only the release numbers are compared: "4.9.0rc1" is 4.9.0.
     """
     clauses = re.findall(r"([<>=]=?)\s*([\d.]+)", wanted)
     return all(COMPARISONS[sign](_compared(version, limit), 0) for sign, limit in clauses)
@@ -127,13 +127,13 @@ def _version(package: str) -> str | None:
 def _python() -> Check:
     detail = f"{sys.version.split()[0]} on {sys.platform}"
     try:
-        wanted = importlib.metadata.metadata("cute-flash")["Requires-Python"]
+        required = importlib.metadata.metadata("cute-flash")["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
         return Check("Python", NOTE, f"{detail}; cute-flash runs from its source tree", "pip install -e .")
     if sys.platform != "linux":
         return Check("Python", BROKEN, detail, "use Linux (or WSL): the kernels are built for nothing else")
-    if not satisfies(detail, wanted):
-        return Check("Python", BROKEN, detail, f"use a Python {wanted}")
+    if not satisfies(detail, required):
+        return Check("Python", BROKEN, detail, f"use a Python {required}")
     return Check("Python", OK, detail)
 
 
@@ -150,13 +150,13 @@ def _requirements() -> Iterator[Check]:
             yield _requirement(match[1], match[2].strip())
 
 
-def _requirement(package: str, wanted: str) -> Check:
+def _requirement(package: str, required: str) -> Check:
     version = _version(package)
-    remedy = f"pip install '{package}{wanted}'"
+    remedy = f"pip install '{package}{required}'"
     if version is None:
         return Check(package, BROKEN, "not installed", remedy)
-    if not satisfies(version, wanted):
-        return Check(package, BROKEN, f"{version}, tested are {wanted}", remedy)
+    if not satisfies(version, required):
+        return Check(package, BROKEN, f"{version}, tested are {required}", remedy)
     try:
         module = importlib.import_module(MODULES.get(package, package))
     # A broken native library can raise anything.
@@ -212,7 +212,7 @@ def _driver() -> Check:
 
 
 def _driver_release() -> str:
-    """Such as "575.57.08, "; empty if /proc does not tell."""
+    """The release of the driver, such as "575.57.08, "; empty if /proc does not have it."""
     try:
         match = re.search(r"\s(\d{3,}\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -282,7 +282,7 @@ def _nvdisasm() -> Check:
 
 
 def _cache() -> Check:
-    """The kernel cache; the warnings of its constructor say what is wrong with the folder."""
+    """The kernel cache; `DiskCache.default` warns about problems of the folder."""
     from cute_flash.jit.disk import DiskCache
 
     with warnings.catch_warnings(record=True) as caught:
@@ -290,7 +290,7 @@ def _cache() -> Check:
         cache = DiskCache.default()
     if not cache.is_persistent:
         detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
-        remedy = "make it yours alone, or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
+        remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
         return Check("kernel cache", BROKEN, detail, remedy)
     entries = cache.files()
     size = sum(path.stat().st_size for path in entries)

@@ -22,12 +22,12 @@ def aligned(lines: list[str]) -> list[str]:
 @dataclass(frozen=True)
 class Explanation:
     plan: Plan
-    least: roofline.Roofline  # every tensor is moved once: no kernel can move less
-    reread: roofline.Roofline  # every query tile reads K and V from memory, as without a cache
+    least: roofline.Roofline  # every tensor is read or written once, the lower bound of all kernels
+    reread: roofline.Roofline  # every query tile reads K and V from memory, as without L2
 
     @staticmethod
     def of(problem: Problem, arch: ArchSpec) -> Explanation:
-        # The heads of contiguous tensors can be packed.
+        # `can_pack_gqa`, as for contiguous tensors.
         plan = plan_forward(problem, arch, can_pack_gqa=True)
         return Explanation(
             plan=plan,
@@ -37,7 +37,7 @@ class Explanation:
 
     @property
     def papers_sram_bytes(self) -> int:
-        """The papers' bound for this tile, which keeps S and O in shared memory too."""
+        """The shared memory of this tile by the papers' formula, which includes S and O."""
         tile, element_bytes = self.plan.tile, DTYPES[self.plan.problem.dtype].bytes
         return roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, element_bytes)
 
@@ -57,7 +57,7 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, in bytes, seconds and plain counts. "blocks" are the CTAs of the grid."""
+        """The explanation for JSON, in bytes, seconds and counts. "blocks" is the number of CTAs of the grid."""
         plan, least = self.plan, self.least
         return {
             "problem": asdict(plan.problem),

@@ -1,9 +1,8 @@
-"""FLOPs, bytes and exponentials of a problem, and the roofline of a GPU: which unit bounds its time.
+"""FLOPs, bytes and exponentials of a problem, and its roofline on a GPU: the unit that bounds its time.
 
-Pure arithmetic on a `Problem` and an `ArchSpec`, exact under any band: visible pairs are counted, not estimated by
-halving. Three units can be the bound: the tensor cores (two products of 2 D FLOPs per visible pair), the memory
-(every tensor once, or K and V once per query tile), and the exponential units (one exp2 per visible pair), which
-bound small head dims.
+The numbers are exact for any band: visible pairs are counted, not estimated by halving. Three units can be the bound:
+the tensor cores (two products of 2 D FLOPs per visible pair), the memory (every tensor once, or K and V once per query
+tile), and the exponential units (one exp2 per visible pair), which bound small head dims.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _widths(problem: Problem) -> int:
 
 
 def flops(problem: Problem) -> int:
-    """Multiplications and additions of Q Kᵀ and P V over the visible pairs, which no kernel can skip."""
+    """FLOPs of Q Kᵀ and P V over the visible pairs, the lower bound of all kernels."""
     return 2 * problem.batch * problem.heads * _widths(problem) * visible_pairs(problem)
 
 
@@ -59,15 +58,15 @@ def exp_count(problem: Problem) -> int:
 
 
 def hbm_bytes(problem: Problem) -> int:
-    """The least bytes that a forward moves: Q, K, V read once, O and the LSE written once."""
+    """The fewest bytes that a forward moves: Q, K, V are read once, O and the LSE are written once."""
     p = problem
     rows = p.heads * p.seqlen_q + p.heads_kv * p.seqlen_k
     return p.batch * rows * _widths(p) * DTYPES[p.dtype].bytes + _lse_bytes(p)
 
 
 def hbm_bytes_backward(problem: Problem) -> int:
-    """The least bytes that a backward moves: Q, K, V, O, dO and the LSE read once, dQ, dK, dV written once."""
-    # Each of Q, K, V and O has a gradient of its own size.
+    """The fewest bytes that a backward moves: Q, K, V, O, dO, LSE are read once, dQ, dK, dV are written once."""
+    # Each of Q, K, V and O has a gradient of the same size.
     return 2 * hbm_bytes(problem) - _lse_bytes(problem)
 
 
@@ -123,7 +122,7 @@ class Roofline:
     bytes: int
     exps: int
     standard_bytes: int
-    max_rescales: int | None = None  # None without a tile: there is a rescale per K/V block
+    max_rescales: int | None = None  # None without a tile, because there may be one rescale per K/V block
 
     @property
     def intensity(self) -> float:
@@ -162,7 +161,7 @@ class Roofline:
         return self.flops / self.seconds / 1e12 if self.seconds else 0.0
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """The roofline as text."""
         unfused_mb, saved = self.standard_bytes / 1e6, self.standard_bytes / self.bytes if self.bytes else 0.0
         lines = [
             f"work        {self.flops / 1e9:.3f} GFLOP, {self.exps / 1e6:.3f} M exponentials",
@@ -181,9 +180,9 @@ class Roofline:
 def roofline(
     problem: Problem, arch: ArchSpec, tile_m: int | None = None, tile_n: int | None = None
 ) -> Roofline:
-    """The roofline with the least traffic or, given `tile_m`, with K and V read once per query tile.
+    """The roofline with the least traffic or, with `tile_m`, with K and V read once per query tile.
 
-    The traffic of a kernel is between the two: if the tiles of a head run together, L2 serves most of those reads.
+    The traffic of a kernel is between the two: if the tiles of a head run at the same time, L2 serves most reads.
     """
     rescales = None if tile_m is None or tile_n is None else max_rescales(problem, tile_m, tile_n)
     return Roofline(

@@ -24,11 +24,11 @@ from cute_flash.spec.problem import Static
 class ScoreParams:
     """The score features of a forward launch. None: absent."""
 
-    score: Score | None = None  # without the slopes
+    score: Score | None = None  # scale and softcap; `for_head` adds the ALiBi slope
     alibi_slopes: cute.Tensor | None = None  # (B, H)
     sinks: cute.Tensor | None = None  # (H)
     rng: cute.Tensor | None = None  # (seed, offset)
-    dropout_threshold: Int32 | None = None  # in both halves: random numbers below it drop their score
+    dropout_threshold: Int32 | None = None  # in both halves of the word; random numbers below it drop their score
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
     mods: ModParams | None = None
@@ -56,7 +56,7 @@ class ScoreParams:
         if static.has_mods:
             arguments = (None if x is None else tuple(x) for x in (captures, scalars))
             mods = ModParams(static.mods, bias, *arguments)
-        # A bias and user mods see natural scores.
+        # A bias and user mods take scores in natural units, not in units of log2.
         is_natural = mods is not None and mods.changes_scores
         transforms = softcap is not None or alibi_slopes is not None or is_natural
         return ScoreParams(
@@ -72,7 +72,10 @@ class ScoreParams:
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
-        """The scale of the scores that the softmax sees: transformed scores are in units of log2, or natural."""
+        """The factor from the scores that the softmax gets to units of log2.
+
+        Without a transform they are q·k; transformed scores are in units of log2, or in natural units.
+        """
         if self.score is None:
             return scale * LOG2_E
         return Float32(LOG2_E if self.score.unit == 1.0 else 1.0)

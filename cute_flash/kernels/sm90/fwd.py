@@ -323,7 +323,7 @@ class FwdSm90:
         block_iter, static = tile.block_iter, self.static
         may_speculate = self.config.may_speculate
         speculative_max = self.tile.speculative_max and may_speculate
-        # Softcap has two ways, which double the loop body: masked and full blocks share one loop.
+        # Softcap has two methods of tanh, which double the loop body, so masked and full blocks share one loop.
         is_capped = self.config.has_softcap and static.is_bounded
         if cutlass.const_expr((self.config.has_alibi and isinstance(block_iter, OutwardBlockIterator)) or is_capped):
             for iteration in cutlass.range(tile.iteration + 1, tile.iteration + block_iter.num, unroll=1):

@@ -1,8 +1,9 @@
 """A block of scores of the Hopper forward, between Q K^T and the row sums of P.
 
-The first block of a tile is transformed in place, and so are masked blocks with user mods. Softcap and ALiBi
-transform further blocks relative to the reference of their rows, which costs nothing. If S is kept until the
-row sums are checked, a fused pass computes P from Q K^T (`device/fused_exp2.py`).
+*Further* blocks are those after the first block of a tile. The first block is transformed in place, and so are masked
+blocks with user mods. The transform of further blocks by softcap and ALiBi also subtracts the row max so far, the
+*reference*, at no cost: these scores are *relative*. If S is kept until the row sums are checked (speculative row max),
+a fused pass computes P from Q K^T (`device/fused_exp2.py`).
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 @dataclass(frozen=True)
 class MmaState:
-    """What an MMA warpgroup keeps from tile to tile."""
+    """The state of an MMA warpgroup, which it keeps from tile to tile."""
 
     warpgroup: Int32
     thread: Int32
@@ -89,7 +90,7 @@ def transform(
 
 
 def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
-    """The reference of the scores of a further block; None: they are not relative."""
+    """The row max that the transform subtracts from the scores of a further block; None: it subtracts nothing."""
     is_relative = tile.score_params.score is not None and tile.score_params.mods is None
     return softmax.reference() if is_relative else None
 
@@ -98,7 +99,7 @@ def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
 def transform_further(
     config: Config, softmax: Softmax, tile: MmaTile, acc_S: cute.Tensor, block: tuple, kind: cutlass.Constexpr
 ) -> FusedExp2 | None:
-    """Transform a further block in place, less its reference, or return the fused pass that does it.
+    """Transform a further block in place, relative to its reference, or return the fused pass that does it later.
 
     `block`: its first column and its bias; `kind`: whether the row max is speculative, and whether the band masks it.
     """

@@ -99,7 +99,10 @@ class Config:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether tiles differ in length, so that CTAs fetch them from a counter."""
+        """Whether tiles of a dense batch differ in length, so that CTAs fetch them from a counter.
+
+        Those of a varlen batch always do: see `Params.tile_scheduler`.
+        """
         return self.is_bounded or self.static.block_sparse
 
     @property
@@ -164,7 +167,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Params:
-    """The argument of the kernel."""
+    """The argument of the kernel. Dense batches use `static_scheduler` and `scheduler`, varlen batches `tile_list`."""
 
     config: cutlass.Constexpr  # Config
     q: TmaTiles | VarlenTmaTiles  # (64, tile_d)
@@ -198,7 +201,10 @@ class Params:
         return self.seqlen_q if self.tile_list is None else seqlen.q_len
 
     def tile_scheduler(self) -> PersistentTileScheduler:
-        """The kernel calls it for every tile: the length of a tile list is read again, not kept in a register."""
+        """The scheduler of this launch: that of the tile list, which is dynamic, or `scheduler`.
+
+        The kernel calls it for every tile, so that the length of a tile list is read again, not kept in a register.
+        """
         return self.scheduler if self.tile_list is None else self.tile_list.scheduler(self.scheduler.tile_counter, True)
 
     def tile_coord(self, index: Int32):
