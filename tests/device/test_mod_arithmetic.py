@@ -34,13 +34,12 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 COUNT, RATE = 3, 2.5
 
 
-@pytest.fixture(autouse=True)
-def on_one_thread(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What the instructions mean that only a GPU has, where no GPU is compiled for."""
-    if request.node.get_closest_marker("compiles") is None:
-        monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan: cutlass.min(a, b))
-        monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan: cutlass.max(a, b))
-        monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+@pytest.fixture
+def host_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instructions that only a GPU has, in terms of those of the CPU."""
+    monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan: cutlass.min(a, b))
+    monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan: cutlass.max(a, b))
+    monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
 
 
 def everything(score, b, h, q, kv):
@@ -83,6 +82,7 @@ def on_the_host(found: BoundMod, graph: Graph, score: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.compiles
+@pytest.mark.usefixtures("host_instructions")
 @pytest.mark.parametrize("way", ["as traced", "lowered", "gradient"])
 @pytest.mark.parametrize("function", [everything, without_the_score])
 def test_values(function: Any, way: str) -> None:
