@@ -88,3 +88,25 @@ def test_tensors_are_noticed() -> None:
     }  # fmt: skip
     for name, value in tensors.items():
         assert plain._replace(**{name: value}).has_tensors, name
+
+
+# A value of each field that differs from the default; a plan depends on all of them.
+KEYED = {
+    "window_left": 3, "window_right": 0, "softcap": 2.0, "alibi": torch.ones(2), "sinks": torch.ones(2),
+    "dropout": 0.5, "rng": torch.zeros(2, dtype=torch.int64), "return_max_logit": True,
+    "bias": torch.ones(1, 1, 1, 1), "score_mod": "text", "captures": (torch.ones(3),), "needs_grad": (True,),
+    "block_mask": (torch.ones(1),), "block_mask_sizes": (128,), "cu_seqlens_q": torch.zeros(2, dtype=torch.int32),
+    "cu_seqlens_k": torch.zeros(2, dtype=torch.int32), "seqused_k": torch.zeros(1, dtype=torch.int32),
+    "out_fp32": True, "deterministic": True, "batch_invariant": True, "kernels": "sm80",
+}  # fmt: skip
+
+
+def test_the_key_covers_every_field_that_a_plan_depends_on() -> None:
+    assert set(KEYED) == set(AttentionArgs._fields[4:])
+    plain = AttentionArgs(scale=1.0)
+    # The offsets make a call one with tensors, whose key is built field by field.
+    varlen = plain._replace(cu_seqlens_q=torch.zeros(3, dtype=torch.int32))
+    for name, value in KEYED.items():
+        if name not in ("cu_seqlens_k", "seqused_k"):
+            assert plain._replace(**{name: value}).key != plain.key, name
+        assert varlen._replace(**{name: value}).key != varlen.key, name
