@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from cute_flash.smem.layout import AnyLayout
 from cute_flash.smem.tile import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
@@ -139,17 +139,21 @@ class Vector:
 
     def address(self, layout: AnyLayout, coord: Coord) -> int:
         """The byte address of the vector from `coord` on; ValueError if it is not in one aligned piece."""
-        i, j = coord
-        length = self.width // self.element_bytes
-        coords = [(i + step, j) if self.along == 0 else (i, j + step) for step in range(length)]
-        if min(coord) < 0 or any(at >= extent for at, extent in zip(coords[-1], layout.extents, strict=True)):
-            raise ValueError(f"{self.width} bytes from {coord} leave the layout {layout}")
-        indices = [layout(at) for at in coords]
-        if indices[0] % length or indices != list(range(indices[0], indices[0] + length)):
-            raise ValueError(
-                f"layout {layout} does not hold {self.width} aligned contiguous bytes at {coord}"
-            )
-        return indices[0] * self.element_bytes
+        return _address(self, layout, coord)
+
+
+# Warps and blocks of keys touch the same vectors again and again.
+@lru_cache(maxsize=1 << 16)
+def _address(vector: Vector, layout: AnyLayout, coord: Coord) -> int:
+    i, j = coord
+    length = vector.width // vector.element_bytes
+    coords = [(i + step, j) if vector.along == 0 else (i, j + step) for step in range(length)]
+    if min(coord) < 0 or any(at >= extent for at, extent in zip(coords[-1], layout.extents, strict=True)):
+        raise ValueError(f"{vector.width} bytes from {coord} leave the layout {layout}")
+    indices = [layout(at) for at in coords]
+    if indices[0] % length or indices != list(range(indices[0], indices[0] + length)):
+        raise ValueError(f"layout {layout} does not hold {vector.width} aligned contiguous bytes at {coord}")
+    return indices[0] * vector.element_bytes
 
 
 _CHUNK = Vector(CHUNK_BYTES)

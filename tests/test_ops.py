@@ -88,13 +88,23 @@ def check_bwd(qkv: list[Tensor], args: AttentionArgs, has_dlse: bool = False) ->
 
 
 TOGETHER = {"softcap": 2.0, "alibi": 2, "sinks": True, "dropout": 0.3}
-FEATURES: list[dict[str, Any]] = [*({name: x} for name, x in TOGETHER.items()), TOGETHER, {"alibi": 1}]
+# All together in every way; each by itself, with and without gradients, in one of two ways each.
+FEATURES: list[tuple[dict[str, Any], bool, bool]] = [
+    *((TOGETHER, requires_grad, varlen) for requires_grad in (False, True) for varlen in (False, True)),
+    *(({name: x}, i % 2 == 1, i % 2 == 0) for i, (name, x) in enumerate(TOGETHER.items())),
+    *(({name: x}, i % 2 == 0, i % 2 == 0) for i, (name, x) in enumerate(TOGETHER.items())),
+    ({"alibi": 1}, False, True),
+    ({"alibi": 1}, True, False),
+]
 
 
-@pytest.mark.parametrize("features", FEATURES, ids="-".join)
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("lengths", [None, Lengths([4, 5], [2, 9], [1, 7], (2, 1))], ids=str)
-def test_opcheck_features(features: dict[str, Any], requires_grad: bool, lengths: Lengths | None) -> None:
+@pytest.mark.parametrize(
+    ("features", "requires_grad", "varlen"),
+    FEATURES,
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x),
+)
+def test_opcheck_features(features: dict[str, Any], requires_grad: bool, varlen: bool) -> None:
+    lengths = Lengths([4, 5], [2, 9], [1, 7], (2, 1)) if varlen else None
     one = Combination(2, 2, 2, 5, 6, 3, 3, torch.float64, 3, 1, features)
     case = one if lengths is None else VarlenCombination(one, lengths)
     tensors = {name: x.nan_to_num().requires_grad_(requires_grad) for name, x in case.tensors().items()}
@@ -204,6 +214,7 @@ def assert_all_close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.compiles
 def test_compiled_once_for_all_lengths_and_windows() -> None:
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
@@ -215,6 +226,7 @@ def test_compiled_once_for_all_lengths_and_windows() -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (0, None)])
 def test_compiled_with_open_windows(window: tuple[int | None, int | None]) -> None:
     torch._dynamo.reset()
@@ -225,6 +237,7 @@ def test_compiled_with_open_windows(window: tuple[int | None, int | None]) -> No
         assert_all_close(found, with_gradients(attention, tensors, window))
 
 
+@pytest.mark.compiles
 def test_compiled_by_inductor_and_without_gradients() -> None:
     torch._dynamo.reset()
 
@@ -240,6 +253,7 @@ def test_compiled_by_inductor_and_without_gradients() -> None:
             torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.compiles
 def test_compiled_with_features() -> None:
     torch._dynamo.reset()
     case = Combination(2, 2, 2, 5, 6, 3, 3, torch.float64, 3, 1, TOGETHER)
@@ -255,6 +269,7 @@ def test_compiled_with_features() -> None:
     torch.testing.assert_close(gradients(compiled, tensors, weights), gradients(layer, tensors, weights))
 
 
+@pytest.mark.compiles
 def test_compiled_dropout_has_one_mask_both_ways() -> None:
     torch._dynamo.reset()
 
@@ -270,6 +285,7 @@ def test_compiled_dropout_has_one_mask_both_ways() -> None:
     assert not torch.equal(compiled(q, k, v), out)
 
 
+@pytest.mark.compiles
 def test_compiled_varlen_for_all_lengths() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attn_varlen, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -280,6 +296,7 @@ def test_compiled_varlen_for_all_lengths() -> None:
         torch.testing.assert_close(compiled(q, k, v, offsets, offsets), attn_varlen(q, k, v, offsets, offsets))
 
 
+@pytest.mark.compiles
 def test_compiled_calls_have_the_operator_in_their_graph() -> None:
     torch._dynamo.reset()
     seen: list[str] = []
@@ -295,6 +312,7 @@ def test_compiled_calls_have_the_operator_in_their_graph() -> None:
     assert "cute_flash.attention_fwd.default" in seen
 
 
+@pytest.mark.compiles
 def test_a_compiled_function_keeps_the_family_of_its_first_call() -> None:
     """Also for its gradients."""
     torch._dynamo.reset()

@@ -202,13 +202,12 @@ print(compiling.cache_info().compiles, compiling.cache_info().disk_hits)
 def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RACER, str(tmp_path)]
     racers = [
-        subprocess.Popen([*command, str(number), "4"], stdout=subprocess.PIPE, text=True)
-        for number in range(4)
+        subprocess.Popen([*command, str(number), "2"], stdout=subprocess.PIPE, text=True) for number in range(2)
     ]
     answers = sorted(racer.communicate(timeout=120)[0].split() for racer in racers)
-    assert [racer.returncode for racer in racers] == [0] * 4
+    assert [racer.returncode for racer in racers] == [0, 0]
     assert len((tmp_path / "builds").read_text()) == 1
-    assert answers == [["0", "1"]] * 3 + [["1", "0"]]
+    assert answers == [["0", "1"], ["1", "0"]]
 
 
 # The real compiler

@@ -251,15 +251,16 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, monkeypatch: pytes
 def test_a_substitute_ends_with_its_process(tmp_path: Path) -> None:
     blocked = tmp_path / "kernels"
     blocked.write_text("")
+    # The module alone: its package would import torch.
     program = (
-        "from cute_flash.jit.disk import DiskCache\n"
-        "cache = DiskCache.default()\n"
+        "import runpy, sys\n"
+        "cache = runpy.run_path(sys.argv[1])['DiskCache'].default()\n"
         "cache.store('entry', b'content', '.so')\n"
         "print(cache.folder)"
     )
     environment = {**os.environ, "CUTE_FLASH_CACHE_DIR": str(blocked), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
+        [sys.executable, "-W", "ignore", "-c", program, disk.__file__],
         env=environment,
         capture_output=True,
         text=True,

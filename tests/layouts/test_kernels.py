@@ -19,8 +19,11 @@ def by_name(uses: tuple[Use, ...]) -> dict[str, Count]:
     return {use.name: use.once for use in uses}
 
 
-# Architectures share most of their tiles.
-@pytest.mark.parametrize("row", dict.fromkeys(row for arch in ARCHS for row in SM80_FWD[arch]), ids=str)
+# Architectures share most of their tiles. How much of Q stays in registers decides how often it is read, not how.
+SHAPES = dict.fromkeys(replace(row, q_steps=0, max_bounds=2) for arch in ARCHS for row in SM80_FWD[arch])
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=str)
 def test_default_kernels_have_no_conflicts(row: FwdTileSm80) -> None:
     assert not any(count.conflicts for count in predict(sm80_uses(row), ONE).values())
 

@@ -129,8 +129,14 @@ EACH: list[dict[str, Any]] = [{"softcap": 0.8}, {"alibi": 1}, {"alibi": 2}, {"si
 TOGETHER = {"softcap": 2.0, "alibi": 2, "sinks": True, "dropout": 0.3}
 
 
-@pytest.mark.parametrize("features", [*EACH, TOGETHER])
-@pytest.mark.parametrize(("sq", "sk", "left", "right"), [(4, 5, None, None), (5, 3, None, 0), (4, 4, 1, 1)])
+@pytest.mark.parametrize(
+    ("features", "sq", "sk", "left", "right"),
+    [
+        *((features, 5, 3, None, 0) for features in (*EACH, TOGETHER)),
+        (TOGETHER, 4, 5, None, None),
+        (TOGETHER, 4, 4, 1, 1),
+    ],
+)
 def test_gradcheck(features: dict[str, Any], sq: int, sk: int, left: int | None, right: int | None) -> None:
     case = Combination(2, 1, 2, sq, sk, 2, 3, torch.float64, left, right, features)
     tensors = case.tensors()

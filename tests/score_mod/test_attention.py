@@ -290,6 +290,7 @@ def test_what_flows_into_a_row_without_keys_stays_there(has_sink: bool) -> None:
     assert (expected[0][:, :, ::5] == 0).all()
 
 
+@pytest.mark.compiles
 def test_compiled() -> None:
     torch._dynamo.reset()
     q, k, v = (x.detach() for x in inputs(CASES[0]))
@@ -308,6 +309,7 @@ def test_compiled() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.compiles
 def test_no_mods_are_bound_without_a_graph_break() -> None:
     def double(x: Tensor) -> Tensor:
         return x * (2 + len(BoundMods.of(None, None, None).graphs.text))
