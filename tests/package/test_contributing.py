@@ -1,0 +1,32 @@
+"""CONTRIBUTING.md names targets, files and folders that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"make ([a-z][a-z-]+)", PAGE))
+    assert targets >= {"lint", "test", "test-fast", "lock", "gpu-test"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_files_exist() -> None:
+    folders = "api|spec|planning|runtime|jit|kernels|device|reference|tests|docs|docker|profiling"
+    paths = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w/]+(?:\.\w+)?", PAGE))
+    assert len(paths) > 20
+    for path in paths:
+        assert any((root / path).exists() for root in (ROOT, ROOT / "cute_flash")), path
+
+
+def test_the_number_of_kernels_of_the_lock() -> None:
+    import json
+
+    recorded = json.loads((ROOT / "tests" / "lock" / "digests.json").read_text(encoding="utf-8"))
+    assert all(f"{len(digests)} " in PAGE for digests in recorded.values())
