@@ -82,7 +82,8 @@ def more_smem(plan: Plan) -> int:
         return 0
     static = plan.main.static
     block_sparse = static.block_sparse and plan.main.kernel == "fwd_sm90"
-    return 32 * (static.varlen or block_sparse) + 4 * plan.tile.stages * block_sparse
+    block_counts = 4 * plan.tile.stages if block_sparse else 0
+    return 32 * (static.varlen or block_sparse) + block_counts
 
 
 def check(request: Request, launches: list[Launch]) -> None:
