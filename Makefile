@@ -22,6 +22,7 @@ test-fast: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # The machine code of all kernels of the lock against the recorded digests; `make test` checks a sample.

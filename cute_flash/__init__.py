@@ -32,11 +32,7 @@ __all__ = [
 ]
 
 # Imported on first use, so that `import cute_flash` stays light.
-_ON_DEMAND = {
-    "BlockMask": "score_mod.block_mask",
-    "attention_probs": "reference.merge",
-    "merge": "reference.merge",
-}
+_ON_DEMAND = {"BlockMask": "score_mod.block_mask", "attention_probs": "reference.merge", "merge": "reference.merge"}
 
 
 def __getattr__(name: str) -> Any:

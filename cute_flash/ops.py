@@ -205,24 +205,12 @@ def _with_saved(args: AttentionArgs, saved: list[Any], num_others: int) -> Atten
     rest = saved[num_others:]
     named: dict[str, Any] = dict(zip(SAVED, rest))
     return args._replace(
-        alibi=alibi,
-        sinks=sinks,
-        bias=bias,
-        captures=tuple(captures),
-        block_mask=tuple(rest[len(SAVED) :]),
-        **named,
+        alibi=alibi, sinks=sinks, bias=bias, captures=tuple(captures), block_mask=tuple(rest[len(SAVED) :]), **named
     )
 
 
 def gradients(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    args: AttentionArgs,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: AttentionArgs
 ) -> tuple[Any, ...]:
     """Return dq, dk, dv and the gradients of `args.differentiable`; bypass the dispatcher if possible."""
     # Double backward needs an operator that autograd can record. The dispatcher materializes zero tensors, which

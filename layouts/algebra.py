@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from typing import overload
 
-from cute_flash.smem.layout import (
-    AnyLayout,
-    ComposedLayout,
-    IntTuple,
-    Layout,
-    flat_modes,
-    join_modes,
-    size_of,
-)
+from cute_flash.smem.layout import AnyLayout, ComposedLayout, IntTuple, Layout, flat_modes, join_modes, size_of
 
 
 def idx2crd(index: int, shape: IntTuple) -> IntTuple:
@@ -75,9 +67,7 @@ def composition(outer: AnyLayout, inner: Layout) -> AnyLayout:
         if rest == 1:
             break
         if extent % step and step % extent:
-            raise ValueError(
-                f"composition {outer} o {inner}: neither of {step} and {extent} divides the other"
-            )
+            raise ValueError(f"composition {outer} o {inner}: neither of {step} and {extent} divides the other")
         taken = min(max(1, extent // step), rest)
         if rest % taken:
             raise ValueError(f"composition {outer} o {inner}: {rest} steps do not split into runs of {taken}")
@@ -92,9 +82,7 @@ def composition(outer: AnyLayout, inner: Layout) -> AnyLayout:
 def _check_no_carry(outer: Layout, inner: Layout) -> None:
     """Mode by mode is right only if the modes of `inner` are digits of a number, whose sum never carries."""
     reach = 1
-    for step, extent in sorted(
-        (step, extent) for extent, step in flat_modes(inner) if extent > 1 and step > 0
-    ):
+    for step, extent in sorted((step, extent) for extent, step in flat_modes(inner) if extent > 1 and step > 0):
         if step < reach:
             raise ValueError(f"composition {outer} o {inner}: the modes of {inner} overlap at stride {step}")
         reach = step * extent
@@ -104,9 +92,7 @@ def complement(layout: Layout, size: int) -> Layout:
     """The layout of what `layout` leaves out of `[0, size)`: together they reach every index once."""
     pairs: list[tuple[int, int]] = []
     covered = 1
-    for step, extent in sorted(
-        (step, extent) for extent, step in flat_modes(layout) if extent > 1 and step > 0
-    ):
+    for step, extent in sorted((step, extent) for extent, step in flat_modes(layout) if extent > 1 and step > 0):
         if step % covered:
             raise ValueError(f"complement of {layout}: stride {step} is not a multiple of {covered}")
         pairs.append((step // covered, covered))

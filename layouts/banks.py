@@ -165,9 +165,7 @@ def warp_access(
 ) -> Access:
     """One instruction of a warp: lane i touches the vector at `coords[i]`; None is an idle lane."""
     if len(coords) != WARP:
-        raise ValueError(
-            f"{len(coords)} coordinates: give one for each of the {WARP} lanes, None for an idle one"
-        )
+        raise ValueError(f"{len(coords)} coordinates: give one for each of the {WARP} lanes, None for an idle one")
     lanes_per_phase = WAVEFRONT_BYTES // vector.width
     phases = []
     for begin in range(0, WARP, lanes_per_phase):
@@ -187,8 +185,7 @@ def ldmatrix_a(layout: AnyLayout, row0: int, col0: int) -> Access:
 def ldmatrix_b(layout: AnyLayout, row0: int, col0: int) -> Access:
     """ldmatrix.x4 of K: 16 keys x 16 columns, the matrices along the columns first (b0 b1 of two n-tiles)."""
     coords = [
-        (row0 + lane // _BLOCK * _MATRIX + lane % _MATRIX, col0 + lane // _MATRIX % 2 * _MATRIX)
-        for lane in range(WARP)
+        (row0 + lane // _BLOCK * _MATRIX + lane % _MATRIX, col0 + lane // _MATRIX % 2 * _MATRIX) for lane in range(WARP)
     ]
     return warp_access(layout, coords)
 
@@ -205,18 +202,13 @@ def ldmatrix_v(transposed: AnyLayout, d0: int, key0: int) -> Access:
 
 def _check_mma_tile(tile: SmemTile) -> None:
     if tile.element_bytes != 2:
-        raise ValueError(
-            f"element_bytes={tile.element_bytes}: the mma.m16n8k16 accesses are of 2-byte elements"
-        )
+        raise ValueError(f"element_bytes={tile.element_bytes}: the mma.m16n8k16 accesses are of 2-byte elements")
     if tile.rows % _BLOCK:
         raise ValueError(f"rows={tile.rows}: the mma.m16n8k16 accesses need a multiple of {_BLOCK}")
 
 
 def every_block(
-    tile: SmemTile,
-    layout: AnyLayout,
-    load: Callable[[AnyLayout, int, int], Access],
-    cols: range | None = None,
+    tile: SmemTile, layout: AnyLayout, load: Callable[[AnyLayout, int, int], Access], cols: range | None = None
 ) -> Access:
     """A load of every block of 16 x 16 in a view of the tile; of some of its columns where they are given."""
     _check_mma_tile(tile)
@@ -265,9 +257,7 @@ def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
     """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
-    return _join(
-        [warp_access(tile.layout, at, vector, first) for first, at in _copy_coords(tile, num_threads)]
-    )
+    return _join([warp_access(tile.layout, at, vector, first) for first, at in _copy_coords(tile, num_threads)])
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:

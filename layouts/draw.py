@@ -67,9 +67,7 @@ def _wavefronts(phase: Phase) -> str:
     return f"{phase.wavefronts} wavefront{'s' if phase.wavefronts > 1 else ''}"
 
 
-def text_picture(
-    tile: SmemTile, phase: Phase | None = None, num_rows: int = 16, has_colour: bool = False
-) -> str:
+def text_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16, has_colour: bool = False) -> str:
     """The first `num_rows` rows, or as many as `phase` needs; `[g]` marks the chunks that it touches."""
     grid = _cells(tile, phase, num_rows)
     lines = [_title(tile), "cell = 16 bytes, number = group of 4 banks"]
@@ -116,9 +114,7 @@ def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) 
         caption += f", framed = one phase: {_wavefronts(phase)}"
     lines = [*_svg_head(_title(tile), caption, width, height)]
     for index, cell in enumerate(grid[0]):
-        lines.append(
-            f'<text x="{left + cell_width * index + 4}" y="{top - 6}" fill="#606060">{cell.col}</text>'
-        )
+        lines.append(f'<text x="{left + cell_width * index + 4}" y="{top - 6}" fill="#606060">{cell.col}</text>')
     framed = []
     for cells in grid:
         y = top + cell_height * cells[0].row
@@ -133,9 +129,7 @@ def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) 
                 framed.append(f'{box} fill="none" stroke="#000000" stroke-width="2"/>')
                 label = _thread_label(cell.threads)
                 right = x + cell_width - 3
-                framed.append(
-                    f'<text x="{right}" y="{y + 16}" font-size="8" text-anchor="end">{label}</text>'
-                )
+                framed.append(f'<text x="{right}" y="{y + 16}" font-size="8" text-anchor="end">{label}</text>')
     return "\n".join([*lines, *framed, "</svg>"]) + "\n"
 
 

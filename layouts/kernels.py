@@ -76,9 +76,7 @@ class Count:
 
     def __add__(self, other: Count) -> Count:
         return Count(
-            self.instructions + other.instructions,
-            self.wavefronts + other.wavefronts,
-            self.conflicts + other.conflicts,
+            self.instructions + other.instructions, self.wavefronts + other.wavefronts, self.conflicts + other.conflicts
         )
 
     def __mul__(self, times: int) -> Count:

@@ -41,15 +41,7 @@ from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
 from profiling.gpu_lock import GpuLock
-from profiling.providers import (
-    BY_NAME_ONLY,
-    DEFAULT_NAMES,
-    KERNELS,
-    CuteFlash,
-    Provider,
-    select,
-    split_available,
-)
+from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, CuteFlash, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import Table, print_lines, print_unavailable, progress, show

@@ -96,9 +96,7 @@ class Oracle:
         is_right = non_finite == 0 and self._is_close(errors, rivals, out.dtype)
         if distance is not None:
             # By the triangle inequality, a larger distance means an error outside the sample.
-            is_right = is_right and distance <= MAX_TIMES * (
-                _bound(errors.relative) + _bound(rivals[-1].relative)
-            )
+            is_right = is_right and distance <= MAX_TIMES * (_bound(errors.relative) + _bound(rivals[-1].relative))
         return Accuracy(errors.relative, errors.max_abs, non_finite, distance, not is_right)
 
     def _is_close(self, errors: Errors, rivals: Sequence[Errors], dtype: torch.dtype) -> bool:

@@ -76,9 +76,7 @@ class _Checked:
         return {name: oracle.judge(outputs[name], peer.get(name)) for name, oracle in oracles.items()}
 
 
-def _outputs(
-    direction: Direction, provider: Provider, contender: Contender, timer: Timer
-) -> dict[str, Tensor]:
+def _outputs(direction: Direction, provider: Provider, contender: Contender, timer: Timer) -> dict[str, Tensor]:
     with contender.context(), timer.stream():
         outputs = direction.named(provider, contender.call())
     timer.synchronize()
@@ -119,12 +117,7 @@ def _check(
 
 
 def _result(
-    provider: Provider,
-    checks: Mapping[str, _Checked],
-    measured: Measured,
-    cell: Cell,
-    settings: Settings,
-    timer: Timer,
+    provider: Provider, checks: Mapping[str, _Checked], measured: Measured, cell: Cell, settings: Settings, timer: Timer
 ) -> Result:
     direction, name = DIRECTIONS[settings.direction], provider.name
     errors = [checked.errors.get(name) for checked in checks.values()] + [measured.errors.get(name)]
@@ -175,8 +168,7 @@ def _fill(cell: Cell, providers: Sequence[Provider], settings: Settings, tools: 
     return replace(
         cell,
         results={
-            provider.name: _result(provider, checks, measured, cell, settings, tools.timer)
-            for provider in providers
+            provider.name: _result(provider, checks, measured, cell, settings, tools.timer) for provider in providers
         },
         yardstick={
             label(distribution, output): oracle.yardstick

@@ -40,9 +40,7 @@ class Direction:
         return distribution if len(self.outputs) == 1 else f"{distribution} {output}"
 
 
-def _backward_inputs(
-    shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str
-) -> Inputs:
+def _backward_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, distribution: str) -> Inputs:
     return *random_inputs(shape, dtype, device, seed, distribution), random_dout(shape, dtype, device, seed)
 
 

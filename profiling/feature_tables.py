@@ -11,12 +11,7 @@ from profiling.terminal import Table
 FEATURES = "results/h200/2026-11-16-features.json"
 # The run that had FlashAttention-3; the plain varlen kernels have not changed since.
 RAGGED = "results/h200/2026-11-15-features.json"
-_NAMES = {
-    "dropout": "dropout 0.1",
-    "softcap": "softcap 30",
-    "alibi": "ALiBi",
-    "sinks": "sinks",
-}
+_NAMES = {"dropout": "dropout 0.1", "softcap": "softcap 30", "alibi": "ALiBi", "sinks": "sinks"}
 _SETTINGS = [(head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal")]
 Cell = dict[str, Any]
 
@@ -42,9 +37,7 @@ def features(data: Path) -> Table:
     def row(label: str, kind: str, side: str) -> tuple[str, ...]:
         return label, *(_ratio(cell(kind, *setting), side) for setting in _SETTINGS)
 
-    window = [
-        "-" if mask == "full" else _ratio(cell("window", d, mask), "window 1024") for d, mask in _SETTINGS
-    ]
+    window = ["-" if mask == "full" else _ratio(cell("window", d, mask), "window 1024") for d, mask in _SETTINGS]
     rows = [
         *(row(f"{label}, over plain", "feature", side) for side, label in _NAMES.items()),
         ("window of 1024 at S = 16384, over causal", *window),

@@ -129,10 +129,7 @@ class CellResult:
         for side in sides:
             times = (self.ms(side, direction) for direction in DIRECTIONS)
             ratios = (self.ratio(side, direction) for direction in (*DIRECTIONS, "both"))
-            numbers = [
-                *(f"{x:.3f}" if x else "-" for x in times),
-                *(f"{x:.2f}" if x else "-" for x in ratios),
-            ]
+            numbers = [*(f"{x:.3f}" if x else "-" for x in times), *(f"{x:.2f}" if x else "-" for x in ratios)]
             yield (f"{self.name}: {side}", *numbers)
 
 
@@ -142,9 +139,7 @@ class CellResult:
 
 def random_qkv(settings: Settings, device: torch.device, *shape: int) -> tuple[Tensor, ...]:
     generator = torch.Generator(device).manual_seed(settings.seed)
-    return tuple(
-        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3)
-    )
+    return tuple(torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
 
 
 def feature_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
@@ -195,10 +190,7 @@ def equal_cells(settings: Settings, device: torch.device) -> Iterator[Cell]:
         dense = tuple(x.view(batch, seqlen, heads, head_dim) for x in flat)
         for causal in (False, True):
             varlen = partial(attn_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal)
-            sides = {
-                "dense": Side(partial(attn, causal=causal, layout="bshd"), dense),
-                "varlen": Side(varlen, flat),
-            }
+            sides = {"dense": Side(partial(attn, causal=causal, layout="bshd"), dense), "varlen": Side(varlen, flat)}
             mask = "causal" if causal else "full"
             yield Cell("equal", f"D={head_dim} {batch} x {seqlen} {mask}", sides, "dense")
 
@@ -368,9 +360,7 @@ def to_dict(results: Sequence[CellResult], settings: Settings, facts: dict[str, 
             }
             for direction, samples in one.samples.items()
         }
-        cells.append(
-            {"kind": one.kind, "name": one.name, "base": one.base, "sides": sides, "errors": one.errors}
-        )
+        cells.append({"kind": one.kind, "name": one.name, "base": one.base, "sides": sides, "errors": one.errors})
     lengths = ragged_lengths(settings)
     return {"settings": asdict(settings), "ragged": lengths, "machine": facts, "cells": cells}
 

@@ -95,9 +95,7 @@ FEATURES: dict[str, Callable[[Shape, torch.device], dict[str, Any]]] = {
 }
 # Torch work that makes an operand of the kernel: counted in the floor if a call launches it.
 MADE_BY_TORCH: dict[str, Callable[[Shape, torch.device], Callable[[], Tensor]]] = {
-    "dropout": lambda shape, device: partial(
-        torch.randint, (1 << 63) - 1, (2,), dtype=torch.int64, device=device
-    ),
+    "dropout": lambda shape, device: partial(torch.randint, (1 << 63) - 1, (2,), dtype=torch.int64, device=device),
     "max_logit": lambda shape, device: partial(torch.full, (shape.heads,), -math.inf, device=device),
 }
 ONE_FEATURE = Goal(over_floor_us=10.0)
@@ -155,9 +153,7 @@ def _forward(feature: str, shape: Shape, device: torch.device) -> Callable[..., 
     if feature == "score_mod":
         shift = 0.5
         # A new function in every call, as in the forward of a module.
-        return lambda q, k, v: cute_flash.attn(
-            q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score + shift
-        )
+        return lambda q, k, v: cute_flash.attn(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score + shift)
     if feature == "varlen":
         steps = range(0, (shape.batch + 1) * shape.seqlen, shape.seqlen)
         offsets = torch.tensor(steps, dtype=torch.int32, device=device)

@@ -66,12 +66,7 @@ def case_record(case: Case, figures: Figures, base: Mapping[str, Any]) -> dict[s
     base_ratio = base.get("cases", {}).get(case.name, {}).get("ratio")
     bounds = case.goal.bounds(base_ratio)
     sides = {
-        side: {
-            "median_us": statistics.median(us),
-            "lowest_us": min(us),
-            "highest_us": max(us),
-            "process_us": us,
-        }
+        side: {"median_us": statistics.median(us), "lowest_us": min(us), "highest_us": max(us), "process_us": us}
         for side, us in figures.process_us.items()
     }
     return {

@@ -60,12 +60,8 @@ def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Fun
         "capped": Function({"score_mod": capped}, partial(mods_fa4.function, "capped", CAP)),
         "relative": Function({"score_mod": relative}, partial(mods_fa4.function, "relative", table, NEAR)),
         "causal": Function({"mask_mod": masks.causal()}, partial(mods_fa4.function, "causal")),
-        "prefix": Function(
-            {"mask_mod": masks.prefix_lm(PREFIX)}, partial(mods_fa4.function, "prefix", PREFIX)
-        ),
-        "window": Function(
-            {"mask_mod": masks.sliding_window(WINDOW)}, partial(mods_fa4.function, "window", WINDOW)
-        ),
+        "prefix": Function({"mask_mod": masks.prefix_lm(PREFIX)}, partial(mods_fa4.function, "prefix", PREFIX)),
+        "window": Function({"mask_mod": masks.sliding_window(WINDOW)}, partial(mods_fa4.function, "window", WINDOW)),
     }
 
 

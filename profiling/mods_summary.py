@@ -76,9 +76,7 @@ def _place(cell: dict[str, Any]) -> tuple[int, list[int]]:
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the records of runs that measured different cells with the same settings on the same machine."""
     choices = ("head_dims", "functions", "peers")
-    same = [
-        {name: value for name, value in part["settings"].items() if name not in choices} for part in parts
-    ]
+    same = [{name: value for name, value in part["settings"].items() if name not in choices} for part in parts]
     names = [(cell["kind"], cell["name"]) for part in parts for cell in part["cells"]]
     if any(settings != same[0] for settings in same):
         raise ValueError("the parts were measured with different settings")

@@ -25,12 +25,7 @@ from profiling.suites import DTYPES, MASKS, Shape
 from profiling.trial import forward_of
 
 # The layouts of shared memory that each kernel can have; the first is the default.
-LAYOUTS = {
-    "fwd-sm80": VARIANTS,
-    "fwd-sm90": HOPPER_VARIANTS,
-    "bwd-sm80": VARIANTS[:1],
-    "bwd-sm90": HOPPER_VARIANTS[:1],
-}
+LAYOUTS = {"fwd-sm80": VARIANTS, "fwd-sm90": HOPPER_VARIANTS, "bwd-sm80": VARIANTS[:1], "bwd-sm90": HOPPER_VARIANTS[:1]}
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 
 # Each section costs passes and bytes of the report: InstructionStats and MemoryWorkloadAnalysis_Tables were a third
 # of it. METRICS has the counters of ComputeWorkloadAnalysis.
-SECTIONS = (
-    "SpeedOfLight",
-    "MemoryWorkloadAnalysis",
-    "SchedulerStats",
-    "WarpStateStats",
-    "LaunchStats",
-    "Occupancy",
-)
+SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "LaunchStats", "Occupancy")
 
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
@@ -121,9 +114,7 @@ def trim_raw(text: str) -> str:
     return _as_csv([[row[i] for i in columns] for row in rows])
 
 
-def raw_of(
-    kernel: str, capability: str, measured: Mapping[str, float | None], stalls: Mapping[str, float]
-) -> str:
+def raw_of(kernel: str, capability: str, measured: Mapping[str, float | None], stalls: Mapping[str, float]) -> str:
     """The table of one launch, from its record."""
     values = {METRICS[key]: value for key, value in measured.items() if value is not None}
     values |= {_STALL_NAME.format(reason): value for reason, value in stalls.items()}

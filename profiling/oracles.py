@@ -81,9 +81,7 @@ def backward_oracles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
     picks = (pick_rows, pick_keys, pick_keys)
     return {
         name: Oracle.of(
-            pick,
-            torch.cat([grads[i] for grads in exact], dim=1),
-            torch.cat([grads[i] for grads in rough], dim=1),
+            pick, torch.cat([grads[i] for grads in exact], dim=1), torch.cat([grads[i] for grads in rough], dim=1)
         )
         for i, (name, pick) in enumerate(zip(GRADIENTS, picks, strict=True))
     }

@@ -112,11 +112,7 @@ def hbm_bytes(record: dict[str, Any], title: str) -> str:
     cases = [case for case in record["cases"].values() if case["measured"]]
     order = list(LAYOUTS)
     cases.sort(
-        key=lambda case: (
-            order.index(case["kernel"]),
-            -_head_dim(case),
-            LAYOUTS[case["kernel"]].index(case["layout"]),
-        )
+        key=lambda case: (order.index(case["kernel"]), -_head_dim(case), LAYOUTS[case["kernel"]].index(case["layout"]))
     )
     names, width = 210, (WIDTH - 210 - 16) / 2
     canvas = Canvas(WIDTH, HEAD + 20 + len(cases) * ROW_HEIGHT + 16, title)

@@ -52,9 +52,7 @@ class Provider(Protocol):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call: ...
 
-    def prepare_backward(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
-    ) -> BackwardCall: ...
+    def prepare_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> BackwardCall: ...
 
 
 def _missing(load: Callable[[], object]) -> str | None:
@@ -297,9 +295,7 @@ def select(names: Sequence[str], kernels: str = "auto") -> list[Provider]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def split_available(
-    providers: Sequence[Provider], direction: str = "fwd"
-) -> tuple[list[Provider], dict[str, str]]:
+def split_available(providers: Sequence[Provider], direction: str = "fwd") -> tuple[list[Provider], dict[str, str]]:
     """The providers that can run a direction here, and the reason for each of the others."""
     reasons = {provider.name: provider.available(direction) for provider in providers}
     unavailable = {name: reason for name, reason in reasons.items() if reason is not None}

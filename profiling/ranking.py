@@ -198,11 +198,7 @@ def speed_tables(tuning: Tuning) -> list[Table]:
             if one.entry is None:
                 rows.append((one.name, _verdict(one), *speeds, NOTHING, NOTHING, NOTHING))
                 continue
-            uses = (
-                _by_mask(one.entry, "registers"),
-                _by_mask(one.entry, "spill_bytes"),
-                _kilobytes(one.entry),
-            )
+            uses = (_by_mask(one.entry, "registers"), _by_mask(one.entry, "spill_bytes"), _kilobytes(one.entry))
             rows.append((_name(one.entry), _verdict(one), *speeds, *uses))
         title = f"{tuning.settings['family']} {tuning.settings['dtype']}, D={head_dim}"
         tables.append(Table(title, (*columns, "registers", "spilled B", "smem KB"), tuple(rows)))

@@ -69,8 +69,7 @@ class Canvas:
 
     def _add(self, name: str, kind: str, **attributes: float | str) -> None:
         pairs = "".join(
-            f' {key}="{value if isinstance(value, str) else number(value)}"'
-            for key, value in attributes.items()
+            f' {key}="{value if isinstance(value, str) else number(value)}"' for key, value in attributes.items()
         )
         self._lines.append(f'<{name} class="{kind}"{pairs}/>')
 

@@ -198,12 +198,7 @@ def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, 
 
 
 def _time_cell(
-    cell: Cell,
-    variants: Sequence[Variant],
-    peers: Sequence[str],
-    settings: Settings,
-    arch: ArchSpec,
-    pool: Runner,
+    cell: Cell, variants: Sequence[Variant], peers: Sequence[str], settings: Settings, arch: ArchSpec, pool: Runner
 ) -> tuple[Cell, dict[str, Result]]:
     """The cell with its results, and the results of providers that broke the process.
 

@@ -288,8 +288,7 @@ def _with(values: Sequence[int], value: int) -> tuple[int, ...]:
 def _steps(tile: Tile, row: Tile, choices: Mapping[str, tuple[int, ...]]) -> int:
     """The distance of two tiles: the sum over fields of the distance in the list of choices."""
     return sum(
-        abs(values.index(getattr(tile, name)) - values.index(getattr(row, name)))
-        for name, values in choices.items()
+        abs(values.index(getattr(tile, name)) - values.index(getattr(row, name))) for name, values in choices.items()
     )
 
 

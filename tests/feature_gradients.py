@@ -58,11 +58,7 @@ def assert_outputs(
 
 
 def assert_feature_gradients(
-    attend: Attend,
-    case: AnyCombination,
-    tensors: dict[str, Tensor],
-    douts: Outputs,
-    scale: float | None = None,
+    attend: Attend, case: AnyCombination, tensors: dict[str, Tensor], douts: Outputs, scale: float | None = None
 ) -> dict[str, Tensor]:
     """Out, LSE, and the gradients of q, k, v, alibi and sinks, by whatever `attend` is; they are returned."""
     wide = {name: x.double() for name, x in tensors.items()}

@@ -143,8 +143,7 @@ class Case:
         drawn = random.Random(self.seed)
         bound = max(1, self.sizes.seqlen_k // 2)
         return Band(
-            drawn.randrange(bound) if left else None,
-            drawn.choice((0, drawn.randrange(bound))) if right else None,
+            drawn.randrange(bound) if left else None, drawn.choice((0, drawn.randrange(bound))) if right else None
         )
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,10 +19,7 @@ from cute_flash.reference import tiled
 from cute_flash.spec.band import Band
 from tests.combinations import normal
 
-CLOSE = {
-    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
-    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
-}
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.float64: {"rtol": 1e-12, "atol": 1e-13}}
 
 
 def qkv(

@@ -125,10 +125,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seqused_k": torch.tensor([3]).int()}, "seqused_k has 1 lengths for 2 sequences"),
     ({"seqused_k": torch.tensor([3, 4])}, "seqused_k is torch.int64"),
     ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is negative"),
-    (
-        {"q": torch.zeros(1, 9, 4, 4)},
-        r"q has shape \(1, 9, 4, 4\): expected sequences .*, \(T, H, D\)",
-    ),
+    ({"q": torch.zeros(1, 9, 4, 4)}, r"q has shape \(1, 9, 4, 4\): expected sequences .*, \(T, H, D\)"),
     ({"q": torch.zeros(9, 3, 4, dtype=torch.float64)}, "q has 3 heads and k, v have 2"),
     ({"alibi": torch.zeros(3, 4)}, r"alibi has shape \(3, 4\): expected \(4,\) or \(2, 4\)"),
     ({"dropout": 2.0}, "dropout=2.0"),

@@ -99,9 +99,7 @@ FEATURES: list[tuple[dict[str, Any], bool, bool]] = [
 
 
 @pytest.mark.parametrize(
-    ("features", "requires_grad", "varlen"),
-    FEATURES,
-    ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x),
+    ("features", "requires_grad", "varlen"), FEATURES, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )
 def test_opcheck_features(features: dict[str, Any], requires_grad: bool, varlen: bool) -> None:
     lengths = Lengths([4, 5], [2, 9], [1, 7], (2, 1)) if varlen else None

@@ -70,13 +70,7 @@ class HeadMods:
     mask_part: Part | None  # subexpressions of mask_mod that depend on the head
 
     @cute.jit
-    def load_bias(
-        self,
-        mask: Mask,
-        first_col: Int32,
-        is_full: cutlass.Constexpr,
-        by_warp: cutlass.Constexpr = False,
-    ):
+    def load_bias(self, mask: Mask, first_col: Int32, is_full: cutlass.Constexpr, by_warp: cutlass.Constexpr = False):
         """Start to load the bias of the block that begins at a column; None without a bias.
 
         To be called before waiting for the scores. `is_full`: all keys of the block exist; `by_warp`: all lanes call it
@@ -103,12 +97,7 @@ class HeadMods:
 
     @cute.jit
     def _load_pair(
-        self,
-        target: cute.Tensor,
-        row: cute.Pointer,
-        column: tuple,
-        seqlen_k: Int32,
-        is_full: cutlass.Constexpr,
+        self, target: cute.Tensor, row: cute.Pointer, column: tuple, seqlen_k: Int32, is_full: cutlass.Constexpr
     ):
         """Load two neighbouring keys, the first of which is even. With paired loads both exist, or none."""
         first, offset = column
@@ -152,12 +141,7 @@ class HeadMods:
                     acc_S_mn[r, c] = cutlass.select_(is_visible, acc_S_mn[r, c], -Float32.inf)
 
     def fused_exp2(
-        self,
-        mask: Mask,
-        first_col: Int32,
-        factors: tuple,
-        bias: BlockBias | None,
-        applies_mask: bool,
+        self, mask: Mask, first_col: Int32, factors: tuple, bias: BlockBias | None, applies_mask: bool
     ) -> "ModExp2":
         """The fused pass for a block that the band does not mask. `applies_mask`: it evaluates mask_mod."""
         score, masks = self.score_part, self.mask_part if applies_mask else None

@@ -93,12 +93,7 @@ class Score:
 
     @cute.jit
     def apply_relative(
-        self,
-        acc_S_mn: cute.Tensor,
-        mask: Mask,
-        block: tuple,
-        reference: tuple,
-        looks_near: cutlass.Constexpr = True,
+        self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple, reference: tuple, looks_near: cutlass.Constexpr = True
     ):
         """Do what `apply` does, and subtract the reference of each row.
 

@@ -163,9 +163,7 @@ class BlockScores:
 def tanh_derivative(t: Float32) -> Float32:
     """1 - t², and 0 for a masked score, -inf"""
     return cute.arch.inline_ptx(
-        "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Float32],
-        read_only_args=[-t, t, Float32(1.0)],
+        "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[-t, t, Float32(1.0)]
     )
 
 

@@ -50,9 +50,7 @@ class DQSemaphore:
         count = Int32(-1)
         while count != rank:
             count = cute.arch.inline_ptx(
-                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
-                write_only_types=[Int32],
-                read_only_args=[address],
+                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
             )
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")

@@ -118,11 +118,7 @@ class Softmax:
 
     @cute.jit
     def is_outgrown(
-        self,
-        acc_S_mn: cute.Tensor,
-        block_max: cute.Tensor,
-        keys_seen: Int32,
-        reference: tuple | None = None,
+        self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32, reference: tuple | None = None
     ):
         """Whether a row of this warp exceeds m by more than the threshold; computes `block_max`.
 
@@ -239,11 +235,7 @@ class Softmax:
 
     @cute.jit
     def finish(
-        self,
-        acc_O_mn: cute.Tensor,
-        lse: cute.Tensor,
-        sink: Float32 | None = None,
-        dropout_scale: Float32 | None = None,
+        self, acc_O_mn: cute.Tensor, lse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
         """Normalise the output, and compute the LSE of each row."""
         inverse = cute.make_fragment_like(self.row_sum)
@@ -252,11 +244,7 @@ class Softmax:
 
     @cute.jit
     def close(
-        self,
-        lse: cute.Tensor,
-        inverse: cute.Tensor,
-        sink: Float32 | None = None,
-        dropout_scale: Float32 | None = None,
+        self, lse: cute.Tensor, inverse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
         """The natural LSE of each row, and 1 / l, times the scale of dropout. A row without keys has an LSE of -inf,
         or of the sink, and 0 for 1 / l.

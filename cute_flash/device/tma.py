@@ -55,13 +55,7 @@ class TmaTiles:
 
     @cute.jit
     def load(
-        self,
-        sX: cute.Tensor,
-        block: Int32,
-        head: Int32,
-        batch: Int32,
-        barrier: cute.Pointer,
-        column: Int32 | int = 0,
+        self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, barrier: cute.Pointer, column: Int32 | int = 0
     ):
         """Start to load one tile of rows, the `column`-th of its row tiles, into sX (rows, cols).
 
@@ -93,8 +87,7 @@ class VarlenTmaTiles:
         _, by_head, by_row, by_column = mX.stride
         back = cute.assume(WRAP_STRIDE - Int64(by_row), divby=8)
         layout = cute.make_layout(
-            (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY)),
-            stride=(by_row, by_column, by_head, by_row, back),
+            (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY)), stride=(by_row, by_column, by_head, by_row, back)
         )
         mWrapped = cute.make_tensor(mX.iterator, layout)
         smem = cute.make_composed_layout(byte_swizzle(tile), 0, to_cute(tile.layout.layout))

@@ -205,9 +205,7 @@ def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | Non
         try:
             return _load(path)
         except (OSError, RuntimeError, AttributeError) as error:
-            warnings.warn(
-                f"kernel cache: {path} cannot be loaded ({error}); built again", CacheWarning, stacklevel=4
-            )
+            warnings.warn(f"kernel cache: {path} cannot be loaded ({error}); built again", CacheWarning, stacklevel=4)
     return None
 
 

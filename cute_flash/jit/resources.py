@@ -93,9 +93,7 @@ def kernel_resources(key: CompileKey) -> Resources:
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
         with contextlib.redirect_stderr(remarks):
-            function = compiling.cute_compile(
-                key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}"
-            )
+            function = compiling.cute_compile(key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}")
         cubin, ptx = function.__cubin__, function.__ptx__
     log = _COLOUR.sub("", remarks.getvalue())
     spills, registers = _SPILLS.search(log), _REGISTERS.search(log)

@@ -165,9 +165,7 @@ def plan_forward(
     # Without a mask a packed kernel needs no position of a row, so it is the same as an unpacked one. `seqused_k` stays
     # False: the kernel reads lengths from the tile list.
     compiled = replace(
-        static,
-        pack_gqa=pack_gqa and static.is_bounded,
-        mods=None if static.mods is None else static.mods.for_forward,
+        static, pack_gqa=pack_gqa and static.is_bounded, mods=None if static.mods is None else static.mods.for_forward
     )
     launches, workspace = [CompileKey.of(f"fwd_{family}", compiled, tile, target)], []
     if problem.varlen:
@@ -360,11 +358,7 @@ def _bwd_launches(
     # Pre- and postprocess work row by row: mask and features do not matter to them.
     rows = Static(static.dtype, problem.head_dim, varlen=problem.varlen)
     preprocess = replace(
-        rows,
-        head_dim=problem.width_v,
-        out_fp32=problem.out_fp32,
-        deterministic=deterministic,
-        has_dlse=has_dlse,
+        rows, head_dim=problem.width_v, out_fp32=problem.out_fp32, deterministic=deterministic, has_dlse=has_dlse
     )
     wide = "_wide" * isinstance(tile, BwdTileSm90Wide)
     launches = (

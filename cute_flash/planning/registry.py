@@ -34,11 +34,7 @@ def _scalars(type: str, *names: str) -> tuple[Operand, ...]:
 # ---- operands of every call
 # ----------------------------------------------------------------------------------------------------------
 
-Q, K, V = (
-    _rows("q", "B", "H", "Sq", "D"),
-    _rows("k", "B", "Hkv", "Sk", "D"),
-    _rows("v", "B", "Hkv", "Sk", "Dv"),
-)
+Q, K, V = (_rows("q", "B", "H", "Sq", "D"), _rows("k", "B", "Hkv", "Sk", "D"), _rows("v", "B", "Hkv", "Sk", "Dv"))
 OUT = _rows("out", "B", "H", "Sq", "Dv", element="out")
 LSE = Operand("lse", "statistics f32", ("B", "H", "Sq"))
 SCALE, WINDOW = Operand("scale", "f32"), _scalars("i32", "window_left", "window_right")
@@ -49,10 +45,7 @@ NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i6
 # Queries of one head. With pack_gqa the rows of q are those of several heads, so its shape does not give the number.
 POSITIONS = Operand("seqlen_q", "i32")
 # Index lists of a block mask. In the forward: those of full blocks, then those of partial blocks.
-FWD_BLOCKS, BWD_BLOCKS = (
-    Operand("block_indices", "fwd_block_indices"),
-    Operand("block_indices", "bwd_block_indices"),
-)
+FWD_BLOCKS, BWD_BLOCKS = (Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices"))
 # Tiles of a varlen batch, written by the scheduler kernel.
 Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
 # Gradients. dQ is accumulated in fp32, in tiles whose elements have the order of the MMA accumulators.
@@ -97,8 +90,7 @@ KERNELS = {
     "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
     "bwd_sm90_wide": KernelSpec("sm90.bwd_wide:BwdSm90Wide", (*_BWD, NUM_CTAS, TILE_COUNTER)),
     "bwd_preprocess": KernelSpec(
-        "common.preprocess:BwdPreprocess",
-        (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES),
+        "common.preprocess:BwdPreprocess", (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES)
     ),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),

@@ -44,9 +44,7 @@ def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile
     return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
 
 
-def num_blocks(
-    band: Band, block: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index
-) -> Index:
+def num_blocks(band: Band, block: Index, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
     """Column blocks that one tile visits."""
     visited = band.blocks(block, tile_rows, tile_columns, rows, columns)
     return visited.end - visited.begin

@@ -42,14 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tenso
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    args: AttentionArgs,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: AttentionArgs
 ) -> Gradients:
     """Return dq, dk, dv and the gradients of `args.differentiable`, in its order; None for tensors without a gradient.
 

@@ -7,18 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_flash.spec.dropout import (
-    APART,
-    KEYS,
-    MAX_DRAW,
-    MULTIPLIERS,
-    ROUNDS,
-    ROWS,
-    SECOND,
-    WEYL,
-    WORD,
-    threshold,
-)
+from cute_flash.spec.dropout import APART, KEYS, MAX_DRAW, MULTIPLIERS, ROUNDS, ROWS, SECOND, WEYL, WORD, threshold
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -30,12 +19,7 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     for _ in range(ROUNDS):
         # The product of two words has 64 bits, which int64 holds; the highest is its sign bit.
         low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (high >> 32 & WORD) ^ c1 ^ k0,
-            high & WORD,
-            (low >> 32 & WORD) ^ c3 ^ k1,
-            low & WORD,
-        )
+        c0, c1, c2, c3 = ((high >> 32 & WORD) ^ c1 ^ k0, high & WORD, (low >> 32 & WORD) ^ c3 ^ k1, low & WORD)
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return c0, c1, c2, c3
 

@@ -114,9 +114,7 @@ class _Tile:
 
 def _features(args: AttentionArgs, q: Tensor, k: Tensor, b: slice, h: slice, sequence: int) -> ScoreFeatures:
     part = Part(
-        batch=range(sequence + b.start, sequence + b.stop),
-        heads_kv=range(h.start, h.stop),
-        group=group_size(q, k),
+        batch=range(sequence + b.start, sequence + b.stop), heads_kv=range(h.start, h.stop), group=group_size(q, k)
     )
     return ScoreFeatures(args, part, (q.shape[2], k.shape[2]), lse_dtype(q.dtype), q.shape[1])
 

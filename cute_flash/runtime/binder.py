@@ -270,11 +270,7 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
 
 
 def bind_backward(
-    plan: Plan,
-    device: torch.device,
-    copies_inputs: bool,
-    copies_gradients: bool,
-    captures: tuple[int, ...] = (),
+    plan: Plan, device: torch.device, copies_inputs: bool, copies_gradients: bool, captures: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """Bind the plan of a backward pass to a function of (dout, dlse, q, k, v, out, lse, args).
 

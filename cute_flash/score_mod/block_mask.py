@@ -149,12 +149,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def visible_pairs(
-    mask: BoundMod | None,
-    window: Window,
-    rows: Tensor,
-    keys: Tensor,
-    seqlens: tuple[int, int],
-    head: tuple[int, int],
+    mask: BoundMod | None, window: Window, rows: Tensor, keys: Tensor, seqlens: tuple[int, int], head: tuple[int, int]
 ) -> Tensor:
     """(rows, keys): which keys each query of a (batch, head) sees."""
     (seqlen_q, seqlen_k), (left, right) = seqlens, window
@@ -173,11 +168,7 @@ def visible_pairs(
 
 
 def _status(
-    mask: BoundMod | None,
-    shape: tuple[int, int, int, int],
-    tile: tuple[int, int],
-    window: Window,
-    device: torch.device,
+    mask: BoundMod | None, shape: tuple[int, int, int, int], tile: tuple[int, int], window: Window, device: torch.device
 ) -> Tensor:
     batch, heads, sq, sk = shape
     bits = 0 if mask is None else mask.graph.output_depends

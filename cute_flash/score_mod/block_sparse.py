@@ -25,13 +25,7 @@ _cache: TensorCache[list[Tensor]] = TensorCache(64)
 
 
 def query_block_indices(
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    *,
-    batch: int,
-    heads: int,
-    heads_kv: int,
-    tile: tuple[int, int],
+    tensors: Sequence[Tensor], sizes: Sequence[int], *, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]
 ) -> list[Tensor]:
     """The number of entries (B, Hkv, K/V tiles), and the entries (B, Hkv, K/V tiles, maximal number).
 
@@ -77,7 +71,4 @@ def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: 
     is_partial = flat.gather(-1, order) == PARTIAL
     flags = is_partial * IS_PARTIAL + is_last * IS_LAST
     entries = flags + (m_block << M_BLOCK_SHIFT) + (head << HEAD_SHIFT)
-    return [
-        num.int().expand(batch, heads_kv, -1),
-        entries.int().contiguous().expand(batch, heads_kv, -1, -1),
-    ]
+    return [num.int().expand(batch, heads_kv, -1), entries.int().contiguous().expand(batch, heads_kv, -1, -1)]

@@ -11,13 +11,7 @@ from torch import Tensor
 from cute_flash.score_mod.graph import Builder
 from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, node_of, op, trace_error
 
-KINDS = {
-    torch.bool: "bool",
-    torch.int32: "int",
-    torch.int64: "int",
-    torch.float32: "float",
-    torch.float64: "float",
-}
+KINDS = {torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float32: "float", torch.float64: "float"}
 
 
 def inputs(builder: Builder, names: Sequence[str]) -> list[ScalarProxy]:

@@ -46,11 +46,7 @@ def crd2idx(coord: IntTuple, shape: IntTuple, stride: IntTuple) -> int:
     """
     if isinstance(coord, int) and isinstance(stride, int):
         return coord * stride
-    if (
-        isinstance(shape, int)
-        or isinstance(stride, int)
-        or (isinstance(coord, tuple) and len(coord) != len(shape))
-    ):
+    if isinstance(shape, int) or isinstance(stride, int) or (isinstance(coord, tuple) and len(coord) != len(shape)):
         raise ValueError(f"coordinate {_spell(coord)} does not fit shape {_spell(shape)}")
     if isinstance(coord, int):
         index = 0

@@ -69,13 +69,7 @@ GPUS = {spec.gpu: spec for spec in (*ARCHS.values(), H200)}
 
 # The bandwidth of GPUs that differ from `ARCHS`, which the driver does not report, by a part of the GPU's name. The
 # first match is used.
-_HBM_TBPS = {
-    "GH200": 4.0,
-    "H200": H200.hbm_tbps,
-    "H100 PCIe": 2.0,
-    "A100-PCIE-40GB": 1.555,
-    "A100-SXM4-40GB": 1.555,
-}
+_HBM_TBPS = {"GH200": 4.0, "H200": H200.hbm_tbps, "H100 PCIe": 2.0, "A100-PCIE-40GB": 1.555, "A100-SXM4-40GB": 1.555}
 
 
 def by_name(name: str) -> ArchSpec:

@@ -21,10 +21,5 @@ class DtypeSpec:
 
 DTYPES = {
     spec.name: spec
-    for spec in (
-        DtypeSpec("float16", 2),
-        DtypeSpec("bfloat16", 2),
-        DtypeSpec("float32", 4),
-        DtypeSpec("float64", 8),
-    )
+    for spec in (DtypeSpec("float16", 2), DtypeSpec("bfloat16", 2), DtypeSpec("float32", 4), DtypeSpec("float64", 8))
 }

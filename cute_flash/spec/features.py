@@ -118,12 +118,7 @@ DCAPTURES = Operand("dcaptures", "dcaptures")
 FEATURES = (
     FeatureSpec("softcap", lambda args: args.softcap != 0, 3, (SOFTCAP,), (SOFTCAP,)),
     FeatureSpec(
-        "alibi",
-        lambda args: args.alibi is not None,
-        2,
-        (ALIBI_SLOPES,),
-        (ALIBI_SLOPES, DALIBI_PARTIAL),
-        ("alibi",),
+        "alibi", lambda args: args.alibi is not None, 2, (ALIBI_SLOPES,), (ALIBI_SLOPES, DALIBI_PARTIAL), ("alibi",)
     ),
     # The backward kernels need no sink, because the LSE includes it. A finalizer computes the sinks' gradient.
     FeatureSpec("sinks", lambda args: args.sinks is not None, 1, (SINKS,), (), ("sinks",)),

@@ -147,9 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("inspect", _inspect, "registers, spills and instructions of a kernel; compiles, needs no GPU")
     sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="default: %(default)s")
     _add_mask(sub)
-    sub.add_argument(
-        "--seqlen-k", type=_positive, metavar="S", help="keys: short sequences may use another tile"
-    )
+    sub.add_argument("--seqlen-k", type=_positive, metavar="S", help="keys: short sequences may use another tile")
     sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here, else sm_80")
     sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly")
     sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")

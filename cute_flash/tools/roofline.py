@@ -177,9 +177,7 @@ class Roofline:
         return lines
 
 
-def roofline(
-    problem: Problem, arch: ArchSpec, tile_m: int | None = None, tile_n: int | None = None
-) -> Roofline:
+def roofline(problem: Problem, arch: ArchSpec, tile_m: int | None = None, tile_n: int | None = None) -> Roofline:
     """The roofline with the least traffic or, with `tile_m`, with K and V read once per query tile.
 
     The traffic of a kernel is between the two: if the tiles of a head run at the same time, L2 serves most reads.

@@ -12,12 +12,7 @@ pytest.importorskip("cutlass")
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.runtime import (
-    from_dlpack,
-    make_fake_compact_tensor,
-    make_fake_stream,
-    make_fake_tensor,
-)
+from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_flash.device.mod_arithmetic import CuteArithmetic
 from cute_flash.score_mod.derive import gradient

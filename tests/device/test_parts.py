@@ -82,8 +82,7 @@ def expected_order(
 @pytest.mark.parametrize("batch_is_inner", [False, True])
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "groups"),
-    [((3, 4, 2), (1, 3, 4, 5, 8)), ((1, 1, 1), (1,)), ((5, 3, 3), (2, 9)), ((2, 7, 1), (7, 4))],
+    ("shape", "groups"), [((3, 4, 2), (1, 3, 4, 5, 8)), ((1, 1, 1), (1,)), ((5, 3, 3), (2, 9)), ((2, 7, 1), (7, 4))]
 )
 def test_grid_order(
     monkeypatch: pytest.MonkeyPatch,
@@ -295,16 +294,7 @@ def block_scores(name: str) -> torch.Tensor:
 # Rescaled at every rise of a maximum, or only at steep ones: the result is the same.
 @pytest.mark.parametrize("keys_per_block", [0, 1 << 20])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "random",
-        "slowly rising",
-        "steeply rising",
-        "falling",
-        "first blocks hidden",
-        "holes",
-        "one row hidden",
-    ],
+    "name", ["random", "slowly rising", "steeply rising", "falling", "first blocks hidden", "holes", "one row hidden"]
 )
 def test_online_softmax(name: str, keys_per_block: int, scale: float) -> None:
     scores = block_scores(name)

@@ -167,10 +167,7 @@ def test_scores_less_a_reference(shape: Any, softcap: float | None, slope: float
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("softcap", "slope", "place"),
-    [
-        *((None, 0.03, place) for place in ("touching", "across", "after")),
-        *((x, None, "across") for x in (30.0, 5.0)),
-    ],
+    [*((None, 0.03, place) for place in ("touching", "across", "after")), *((x, None, "across") for x in (30.0, 5.0))],
     ids=str,
 )
 def test_fused_exp2_of_products(softcap: float | None, slope: float | None, place: str) -> None:

@@ -49,10 +49,7 @@ class FeatureCase:
         for name in (ALIBI, SINKS):
             if name in options:
                 options[name] = options[name].to(device)
-        return *make_inputs(case, self.dtype, device), {
-            "window": (case.band.left, case.band.right),
-            **options,
-        }
+        return *make_inputs(case, self.dtype, device), {"window": (case.band.left, case.band.right), **options}
 
     def args(self, q: Tensor, options: dict[str, Any]) -> AttentionArgs:
         """The call for functions of `cute_flash.reference`; dropout has the seed `RNG`."""

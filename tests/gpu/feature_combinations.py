@@ -47,10 +47,7 @@ def _cases() -> list[Combination]:
     made += [case(2, 1, 2, 150, 260, d, BF16, causal, ALL) for d in (40, 96, 192)]
     made += [case(1, 2, 1, 999, 3, 64, BF16, causal, ALL), case(1, 2, 1, 1, 1, 128, FP16, (None, None), ALL)]
     # Many more tiles than SMs, of several query heads: persistent CTAs work on some of each.
-    made += [
-        case(4, 10, 4, 300, 900, 64, BF16, window, ALL),
-        case(4, 10, 4, 300, 900, 128, BF16, causal, ALL),
-    ]
+    made += [case(4, 10, 4, 300, 900, 64, BF16, window, ALL), case(4, 10, 4, 300, 900, 128, BF16, causal, ALL)]
     made += [case(2, 16, 2, 700, 1200, 128, BF16, (None, None), features) for features in (ALIBI, ALL)]
     # Values of another width.
     for widths, features in itertools.product(((128, 64), (192, 128)), (SOFTCAP, ALL)):
@@ -78,10 +75,7 @@ def _varlen_cases() -> list[VarlenCombination]:
 
     some = (ALIBI, SINKS, {**SOFTCAP, **ALIBI}, ALL)
     made = [case(ragged, 2, 2, 128, BF16, causal, features) for features in some]
-    made += [
-        case(used, 3, 1, 64, BF16, full, ALIBI),
-        case(used, 1, 3, 64, FP16, window, {**SOFTCAP, **DROPOUT}),
-    ]
+    made += [case(used, 3, 1, 64, BF16, full, ALIBI), case(used, 1, 3, 64, FP16, window, {**SOFTCAP, **DROPOUT})]
     made += [case(used, 1, 5, 128, BF16, full, ALL)]
     made += [case(ragged, 1, 3, 256, BF16, window, features) for features in (SINKS, ALL)]
     # Slopes that sequences share; head dims that tiles are wider than.

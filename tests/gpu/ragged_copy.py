@@ -58,13 +58,7 @@ class RaggedCopy:
 
     @cute.kernel
     def kernel(
-        self,
-        load: VarlenTmaTiles,
-        store: VarlenTmaTiles,
-        mSeen: cute.Tensor,
-        begin: Int32,
-        length: Int32,
-        block: Int32,
+        self, load: VarlenTmaTiles, store: VarlenTmaTiles, mSeen: cute.Tensor, begin: Int32, length: Int32, block: Int32
     ):
         tile, smem = self.tile, SmemAllocator()
         dtype = CUTE_DTYPES[self.static.dtype]

@@ -18,12 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memor
 
 SQ, SK, NEIGHBOURS = 150, 700, (1, 2, 7, 64, 300)
 HEAD_DIMS = (64, 128, 256)
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"causal": True},
-    {"window": (200, 50)},
-    {"softcap": 8.0, "causal": True},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (200, 50)}, {"softcap": 8.0, "causal": True}]
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:

@@ -25,10 +25,7 @@ def test_a_tile_of_a_sequence(head_dim):
         # Other rows are NaN: none of them may be loaded.
         source = torch.full_like(x, torch.nan)
         source[begin : begin + length] = x[begin : begin + length]
-        target, seen = (
-            torch.full_like(x, 7.0),
-            torch.full((tile.rows, HEADS, tile.cols), 9.0).cuda().bfloat16(),
-        )
+        target, seen = (torch.full_like(x, 7.0), torch.full((tile.rows, HEADS, tile.cols), 9.0).cuda().bfloat16())
         copy(source, target, seen, begin, length, block)
         torch.cuda.synchronize()
         first = begin + block * tile.rows
@@ -48,10 +45,7 @@ def test_strides_of_a_packed_qkv():
 
     copy = RaggedCopy(128).compiled()
     x = torch.randn(TOKENS, 3, HEADS, 128, device="cuda").bfloat16()[:, 1]
-    target, seen = (
-        torch.zeros(TOKENS, HEADS, 128).cuda().bfloat16(),
-        torch.zeros(64, HEADS, 128).cuda().bfloat16(),
-    )
+    target, seen = (torch.zeros(TOKENS, HEADS, 128).cuda().bfloat16(), torch.zeros(64, HEADS, 128).cuda().bfloat16())
     copy(x, target, seen, 300, 70, 1)
     torch.cuda.synchronize()
     assert torch.equal(target[364:370], x[364:370]) and not target[370:].any() and not target[:364].any()

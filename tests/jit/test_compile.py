@@ -107,9 +107,7 @@ def test_a_damaged_entry_is_compiled_again(
     assert cache_info() == CacheInfo(compiles=2, disk_hits=1)
 
 
-def test_an_entry_that_others_may_write_is_compiled_again(
-    builds: list[CompileKey], fresh_cache: Path
-) -> None:
+def test_an_entry_that_others_may_write_is_compiled_again(builds: list[CompileKey], fresh_cache: Path) -> None:
     compiled_kernel(key_of())
     forget()
     (fresh_cache / f"{digest(key_of())}.so").chmod(0o666)
@@ -201,9 +199,7 @@ print(compiling.cache_info().compiles, compiling.cache_info().disk_hits)
 
 def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RACER, str(tmp_path)]
-    racers = [
-        subprocess.Popen([*command, str(number), "2"], stdout=subprocess.PIPE, text=True) for number in range(2)
-    ]
+    racers = [subprocess.Popen([*command, str(number), "2"], stdout=subprocess.PIPE, text=True) for number in range(2)]
     answers = sorted(racer.communicate(timeout=120)[0].split() for racer in racers)
     assert [racer.returncode for racer in racers] == [0, 0]
     assert len((tmp_path / "builds").read_text()) == 1

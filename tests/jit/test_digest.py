@@ -143,15 +143,9 @@ def test_digest_changes_with_the_flavour_of_the_runtime(
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize(
-    ("driver", "flavour"), [(0, "cu13"), (13000, "cu13"), (14010, "cu13"), (12090, "cu12")]
-)
+@pytest.mark.parametrize(("driver", "flavour"), [(0, "cu13"), (13000, "cu13"), (14010, "cu13"), (12090, "cu12")])
 def test_the_runtime_is_the_newest_that_the_driver_serves(
-    driver: int,
-    flavour: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    clear_facts: Callable[[], None],
+    driver: int, flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear_facts: Callable[[], None]
 ) -> None:
     clear_facts()
     package = tmp_path / "dsl" / "python_packages" / "cutlass"
@@ -159,9 +153,7 @@ def test_the_runtime_is_the_newest_that_the_driver_serves(
         library = tmp_path / "dsl" / name / "lib" / "libcute_dsl_runtime.so"
         library.parent.mkdir(parents=True)
         library.touch()
-    monkeypatch.setattr(
-        compiling, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py"))
-    )
+    monkeypatch.setattr(compiling, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py")))
     monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
     assert compiling.runtime_library() == tmp_path / "dsl" / flavour / "lib" / "libcute_dsl_runtime.so"
     compiling.runtime_library.cache_clear()

@@ -83,17 +83,7 @@ def flipped(content: bytes) -> bytes:
         lambda path: path.with_name(path.name + ".sha256").write_text(""),
         lambda path: path.with_name(path.name + ".sha256").write_bytes(b"\xff\xfe"),
     ],
-    ids=[
-        "truncated",
-        "emptied",
-        "flipped",
-        "grown",
-        "gone",
-        "no sum",
-        "wrong sum",
-        "empty sum",
-        "binary sum",
-    ],
+    ids=["truncated", "emptied", "flipped", "grown", "gone", "no sum", "wrong sum", "empty sum", "binary sum"],
 )
 def test_a_damaged_entry_is_a_miss_and_can_be_written_again(cache: DiskCache, damage) -> None:
     path = cache.store("entry", CONTENT, ".so")
@@ -116,9 +106,7 @@ def test_an_entry_that_others_may_write_is_ignored_with_a_warning(cache: DiskCac
     assert cache.find("entry", ".so") == path
 
 
-def test_an_entry_of_someone_else_is_ignored_with_a_warning(
-    cache: DiskCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_of_someone_else_is_ignored_with_a_warning(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.store("entry", CONTENT, ".so")
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
@@ -164,9 +152,7 @@ def test_the_folder_is_made_with_its_parents_for_its_user_alone(
     assert list(folder.iterdir()) == []
 
 
-def test_without_a_variable_it_is_in_the_users_cache_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_variable_it_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUTE_FLASH_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert DiskCache.default().folder == tmp_path / "xdg" / "cute_flash"
@@ -187,9 +173,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.Monke
     blocked = tmp_path / "kernels"
     blocked.write_text("not a folder")
     for folder in (blocked, blocked / "deeper"):
-        with pytest.warns(
-            CacheWarning, match=rf"kernel cache {folder} cannot be used .* for this process only"
-        ):
+        with pytest.warns(CacheWarning, match=rf"kernel cache {folder} cannot be used .* for this process only"):
             found = default_in(folder, monkeypatch)
         check_private_substitute(found, folder)
         # Said once, decided once.

@@ -75,10 +75,7 @@ def test_every_tile_once_and_the_longest_first(
     # order, except that short ones are among tiles of their length.
     def costs(tile: VarlenTile) -> tuple[int, int]:
         rows, columns = (tile.k_len, tile.q_len) if of_keys else (tile.q_len, tile.k_len)
-        return (
-            num_blocks(band, tile.block, rows, columns, *tiles),
-            longest_tile(band, rows, columns, *tiles),
-        )
+        return (num_blocks(band, tile.block, rows, columns, *tiles), longest_tile(band, rows, columns, *tiles))
 
     apart = [order == BY_LENGTH and 2 * own < most for own, most in map(costs, found)]
     classes = [length_class(own if x else most) for x, (own, most) in zip(apart, map(costs, found), strict=True)]

@@ -24,9 +24,7 @@ from layouts import (
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=80)
 
-shapes = st.recursive(
-    st.integers(1, 6), lambda s: st.lists(s, min_size=1, max_size=3).map(tuple), max_leaves=4
-)
+shapes = st.recursive(st.integers(1, 6), lambda s: st.lists(s, min_size=1, max_size=3).map(tuple), max_leaves=4)
 
 
 def _strides_like(shape: IntTuple, strides: st.SearchStrategy[int]) -> st.SearchStrategy[IntTuple]:

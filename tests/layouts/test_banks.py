@@ -217,9 +217,7 @@ def test_idle_lanes_take_no_wavefronts() -> None:
 
 
 def test_detail_of_a_conflict() -> None:
-    plain, swizzled = (
-        ldmatrix_a(SmemTile(64, 64, variant=v).layout, 0, 8).phases[0] for v in ("plain", "swizzled")
-    )
+    plain, swizzled = (ldmatrix_a(SmemTile(64, 64, variant=v).layout, 0, 8).phases[0] for v in ("plain", "swizzled"))
     # Chunk 1 of every row: banks 4 to 7, eight words in each.
     assert plain.banks == {4 + w: [(t, 128 * t + 16 + 4 * w) for t in range(8)] for w in range(4)}
     # Row t holds its chunk 1 in group 1 XOR t: a word in every bank.
@@ -281,9 +279,7 @@ def test_copies_of_other_elements(element_bytes: int) -> None:
 def test_fragments_belong_to_their_warps() -> None:
     tile = SmemTile(64, 64, variant="plain")
     for phase in store_fragment(tile, num_warps=4).phases:
-        assert {thread // 32 for thread, _ in phase.lanes} == {
-            address // 128 // 16 for _, address in phase.lanes
-        }
+        assert {thread // 32 for thread, _ in phase.lanes} == {address // 128 // 16 for _, address in phase.lanes}
 
 
 @pytest.mark.parametrize(
@@ -292,10 +288,7 @@ def test_fragments_belong_to_their_warps() -> None:
         (lambda: ldmatrix_a(SmemTile(64, 64).layout, 56, 0), r"16 bytes from \(64, 0\) leave the layout"),
         (lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 60), r"leave the layout"),
         (lambda: ldmatrix_b(SmemTile(64, 64).layout, -8, 0), r"leave the layout"),
-        (
-            lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 4),
-            r"does not hold 16 aligned contiguous bytes at \(0, 4\)",
-        ),
+        (lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 4), r"does not hold 16 aligned contiguous bytes at \(0, 4\)"),
         # The ends of a chunk in place, its middle not.
         (lambda: ldmatrix_a(Layout((16, (2, 2, 8)), (32, (2, 1, 4))), 0, 0), "does not hold 16 aligned"),
         # Without the transposed view, columns of keys would be read.

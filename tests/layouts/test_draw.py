@@ -74,9 +74,7 @@ def test_colours_change_nothing_else() -> None:
     coloured = text_picture(tile, first_phase(tile), has_colour=True)
     assert coloured.count("\x1b[48;5;") == 16 * 8
     stripped = re.sub("\x1b\\[[0-9;]*m", "", coloured)
-    assert [line.rstrip() for line in stripped.splitlines()] == text_picture(
-        tile, first_phase(tile)
-    ).splitlines()
+    assert [line.rstrip() for line in stripped.splitlines()] == text_picture(tile, first_phase(tile)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -204,19 +202,7 @@ def test_main_draws_a_kernel(capsys) -> None:
     assert out.startswith("V of fwd-sm80, head dim 64, sm_90: 128x64x64, 4 warps")
     assert "threads 0 to 7 together: 8 wavefronts" in out
     (line,) = (line for line in out.splitlines() if line.startswith("V ldmatrix"))
-    assert line.split() == [
-        "V",
-        "ldmatrix",
-        "key",
-        "block",
-        "64",
-        "256",
-        "(0)",
-        "256",
-        "(0)",
-        "2048",
-        "(1792)",
-    ]
+    assert line.split() == ["V", "ldmatrix", "key", "block", "64", "256", "(0)", "256", "(0)", "2048", "(1792)"]
 
 
 def test_main_says_what_no_counter_sees(capsys) -> None:

@@ -9,16 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layouts import (
-    HOPPER_VARIANTS,
-    VARIANTS,
-    ComposedLayout,
-    Layout,
-    SmemTile,
-    Swizzle,
-    byte_swizzle,
-    to_cute,
-)
+from layouts import HOPPER_VARIANTS, VARIANTS, ComposedLayout, Layout, SmemTile, Swizzle, byte_swizzle, to_cute
 
 ALL_VARIANTS = tuple(dict.fromkeys(VARIANTS + HOPPER_VARIANTS))
 deterministic = settings(derandomize=True, deadline=None, max_examples=40)
@@ -55,18 +46,14 @@ def test_sixteen_bytes_stay_together(tile: SmemTile) -> None:
         for col in range(0, tile.cols, tile.chunk_cols):
             first = tile.layout(row, col)
             assert first * tile.element_bytes % 16 == 0
-            assert [tile.layout(row, col + i) - first for i in range(tile.chunk_cols)] == list(
-                range(tile.chunk_cols)
-            )
+            assert [tile.layout(row, col + i) - first for i in range(tile.chunk_cols)] == list(range(tile.chunk_cols))
 
 
 @deterministic
 @given(tiles)
 def test_transposed_is_the_same_memory(tile: SmemTile) -> None:
     assert tile.transposed.extents == (tile.cols, tile.rows)
-    assert all(
-        tile.transposed(c, r) == tile.layout(r, c) for r in range(0, tile.rows, 3) for c in range(tile.cols)
-    )
+    assert all(tile.transposed(c, r) == tile.layout(r, c) for r in range(0, tile.rows, 3) for c in range(tile.cols))
 
 
 @deterministic
@@ -97,9 +84,7 @@ def test_swizzle_of_64_byte_rows(rows: int, cols: int) -> None:
         for col in range(cols):
             block, within = divmod(col, 32)
             chunk, element = divmod(within, 8)
-            assert (
-                tile.layout(row, col) == block * rows * 32 + row * 32 + (chunk ^ row // 2 % 4) * 8 + element
-            )
+            assert tile.layout(row, col) == block * rows * 32 + row * 32 + (chunk ^ row // 2 % 4) * 8 + element
 
 
 @pytest.mark.parametrize(
@@ -141,12 +126,9 @@ def test_a_swizzle_reserves_its_last_block_whole() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    ("rows", "cols", "element_bytes"),
-    [(64, 64, 2), (32, 128, 2), (64, 96, 2), (8, 32, 2), (64, 64, 4), (64, 64, 1)],
+    ("rows", "cols", "element_bytes"), [(64, 64, 2), (32, 128, 2), (64, 96, 2), (8, 32, 2), (64, 64, 4), (64, 64, 1)]
 )
-def test_cute_agrees_index_by_index(
-    cute_indices, rows: int, cols: int, element_bytes: int, variant: str
-) -> None:
+def test_cute_agrees_index_by_index(cute_indices, rows: int, cols: int, element_bytes: int, variant: str) -> None:
     tile = SmemTile(rows, cols, element_bytes, variant)
     theirs, printed = cute_indices(lambda: to_cute(tile.layout), rows * cols)
     # An integer coordinate runs down the rows first.
@@ -155,9 +137,7 @@ def test_cute_agrees_index_by_index(
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("rows", "cols", "bits", "atom_cols"), [(64, 64, 3, 64), (32, 128, 3, 64), (32, 96, 2, 32)]
-)
+@pytest.mark.parametrize(("rows", "cols", "bits", "atom_cols"), [(64, 64, 3, 64), (32, 128, 3, 64), (32, 96, 2, 32)])
 def test_is_what_cute_tiles_itself(cute_indices, rows: int, cols: int, bits: int, atom_cols: int) -> None:
     def build():
         inner = cute.make_layout((8, atom_cols), stride=(atom_cols, 1))

@@ -107,9 +107,7 @@ class Case:
             "" if self.seqlen_k == SEQLEN_K else f"k{self.seqlen_k}",
         ]
         what = "+".join(filter(None, asked)) or "plain"
-        return "/".join(
-            (self.direction, self.family, self.arch, widths, self.dtype, self.mask, what, self.role)
-        )
+        return "/".join((self.direction, self.family, self.arch, widths, self.dtype, self.mask, what, self.role))
 
     @property
     def has_mods(self) -> bool:
@@ -448,11 +446,7 @@ def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
 
 def compile_key(case: Case) -> CompileKey:
     """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
-    names = {
-        "scheduler": "varlen_scheduler",
-        "preprocess": "bwd_preprocess",
-        "postprocess": "bwd_postprocess",
-    }
+    names = {"scheduler": "varlen_scheduler", "preprocess": "bwd_preprocess", "postprocess": "bwd_postprocess"}
     plan = plan_of(case)
     return plan.main if case.role == "main" else plan.launch(names[case.role])
 

@@ -122,9 +122,7 @@ def test_spills_and_serialised_wgmma_are_named() -> None:
 # The command line.
 
 
-def test_check_and_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     only, path = "fwd/sm80/sm_80/d64/bf16/*/plain/main", tmp_path / "digests.json"
     compiled: list[str] = []
 

@@ -177,12 +177,7 @@ def test_deterministic_gradients() -> None:
     assert main.kernel == "bwd_sm90" and main.static.deterministic
     # Wide heads on Hopper, and all on others, by mma.sync.
     wide, both = dataclasses.replace(long, head_dim=136), dataclasses.replace(long, head_dim_v=256)
-    for problem, found_arch in (
-        (wide, sm_90),
-        (both, sm_90),
-        (window, ARCHS["sm_80"]),
-        (wide, ARCHS["sm_86"]),
-    ):
+    for problem, found_arch in ((wide, sm_90), (both, sm_90), (window, ARCHS["sm_80"]), (wide, ARCHS["sm_86"])):
         found = plan_backward(problem, found_arch, deterministic=True)
         assert (found.main.kernel, found.family, found.main.static.deterministic) == ("bwd_sm80", "sm80", True)
         assert found.launch("bwd_preprocess").static.deterministic

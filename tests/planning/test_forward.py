@@ -110,15 +110,7 @@ def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "pays"),
-    [
-        (8, 1, True),
-        (8, 64, True),
-        (8, 127, False),
-        (2, 64, True),
-        (2, 65, False),
-        (1, 5, False),
-        (8, 128, False),
-    ],
+    [(8, 1, True), (8, 64, True), (8, 127, False), (2, 64, True), (2, 65, False), (1, 5, False), (8, 128, False)],
 )
 def test_heads_are_packed_where_they_fill_fewer_tiles(heads: int, seqlen_q: int, pays: bool) -> None:
     found = plan_forward(Problem(1, heads, 1, seqlen_q, 4000, 128), H100, can_pack_gqa=True)

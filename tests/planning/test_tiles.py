@@ -105,9 +105,7 @@ def test_row_cites_its_measurement_or_says_that_there_is_none(entry: Entry) -> N
 
 
 @pytest.mark.parametrize("entry", AMPERE, ids=row_id)
-def test_row_fits_the_shared_memory_and_registers_of_its_table(
-    entry: tuple[str, ArchSpec, FwdTileSm80],
-) -> None:
+def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: tuple[str, ArchSpec, FwdTileSm80]) -> None:
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v)

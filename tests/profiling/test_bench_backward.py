@@ -121,8 +121,7 @@ def transpose_heads(dq, dk, dv):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "label"),
-    [(unwritten, "normal dk"), (forget_a_query_head, "normal dv"), (transpose_heads, "normal dq")],
+    ("spoil", "label"), [(unwritten, "normal dk"), (forget_a_query_head, "normal dv"), (transpose_heads, "normal dq")]
 )
 def test_a_wrong_peer_is_never_the_best(spoil, label):
     timer = FakeTimer()

@@ -11,9 +11,7 @@ from profiling.record import write_json
 from profiling.timing import Samples
 from tests.profiling.fakes import FakeTimer
 
-SMALL = Settings(
-    head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, window=5, sequences=2, rounds=2, ms=1.0
-)
+SMALL = Settings(head_dims=(8,), hidden=16, batch=2, seqlen=24, long=40, window=5, sequences=2, rounds=2, ms=1.0)
 
 
 @pytest.fixture
@@ -27,9 +25,7 @@ def test_all_cells_run_and_what_fails_is_told(short_sequences, tmp_path, capsys)
     assert [one.kind for one in found] == ["feature"] * 2 + ["window"] + ["equal"] * 2 + ["ragged"] * 2
     for one in found:
         # FlashAttention-3 has no CPU path: its sides fail, and the others are measured all the same.
-        assert all(name.startswith("fa3") for name in one.errors) and bool(one.errors) == (
-            one.kind == "ragged"
-        )
+        assert all(name.startswith("fa3") for name in one.errors) and bool(one.errors) == (one.kind == "ragged")
         rest = {side for samples in one.samples.values() for side in samples}
         assert rest and len(one.samples["fwd"]) == len(one.samples["bwd"]) == len(rest)
     write_json(features.to_dict(found, SMALL, {"gpu": "none"}), tmp_path / "features.json")

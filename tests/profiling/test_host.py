@@ -175,9 +175,7 @@ Q, LSE = (2, 2, 16, 16), (2, 2, 16)
     ],
     ids=lambda x: x.name if isinstance(x, Case) else "",
 )
-def test_a_floor_repeats_the_launches_and_allocates_what_the_call_allocates(
-    launched, allocated, case, kernels, shapes
-):
+def test_a_floor_repeats_the_launches_and_allocates_what_the_call_allocates(launched, allocated, case, kernels, shapes):
     floor = floor_of(case)
     key, operands = launched[-1]
     launched.clear()

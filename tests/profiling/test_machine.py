@@ -50,10 +50,7 @@ def test_the_dirty_flag():
     found = facts(lambda command: answers[command[1] if command[0] == "git" else command[0]])
     assert (found["git_dirty"], found["git_commit"], found["driver"]) == (True, "abc", "580.1")
     answers["status"] = ""
-    assert (
-        facts(lambda command: answers[command[1] if command[0] == "git" else command[0]])["git_dirty"]
-        is False
-    )
+    assert facts(lambda command: answers[command[1] if command[0] == "git" else command[0]])["git_dirty"] is False
 
 
 def test_no_reason_is_an_empty_list():

@@ -113,13 +113,7 @@ def test_without_a_gpu_it_says_so(capsys):
 
 
 @pytest.mark.parametrize(
-    "args",
-    [
-        ("--providers", "fa5"),
-        ("--masks", "diagonal"),
-        ("--base", "no-such-file.json"),
-        ("--reference", "fa5"),
-    ],
+    "args", [("--providers", "fa5"), ("--masks", "diagonal"), ("--base", "no-such-file.json"), ("--reference", "fa5")]
 )
 def test_wrong_arguments_are_named(args, capsys):
     assert cli.main(("bench", *args)) == cli.NOT_MEASURED

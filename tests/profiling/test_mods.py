@@ -214,12 +214,8 @@ def _result(kind, name, base, fwd, bwd):
 
 
 RUN = [
-    _result(
-        "function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}
-    ),
-    _result(
-        "function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}
-    ),
+    _result("function", "D=64 a", "flex", {"flex": 2, "fa4": 1, "cute_flash": 1}, {"flex": 6, "cute_flash": 3}),
+    _result("function", "D=128 b", "flex", {"flex": 8, "fa4": 4, "cute_flash": 1}, {"flex": 4, "cute_flash": 4}),
     _result(
         "documents",
         "D=64",
@@ -280,9 +276,7 @@ def test_with_a_lock_everything_is_compiled_before_anything_is_timed(tmp_path, m
     monkeypatch.setattr(
         features, "_first_call", lambda *args, real=features._first_call: order.append("call") or real(*args)
     )
-    cells = {
-        "function": lambda settings, device: (Cell("function", x, {"a": _times(1.0)}, "a") for x in "xy")
-    }
+    cells = {"function": lambda settings, device: (Cell("function", x, {"a": _times(1.0)}, "a") for x in "xy")}
     saved: list[int] = []
     for lock, expected in ((None, "ccttcctt"), (GpuLock(tmp_path / "lock"), "cccctttt")):
         order.clear()

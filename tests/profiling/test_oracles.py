@@ -161,7 +161,5 @@ def test_a_wrong_gradient_is_found_and_the_others_are_not_blamed(spoil):
 
 def test_gradients_of_the_full_mask_are_wrong_for_the_causal_one():
     inputs = tensors(GROUPED)
-    right, full = (
-        {name: grad.bfloat16() for name, grad in exact(inputs, causal).items()} for causal in (True, False)
-    )
+    right, full = ({name: grad.bfloat16() for name, grad in exact(inputs, causal).items()} for causal in (True, False))
     assert all(judged(backward_oracles(*inputs, True), full, right).values())

@@ -82,9 +82,7 @@ def test_keys_are_stable_and_sorted_and_nothing_is_left_out(tmp_path):
         data = json.loads(path.read_text())
         assert list(data) == sorted(data)
         assert data["cells"][0]["key"] == "fwd-bf16-d128-full-s512-b32h16"
-        shapes.append(
-            (sorted(data), sorted(data["cells"][0]), sorted(data["cells"][0]["results"]["cute_flash"]))
-        )
+        shapes.append((sorted(data), sorted(data["cells"][0]), sorted(data["cells"][0]["results"]["cute_flash"])))
     assert shapes[0] == shapes[1]
 
 
@@ -132,8 +130,7 @@ def test_only_common_cells_with_the_peer_are_compared():
 def test_another_reference_is_looked_up_in_the_base():
     base = run(cell(cute_flash=result(500.0), sdpa_flash=result(250.0), fa3=result(1000.0)))
     now = run(
-        cell(cute_flash=result(500.0), sdpa_flash=result(125.0), fa3=result(1000.0)),
-        settings={"reference": "fa3"},
+        cell(cute_flash=result(500.0), sdpa_flash=result(125.0), fa3=result(1000.0)), settings={"reference": "fa3"}
     )
     (change,) = compare.changes(now, base)
     assert (change.before, change.after) == (0.5, 0.5)

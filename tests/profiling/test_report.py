@@ -19,9 +19,7 @@ def rows_of(table: Table) -> dict[str, dict[str, str]]:
 
 RUN = run(
     cell(512, cute_flash=result(400.0, 2.1e-3), sdpa_flash=result(200.0), fa3=result(500.0)),
-    cell(
-        1024, cute_flash=result(900.0), sdpa_flash=result(225.0, spread=0.2), fa3=result(600.0, is_wrong=True)
-    ),
+    cell(1024, cute_flash=result(900.0), sdpa_flash=result(225.0, spread=0.2), fa3=result(600.0, is_wrong=True)),
     cell(2048, cute_flash=result(None), sdpa_flash=result(230.0), fa3=result(650.0)),
 )
 
@@ -48,8 +46,7 @@ def test_cells_show_speed_ratios_error_and_marks():
 def gradients(*errors: float, **fields) -> Result:
     """A result whose dq, dk and dv have these errors."""
     accuracy = {
-        f"normal d{x}": Accuracy(error, 1e-2, 0, 3e-3, error > 0.01)
-        for x, error in zip("qkv", errors, strict=True)
+        f"normal d{x}": Accuracy(error, 1e-2, 0, 3e-3, error > 0.01) for x, error in zip("qkv", errors, strict=True)
     }
     return replace(result(400.0, is_repeatable=None), accuracy=accuracy, **fields)
 
@@ -60,9 +57,7 @@ def backward_cell(**results: Result) -> Cell:
 
 
 BACKWARD = run(
-    backward_cell(
-        cute_flash=gradients(2e-3, 3e-3, 1e-3), sdpa_flash=gradients(2e-3, 2e-3, 2e-3, tflops=200.0)
-    )
+    backward_cell(cute_flash=gradients(2e-3, 3e-3, 1e-3), sdpa_flash=gradients(2e-3, 2e-3, 2e-3, tflops=200.0))
 )
 
 
@@ -84,9 +79,7 @@ def test_a_wrong_gradient_is_named_and_one_that_is_no_number_has_no_ratio():
     wrong = gradients(2e-3, 0.5, 1e-3)
     broken = run(backward_cell(cute_flash=wrong, sdpa_flash=gradients(2e-3, 2e-3, 2e-3)))
     (failure,) = report.failures(broken)
-    assert failure.startswith(
-        f"{broken.cells[0].key}: cute_flash wrong in dk on normal inputs: relative error 0.5"
-    )
+    assert failure.startswith(f"{broken.cells[0].key}: cute_flash wrong in dk on normal inputs: relative error 0.5")
     assert rows_of(report.cell_tables(broken)[0])["512"]["cute_flash"] == "400!"
     nan = {**wrong.accuracy, "normal dv": Accuracy(None, None, 5, None, True)}
     cells = backward_cell(cute_flash=replace(wrong, accuracy=nan), sdpa_flash=gradients(2e-3, 2e-3, 2e-3))
@@ -135,9 +128,7 @@ def test_absence_of_ours_is_a_failure_of_a_peer_a_note():
 def test_the_same_error_in_many_cells_is_one_line():
     many = run(*(cell(s, cute_flash=result(1.0), sdpa_flash=result(None)) for s in (512, 1024, 2048)))
     assert report.failures(many) == []
-    assert report.notes(many) == [
-        f"{many.cells[0].key} and 2 more: sdpa-flash failed: RuntimeError: no kernel"
-    ]
+    assert report.notes(many) == [f"{many.cells[0].key} and 2 more: sdpa-flash failed: RuntimeError: no kernel"]
 
 
 def test_changes_name_the_regression():

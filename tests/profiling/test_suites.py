@@ -57,10 +57,7 @@ def test_nonsense_is_refused(narrow):
 
 
 def test_grouped_heads():
-    for name, shape in {
-        "gqa": Shape(2, 32, 8, 8192, 128, False),
-        "gqa8": Shape(4, 64, 8, 4096, 128, True),
-    }.items():
+    for name, shape in {"gqa": Shape(2, 32, 8, 8192, 128, False), "gqa8": Shape(4, 64, 8, 4096, 128, True)}.items():
         shapes = SUITES[name].shapes()
         assert shape in shapes
         assert {one.batch * one.seqlen for one in shapes} == {16384}

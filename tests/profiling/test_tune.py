@@ -117,9 +117,7 @@ def world(monkeypatch) -> Iterator[World]:
     monkeypatch.setattr(trial, "precompile", world.precompile)
     monkeypatch.setattr(trial, "note", world.note)
     monkeypatch.setattr(trial, "tools", lambda is_graph: tools(world.timer))
-    monkeypatch.setattr(
-        trial, "select", lambda names: [FakeProvider(name, world.timer, 2.0) for name in names]
-    )
+    monkeypatch.setattr(trial, "select", lambda names: [FakeProvider(name, world.timer, 2.0) for name in names])
     monkeypatch.setattr(trial, "ODD_SHAPES", ((1, 2, 1, 90, 33), (1, 2, 2, 33, 33)))
     monkeypatch.setitem(tune.SUITES, "quick", Suite(64, 128, (16, 32), (64,)))
     # Different in every real run.
@@ -278,9 +276,7 @@ def test_the_file_is_written_after_every_step_and_stable(world, tmp_path):
     # After the builds, after the checks, after each of four cells, at the end.
     assert [len(json.loads(text)["cells"]) for text in world.saved] == [0, 0, 1, 2, 3, 4, 4]
     assert [json.loads(text)["is_complete"] for text in world.saved] == [False] * 6 + [True]
-    assert (
-        sum("built in" in line for line in world.lines) == sum("right" in line for line in world.lines) == 4
-    )
+    assert sum("built in" in line for line in world.lines) == sum("right" in line for line in world.lines) == 4
     first, second = tmp_path / "1.json", tmp_path / "2.json"
     write_json(ranking.to_dict(tuning), first)
     world.timer.now_ms = 0.0
@@ -363,9 +359,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     build = variant["builds"]["full"]
     assert build["spill_bytes"] == 0 and build["ctas_per_sm"] >= 1 and build["notes"] == []
     # On Hopper those at launch, before the warpgroups that multiply get more.
-    assert build["registers"] <= 255 and (
-        family == HOPPER or row.tile.accumulator_registers < build["registers"]
-    )
+    assert build["registers"] <= 255 and (family == HOPPER or row.tile.accumulator_registers < build["registers"])
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,7 @@ def test_order_and_spaces_do_not_matter_and_defaults_may_be_told():
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        (
-            "128x64 w4 s2 z3",
-            "'z3' is neither a shape such as 128x64, nor a number after one of w, s, q, d, nor a file",
-        ),
+        ("128x64 w4 s2 z3", "'z3' is neither a shape such as 128x64, nor a number after one of w, s, q, d, nor a file"),
         ("tiles.txt", "'tiles.txt' is neither a shape"),
         ("128x64 w s2", "'w' is neither a shape"),
         ("128x64 s2", "w (num_warps) missing"),
@@ -135,12 +132,7 @@ def test_mistakes_in_hopper_variants_are_named(text, part):
 
 def test_sets_are_expanded():
     assert expand("128x64 w4 s2") == ["128x64 w4 s2"]
-    assert expand("128x{48, 64} w4 s{1,2}") == [
-        "128x48 w4 s1",
-        "128x48 w4 s2",
-        "128x64 w4 s1",
-        "128x64 w4 s2",
-    ]
+    assert expand("128x{48, 64} w4 s{1,2}") == ["128x48 w4 s1", "128x48 w4 s2", "128x64 w4 s1", "128x64 w4 s2"]
 
 
 def test_files_and_expressions_are_read(tmp_path):

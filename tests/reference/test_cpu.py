@@ -97,12 +97,7 @@ def test_memory_is_bounded(budget: int, heads_kv: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "case",
     # Many batches, many heads, many heads on one key head, wide heads: each alone could exceed the budget.
-    [
-        Case(64, 4, 4, 40, 40, 8),
-        Case(1, 96, 96, 40, 40, 8),
-        Case(1, 96, 1, 40, 40, 8),
-        Case(2, 8, 2, 40, 40, 96),
-    ],
+    [Case(64, 4, 4, 40, 40, 8), Case(1, 96, 96, 40, 40, 8), Case(1, 96, 1, 40, 40, 8), Case(2, 8, 2, 40, 40, 96)],
     ids=lambda case: case.id,
 )
 def test_memory_is_bounded_in_every_direction(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

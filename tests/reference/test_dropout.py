@@ -54,8 +54,7 @@ def test_the_model_has_the_published_vectors(rounds: int, known: list[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys"),
-    [(range(0, 32), range(0, 16)), (range(13, 37), range(14, 50)), (range(56, 57), range(7, 8))],
+    ("rows", "keys"), [(range(0, 32), range(0, 16)), (range(13, 37), range(14, 50)), (range(56, 57), range(7, 8))]
 )
 def test_each_score_has_the_documented_draw(rows: range, keys: range) -> None:
     seed, offset, heads = 0x7123456789ABCDEF, 0x3FEDCBA987654321, 5

@@ -287,8 +287,7 @@ def test_nvtx_ranges(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize(
-    ("q", "k"),
-    [((0, 2, 3), (0, 2, 5)), ((2, 0, 3), (2, 0, 5)), ((2, 2, 0), (2, 2, 5)), ((2, 4, 3), (2, 2, 0))],
+    ("q", "k"), [((0, 2, 3), (0, 2, 5)), ((2, 0, 3), (2, 0, 5)), ((2, 2, 0), (2, 2, 5)), ((2, 4, 3), (2, 2, 0))]
 )
 def test_empty_problems_compile_nothing(gpu: FakeGpu, q: tuple[int, ...], k: tuple[int, ...], scale: float) -> None:
     for _ in range(2):

@@ -259,12 +259,7 @@ def test_softcap_with_slopes_is_compiled_with_dropout_where_it_would_spill(gpu: 
 
 @pytest.mark.parametrize(
     "lengths",
-    [
-        Lengths([0, 0], [3, 4]),
-        Lengths([3, 4], [0, 0]),
-        Lengths([3, 4], [0, 0], None, (5, 0)),
-        Lengths([], []),
-    ],
+    [Lengths([0, 0], [3, 4]), Lengths([3, 4], [0, 0]), Lengths([3, 4], [0, 0], None, (5, 0)), Lengths([], [])],
     ids=("queries", "keys", "padding", "sequences"),
 )
 def test_nothing_to_launch_with_features(gpu: FakeGpu, lengths: Lengths) -> None:

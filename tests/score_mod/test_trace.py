@@ -279,9 +279,7 @@ def test_builder_folds() -> None:
 def test_call() -> None:
     table = torch.rand(4)
     call = BoundMods.of(
-        lambda s, b, h, q, kv: s * 0.5 + table[h] * SIZE,
-        window(3),
-        lambda grad, s, b, h, q, kv: grad * 0.5,
+        lambda s, b, h, q, kv: s * 0.5 + table[h] * SIZE, window(3), lambda grad, s, b, h, q, kv: grad * 0.5
     )
     parts = call.graphs.split(call.captures, call.scalars)
     assert parts.score == ((table,), (5,)) and parts.mask == ((), (3,)) and parts.bwd == ((), ())

@@ -29,12 +29,7 @@ def changed(**fields: object) -> Problem:
 
 @pytest.mark.parametrize(
     ("band", "has_left", "has_right"),
-    [
-        (Band(), False, False),
-        (Band(None, 0), False, True),
-        (Band(0, None), True, False),
-        (Band(7, 3), True, True),
-    ],
+    [(Band(), False, False), (Band(None, 0), False, True), (Band(0, None), True, False), (Band(7, 3), True, True)],
 )
 def test_static_is_dtype_head_dim_and_presence_of_bounds(band: Band, has_left: bool, has_right: bool) -> None:
     problem = Problem(3, 8, 4, 5, 6, 96, "float16", band)

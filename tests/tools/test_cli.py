@@ -200,9 +200,7 @@ def test_inspect_fails_on_spills_and_serialised_wgmma(
     assert ("C7510" in out) == bool(serialised)
 
 
-def test_inspect_knows_the_hopper_kernel(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_inspect_knows_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     kernel_resources, keys = fake_resources()
     monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
     assert main(["inspect", "--head-dim", "128", "--causal", "--arch", "sm_90"]) == 0
@@ -219,9 +217,7 @@ def test_inspect_knows_the_hopper_kernel(
     assert "HMMA 320" in capsys.readouterr().out
 
 
-def test_inspect_finds_the_tile_of_a_length(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_inspect_finds_the_tile_of_a_length(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     kernel_resources, keys = fake_resources()
     monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
     for seqlen_k in ("100", "1000000"):
@@ -232,9 +228,7 @@ def test_inspect_finds_the_tile_of_a_length(
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("name", "target", "mma"), [("sm_80", "sm_80", "HMMA"), ("sm_90", "sm_90a", "HGMMA")]
-)
+@pytest.mark.parametrize(("name", "target", "mma"), [("sm_80", "sm_80", "HMMA"), ("sm_90", "sm_90a", "HGMMA")])
 def test_inspect_writes_the_code_it_counted(
     name: str, target: str, mma: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -296,9 +290,7 @@ def test_precompile_leaves_nothing_to_compile(
     bands = (Band(), Band(None, 0), Band(100, 3))
     lengths = list(itertools.product((1, 100, 5000), (1, 1000, 1024, 1025, 2048, 2049, 1 << 20)))
     needed = {
-        plan_forward(
-            Problem(1, heads, 1, *length, dim, dtype, band), arch.ARCHS[name], can_pack_gqa=can_pack_gqa
-        ).main
+        plan_forward(Problem(1, heads, 1, *length, dim, dtype, band), arch.ARCHS[name], can_pack_gqa=can_pack_gqa).main
         for dim, dtype, band in itertools.product((64, 128, 256), ("bfloat16", "float16"), bands)
         for length, heads, can_pack_gqa in itertools.product(lengths, (1, 8), (False, True))
     }
@@ -316,9 +308,7 @@ def test_precompile_without_gpu_wants_an_architecture(
 
 
 @pytest.mark.filterwarnings("ignore::cute_flash.jit.disk.CacheWarning")
-def test_precompile_into_a_folder_that_is_not_kept_fails(
-    fresh_cache: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_precompile_into_a_folder_that_is_not_kept_fails(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
     fresh_cache.write_text("a file in its place")
     assert main(["precompile", "--arch", "sm_80"]) == 1
     assert "doctor" in capsys.readouterr().err
@@ -349,19 +339,13 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(resources, "kernel_resources", fake_resources()[0])
     # Every row gets the result of the row before it.
-    monkeypatch.setattr(
-        demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2)
-    )
+    monkeypatch.setattr(demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2))
     assert main(["demo"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
 def test_a_nan_or_a_bad_mean_is_wrong() -> None:
     right = demo.Error(1e-2, 1e-4)
-    for bad in (
-        demo.Error(float("nan"), float("nan")),
-        demo.Error(1e-2, 3e-4),
-        demo.Error(3e-2, 1e-4),
-    ):
+    for bad in (demo.Error(float("nan"), float("nan")), demo.Error(1e-2, 3e-4), demo.Error(3e-2, 1e-4)):
         assert demo.Comparison(right, right, right, right).is_right
         assert not demo.Comparison(bad, right, right, right).is_right

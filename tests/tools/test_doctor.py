@@ -98,9 +98,7 @@ def test_doctor_compares_driver_and_flavour(
 
 
 @needs_no_gpu
-@pytest.mark.parametrize(
-    ("visible", "cuda", "status"), [(0, None, "note"), (2, None, "broken"), (2, "13.0", "broken")]
-)
+@pytest.mark.parametrize(("visible", "cuda", "status"), [(0, None, "note"), (2, None, "broken"), (2, "13.0", "broken")])
 def test_doctor_finds_a_torch_that_does_not_fit_the_machine(
     visible: int, cuda: str | None, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,12 +59,7 @@ class BwdPostprocessSm80:
             keep_mangled_name=False,
         )
         params = Params(
-            mdQ_accum=dq_accum,
-            mdQ=dq,
-            scale=dq_scale,
-            tiled_mma=self.grid.mma(),
-            copy_out=copy_out,
-            mTiles=q_tile_list,
+            mdQ_accum=dq_accum, mdQ=dq, scale=dq_scale, tiled_mma=self.grid.mma(), copy_out=copy_out, mTiles=q_tile_list
         )
         self.kernel(params).launch(grid=(num_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream)
 

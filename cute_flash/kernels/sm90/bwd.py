@@ -184,11 +184,7 @@ class BwdSm90:
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_ctas, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+            grid=(num_ctas, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel

@@ -161,11 +161,7 @@ class BwdSm90Wide:
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(
-            grid=(num_ctas, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+            grid=(num_ctas, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     def bounds(self, left: Int32, right: Int32) -> tuple:
@@ -460,9 +456,7 @@ class BwdSm90Wide:
         rest = cute.make_rmem_tensor(4, Float32)
         for j in cutlass.range_constexpr(4):
             rest[j] = cute.arch.inline_ptx(
-                "mov.b32 {$w0}, {$r0};",
-                write_only_types=[Float32],
-                read_only_args=[state.acc_dQ[4 * pieces + j]],
+                "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[state.acc_dQ[4 * pieces + j]]
             )
         return rest
 

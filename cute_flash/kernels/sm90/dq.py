@@ -52,13 +52,7 @@ def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass
 
 @cute.jit
 def store_dq(
-    acc: cute.Tensor,
-    mdQ: cute.Tensor,
-    coord: tuple,
-    tiled_mma: cute.TiledMma,
-    config: tuple,
-    wg: Int32,
-    thread: Int32,
+    acc: cute.Tensor, mdQ: cute.Tensor, coord: tuple, tiled_mma: cute.TiledMma, config: tuple, wg: Int32, thread: Int32
 ):
     """Store a warpgroup's part of an m_block, which is scaled, as rows in the type of q.
 

@@ -76,11 +76,7 @@ def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: In
 
 @cute.jit
 def transform(
-    tile: MmaTile,
-    acc_S: cute.Tensor,
-    first_column: Int32,
-    bias: BlockBias | None,
-    looks_near: cutlass.Constexpr,
+    tile: MmaTile, acc_S: cute.Tensor, first_column: Int32, bias: BlockBias | None, looks_near: cutlass.Constexpr
 ):
     """Softcap, ALiBi, bias and score_mod, in place, before the mask."""
     if cutlass.const_expr(tile.score_params.score is not None):

@@ -61,9 +61,7 @@ def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool 
     return None
 
 
-def _bwd_rows(
-    family: str, arch: ArchSpec, static: Static, cost: int, deterministic: bool
-) -> tuple[AnyBwdTile, ...]:
+def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, deterministic: bool) -> tuple[AnyBwdTile, ...]:
     is_plain = cost == 0
     mod_ops = 0 if static.mods is None else static.mods.bwd_ops_per_score
     if family != "sm90":

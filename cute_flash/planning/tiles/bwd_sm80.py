@@ -48,9 +48,7 @@ class BwdTileSm80:
                 raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
         at_once = copy_rows(self.head_dim, self.num_threads)
         if self.tile_n % at_once or self.tile_m % at_once:
-            raise ValueError(
-                f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy"
-            )
+            raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
 
     @property
     def num_threads(self) -> int:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cute_flash.planning.tiles.common import (
-    COST_ANY,
-    COST_DROPOUT,
-    COST_SOFTCAP,
-    COST_USER_MOD,
-    WARPGROUP_ROWS,
-)
+from cute_flash.planning.tiles.common import COST_ANY, COST_DROPOUT, COST_SOFTCAP, COST_USER_MOD, WARPGROUP_ROWS
 from cute_flash.spec.arch import ArchSpec
 
 

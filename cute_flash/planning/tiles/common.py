@@ -43,6 +43,4 @@ def check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
 
 def divides_block_mask(tile: Any, static: Static) -> bool:
     """Whether tiles divide the blocks of a block mask; true without a block mask."""
-    return not (
-        static.block_sparse and (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n)
-    )
+    return not (static.block_sparse and (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n))

@@ -45,17 +45,14 @@ class FwdTileSm80:
             raise ValueError(f"{self.num_warps=} must be 1, 2, 4 or 8")
         rows = WARP_ROWS * self.num_warps
         if self.tile_m % rows or self.tile_m <= 0:
-            raise ValueError(
-                f"{self.tile_m=} must be a multiple of {rows}: {self.num_warps} warps of {WARP_ROWS} rows"
-            )
+            raise ValueError(f"{self.tile_m=} must be a multiple of {rows}: {self.num_warps} warps of {WARP_ROWS} rows")
         if self.tile_n % WARP_KEYS or self.tile_n <= 0:
             raise ValueError(f"{self.tile_n=} must be a positive multiple of {WARP_KEYS}")
         if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
             raise ValueError(f"{self.head_dim=} must be a multiple of 32 up to 256")
         if self.tile_n % self.copy_rows or self.tile_m % self.copy_rows:
             raise ValueError(
-                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, "
-                "the rows one copy covers"
+                f"{self.tile_m=} and {self.tile_n=} must be multiples of {self.copy_rows}, the rows one copy covers"
             )
         if self.stages not in (1, 2):
             raise ValueError(f"{self.stages=} must be 1 or 2")

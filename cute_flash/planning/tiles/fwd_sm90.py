@@ -61,9 +61,7 @@ class FwdTileSm90:
         if self.q_stages == 2 and self.width_v > self.head_dim:
             raise ValueError(f"{self.q_stages=}: an output of width {self.width_v} does not fit Q's stage")
         if self.dropout_producer and (self.num_warpgroups != 2 or self.tile_n % (2 * WARP_KEYS)):
-            raise ValueError(
-                f"{self.dropout_producer=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32"
-            )
+            raise ValueError(f"{self.dropout_producer=}: for 2 warpgroups, and {self.tile_n=} a multiple of 32")
         if self.bias_stages not in (0, 1, 2, 4):
             raise ValueError(f"{self.bias_stages=} must be 0, 1, 2 or 4")
         check_layout(self.layout, HOPPER_VARIANTS, "TMA and wgmma use atoms of 8 rows, swizzled or not")
@@ -157,16 +155,10 @@ _FOR_BLOCK_MASKS = (
     "user functions and block masks: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
 )
 _DROPOUT = "not measured: for dropout"
-_DROPOUT_128 = (
-    "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
-)
+_DROPOUT_128 = "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
 _BIAS = "not measured: for a bias"
-_BIAS_64 = (
-    "H200, bf16, B=4, S=4096, hidden 2048: bias of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
-)
-_BIAS_128 = (
-    "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
-)
+_BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
+_BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
 
 # The first row that supports a problem and fits is chosen.
 # fmt: off
