@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from inspect import signature
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,45 +125,25 @@ def attn(
     return (out, lse) if return_lse else out
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] = UNBOUNDED,
-    scale: float | None = None,
-    return_lse: bool = False,
-    layout: str = "bhsd",
-    deterministic: bool = False,
-    softcap: float | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float | None = None,
-    return_max_logit: bool = False,
-    out_dtype: torch.dtype | None = None,
-    batch_invariant: bool = False,
-    bias: Tensor | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
-    score_mod_bwd: Callable | None = None,
-    block_mask: BlockMask | None = None,
-    block_map: BlockMask | None = None,
-) -> Support:
-    """Return whether `attn` supports these arguments, as a truth value with a reason. Nothing is launched.
+def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
+    """Return whether `attn` supports these tensors and keywords, as a truth value with a reason. Nothing is launched.
 
     The answer covers the forward pass and, with `deterministic`, the gradients.
     """
+    call = signature(attn).bind(q, k, v, **keywords)
+    call.apply_defaults()
+    given = SimpleNamespace(**call.arguments)
     try:
-        left, right = _checked(window)
+        left, right = _checked(given.window)
         args = _args(
-            _default_scale(q) if scale is None else scale, left, 0 if causal else right, deterministic, softcap,
-            return_max_logit, _is_fp32_output(q, out_dtype), batch_invariant,
+            _default_scale(q) if given.scale is None else given.scale, left, 0 if given.causal else right,
+            given.deterministic, given.softcap, given.return_max_logit, _is_fp32_output(q, given.out_dtype),
+            given.batch_invariant,
         )  # fmt: skip
-        args = _with_features(args, q, alibi, sinks, dropout, draws_seed=False)
-        block_mask = block_map if block_mask is None else block_mask
-        args = _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
-        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, layout)), args)
+        args = _with_features(args, q, given.alibi, given.sinks, given.dropout, draws_seed=False)
+        block_mask = given.block_map if given.block_mask is None else given.block_mask
+        args = _with_mods(args, given.bias, given.score_mod, given.mask_mod, given.score_mod_bwd, block_mask)
+        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, given.layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
