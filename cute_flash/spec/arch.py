@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cute_flash.spec.problem import UnsupportedError
+from cute_flash.errors import UnsupportedError
 
 KIB = 1024
 
@@ -19,7 +19,7 @@ KIB = 1024
 class ArchSpec:
     name: str  # as the compiler spells it: "sm_80"
     gpu: str  # name of the GPU with the rates below
-    smem_per_block: int  # bytes that a CTA can allocate
+    smem_per_cta: int  # bytes that a CTA can allocate
     smem_per_sm: int
     registers_per_sm: int
     max_threads_per_sm: int

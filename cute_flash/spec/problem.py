@@ -142,6 +142,11 @@ class Problem:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
+    def batch_dim(self) -> int:
+        """The batch size of tensors by head; a head of a varlen batch has the tokens of all sequences."""
+        return 1 if self.varlen else self.batch
+
+    @property
     def group(self) -> int:
         """Query heads that share a K/V head."""
         return self.heads // self.heads_kv if self.heads_kv else 1
