@@ -7,21 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
+from cute_flash.planning import varlen
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.common import ELEMENT_BYTES, Tile
-from cute_flash.planning.varlen import (
-    ASCENDING,
-    BY_LENGTH,
-    DESCENDING,
-    NUM_LENGTH_CLASSES,
-    TILE_LIST_HEADER,
-    TILE_LIST_WIDTH,
-    max_tiles,
-    num_padded_blocks,
-)
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.family import FAMILIES, check_family
@@ -47,7 +38,7 @@ class SchedulerTile:
     @property
     def smem_bytes(self) -> int:
         """A counter for each length class, and a sum for each warp."""
-        return 4 * (NUM_LENGTH_CLASSES + NUM_LENGTH_CLASSES // 32)
+        return 4 * (varlen.NUM_LENGTH_CLASSES + varlen.NUM_LENGTH_CLASSES // 32)
 
 
 @dataclass(frozen=True)
@@ -166,7 +157,7 @@ def plan_forward(
     workspace = []
     if problem.varlen:
         workspace.append(_tile_list("q_tile_list", head_tiles))
-        sizes |= _scheduler_sizes(problem, tile, BY_LENGTH if static.is_bounded else ASCENDING)
+        sizes |= _scheduler_sizes(problem, tile, varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING)
     if "return_max_logit" in problem.features:
         workspace.append(Buffer("max_logit", (problem.heads,), init="-inf"))
     return Plan(
@@ -209,7 +200,7 @@ def _tiles_differ(static: Static) -> bool:
 def _num_tiles(problem: Problem, seqlen: int, tile_rows: int, has_unused: bool = False) -> int:
     """Tiles of a head; an upper bound for a varlen batch."""
     if problem.varlen:
-        return max_tiles(seqlen, tile_rows, problem.batch, has_unused)
+        return varlen.max_tiles(seqlen, tile_rows, problem.batch, has_unused)
     return ceil_div(seqlen, tile_rows)
 
 
@@ -249,7 +240,7 @@ def _scheduler(
 
 
 def _tile_list(name: str, num_tiles: int) -> Buffer:
-    return Buffer(name, (TILE_LIST_HEADER + num_tiles, TILE_LIST_WIDTH), "int32")
+    return Buffer(name, (varlen.TILE_LIST_HEADER + num_tiles, varlen.TILE_LIST_WIDTH), "int32")
 
 
 def _scheduler_sizes(problem: Problem, tile: Any, tile_order: int) -> dict[str, int]:
@@ -316,7 +307,7 @@ def _plan_backward(
         workspace.append(_tile_list("kv_tile_list", num_kv_tiles))
         workspace.append(_tile_list("q_tile_list", _num_tiles(problem, problem.seqlen_q, tile.tile_m)))
         # With a semaphore a tile waits for the tiles of later keys of its sequence, so those start first.
-        order = DESCENDING if deterministic else BY_LENGTH if static.is_bounded else ASCENDING
+        order = varlen.DESCENDING if deterministic else varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING
         sizes |= _scheduler_sizes(problem, tile, order)
     if "alibi" in problem.features:
         # Zeros, because K/V blocks that no query sees write nothing.
@@ -371,7 +362,7 @@ def _bwd_launches(
 def _num_blocks(problem: Problem, seqlen: int, tile_rows: int) -> int:
     """Blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
     if problem.varlen:
-        return num_padded_blocks(seqlen, tile_rows, problem.batch)
+        return varlen.num_padded_blocks(seqlen, tile_rows, problem.batch)
     return ceil_div(seqlen, tile_rows)
 
 
@@ -379,7 +370,7 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     """The message for gradients that the requested family does not compute; 'sm80' computes all."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     blocks = ("block_mask",) if problem.block_sparse else ()
-    names = "".join(f"{name} and " for name in (*problem.backward_features, *blocks))
+    names = "".join(f"{name} and " for name in (*backward_features(problem.features), *blocks))
     what = "deterministic gradients" if deterministic else "the gradient"
     least = "only on sm_90" + (", up to head_dim=128" if deterministic or problem.varlen or names else "")
     return (

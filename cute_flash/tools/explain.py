@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.dtypes import DTYPES
+from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
@@ -39,7 +39,7 @@ class Explanation:
     @property
     def papers_sram_bytes(self) -> int:
         """The shared memory of this tile by the papers' formula, which includes S and O."""
-        tile, element_bytes = self.plan.tile, DTYPES[self.plan.problem.dtype].bytes
+        tile, element_bytes = self.plan.tile, DTYPE_BYTES[self.plan.problem.dtype]
         return roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, element_bytes)
 
     def lines(self) -> list[str]:

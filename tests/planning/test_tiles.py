@@ -323,7 +323,7 @@ def test_hopper_tiles_need_wgmma_and_fit_exactly() -> None:
     tile = FwdTileSm90(64, 128, 64, 2)
     assert tile.fits(dataclasses.replace(SM_90, smem_per_cta=tile.smem_bytes))
     assert not tile.fits(dataclasses.replace(SM_90, smem_per_cta=tile.smem_bytes - 1))
-    assert not tile.fits(dataclasses.replace(SM_90, has_wgmma=False))
+    assert not tile.fits(dataclasses.replace(SM_90, name="sm_89"))
     assert not any(tile.fits(arch) for arch in ARCHS.values() if arch.capability < (9, 0))
 
 

@@ -61,8 +61,7 @@ def test_ridge_points() -> None:
     assert ARCHS["sm_90"].ridge == pytest.approx(295, abs=0.5)
 
 
-def test_only_hopper_has_tma_and_wgmma() -> None:
-    assert [name for name, spec in ARCHS.items() if spec.has_tma] == ["sm_90"]
+def test_only_hopper_has_wgmma() -> None:
     assert [name for name, spec in ARCHS.items() if spec.has_wgmma] == ["sm_90"]
 
 
