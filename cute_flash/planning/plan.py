@@ -139,17 +139,17 @@ def plan_forward(
     tile = tile or fwd_tile(family, arch, problem)
     check_tile_fits_mods(problem, tile.tile_m, tile.tile_n)
     pack_gqa = can_pack_gqa and family == "sm90" and _packing_pays(problem, tile.tile_m)
-    # With pack_gqa the query heads of a K/V head are rows of one matrix.
-    packed = problem.group if pack_gqa else 1
-    head_tiles = _num_tiles(problem, packed * problem.seqlen_q, tile.tile_m)
-    num_tiles = head_tiles * (problem.heads // packed) * problem.batch_dim
+    # Query heads that share a tile.
+    packed_heads = problem.group if pack_gqa else 1
+    head_tiles = _num_tiles(problem, packed_heads * problem.seqlen_q, tile.tile_m)
+    num_tiles = head_tiles * (problem.heads // packed_heads) * problem.batch_dim
     if num_tiles > MAX_TILES:
         raise UnsupportedError(f"{num_tiles} tiles: at most {MAX_TILES}; split the batch")
     is_sm90, static = family == "sm90", problem.static
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * ELEMENT_BYTES
     sizes = {
-        # Query heads.
-        "heads_per_l2_group": _kv_heads_in_l2(problem, arch, kv_bytes) * problem.group // packed,
+        # Query heads whose K and V fit into L2 together.
+        "heads_per_l2_group": _kv_heads_in_l2(problem, arch, kv_bytes) * problem.group // packed_heads,
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_sm90 else num_tiles,
         "seqlen_q": problem.seqlen_q,

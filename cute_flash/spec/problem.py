@@ -174,7 +174,8 @@ class Problem:
         For a varlen batch, it is the average length. A narrow window counts as `NARROW // 2` keys, whatever its bounds
         are, because plans do not depend on the bounds.
         """
-        if None not in self.band.bounds and sum(self.band.bounds) < NARROW:
+        left, right = self.band.bounds
+        if left is not None and right is not None and left + right < NARROW:
             return min(self.seqlen_k, NARROW // 2)
         return -(-self.seqlen_k // max(self.batch, 1)) if self.varlen else self.seqlen_k
 
