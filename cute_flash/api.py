@@ -148,9 +148,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
 
-            plan_forward(problem, detect(q.device.index))
+            plan_forward(problem, detect(q.device.index), args.kernels)
             if args.deterministic:
-                plan_backward(problem, detect(q.device.index), True)
+                plan_backward(problem, detect(q.device.index), True, family=args.kernels)
     except ValueError as error:
         return Support(False, str(error))
     return Support(True)

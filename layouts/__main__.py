@@ -18,7 +18,6 @@ from typing import Any
 from cute_flash.planning.plan import plan_forward
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS, SmemTile
 from cute_flash.spec import arch
-from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from layouts.banks import ACCESSES, Phase
 from layouts.draw import conflict_table, kernel_table, svg_banks, svg_picture, text_banks, text_picture
@@ -88,8 +87,8 @@ def _has_colour(choice: str) -> bool:
 
 def _kernel_tile(args: argparse.Namespace) -> Any:
     """The row of the kernel's table of tiles."""
-    with use_kernels(args.kernel.removeprefix("fwd-")):
-        return plan_forward(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch)).tile
+    family = args.kernel.removeprefix("fwd-")
+    return plan_forward(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch), family).tile
 
 
 def _marked(uses: Sequence[Use], operand: str, instruction: str | None) -> tuple[Phase, ...]:

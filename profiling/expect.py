@@ -8,7 +8,7 @@ from cute_flash.planning.plan import Plan
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
-from cute_flash.spec.dtypes import DTYPES
+from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.problem import Problem
 from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
 from profiling.ncu_case import Case
@@ -72,7 +72,7 @@ def work_of(plan: Plan) -> Work:
 
 def _forward_bytes(problem: Problem) -> tuple[int, int]:
     """Read: Q, K and V. Written: O and the LSE."""
-    p, size = problem, DTYPES[problem.dtype].bytes
+    p, size = problem, DTYPE_BYTES[problem.dtype]
     rows = p.heads * p.seqlen_q
     read = p.batch * (rows * p.head_dim + p.heads_kv * p.seqlen_k * (p.head_dim + p.width_v)) * size
     return read, p.batch * rows * (p.width_v * size + FP32_BYTES)
@@ -80,7 +80,7 @@ def _forward_bytes(problem: Problem) -> tuple[int, int]:
 
 def _backward_bytes(problem: Problem) -> tuple[int, int]:
     """Of the main kernel. Read: Q, K, V, dO, LSE, delta and dq_accum; written: dK, dV and dq_accum."""
-    p, size = problem, DTYPES[problem.dtype].bytes
+    p, size = problem, DTYPE_BYTES[problem.dtype]
     rows, keys = p.batch * p.heads * p.seqlen_q, p.batch * p.heads_kv * p.seqlen_k
     sums = rows * p.head_dim * FP32_BYTES
     read = (rows + keys) * (p.head_dim + p.width_v) * size + 2 * rows * FP32_BYTES + sums

@@ -152,7 +152,7 @@ class Variant:
     def check_fits(self, arch: ArchSpec) -> None:
         """Raise `InfeasibleError` if the tile needs more shared memory than a CTA can have."""
         if not self.tile.fits(arch):
-            needed, limit = self.tile.smem_bytes / 1024, arch.smem_per_block / 1024
+            needed, limit = self.tile.smem_bytes / 1024, arch.smem_per_cta / 1024
             raise InfeasibleError(
                 f"variant '{self}': {needed:.0f} KB of shared memory, {arch.name} has {limit:.0f} KB a CTA"
             )

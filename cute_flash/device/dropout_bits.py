@@ -20,7 +20,7 @@ from cute_flash.device.philox import Dropout, half_factor, key_index, query_inde
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import chosen_bytes, spread_signs
 from cute_flash.device.views import as_mn
-from cute_flash.spec.dropout import APART, SECOND
+from cute_flash.spec.dropout import CALL_STRIDE, ROW_16_FACTOR
 
 HALF_COLUMNS = 4  # in half of a rectangle
 MAX_UNROLLED = 4  # steps
@@ -88,10 +88,10 @@ class DropoutBits:
     def step_word(self, dropout: Dropout, position: TilePosition, step: Int32, parity: Int32) -> Int32:
         """Four or eight bits of both halves for one step: bit 2 (which query) + (second key)."""
         tile, k = step // self.steps_of_row, step % self.steps_of_row
-        query = query_index(position.column(0)) + Uint32(parity + APART * k)
+        query = query_index(position.column(0)) + Uint32(parity + CALL_STRIDE * k)
         words = dropout.words(position.batch_head, query, key_index(position.row(2 * tile)))
         if self.halves == 2:
-            masks = dropout.masks(words) + dropout.masks(words, Uint32(SECOND))
+            masks = dropout.masks(words) + dropout.masks(words, Uint32(ROW_16_FACTOR))
         else:
             masks = dropout.masks(words, half_factor(position.column(0)))
         bits = masks[0] & LOW_BITS

@@ -15,11 +15,11 @@ from cutlass import Int32, Uint32
 from cute_flash.device.philox import Dropout
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
-from cute_flash.spec.dropout import APART, KEYS, ROWS, SECOND
+from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS, ROW_16_FACTOR
 
 WARPS = WARPGROUP_THREADS // 32
 REGISTERS = 4  # of P in a k-step
-RECTANGLES = WARPGROUP_ROWS // ROWS  # over the rows of a warpgroup
+RECTANGLES = WARPGROUP_ROWS // RECT_ROWS  # over the rows of a warpgroup
 CALLS_AT_ONCE = 2  # of Philox, as many as registers allow
 WARPS_PER_RECTANGLE = WARPS // RECTANGLES  # each takes every WARPS_PER_RECTANGLE-th k-step
 
@@ -65,8 +65,8 @@ class DropoutMaskPipeline:
         """
         stage, warpgroup, warp, lane = where
         part, share = warp // WARPS_PER_RECTANGLE, warp % WARPS_PER_RECTANGLE
-        query = Uint32((rectangle + part) * APART + lane // 4)
-        key = Uint32((first_key // KEYS + share) * 4 + lane % 4)
+        query = Uint32((rectangle + part) * CALL_STRIDE + lane // 4)
+        key = Uint32((first_key // RECT_KEYS + share) * 4 + lane % 4)
         calls = cute.size(self.words, mode=[2]) // WARPS_PER_RECTANGLE
         at_once = CALLS_AT_ONCE if calls % CALLS_AT_ONCE == 0 else 1
         for i in cutlass.range(0, calls, at_once, unroll=1):
@@ -74,7 +74,7 @@ class DropoutMaskPipeline:
                 step = WARPS_PER_RECTANGLE * (i + j)
                 words = dropout.words(batch_head, query, key + Uint32(4 * step))
                 for half in cutlass.range_constexpr(2):
-                    masks = dropout.masks(words, Uint32(SECOND) if half else None)
+                    masks = dropout.masks(words, Uint32(ROW_16_FACTOR) if half else None)
                     thread = (2 * part + half) * 32 + lane
                     self._store(masks, (None, thread, step + share, stage, warpgroup))
 

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import keep_masks
-from cute_flash.spec.dropout import APART, HALF, KEYS, MULTIPLIERS, ROUNDS, ROWS, SECOND, WEYL, WORD
+from cute_flash.spec.dropout import CALL_STRIDE, MASK32, MULTIPLIERS, RECT_KEYS, RECT_ROWS, ROUNDS, ROW_16_FACTOR, WEYL
 
 
 def philox_4x32(counter: tuple, key: tuple) -> tuple:
@@ -24,24 +24,24 @@ def philox_4x32(counter: tuple, key: tuple) -> tuple:
     for i in range(ROUNDS):
         # A 64-bit product is one instruction, and so are two exclusive-ors.
         low, high = Uint64(c0) * Uint64(MULTIPLIERS[0]), Uint64(c2) * Uint64(MULTIPLIERS[1])
-        r0, r1 = (k + Uint32(i * weyl & WORD) for k, weyl in zip((k0, k1), WEYL))
+        r0, r1 = (k + Uint32(i * weyl & MASK32) for k, weyl in zip((k0, k1), WEYL))
         c0, c1, c2, c3 = Uint32(high >> 32) ^ c1 ^ r0, Uint32(high), Uint32(low >> 32) ^ c3 ^ r1, Uint32(low)
     return c0, c1, c2, c3
 
 
 def query_index(i: Int32) -> Uint32:
     """The counter of queries i, i + 8, i + 16 and i + 24 of a rectangle."""
-    return Uint32(i // ROWS * APART + i % APART)
+    return Uint32(i // RECT_ROWS * CALL_STRIDE + i % CALL_STRIDE)
 
 
 def key_index(j: Int32) -> Uint32:
     """The counter of keys j, j + 1, j + 8 and j + 9 of a rectangle."""
-    return Uint32(j // KEYS * (APART // 2) + j % APART // 2)
+    return Uint32(j // RECT_KEYS * (CALL_STRIDE // 2) + j % CALL_STRIDE // 2)
 
 
 def half_factor(i: Int32) -> Uint32:
     """The factor of the words for query i and the one 8 further: 1 in the first half of a rectangle."""
-    return cutlass.select_(i // HALF % 2 == 0, Uint32(1), Uint32(SECOND))
+    return cutlass.select_(i // (RECT_ROWS // 2) % 2 == 0, Uint32(1), Uint32(ROW_16_FACTOR))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Dropout:
         for m in cutlass.range_constexpr(cute.size(rP, mode=[1])):
             query, factor = query_index(position.row(2 * m)), half_factor(position.row(2 * m))
             for k in cutlass.range_constexpr(cute.size(rP, mode=[2])):
-                key = first_key + Uint32(APART // 2 * k)
+                key = first_key + Uint32(CALL_STRIDE // 2 * k)
                 words = self.masks(self.words(position.batch_head, query, key), factor)
                 for half in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
+from cute_flash.planning import varlen
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
-from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
-from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
-from cute_flash.planning.varlen import (
-    ASCENDING,
-    BY_LENGTH,
-    DESCENDING,
-    NUM_LENGTH_CLASSES,
-    TILE_LIST_HEADER,
-    TILE_LIST_WIDTH,
-    max_tiles,
-    num_padded_blocks,
-)
+from cute_flash.planning.tiles.common import ELEMENT_BYTES, Tile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
-from cute_flash.spec.dtypes import DTYPES
-from cute_flash.spec.family import FAMILIES, check_family, requested_family
+from cute_flash.spec.family import FAMILIES, check_family
+from cute_flash.spec.features import backward_features
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods, check_varlen_mods_backward
 
 # Fraction of L2 for the K and V of one L2 group of heads; the rest is for Q, O and data in flight.
@@ -47,10 +38,7 @@ class SchedulerTile:
     @property
     def smem_bytes(self) -> int:
         """A counter for each length class, and a sum for each warp."""
-        return 4 * (NUM_LENGTH_CLASSES + NUM_LENGTH_CLASSES // 32)
-
-
-Tile = FwdTileSm80 | FwdTileSm90 | AnyBwdTile | SchedulerTile
+        return 4 * (varlen.NUM_LENGTH_CLASSES + varlen.NUM_LENGTH_CLASSES // 32)
 
 
 @dataclass(frozen=True)
@@ -59,12 +47,12 @@ class CompileKey:
 
     kernel: str  # name in `registry.KERNELS`
     static: Static
-    tile: Tile
+    tile: Tile | SchedulerTile
     target: str  # architecture of the compiler: "sm_80", "sm_90a"
     operands: tuple[str, ...]  # names of the launch's arguments, in order
 
     @staticmethod
-    def of(kernel: str, static: Static, tile: Tile, target: str) -> CompileKey:
+    def of(kernel: str, static: Static, tile: Tile | SchedulerTile, target: str) -> CompileKey:
         return CompileKey(kernel, static, tile, target, KERNELS[kernel].names)
 
 
@@ -100,16 +88,11 @@ class Plan:
     @property
     def main(self) -> CompileKey:
         """The launch of the kernel that computes attention, or its gradients."""
-        names = ("fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90", "bwd_sm90_wide")
-        return next(key for key in self.launches if key.kernel in names)
+        return self.launch("fwd_sm", "bwd_sm")
 
-    def launch(self, prefix: str) -> CompileKey:
-        """The launch whose kernel name starts with "bwd_preprocess", "bwd_postprocess" or "varlen_scheduler"."""
-        return next(key for key in self.launches if key.kernel.startswith(prefix))
-
-    @property
-    def is_persistent(self) -> bool:
-        return self.sizes["num_ctas"] < self.sizes["num_tiles"] or self.is_dynamic
+    def launch(self, *prefixes: str) -> CompileKey:
+        """The launch whose kernel name starts with one of these, such as "bwd_preprocess" or "varlen_scheduler"."""
+        return next(key for key in self.launches if key.kernel.startswith(prefixes))
 
     @property
     def ctas_per_sm(self) -> int:
@@ -125,7 +108,7 @@ class Plan:
             f"GPU       {arch.gpu} ({arch.name}), {arch.num_sms} SMs",
             f"kernel    {self.main.kernel}",
             f"tile      {tile}",
-            f"shared    {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block / 1024:.0f} KB a CTA, "
+            f"shared    {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_cta / 1024:.0f} KB a CTA, "
             f"up to {self.ctas_per_sm} CTA(s) an SM by shared memory",
             f"grid      {sizes['num_ctas']} CTAs, {sizes['num_tiles']} tiles, "
             f"L2 groups of {sizes['heads_per_l2_group']} head(s)"
@@ -146,7 +129,6 @@ def plan_forward(
     `tile`: replaces the row of the tile tables, for tuning.
     """
     problem.check("cuda")
-    family = family or requested_family()
     check_family(family)
     family = family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
     if arch.capability < FAMILIES[family]:
@@ -157,35 +139,33 @@ def plan_forward(
     tile = tile or fwd_tile(family, arch, problem)
     check_tile_fits_mods(problem, tile.tile_m, tile.tile_n)
     pack_gqa = can_pack_gqa and family == "sm90" and _packing_pays(problem, tile.tile_m)
-    num_tiles = _fwd_tiles(problem, tile.tile_m, pack_gqa)
+    # Query heads that share a tile.
+    packed_heads = problem.group if pack_gqa else 1
+    head_tiles = _num_tiles(problem, packed_heads * problem.seqlen_q, tile.tile_m)
+    num_tiles = head_tiles * (problem.heads // packed_heads) * problem.batch_dim
     if num_tiles > MAX_TILES:
         raise UnsupportedError(f"{num_tiles} tiles: at most {MAX_TILES}; split the batch")
     is_sm90, static = family == "sm90", problem.static
-    target = arch.name + "a" * is_sm90
-    # Without a mask a packed kernel needs no position of a row, so it is the same as an unpacked one. `seqused_k` stays
-    # False: the kernel reads lengths from the tile list.
-    compiled = replace(
-        static, pack_gqa=pack_gqa and static.is_bounded, mods=None if static.mods is None else static.mods.for_forward
-    )
-    launches, workspace = [CompileKey.of(f"fwd_{family}", compiled, tile, target)], []
-    if problem.varlen:
-        launches.insert(0, _scheduler("varlen_scheduler_fwd", problem, target, overlaps_next=is_sm90))
-        workspace.append(_tile_list("q_tile_list", _fwd_tile_list(problem, tile.tile_m)))
-    if "return_max_logit" in problem.features:
-        workspace.append(Buffer("max_logit", (problem.heads,), init="-inf"))
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * ELEMENT_BYTES
     sizes = {
-        "heads_per_l2_group": _fwd_l2_group(problem, arch) // (problem.group if pack_gqa else 1),
+        # Query heads whose K and V fit into L2 together.
+        "heads_per_l2_group": _kv_heads_in_l2(problem, arch, kv_bytes) * problem.group // packed_heads,
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_sm90 else num_tiles,
         "seqlen_q": problem.seqlen_q,
-        **_scheduler_sizes(problem, tile, BY_LENGTH if static.is_bounded else ASCENDING),
     }
+    workspace = []
+    if problem.varlen:
+        workspace.append(_tile_list("q_tile_list", head_tiles))
+        sizes |= _scheduler_sizes(problem, tile, varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING)
+    if "return_max_logit" in problem.features:
+        workspace.append(Buffer("max_logit", (problem.heads,), init="-inf"))
     return Plan(
         problem=problem,
         arch=arch,
         family=family,
         tile=tile,
-        launches=tuple(launches),
+        launches=_fwd_launches(static, problem.seqused_k, tile, family, arch.name, pack_gqa),
         workspace=tuple(workspace),
         sizes=sizes,
         pack_gqa=pack_gqa,
@@ -193,22 +173,35 @@ def plan_forward(
     )
 
 
+@lru_cache
+def _fwd_launches(
+    static: Static, seqused_k: bool, tile: Any, family: str, arch: str, pack_gqa: bool
+) -> tuple[CompileKey, ...]:
+    target, is_sm90 = _target(arch, family), family == "sm90"
+    # Without a mask a packed kernel needs no position of a row, so it is the same as an unpacked one. `seqused_k` stays
+    # False: the kernel reads lengths from the tile list.
+    compiled = replace(
+        static, pack_gqa=pack_gqa and static.is_bounded, mods=None if static.mods is None else static.mods.for_forward
+    )
+    scheduler = _scheduler("varlen_scheduler_fwd", static, seqused_k, target, overlaps_next=is_sm90)
+    return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
+
+
+def _target(arch: str, family: str) -> str:
+    """The architecture of the compiler: wgmma is in the code of "sm_90a" alone."""
+    return arch + "a" * (family == "sm90")
+
+
 def _tiles_differ(static: Static) -> bool:
     """Whether tiles differ in length, so that a dynamic tile scheduler balances them."""
     return static.is_bounded or static.varlen or static.block_sparse
 
 
-def _fwd_tile_list(problem: Problem, tile_m: int) -> int:
-    """An upper bound of the query tiles of a head in a varlen batch."""
-    return max_tiles(problem.seqlen_q, tile_m, problem.batch)
-
-
-def _fwd_tiles(problem: Problem, tile_m: int, pack_gqa: bool) -> int:
+def _num_tiles(problem: Problem, seqlen: int, tile_rows: int, has_unused: bool = False) -> int:
+    """Tiles of a head; an upper bound for a varlen batch."""
     if problem.varlen:
-        return _fwd_tile_list(problem, tile_m) * problem.heads
-    if pack_gqa:
-        return ceil_div(problem.group * problem.seqlen_q, tile_m) * problem.heads_kv * problem.batch
-    return ceil_div(problem.seqlen_q, tile_m) * problem.heads * problem.batch
+        return varlen.max_tiles(seqlen, tile_rows, problem.batch, has_unused)
+    return ceil_div(seqlen, tile_rows)
 
 
 def _packing_pays(problem: Problem, tile_m: int) -> bool:
@@ -219,19 +212,13 @@ def _packing_pays(problem: Problem, tile_m: int) -> bool:
     return rows < tile_m and ceil_div(group * rows, tile_m) < group
 
 
-def _fwd_l2_group(problem: Problem, arch: ArchSpec) -> int:
-    """Query heads per L2 group: those of the K/V heads whose K and V fit into `L2_SHARE` of L2."""
-    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * DTYPES[problem.dtype].bytes
-    return _fitting_heads(problem, arch, kv_bytes) * problem.group
-
-
-def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
+def _kv_heads_in_l2(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
     """The largest number of K/V heads that fit into `L2_SHARE` of L2 and divide all K/V heads into equal groups.
 
     Heads are counted over the batch; a head of a varlen batch has the keys of all sequences. Groups are equal because a
     small last group would start its longest tiles with no other tiles to overlap.
     """
-    kv_heads = problem.heads_kv * (1 if problem.varlen else problem.batch)
+    kv_heads = problem.heads_kv * problem.batch_dim
     if kv_heads == 0:
         return 1
     most = min(max(1, int(arch.l2_bytes * L2_SHARE) // max(1, head_bytes)), kv_heads)
@@ -242,19 +229,21 @@ def _fitting_heads(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _scheduler(kernel: str, problem: Problem, target: str, overlaps_next: bool) -> CompileKey:
+def _scheduler(
+    kernel: str, static: Static, seqused_k: bool, target: str, overlaps_next: bool = False
+) -> tuple[CompileKey, ...]:
     """The launch of the kernel that lists the tiles of a varlen batch. It is the same for all dtypes and head dims."""
-    static = Static("bfloat16", 8, varlen=True, seqused_k=problem.seqused_k, overlaps_next=overlaps_next)
-    return CompileKey.of(kernel, static, SchedulerTile(), target)
+    if not static.varlen:
+        return ()
+    static = Static("bfloat16", 8, varlen=True, seqused_k=seqused_k, overlaps_next=overlaps_next)
+    return (CompileKey.of(kernel, static, SchedulerTile(), target),)
 
 
 def _tile_list(name: str, num_tiles: int) -> Buffer:
-    return Buffer(name, (TILE_LIST_HEADER + num_tiles, TILE_LIST_WIDTH), "int32")
+    return Buffer(name, (varlen.TILE_LIST_HEADER + num_tiles, varlen.TILE_LIST_WIDTH), "int32")
 
 
 def _scheduler_sizes(problem: Problem, tile: Any, tile_order: int) -> dict[str, int]:
-    if not problem.varlen:
-        return {}
     return {
         "total_q": problem.seqlen_q,
         "total_k": problem.seqlen_k,
@@ -277,30 +266,30 @@ def plan_backward(
     """
     problem.check("cuda")
     check_varlen_mods_backward(problem)
-    requested = family or requested_family()
-    check_family(requested)
+    check_family(family)
     for name, least in FAMILIES.items():
-        if arch.capability < least or requested not in ("", name):
+        if arch.capability < least or family not in ("", name):
             continue
-        tile = bwd_tile(name, arch, problem, deterministic)
-        if tile is not None and not (deterministic and isinstance(tile, BwdTileSm90Wide)):
+        tile = bwd_tile(name, arch, problem.static, deterministic)
+        if tile is not None:
             _check_grid(problem, tile)
             check_tile_fits_mods(problem, tile.tile_m, tile.tile_n, deterministic)
             return _plan_backward(problem, arch, name, tile, deterministic, has_dlse)
-    raise UnsupportedError(_missing_gradients(problem, arch, deterministic, requested))
+    raise UnsupportedError(_missing_gradients(problem, arch, deterministic, family))
 
 
 def _plan_backward(
     problem: Problem, arch: ArchSpec, family: str, tile: Any, deterministic: bool, has_dlse: bool
 ) -> Plan:
-    is_sm90, static = family == "sm90", problem.static
-    target = arch.name + "a" * is_sm90
-    num_m_blocks = _m_blocks(problem, tile.tile_m)
-    num_kv_tiles = _kv_tiles(problem, tile.tile_n)
-    num_tiles = num_kv_tiles * problem.heads_kv * (1 if problem.varlen else problem.batch)
+    static, batch = problem.static, problem.batch_dim
+    num_m_blocks = _num_blocks(problem, problem.seqlen_q, tile.tile_m)
+    num_kv_tiles = _num_tiles(problem, problem.seqlen_k, tile.tile_n, problem.seqused_k)
+    num_tiles = num_kv_tiles * problem.heads_kv * batch
+    # CTAs of an L2 group read Q and dO, and add to the fp32 dQ, of their query heads.
+    row_bytes = problem.head_dim * (ELEMENT_BYTES + 4) + problem.width_v * ELEMENT_BYTES
+    l2_bytes = problem.group * problem.seqlen_q * row_bytes
     # With a semaphore there is one CTA per tile: a tile waits for another one, which must have started.
     is_persistent = isinstance(tile, BwdTileSm90) and not deterministic
-    batch = 1 if problem.varlen else problem.batch
     rows = batch, problem.heads, num_m_blocks * tile.tile_m
     workspace = [
         Buffer("lse_log2", rows),
@@ -310,20 +299,20 @@ def _plan_backward(
     if deterministic:
         workspace.append(Buffer("dq_semaphore", (batch, problem.heads, num_m_blocks), "int32"))
     sizes = {
-        "heads_per_l2_group": _bwd_l2_group(problem, arch),
+        "heads_per_l2_group": _kv_heads_in_l2(problem, arch, l2_bytes),
         "num_tiles": num_tiles,
         "num_ctas": min(num_tiles, arch.num_sms) if is_persistent else num_tiles,
     }
     if problem.varlen:
         workspace.append(_tile_list("kv_tile_list", num_kv_tiles))
-        workspace.append(_tile_list("q_tile_list", _fwd_tile_list(problem, tile.tile_m)))
+        workspace.append(_tile_list("q_tile_list", _num_tiles(problem, problem.seqlen_q, tile.tile_m)))
         # With a semaphore a tile waits for the tiles of later keys of its sequence, so those start first.
-        order = DESCENDING if deterministic else BY_LENGTH if static.is_bounded else ASCENDING
+        order = varlen.DESCENDING if deterministic else varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING
         sizes |= _scheduler_sizes(problem, tile, order)
     if "alibi" in problem.features:
         # Zeros, because K/V blocks that no query sees write nothing.
         warps = tile.num_warps if isinstance(tile, BwdTileSm80) else DALIBI_WARPS_SM90
-        parts = _n_blocks(problem, tile.tile_n) * warps
+        parts = _num_blocks(problem, problem.seqlen_k, tile.tile_n) * warps
         sizes["dalibi_warps"] = warps
         workspace.append(Buffer("dalibi_partial", (batch, problem.heads, parts), init="zeros"))
     return Plan(
@@ -331,7 +320,7 @@ def _plan_backward(
         arch=arch,
         family=family,
         tile=tile,
-        launches=_bwd_launches(problem, tile, family, target, deterministic, has_dlse),
+        launches=_bwd_launches(static, problem.seqused_k, tile, family, arch.name, deterministic, has_dlse),
         workspace=tuple(workspace),
         sizes=sizes,
         is_dynamic=is_persistent and _tiles_differ(static),
@@ -340,12 +329,13 @@ def _plan_backward(
     )
 
 
+@lru_cache
 def _bwd_launches(
-    problem: Problem, tile: Any, family: str, target: str, deterministic: bool, has_dlse: bool
+    static: Static, seqused_k: bool, tile: Any, family: str, arch: str, deterministic: bool, has_dlse: bool
 ) -> tuple[CompileKey, ...]:
-    static = problem.static
-    features = problem.backward_features
-    if pads_with_dropout(tile, problem):
+    target = _target(arch, family)
+    features = backward_features(static.features)
+    if pads_with_dropout(tile, static):
         features = (*features, "dropout")
     main = replace(
         static,
@@ -356,54 +346,31 @@ def _bwd_launches(
         deterministic=deterministic,
     )
     # Pre- and postprocess work row by row: mask and features do not matter to them.
-    rows = Static(static.dtype, problem.head_dim, varlen=problem.varlen)
+    rows = Static(static.dtype, static.head_dim, varlen=static.varlen)
     preprocess = replace(
-        rows, head_dim=problem.width_v, out_fp32=problem.out_fp32, deterministic=deterministic, has_dlse=has_dlse
+        rows, head_dim=static.width_v, out_fp32=static.out_fp32, deterministic=deterministic, has_dlse=has_dlse
     )
     wide = "_wide" * isinstance(tile, BwdTileSm90Wide)
-    launches = (
+    return (
+        *_scheduler("varlen_scheduler_bwd", static, seqused_k, target),
         CompileKey.of("bwd_preprocess", preprocess, tile, target),
         CompileKey.of(f"bwd_{family}{wide}", main, tile, target),
         CompileKey.of(f"bwd_postprocess_{family}", rows, tile, target),
     )
-    if not problem.varlen:
-        return launches
-    return _scheduler("varlen_scheduler_bwd", problem, target, overlaps_next=False), *launches
 
 
-def _m_blocks(problem: Problem, tile_m: int) -> int:
-    """m_blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
+def _num_blocks(problem: Problem, seqlen: int, tile_rows: int) -> int:
+    """Blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
     if problem.varlen:
-        return num_padded_blocks(problem.seqlen_q, tile_m, problem.batch)
-    return ceil_div(problem.seqlen_q, tile_m)
-
-
-def _n_blocks(problem: Problem, tile_n: int) -> int:
-    """n_blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
-    if problem.varlen:
-        return num_padded_blocks(problem.seqlen_k, tile_n, problem.batch)
-    return ceil_div(problem.seqlen_k, tile_n)
-
-
-def _kv_tiles(problem: Problem, tile_n: int) -> int:
-    """K/V tiles of a head; an upper bound for a varlen batch."""
-    if problem.varlen:
-        return max_tiles(problem.seqlen_k, tile_n, problem.batch, problem.seqused_k)
-    return ceil_div(problem.seqlen_k, tile_n)
-
-
-def _bwd_l2_group(problem: Problem, arch: ArchSpec) -> int:
-    """K/V heads per L2 group: their CTAs read Q and dO, and add to the fp32 dQ, of their query heads."""
-    element = DTYPES[problem.dtype].bytes
-    row_bytes = problem.head_dim * (element + 4) + problem.width_v * element
-    return _fitting_heads(problem, arch, problem.group * problem.seqlen_q * row_bytes)
+        return varlen.num_padded_blocks(seqlen, tile_rows, problem.batch)
+    return ceil_div(seqlen, tile_rows)
 
 
 def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, family: str) -> str:
     """The message for gradients that the requested family does not compute; 'sm80' computes all."""
     of_values = "" if problem.head_dim_v is None else f" and values of {problem.head_dim_v}"
     blocks = ("block_mask",) if problem.block_sparse else ()
-    names = "".join(f"{name} and " for name in (*problem.backward_features, *blocks))
+    names = "".join(f"{name} and " for name in (*backward_features(problem.features), *blocks))
     what = "deterministic gradients" if deterministic else "the gradient"
     least = "only on sm_90" + (", up to head_dim=128" if deterministic or problem.varlen or names else "")
     return (
@@ -415,7 +382,7 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
 
 def _check_grid(problem: Problem, tile: AnyBwdTile) -> None:
     what = "the gradient of attn with"
-    for name, size in (("batch", 1 if problem.varlen else problem.batch), ("heads", problem.heads)):
+    for name, size in (("batch", problem.batch_dim), ("heads", problem.heads)):
         if size > MAX_GRID_YZ:
             raise UnsupportedError(f"{what} {name}={size}: at most {MAX_GRID_YZ}; split the call")
     most = ((1 << 32) - 1) // tile.head_dim

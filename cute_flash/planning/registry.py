@@ -43,7 +43,7 @@ L2_GROUP = Operand("heads_per_l2_group", "i32")
 # Hopper kernels: the size of the grid, and the address of the tile counter of a dynamic scheduler.
 NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i64")
 # Queries of one head. With pack_gqa the rows of q are those of several heads, so its shape does not give the number.
-POSITIONS = Operand("seqlen_q", "i32")
+SEQLEN_Q = Operand("seqlen_q", "i32")
 # Index lists of a block mask. In the forward: those of full blocks, then those of partial blocks.
 FWD_BLOCKS, BWD_BLOCKS = (Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices"))
 # Tiles of a varlen batch, written by the scheduler kernel.
@@ -85,7 +85,7 @@ _SCHEDULER = _scalars(
 
 KERNELS = {
     "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_OPTIONAL)),
-    "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, POSITIONS, TILE_COUNTER, *_FWD_OPTIONAL)),
+    "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, SEQLEN_Q, TILE_COUNTER, *_FWD_OPTIONAL)),
     "bwd_sm80": KernelSpec("sm80.bwd:BwdSm80", (*_BWD, *_BWD_OPTIONAL)),
     "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
     "bwd_sm90_wide": KernelSpec("sm90.bwd_wide:BwdSm90Wide", (*_BWD, NUM_CTAS, TILE_COUNTER)),

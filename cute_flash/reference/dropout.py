@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_flash.spec.dropout import APART, KEYS, MAX_DRAW, MULTIPLIERS, ROUNDS, ROWS, SECOND, WEYL, WORD, threshold
+from cute_flash.spec import dropout as spec
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -16,11 +16,11 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Compute four 32-bit words for each counter. Words are int64; counters broadcast against each other."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(ROUNDS):
+    for _ in range(spec.ROUNDS):
         # The product of two words has 64 bits, which int64 holds; the highest is its sign bit.
-        low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((high >> 32 & WORD) ^ c1 ^ k0, high & WORD, (low >> 32 & WORD) ^ c3 ^ k1, low & WORD)
-        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+        low, high = c0 * spec.MULTIPLIERS[0], c2 * spec.MULTIPLIERS[1]
+        c0, c1, c2, c3 = (word & spec.MASK32 for word in (high >> 32 ^ c1 ^ k0, high, low >> 32 ^ c3 ^ k1, low))
+        k0, k1 = (k0 + spec.WEYL[0]) & spec.MASK32, (k1 + spec.WEYL[1]) & spec.MASK32
     return c0, c1, c2, c3
 
 
@@ -49,15 +49,16 @@ class Dropout:
 
         b = torch.arange(batch.start, batch.stop, device=device)[:, None]
         h = torch.arange(heads.start, heads.stop, device=device)
-        i, j = counters(rows, ROWS, APART), counters(keys, KEYS, APART // 2)
+        stride = spec.CALL_STRIDE
+        i, j = counters(rows, spec.RECT_ROWS, stride), counters(keys, spec.RECT_KEYS, stride // 2)
         sequence = (b * self.heads + h)[:, :, None, None]
-        counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & WORD))
-        words = torch.stack(philox_4x32(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
-        words = torch.stack([words, words * SECOND], dim=-2)
-        draws = torch.stack([words & MAX_DRAW, words >> 16 & MAX_DRAW], dim=-1)
+        counter = (j, i[:, None], sequence, torch.full_like(sequence, offset & spec.MASK32))
+        words = torch.stack(philox_4x32(counter, (seed & spec.MASK32, seed >> 32 & spec.MASK32)), dim=-1)
+        words = torch.stack([words, words * spec.ROW_16_FACTOR], dim=-2)
+        draws = torch.stack([words & spec.MAX_RANDOM, words >> 16 & spec.MAX_RANDOM], dim=-1)
         # (b, h, rows' rectangle, row, keys' rectangle, pair of keys, which 16 rows, which 8 rows, which 8
         # keys, key of a pair) to rows and keys in order.
-        draws = draws.unflatten(5, (2, 2)).unflatten(3, (-1, APART // 2)).unflatten(2, (-1, APART))
+        draws = draws.unflatten(5, (2, 2)).unflatten(3, (-1, stride // 2)).unflatten(2, (-1, stride))
         draws = draws.permute(0, 1, 2, 6, 7, 3, 4, 8, 5, 9).flatten(6, 9).flatten(2, 5)
-        top, left = rows.start % ROWS, keys.start % KEYS
-        return draws[:, :, top : top + len(rows), left : left + len(keys)] >= threshold(self.p)
+        top, left = rows.start % spec.RECT_ROWS, keys.start % spec.RECT_KEYS
+        return draws[:, :, top : top + len(rows), left : left + len(keys)] >= spec.threshold(self.p)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cute_flash.spec.problem import UnsupportedError
+from cute_flash.errors import UnsupportedError
 
 KIB = 1024
 
@@ -19,7 +19,7 @@ KIB = 1024
 class ArchSpec:
     name: str  # as the compiler spells it: "sm_80"
     gpu: str  # name of the GPU with the rates below
-    smem_per_block: int  # bytes that a CTA can allocate
+    smem_per_cta: int  # bytes that a CTA can allocate
     smem_per_sm: int
     registers_per_sm: int
     max_threads_per_sm: int
@@ -29,13 +29,16 @@ class ArchSpec:
     hbm_tbps: float
     clock_ghz: float
     exp2_per_clock: int  # MUFU results per SM and clock
-    has_tma: bool = False
-    has_wgmma: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:
         digits = self.name.removeprefix("sm_")
         return int(digits[:-1]), int(digits[-1])
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether there are wgmma and TMA."""
+        return self.capability >= (9, 0)
 
     @property
     def ridge(self) -> float:
@@ -46,22 +49,7 @@ class ArchSpec:
 SM_80 = ArchSpec("sm_80", "A100", 163 * KIB, 164 * KIB, 65536, 2048, 108, 40 << 20, 312.0, 2.0, 1.41, 16)
 SM_86 = ArchSpec("sm_86", "A10", 99 * KIB, 100 * KIB, 65536, 1536, 72, 6 << 20, 125.0, 0.6, 1.70, 16)
 SM_89 = ArchSpec("sm_89", "L40S", 99 * KIB, 100 * KIB, 65536, 1536, 142, 96 << 20, 362.0, 0.864, 2.52, 16)
-SM_90 = ArchSpec(
-    "sm_90",
-    "H100",
-    227 * KIB,
-    228 * KIB,
-    65536,
-    2048,
-    132,
-    50 << 20,
-    989.0,
-    3.35,
-    1.83,
-    16,
-    has_tma=True,
-    has_wgmma=True,
-)
+SM_90 = ArchSpec("sm_90", "H100", 227 * KIB, 228 * KIB, 65536, 2048, 132, 50 << 20, 989.0, 3.35, 1.83, 16)
 ARCHS = {spec.name: spec for spec in (SM_80, SM_86, SM_89, SM_90)}
 
 H200 = replace(SM_90, gpu="H200", hbm_tbps=4.8)

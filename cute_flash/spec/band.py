@@ -43,10 +43,6 @@ class BlockRange:
 NARROW = 2048
 
 
-def is_narrow(left: int | None, right: int | None) -> bool:
-    return left is not None and right is not None and left + right < NARROW
-
-
 @dataclass(frozen=True)
 class Band:
     left: Index | None = None
@@ -67,7 +63,7 @@ class Band:
             return "full"
         if self == Band(None, 0):
             return "causal"
-        sides = ("all" if side is None else str(side) for side in (self.left, self.right))
+        sides = ("all" if side is None else str(side) for side in self.bounds)
         return "window of {} keys before and {} after".format(*sides)
 
     @staticmethod

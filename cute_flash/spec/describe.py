@@ -92,7 +92,8 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
-    check_scale(args.scale)
+    if not math.isfinite(args.scale):
+        raise ValueError(f"scale={args.scale} is not finite")
     if not 0 <= args.softcap < math.inf:
         raise ValueError(f"softcap={args.softcap}: use a positive number, or None for no cap")
     if not 0 <= args.dropout < 1:
@@ -108,11 +109,6 @@ def check_rng(args: AttentionArgs) -> None:
     """Raise `ValueError` for dropout without a seed. `describe` accepts that, for `supports`."""
     if args.dropout and args.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
-
-
-def check_scale(scale: float) -> None:
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} is not finite")
 
 
 def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:

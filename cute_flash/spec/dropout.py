@@ -5,12 +5,12 @@ backward, CPU and GPU compute the same bits. Each score (b, h, i, j) has one 15-
 the number is below `threshold`.
 
 One Philox call returns four words. A word has the numbers of two neighbouring keys of row i in its halves; the word
-times `SECOND` has those of row i + 16. So a call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8,
-j + 9}, j even, of an aligned rectangle of 32 rows and 16 keys of one sequence:
+times `ROW_16_FACTOR` has those of row i + 16. So a call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1,
+j + 8, j + 9}, j even, of an aligned rectangle of 32 rows and 16 keys of one sequence:
 
     key        the low and the high half of seed
     counter    (4 ⌊j / 16⌋ + ⌊(j mod 8) / 2⌋,  8 ⌊i / 32⌋ + i mod 8,  b H + h,  the low half of offset)
-    word       number 2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2; for the rows 16 to 31 of a rectangle times `SECOND`
+    word       number 2 (⌊i / 8⌋ mod 2) + ⌊j / 8⌋ mod 2; for the rows 16 to 31 of a rectangle times `ROW_16_FACTOR`
     number     the low 15 bits of the word's low half for even keys, of its high half for odd keys
 
 If rows are queries, as in the forward, the scores of a call in 16 rows belong to one thread, in the accumulators of
@@ -29,16 +29,18 @@ from __future__ import annotations
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
-WORD = 0xFFFFFFFF
+MASK32 = 0xFFFFFFFF
 # A word times this constant has the random numbers of the row 16 further. It is odd, and its multiples are spread
 # evenly (from MurmurHash3).
-SECOND = 0xC2B2AE35
-# Rows and keys of a rectangle; distance of a call's rows, and of its pairs of keys; rows until `SECOND` applies.
-ROWS, KEYS, APART, HALF = 32, 16, 8, 16
-DRAW_BITS = 15
-MAX_DRAW = (1 << DRAW_BITS) - 1
+ROW_16_FACTOR = 0xC2B2AE35
+# Rows and keys of a rectangle; the factor applies to the second half of its rows.
+RECT_ROWS, RECT_KEYS = 32, 16
+# Distance of the rows of a Philox call, and of its pairs of keys.
+CALL_STRIDE = 8
+RANDOM_BITS = 15
+MAX_RANDOM = (1 << RANDOM_BITS) - 1
 
 
 def threshold(p: float) -> int:
     """The number below which scores are dropped: p rounded to a multiple of 2^-15, and less than 1."""
-    return min(round(p * (1 << DRAW_BITS)), MAX_DRAW)
+    return min(round(p * (1 << RANDOM_BITS)), MAX_RANDOM)

@@ -2,7 +2,7 @@
 
 A *score feature* changes or reads a score between Q Kᵀ and P V: softcap, ALiBi, sinks, dropout, bias, score_mod,
 mask_mod and return_max_logit. A row of `FEATURES` has the condition under which a call has the feature, the operands
-that it adds to the forward and backward kernels, its register cost, and the arguments that get a gradient from it.
+that it adds to the forward and backward kernels, and its register cost.
 Geometry (varlen, block masks) and policy (deterministic, batch_invariant, fp32 output) change tiles, grids and
 workspace instead; they are no rows here.
 
@@ -49,7 +49,6 @@ class FeatureSpec(NamedTuple):
     cost: int  # additional registers of a forward kernel, in the unit of `planning.tiles.common`
     fwd: tuple[Operand, ...] = ()
     bwd: tuple[Operand, ...] = ()
-    grads: tuple[str, ...] = ()  # arguments of the call that get a gradient from it
 
 
 # ---- values
@@ -112,34 +111,19 @@ MAX_LOGIT = Operand("max_logit", "compact f32", ("H",))
 BIAS = Operand("bias", "bias", ("B", "H", "Sq", "Sk"), _bias)
 DBIAS = Operand("dbias", "dbias", ("B", "H", "dbias rows", "dbias columns"))
 # Tensors and numbers captured by score_mod and mask_mod; in the backward also by score_mod_bwd.
-CAPTURES, SCALARS = Operand("captures", "captures"), Operand("scalars", "scalars")
+CAPTURED = (Operand("captures", "captures"), Operand("scalars", "scalars"))
 DCAPTURES = Operand("dcaptures", "dcaptures")
 
 FEATURES = (
     FeatureSpec("softcap", lambda args: args.softcap != 0, 3, (SOFTCAP,), (SOFTCAP,)),
-    FeatureSpec(
-        "alibi", lambda args: args.alibi is not None, 2, (ALIBI_SLOPES,), (ALIBI_SLOPES, DALIBI_PARTIAL), ("alibi",)
-    ),
+    FeatureSpec("alibi", lambda args: args.alibi is not None, 2, (ALIBI_SLOPES,), (ALIBI_SLOPES, DALIBI_PARTIAL)),
     # The backward kernels need no sink, because the LSE includes it. A finalizer computes the sinks' gradient.
-    FeatureSpec("sinks", lambda args: args.sinks is not None, 1, (SINKS,), (), ("sinks",)),
+    FeatureSpec("sinks", lambda args: args.sinks is not None, 1, (SINKS,)),
     FeatureSpec("dropout", lambda args: args.dropout != 0, 4, DROPOUT, DROPOUT),
     FeatureSpec("return_max_logit", lambda args: args.return_max_logit, 1, (MAX_LOGIT,)),
-    FeatureSpec("bias", lambda args: args.bias is not None, 4, (BIAS,), (BIAS, DBIAS), ("bias",)),
-    FeatureSpec(
-        "score_mod",
-        lambda args: bool(args.score_mod) and args.mods.score is not None,
-        4,
-        (CAPTURES, SCALARS),
-        (CAPTURES, SCALARS, DCAPTURES),
-        ("captures",),
-    ),
-    FeatureSpec(
-        "mask_mod",
-        lambda args: bool(args.score_mod) and args.mods.mask is not None,
-        4,
-        (CAPTURES, SCALARS),
-        (CAPTURES, SCALARS),
-    ),
+    FeatureSpec("bias", lambda args: args.bias is not None, 4, (BIAS,), (BIAS, DBIAS)),
+    FeatureSpec("score_mod", lambda args: args.mods.score is not None, 4, CAPTURED, (*CAPTURED, DCAPTURES)),
+    FeatureSpec("mask_mod", lambda args: args.mods.mask is not None, 4, CAPTURED, CAPTURED),
 )
 FEATURE = {feature.name: feature for feature in FEATURES}
 # The features that `score_mod.mod_spec.ModSpec` describes. A kernel evaluates them in one pass over the scores.

@@ -9,8 +9,8 @@ from typing import Any
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE, LONG_MOD_OPS, MAX_INDEX
-from cute_flash.spec.band import NARROW, Band, is_narrow
-from cute_flash.spec.features import MODS, backward_features, feature_cost
+from cute_flash.spec.band import NARROW, Band
+from cute_flash.spec.features import MODS, feature_cost
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 GPU_DTYPES = ("float16", "bfloat16")
@@ -142,6 +142,11 @@ class Problem:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
+    def batch_dim(self) -> int:
+        """The batch size of tensors by head; a head of a varlen batch has the tokens of all sequences."""
+        return 1 if self.varlen else self.batch
+
+    @property
     def group(self) -> int:
         """Query heads that share a K/V head."""
         return self.heads // self.heads_kv if self.heads_kv else 1
@@ -163,17 +168,14 @@ class Problem:
         )
 
     @property
-    def backward_features(self) -> tuple[str, ...]:
-        return backward_features(self.features)
-
-    @property
     def usual_keys(self) -> int:
         """The number of keys that a query typically sees, for the choice of a tile.
 
         For a varlen batch, it is the average length. A narrow window counts as `NARROW // 2` keys, whatever its bounds
         are, because plans do not depend on the bounds.
         """
-        if is_narrow(self.band.left, self.band.right):
+        left, right = self.band.bounds
+        if left is not None and right is not None and left + right < NARROW:
             return min(self.seqlen_k, NARROW // 2)
         return -(-self.seqlen_k // max(self.batch, 1)) if self.varlen else self.seqlen_k
 
@@ -188,7 +190,7 @@ class Problem:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")
         check_heads(self.heads, self.heads_kv)
-        check_window((self.band.left, self.band.right))
+        check_window(self.band.bounds)
         dtypes = GPU_DTYPES if device == "cuda" else CPU_DTYPES
         if self.dtype not in dtypes:
             raise UnsupportedError(f"dtype {self.dtype} on {device}: use one of {', '.join(dtypes)}")

@@ -24,19 +24,15 @@ def out_like(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return out.permute([order.index(i) for i in range(4)])
 
 
-def lse_like(q: Tensor) -> Tensor:
-    """An empty (B, H, Sq) tensor, contiguous."""
-    return torch.empty(q.shape[:3], dtype=lse_dtype(q.dtype), device=q.device)
-
-
 def outputs(q: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Uninitialised out, lse and max_logit (H), which is None unless `args.return_max_logit`."""
-    max_logit = q.new_empty(q.shape[1], dtype=lse_dtype(q.dtype)) if args.return_max_logit else None
+    dtype = lse_dtype(q.dtype)
+    max_logit = q.new_empty(q.shape[1], dtype=dtype) if args.return_max_logit else None
     if args.cu_seqlens_q is None:
-        return out_like(q, v, args.out_dtype(q)), lse_like(q), max_logit
+        return out_like(q, v, args.out_dtype(q)), q.new_empty(q.shape[:3], dtype=dtype), max_logit
     total, heads, _ = q.shape
     out = q.new_empty(total, heads, v.shape[2], dtype=args.out_dtype(q))
-    return out, q.new_empty(heads, total, dtype=lse_dtype(q.dtype)), max_logit
+    return out, q.new_empty(heads, total, dtype=dtype), max_logit
 
 
 def like(x: Tensor, grad: Tensor) -> Tensor:

@@ -183,6 +183,7 @@ def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan
     """A plan for each forward kernel that problems with this head dim, dtype and kind of mask can use."""
     from cute_flash.planning.plan import plan_forward
     from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
+    from cute_flash.spec.family import requested_family
     from cute_flash.spec.problem import Problem
 
     # Short sequences may use another tile; one query of many heads is packed (pack_gqa).
@@ -191,7 +192,7 @@ def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan
     for seqlen_k in lengths:
         for heads, seqlen_q in ((1, LENGTH), (64, 1)):
             problem = Problem(1, heads, 1, seqlen_q, seqlen_k, head_dim, dtype, band)
-            plan = plan_forward(problem, arch, can_pack_gqa=True)
+            plan = plan_forward(problem, arch, requested_family(), can_pack_gqa=True)
             plans.setdefault(plan.main, plan)
     return list(plans.values())
 
@@ -237,6 +238,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.planning.plan import plan_forward
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
+    from cute_flash.spec.family import requested_family
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import aligned
 
@@ -245,7 +247,7 @@ def _inspect(args: argparse.Namespace) -> int:
     with _usage_errors():
         sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
         problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
-        key = plan_forward(problem, _arch(args.arch) or SM_80).main
+        key = plan_forward(problem, _arch(args.arch) or SM_80, requested_family()).main
     with progress(f"compiling {key.kernel} for {key.target}"):
         resources = kernel_resources(key)
     lines = [f"kernel {key.kernel}", f"tile {key.tile}", *resources.lines()]

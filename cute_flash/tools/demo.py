@@ -22,6 +22,7 @@ from cute_flash.jit.progress import progress
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
+from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 from cute_flash.tools.explain import Explanation
@@ -90,7 +91,8 @@ def _on_cpu(reason: str) -> Comparison:
         spec = arch.by_name(name)
         print("\n" + "\n".join(Explanation.of(PROBLEM, spec).lines()), flush=True)
         for head_dim in COMPILED_HEAD_DIMS:
-            print(_resource_line(plan_forward(replace(PROBLEM, head_dim=head_dim), spec)), flush=True)
+            plan = plan_forward(replace(PROBLEM, head_dim=head_dim), spec, requested_family())
+            print(_resource_line(plan), flush=True)
     return comparison
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.dtypes import DTYPES
+from cute_flash.spec.dtypes import DTYPE_BYTES
+from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 
@@ -28,7 +29,7 @@ class Explanation:
     @staticmethod
     def of(problem: Problem, arch: ArchSpec) -> Explanation:
         # `can_pack_gqa`, as for contiguous tensors.
-        plan = plan_forward(problem, arch, can_pack_gqa=True)
+        plan = plan_forward(problem, arch, requested_family(), can_pack_gqa=True)
         return Explanation(
             plan=plan,
             least=roofline.roofline(problem, arch),
@@ -38,11 +39,11 @@ class Explanation:
     @property
     def papers_sram_bytes(self) -> int:
         """The shared memory of this tile by the papers' formula, which includes S and O."""
-        tile, element_bytes = self.plan.tile, DTYPES[self.plan.problem.dtype].bytes
+        tile, element_bytes = self.plan.tile, DTYPE_BYTES[self.plan.problem.dtype]
         return roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, element_bytes)
 
     def lines(self) -> list[str]:
-        limit, papers = self.plan.arch.smem_per_block, self.papers_sram_bytes
+        limit, papers = self.plan.arch.smem_per_cta, self.papers_sram_bytes
         verdict = "fits" if papers <= limit else "does not fit; the kernel keeps S and O in registers"
         return aligned(
             [
@@ -67,7 +68,7 @@ class Explanation:
             "target": plan.main.target,
             "tile": asdict(plan.tile),
             "smem_bytes": plan.tile.smem_bytes,
-            "smem_limit_bytes": plan.arch.smem_per_block,
+            "smem_limit_bytes": plan.arch.smem_per_cta,
             "papers_sram_bytes": self.papers_sram_bytes,
             "tiles": plan.sizes["num_tiles"],
             "blocks": plan.sizes["num_ctas"],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
-from cute_flash.spec.dtypes import DTYPES
+from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.problem import Problem
 
 # m, l and the LSE are fp32.
@@ -61,7 +61,7 @@ def hbm_bytes(problem: Problem) -> int:
     """The fewest bytes that a forward moves: Q, K, V are read once, O and the LSE are written once."""
     p = problem
     rows = p.heads * p.seqlen_q + p.heads_kv * p.seqlen_k
-    return p.batch * rows * _widths(p) * DTYPES[p.dtype].bytes + _lse_bytes(p)
+    return p.batch * rows * _widths(p) * DTYPE_BYTES[p.dtype] + _lse_bytes(p)
 
 
 def hbm_bytes_backward(problem: Problem) -> int:
@@ -73,7 +73,7 @@ def hbm_bytes_backward(problem: Problem) -> int:
 def standard_bytes(problem: Problem) -> int:
     """Bytes of unfused attention, which also writes and reads S and P."""
     p = problem
-    matrix = p.batch * p.heads * p.seqlen_q * p.seqlen_k * DTYPES[p.dtype].bytes
+    matrix = p.batch * p.heads * p.seqlen_q * p.seqlen_k * DTYPE_BYTES[p.dtype]
     return hbm_bytes(p) - _lse_bytes(p) + 4 * matrix
 
 
@@ -82,7 +82,7 @@ def fa_bytes(problem: Problem, tile_m: int) -> int:
     p = problem
     keys_read = sum(last - first for first, last in _key_hulls(p, tile_m))
     rows = p.heads * (p.seqlen_q + keys_read)
-    return p.batch * rows * _widths(p) * DTYPES[p.dtype].bytes + _lse_bytes(p)
+    return p.batch * rows * _widths(p) * DTYPE_BYTES[p.dtype] + _lse_bytes(p)
 
 
 def _lse_bytes(problem: Problem) -> int:

@@ -16,6 +16,7 @@ import torch
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.features import backward_features
 from tests.combinations import Combination, VarlenCombination
 from tests.fakes.recording import backward_keys, forward_keys
 from tests.feature_gradients import AnyCombination
@@ -181,7 +182,7 @@ def has_gradients(case: AnyCombination, family: str) -> bool:
     """Whether a family computes them: wgmma has no registers for features at wide head dims, and no kernel for
     their varlen batches.
     """
-    is_plain = not case.problem.backward_features and not case.problem.varlen
+    is_plain = not backward_features(case.problem.features) and not case.problem.varlen
     return family == "sm80" or is_plain or max(case.head_dim, case.head_dim_v) <= 128
 
 

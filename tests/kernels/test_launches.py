@@ -95,7 +95,7 @@ def check(request: Request, launches: list[Launch]) -> None:
     assert main.grid == (plan.sizes["num_ctas"], 1, 1)
     assert main.block == (tile.num_threads, 1, 1)
     # The DSL does not diagnose an overflow of shared memory: a kernel must take what its tile says.
-    assert main.smem_bytes == tile.smem_bytes + more_smem(plan) <= plan.arch.smem_per_block
+    assert main.smem_bytes == tile.smem_bytes + more_smem(plan) <= plan.arch.smem_per_cta
     if case.direction == "fwd" and not {"varlen", "pack_gqa"} & set(case.features):
         tiles = ceil_div(request.sizes.seqlen_q, tile.tile_m) * request.sizes.heads * request.sizes.batch
         assert main.grid[0] == (min(tiles, plan.arch.num_sms) if plan.family == "sm90" else tiles)
@@ -143,7 +143,7 @@ def test_a_kernel_takes_the_shared_memory_of_its_tile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("table", (SM90_FWD, SM90_FWD_DROPOUT, SM90_FWD_BIAS, SM90_BWD, SM90_BWD_SCORE))
 def test_every_hopper_row_has_room_for_varlen_tiles_and_block_masks(table: tuple[Any, ...]) -> None:
     for row in table:
-        assert row.smem_bytes + 32 + 4 * getattr(row, "stages", 0) <= ARCHS["sm_90"].smem_per_block
+        assert row.smem_bytes + 32 + 4 * getattr(row, "stages", 0) <= ARCHS["sm_90"].smem_per_cta
 
 
 def test_gates_compile_the_kernels_that_are_launched() -> None:

@@ -79,7 +79,7 @@ def test_a_kernel_keeps_everything_in_registers(name: str) -> None:
     assert found.stack_bytes == 0 or found.spill_bytes
     # Serialised wgmma waits after every instruction. An ignored setmaxnreg leaves the accumulators no room.
     assert found.serialised_wgmma == ()
-    assert found.smem_bytes <= plan.arch.smem_per_block
+    assert found.smem_bytes <= plan.arch.smem_per_cta
     assert found.registers <= 255
     if key != plan.main:
         return

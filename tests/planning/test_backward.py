@@ -12,7 +12,6 @@ from cute_flash.planning.plan import DALIBI_WARPS_SM90, Plan, plan_backward, pla
 from cute_flash.planning.varlen import num_padded_blocks
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
-from cute_flash.spec.family import use_kernels
 from cute_flash.spec.problem import Problem
 from tests import mod_gradients
 from tests.fakes.recording import main_key
@@ -63,15 +62,14 @@ def test_family_of_the_gradients(arch: str, head_dim: int, family: str, kernel: 
     assert (found.family, found.main.kernel) == (family, kernel)
     assert found.main.target == (arch + "a" if family == "sm90" else arch)
     assert found.main.static.has_right and not found.launch("bwd_preprocess").static.has_right
-    with use_kernels("sm80"):
-        assert plan_backward(found.problem, found.arch).family == "sm80"
+    assert plan_backward(found.problem, found.arch, family="sm80").family == "sm80"
 
 
 def test_a_family_that_lacks_the_kernel_is_not_replaced() -> None:
     problem = Problem(1, 2, 2, 100, 100, 64, "bfloat16", Band())
     message = r"head_dim=64 on sm_80 by kernel family 'sm90': .*\(only on sm_90\); ask for 'sm80'"
-    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
-        plan_backward(problem, ARCHS["sm_80"])
+    with pytest.raises(UnsupportedError, match=message):
+        plan_backward(problem, ARCHS["sm_80"], family="sm90")
 
 
 @pytest.mark.parametrize(("head_dim", "is_persistent"), [(128, True), (136, False)])
@@ -88,8 +86,8 @@ def test_wide_heads_with_features_are_computed_by_mma_sync() -> None:
     found = plan_backward(problem, ARCHS["sm_90"])
     assert (found.family, found.main.kernel, found.main.target) == ("sm80", "bwd_sm80", "sm_90")
     message = r"attn with softcap and head_dim=256 .*'sm90': .*up to head_dim=128\); ask for 'sm80'"
-    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
-        plan_backward(problem, ARCHS["sm_90"])
+    with pytest.raises(UnsupportedError, match=message):
+        plan_backward(problem, ARCHS["sm_90"], family="sm90")
     only_sinks = dataclasses.replace(problem, features=("sinks",))
     assert plan_backward(only_sinks, ARCHS["sm_90"]).main.kernel == "bwd_sm90_wide"
 
@@ -186,8 +184,8 @@ def test_deterministic_gradients() -> None:
     capped = dataclasses.replace(wide, features=("softcap",))
     assert plan_backward(capped, sm_90, deterministic=True).main.kernel == "bwd_sm80"
     message = r"deterministic gradients of attn with head_dim=136 on sm_90 by kernel family 'sm90': .*=128\)"
-    with use_kernels("sm90"), pytest.raises(UnsupportedError, match=message):
-        plan_backward(wide, sm_90, deterministic=True)
+    with pytest.raises(UnsupportedError, match=message):
+        plan_backward(wide, sm_90, deterministic=True, family="sm90")
 
 
 @pytest.mark.parametrize("change", [{"batch": 70_000}, {"heads": 70_000, "heads_kv": 70_000}])

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from cute_flash.planning.plan import L2_SHARE, MAX_SEQLEN, CompileKey, plan_forward
+from cute_flash.planning.plan import L2_SHARE, MAX_SEQLEN, CompileKey, plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
@@ -66,7 +66,7 @@ def test_ctas_cover_every_row_once(batch: int, heads: int) -> None:
         found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), A100)
         tiles = len(range(0, seqlen_q, found.tile.tile_m))
         assert found.sizes["num_tiles"] == found.sizes["num_ctas"] == tiles * heads * batch
-        assert not found.is_persistent and not found.is_dynamic
+        assert not found.is_dynamic
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 6), (17, 5)])
@@ -77,7 +77,6 @@ def test_persistent_ctas_are_as_many_as_tiles_or_sms(batch: int, heads: int, num
         found = plan_forward(Problem(batch, heads, 1, seqlen_q, 77, 64), part)
         tiles = len(range(0, seqlen_q, found.tile.tile_m)) * heads * batch
         assert (found.sizes["num_tiles"], found.sizes["num_ctas"]) == (tiles, min(tiles, num_sms))
-        assert found.is_persistent == (num_sms < tiles)
         assert found.sizes["seqlen_q"] == seqlen_q
 
 
@@ -86,8 +85,7 @@ def test_tiles_of_different_length_are_fetched_from_a_counter(band: Band) -> Non
     problem = Problem(2, 4, 2, 1000, 1000, 128, band=band)
     found = plan_forward(problem, H100)
     assert found.is_dynamic == (band != Band())
-    with use_kernels("sm80"):
-        assert not plan_forward(problem, H100).is_dynamic
+    assert not plan_forward(problem, H100, "sm80").is_dynamic
 
 
 @pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
@@ -103,8 +101,7 @@ def test_few_rows_of_heads_that_share_keys_are_packed(band: Band) -> None:
     # Only a mask asks for a row's position.
     assert (found.main == apart.main) == (band == Band())
     assert "packed" in found.lines()[-1] and "packed" not in apart.lines()[-1]
-    with use_kernels("sm80"):
-        assert not plan_forward(problem, H100, can_pack_gqa=True).pack_gqa
+    assert not plan_forward(problem, H100, "sm80", can_pack_gqa=True).pack_gqa
     assert not plan_forward(problem, A100, can_pack_gqa=True).pack_gqa
 
 
@@ -141,8 +138,7 @@ def test_values_of_another_width_have_a_kernel_of_their_own() -> None:
 def test_ctas_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> None:
     families = [name for name, least in FAMILIES.items() if least <= arch.capability]
     for head_dim, family in itertools.product((64, 128), families):
-        with use_kernels(family):
-            found = plan_forward(Problem(1, 1, 1, 100, 100, head_dim), arch)
+        found = plan_forward(Problem(1, 1, 1, 100, 100, head_dim), arch, family)
         ctas = found.ctas_per_sm
         assert ctas >= 1
         # The system takes 1 KB for itself with every CTA.
@@ -152,23 +148,24 @@ def test_ctas_per_sm_is_what_shared_memory_and_threads_allow(arch: ArchSpec) -> 
 
 def test_the_family_is_an_argument_too() -> None:
     problem = Problem(1, 1, 1, 10, 10, 64)
-    with use_kernels("sm90"):
-        assert plan_forward(problem, H100, "sm80").family == "sm80"
+    # Plans do not depend on the context: autograd threads do not see it.
+    with use_kernels("sm80"):
+        assert plan_forward(problem, H100).family == "sm90"
+        assert plan_backward(problem, H100).family == "sm90"
+    assert plan_forward(problem, H100, "sm80").family == "sm80"
     with pytest.raises(UnsupportedError, match="kernel family 'sm70'"):
         plan_forward(problem, H100, "sm70")
 
 
 def test_the_key_is_what_is_compiled_in() -> None:
     problem = Problem(2, 4, 2, 100, 200, 64, band=Band(None, 0))
-    with use_kernels("sm80"):
-        found = plan_forward(problem, A100)
-        longer = plan_forward(dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77)), A100)
-        other = plan_forward(dataclasses.replace(problem, dtype="float16"), A100)
+    found = plan_forward(problem, A100)
+    longer = plan_forward(dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77)), A100)
+    other = plan_forward(dataclasses.replace(problem, dtype="float16"), A100)
     assert found.main == CompileKey("fwd_sm80", problem.static, found.tile, "sm_80", KERNELS["fwd_sm80"].names)
     assert longer.main == found.main
     assert other.main != found.main
-    with use_kernels("sm80"):
-        assert plan_forward(problem, H100).main.target == "sm_90"
+    assert plan_forward(problem, H100, "sm80").main.target == "sm_90"
 
 
 def test_the_key_of_a_hopper_kernel() -> None:
@@ -180,8 +177,7 @@ def test_the_key_of_a_hopper_kernel() -> None:
     part = dataclasses.replace(H100, gpu="NVIDIA H100 PCIe", num_sms=114)
     longer = dataclasses.replace(problem, batch=9, seqlen_q=5000, band=Band(None, 77))
     assert plan_forward(longer, part).main == found.main
-    with use_kernels("sm80"):
-        assert plan_forward(problem, H100).main != found.main
+    assert plan_forward(problem, H100, "sm80").main != found.main
 
 
 def test_a_detected_gpu_has_the_key_of_its_architecture() -> None:
@@ -203,10 +199,7 @@ def test_use_kernels_nests_and_ends() -> None:
         assert requested_family() == "sm80"
         with use_kernels("sm90"):
             assert requested_family() == "sm90"
-            assert plan_forward(Problem(1, 1, 1, 10, 10, 64), H100).family == "sm90"
         assert requested_family() == "sm80"
-        found = plan_forward(Problem(1, 1, 1, 10, 10, 64), H100)
-        assert (found.family, type(found.tile), found.main.kernel) == ("sm80", FwdTileSm80, "fwd_sm80")
     assert requested_family() == ""
     with pytest.raises(RuntimeError, match="inside"), use_kernels("sm80"):
         raise RuntimeError("inside")
@@ -235,12 +228,12 @@ def test_the_environment_chooses_the_family_of_a_process() -> None:
     code = """
 from cute_flash.planning.plan import plan_forward
 from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.family import use_kernels
+from cute_flash.spec.family import requested_family, use_kernels
 from cute_flash.spec.problem import Problem
 problem = Problem(1, 1, 1, 10, 10, 64)
 def family(arch):
     try:
-        return plan_forward(problem, ARCHS[arch]).family
+        return plan_forward(problem, ARCHS[arch], requested_family()).family
     except ValueError as error:
         return str(error)
 print(family("sm_90"), family("sm_80"), sep="; ")
@@ -258,13 +251,13 @@ with use_kernels("sm80"):
 
 def test_a_family_that_the_gpu_cannot_run() -> None:
     old = dataclasses.replace(A100, name="sm_75")
-    with use_kernels("sm80"), pytest.raises(UnsupportedError, match="family 'sm80' needs more than sm_75"):
-        plan_forward(Problem(1, 1, 1, 10, 10, 64), old)
+    with pytest.raises(UnsupportedError, match="family 'sm80' needs more than sm_75"):
+        plan_forward(Problem(1, 1, 1, 10, 10, 64), old, "sm80")
     for arch in ARCHS.values():
         if arch is not H100:
             refusal = f"family 'sm90' needs more than {arch.name}"
-            with use_kernels("sm90"), pytest.raises(UnsupportedError, match=refusal):
-                plan_forward(Problem(1, 1, 1, 10, 10, 64), arch)
+            with pytest.raises(UnsupportedError, match=refusal):
+                plan_forward(Problem(1, 1, 1, 10, 10, 64), arch, "sm90")
 
 
 @pytest.mark.parametrize("side", ["seqlen_q", "seqlen_k"])
@@ -304,7 +297,7 @@ def test_a_plan_prints_what_it_decided(arch: ArchSpec, part: str) -> None:
         part,
         found.main.kernel,
         str(found.tile),
-        f"{found.tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_block // 1024} KB",
+        f"{found.tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_cta // 1024} KB",
         "{num_ctas} CTAs, {num_tiles} tiles, L2 groups of {heads_per_l2_group} head(s)".format(**found.sizes),
     ]
     assert [line for line in expected if line not in text] == []

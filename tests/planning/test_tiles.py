@@ -93,7 +93,7 @@ def test_every_row_is_taken_by_its_own_head_dim(entry: Entry) -> None:
         cost = feature_cost(features, block_sparse)
         for problem in problems:
             tile = fwd_tile(family, arch, dataclasses.replace(problem, features=features, block_sparse=block_sparse))
-            assert tile.max_feature_cost >= cost, "registers for the features"
+            assert tile.max_cost >= cost, "registers for the features"
             taken.append(tile)
     assert any(one is row for one in taken)
 
@@ -109,7 +109,7 @@ def test_row_fits_the_shared_memory_and_registers_of_its_table(entry: tuple[str,
     _, arch, row = entry
     q, k, v = row.tile_m, row.stages * row.tile_n, row.stages * row.tile_n
     assert row.smem_bytes == 2 * row.head_dim * (q + k + v)
-    assert row.smem_bytes <= arch.smem_per_block
+    assert row.smem_bytes <= arch.smem_per_cta
     assert row.num_threads <= arch.max_threads_per_sm
     assert row.smem_bytes + 1024 <= arch.smem_per_sm
     # 16 x 8 accumulators over 32 threads are 4 registers; those of O and S must leave room for the rest.
@@ -127,7 +127,7 @@ def test_hopper_row_fits_shared_memory_and_registers(entry: tuple[str, ArchSpec,
     matrices += 2 * row.tile_m * row.tile_n * row.dropout_producer * row.dropout_stages
     # Barriers are small beside them.
     assert matrices < row.smem_bytes < matrices + 1024
-    assert row.smem_bytes <= arch.smem_per_block
+    assert row.smem_bytes <= arch.smem_per_cta
     assert row.smem_bytes + 1024 <= arch.smem_per_sm
     assert row.num_threads <= 1024
     # 64 x 8 accumulators over 128 threads are 4 registers; P, in 16 bits, lives beside the next S.
@@ -147,15 +147,15 @@ def test_every_head_dim_finds_a_row_that_fits(family: str, name: str, band: Band
         assert tile.head_dim >= head_dim
         assert not isinstance(tile, FwdTileSm90) or tile.head_dim_v is None
         assert tile.fits(arch)
-        assert tile.smem_bytes <= arch.smem_per_block, f"head_dim={head_dim} on {arch.name}"
+        assert tile.smem_bytes <= arch.smem_per_cta, f"head_dim={head_dim} on {arch.name}"
 
 
 @pytest.mark.parametrize(("family", "name"), RUNNABLE)
 def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
     found = {}
-    sizes = range(1, ARCHS[name].smem_per_block // 1024 + 1)
+    sizes = range(1, ARCHS[name].smem_per_cta // 1024 + 1)
     for kib in sizes:
-        small = dataclasses.replace(ARCHS[name], smem_per_block=kib << 10)
+        small = dataclasses.replace(ARCHS[name], smem_per_cta=kib << 10)
         with contextlib.suppress(UnsupportedError):
             found[kib] = plan_forward(Problem(1, 1, 1, 100, 100, 64), small, family).tile.smem_bytes
     assert all(smem_bytes <= kib << 10 for kib, smem_bytes in found.items())
@@ -163,7 +163,7 @@ def test_no_row_is_taken_that_does_not_fit(family: str, name: str) -> None:
     assert list(found) == list(range(min(found), sizes.stop))
     refusal = f"^head_dim=64: no tile of {family} for {name}$"
     with pytest.raises(UnsupportedError, match=refusal):
-        plan_forward(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS[name], smem_per_block=1024), family)
+        plan_forward(Problem(1, 1, 1, 100, 100, 64), dataclasses.replace(ARCHS[name], smem_per_cta=1024), family)
 
 
 def test_the_family_decides_the_kind_of_tile() -> None:
@@ -171,7 +171,7 @@ def test_the_family_decides_the_kind_of_tile() -> None:
     assert isinstance(fwd_tile("sm80", SM_90, problem), FwdTileSm80)
     assert isinstance(fwd_tile("sm90", SM_90, problem), FwdTileSm90)
     # Rows of the other family are no way out, and wgmma is nothing that shared memory makes up for.
-    roomy = dataclasses.replace(ARCHS["sm_80"], smem_per_block=1 << 20)
+    roomy = dataclasses.replace(ARCHS["sm_80"], smem_per_cta=1 << 20)
     with pytest.raises(UnsupportedError, match=r"^head_dim=128: no tile of sm90 for sm_80$"):
         fwd_tile("sm90", roomy, problem)
     for family in FAMILIES:
@@ -198,16 +198,20 @@ def test_values_of_another_width_find_a_row(band: Band) -> None:
 def test_rows_for_short_sequences_and_for_masks() -> None:
     row = FwdTileSm90(64, 128, 128, 2, max_keys=1024, is_bounded=True)
     causal, full = Band(None, 0), Band()
-    assert row.serves(problem_of(64, causal, 1024)) and row.serves(problem_of(40, Band(3, None), 1))
-    assert not row.serves(problem_of(64, causal, 1025))
-    assert not row.serves(problem_of(64, full, 1024))
-    assert not row.serves(problem_of(72, causal, 1024))
-    assert not row.serves(problem_of(64, causal, 1024, head_dim_v=32))
+    static = problem_of(64, causal).static
+    assert row.serves(static) and row.serves(problem_of(40, Band(3, None)).static)
+    assert not row.serves(dataclasses.replace(static, batch_invariant=True))
+    assert not row.serves(problem_of(64, full).static)
+    assert not row.serves(problem_of(72, causal).static)
+    assert not row.serves(problem_of(64, causal, head_dim_v=32).static)
     whole = dataclasses.replace(row, is_bounded=False, max_keys=None)
-    assert whole.serves(problem_of(64, full, 1 << 20)) and not whole.serves(problem_of(64, causal))
+    assert whole.serves(problem_of(64, full).static) and not whole.serves(static)
+    assert whole.serves(dataclasses.replace(problem_of(64, full).static, batch_invariant=True))
     wide = dataclasses.replace(row, is_bounded=None, max_keys=None, head_dim_v=128)
-    assert wide.serves(problem_of(64, full, head_dim_v=128)) and wide.serves(problem_of(64, full, head_dim_v=8))
-    assert not wide.serves(problem_of(64, full)) and not wide.serves(problem_of(64, full, head_dim_v=136))
+    for head_dim_v in (8, 128, None, 136):
+        assert wide.serves(problem_of(64, full, head_dim_v=head_dim_v).static) == (head_dim_v in (8, 128))
+    first = fwd_tile("sm90", SM_90, problem_of(64, causal, 1024))
+    assert first.max_keys == 1024 and fwd_tile("sm90", SM_90, problem_of(64, causal, 1025)).max_keys is None
 
 
 @pytest.mark.parametrize(
@@ -317,9 +321,9 @@ def test_derived_numbers_of_hopper_tiles(tile: FwdTileSm90, warpgroups: int, thr
 
 def test_hopper_tiles_need_wgmma_and_fit_exactly() -> None:
     tile = FwdTileSm90(64, 128, 64, 2)
-    assert tile.fits(dataclasses.replace(SM_90, smem_per_block=tile.smem_bytes))
-    assert not tile.fits(dataclasses.replace(SM_90, smem_per_block=tile.smem_bytes - 1))
-    assert not tile.fits(dataclasses.replace(SM_90, has_wgmma=False))
+    assert tile.fits(dataclasses.replace(SM_90, smem_per_cta=tile.smem_bytes))
+    assert not tile.fits(dataclasses.replace(SM_90, smem_per_cta=tile.smem_bytes - 1))
+    assert not tile.fits(dataclasses.replace(SM_90, name="sm_89"))
     assert not any(tile.fits(arch) for arch in ARCHS.values() if arch.capability < (9, 0))
 
 
@@ -336,8 +340,8 @@ def test_hopper_tiles_say_what_they_are() -> None:
 def test_fits_is_exact() -> None:
     tile = FwdTileSm80(128, 128, 64, 4, 1)
     arch = ARCHS["sm_80"]
-    assert tile.fits(dataclasses.replace(arch, smem_per_block=tile.smem_bytes))
-    assert not tile.fits(dataclasses.replace(arch, smem_per_block=tile.smem_bytes - 1))
+    assert tile.fits(dataclasses.replace(arch, smem_per_cta=tile.smem_bytes))
+    assert not tile.fits(dataclasses.replace(arch, smem_per_cta=tile.smem_bytes - 1))
 
 
 @pytest.mark.parametrize("tile", [FwdTileSm80(64, 128, 64, 4, 2), FwdTileSm90(64, 128, 64, 2)], ids=str)
@@ -355,7 +359,7 @@ def test_evidence_is_not_part_of_a_tile(tile: Tile) -> None:
 def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
     assert set(SM80_BWD) == set(ARCHS)
     for head_dim in range(8, 257, 8):
-        tile = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band()))
+        tile = bwd_tile("sm80", ARCHS[arch], problem_of(head_dim, Band()).static)
         assert isinstance(tile, BwdTileSm80) and tile in SM80_BWD[arch]
         assert tile.head_dim >= head_dim
         assert tile.fits(ARCHS[arch])
@@ -366,8 +370,8 @@ def test_every_head_dim_has_a_backward_tile_that_fits(arch: str) -> None:
         kept = 2 * tile.tile_n * tile.head_dim // tile.num_threads
         assert max(tile.accumulator_registers, kept + dq) <= MAX_REGISTERS - OTHER_REGISTERS
     for widths in ((128, 64), (64, 128)):
-        wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]))
-        assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()))
+        wider = bwd_tile("sm80", ARCHS[arch], problem_of(widths[0], Band(), head_dim_v=widths[1]).static)
+        assert wider is bwd_tile("sm80", ARCHS[arch], problem_of(128, Band()).static)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.reference.dropout import Dropout, philox_4x32
 from cute_flash.runtime.rng import draw_seed
-from cute_flash.spec.dropout import DRAW_BITS, MAX_DRAW, SECOND, threshold
+from cute_flash.spec.dropout import MAX_RANDOM, RANDOM_BITS, ROW_16_FACTOR, threshold
 
 # Random123, tests/kat_vectors: philox4x32 7, (counter, key, result).
 KNOWN = [
@@ -90,7 +90,7 @@ def test_share_of_dropped_weights(p: float) -> None:
 
 def excess_of_both(first: Tensor, second: Tensor) -> Tensor:
     """Of all pairs of draws, by how much the share that is dropped both differs from p^2, for every p."""
-    num = 1 << DRAW_BITS
+    num = 1 << RANDOM_BITS
     below = torch.bincount(torch.maximum(first, second), minlength=num).cumsum(0) / len(first)
     return (below - (torch.arange(1, num + 1) / num).double() ** 2).abs()
 
@@ -98,24 +98,24 @@ def excess_of_both(first: Tensor, second: Tensor) -> Tensor:
 def test_rows_that_share_a_word_are_nearly_independent() -> None:
     """Even keys: all low halves. No other bits of a word reach their draws."""
     words = torch.arange(1 << 16)
-    first, second = words & MAX_DRAW, words * SECOND & MAX_DRAW
-    excess = excess_of_both(first, second).max().item() * 2**DRAW_BITS
+    first, second = words & MAX_RANDOM, words * ROW_16_FACTOR & MAX_RANDOM
+    excess = excess_of_both(first, second).max().item() * 2**RANDOM_BITS
     assert 3.0 < excess < 3.5
     # Each by itself is even: the factor is odd.
-    assert torch.equal(second[: 1 << DRAW_BITS].sort().values, torch.arange(1 << DRAW_BITS))
-    swapped = (words >> 8 | words << 8) & MAX_DRAW
+    assert torch.equal(second[: 1 << RANDOM_BITS].sort().values, torch.arange(1 << RANDOM_BITS))
+    swapped = (words >> 8 | words << 8) & MAX_RANDOM
     assert 2.0**-10 < excess_of_both(first, swapped).max() < 2.0**-8.9
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.3, 0.5, 0.9])
 def test_of_odd_keys_still_more(p: float) -> None:
     """All high halves, each with all low ones, whose product they take a carry of."""
-    num, below = 1 << DRAW_BITS, threshold(p)
-    carry = (torch.arange(1 << 16) * SECOND >> 16) & MAX_DRAW
+    num, below = 1 << RANDOM_BITS, threshold(p)
+    carry = (torch.arange(1 << 16) * ROW_16_FACTOR >> 16) & MAX_RANDOM
     shares = torch.bincount(carry, minlength=num) / (1 << 16)
     up_to = torch.cat([torch.zeros(1), torch.cat([shares, shares]).double().cumsum(0)]).double()
     # Those carries with which a high half that is dropped itself has a product that is, too.
-    begin = (-torch.arange(below) * SECOND) & MAX_DRAW
+    begin = (-torch.arange(below) * ROW_16_FACTOR) & MAX_RANDOM
     both = (up_to[begin + below] - up_to[begin]).sum().item() / num
     assert abs(both - (below / num) ** 2) < 2.0**-25
 

@@ -44,7 +44,7 @@ def test_names_are_keys_and_capabilities() -> None:
 
 def test_shared_memory_is_what_the_programming_guide_says() -> None:
     # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-    assert {name: spec.smem_per_block // KIB for name, spec in ARCHS.items()} == {
+    assert {name: spec.smem_per_cta // KIB for name, spec in ARCHS.items()} == {
         "sm_80": 163,
         "sm_86": 99,
         "sm_89": 99,
@@ -52,7 +52,7 @@ def test_shared_memory_is_what_the_programming_guide_says() -> None:
     }
     for spec in ARCHS.values():
         # The system keeps 1 KB of every block's share.
-        assert spec.smem_per_sm == spec.smem_per_block + KIB
+        assert spec.smem_per_sm == spec.smem_per_cta + KIB
         assert spec.registers_per_sm == 65536
 
 
@@ -61,8 +61,7 @@ def test_ridge_points() -> None:
     assert ARCHS["sm_90"].ridge == pytest.approx(295, abs=0.5)
 
 
-def test_only_hopper_has_tma_and_wgmma() -> None:
-    assert [name for name, spec in ARCHS.items() if spec.has_tma] == ["sm_90"]
+def test_only_hopper_has_wgmma() -> None:
     assert [name for name, spec in ARCHS.items() if spec.has_wgmma] == ["sm_90"]
 
 
@@ -123,7 +122,7 @@ def test_detect_takes_sms_and_l2_from_the_driver_and_the_rest_from_the_table(gpu
     gpu("NVIDIA H200", (9, 0), 131, 60 << 20)
     found = arch.detect(0)
     assert (found.name, found.gpu, found.num_sms, found.l2_bytes) == ("sm_90", "NVIDIA H200", 131, 60 << 20)
-    assert found.smem_per_block == ARCHS["sm_90"].smem_per_block
+    assert found.smem_per_cta == ARCHS["sm_90"].smem_per_cta
     assert found.tensor_tflops == ARCHS["sm_90"].tensor_tflops
 
 

@@ -79,7 +79,7 @@ def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture
     assert (found["arch"], found["kernel"], found["target"]) == ("sm_80", "fwd_sm80", "sm_80")
     assert found["blocks"] == found["tiles"] == plan.sizes["num_tiles"]
     assert (found["tile"]["tile_m"], found["tile"]["tile_n"]) == (tile.tile_m, tile.tile_n)
-    assert found["smem_bytes"] == tile.smem_bytes <= found["smem_limit_bytes"] == arch.SM_80.smem_per_block
+    assert found["smem_bytes"] == tile.smem_bytes <= found["smem_limit_bytes"] == arch.SM_80.smem_per_cta
     assert found["flops"] == roofline.flops(problem) == expected.flops
     assert found["flops_nominal"] == roofline.flops_nominal(problem)
     assert found["exps"] == roofline.exp_count(problem)

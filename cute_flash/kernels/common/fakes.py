@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
-from cute_flash.spec.dtypes import DTYPES, ROW_ALIGN_BYTES
+from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.features import FEATURES, Operand
 from cute_flash.spec.problem import Static
 
@@ -102,7 +102,7 @@ class Fakes:
         if self.static.varlen:
             _batch, heads, seqlen, width = dims
             dims = seqlen, heads, width
-        step = DTYPES[dtype].row_align
+        step = ROW_ALIGN_BYTES // DTYPE_BYTES[dtype]
         strides = (*(cute.sym_int64(divisibility=step) for _ in dims[1:]), 1)
         return make_fake_tensor(CUTE_DTYPES[dtype], self.shape(dims), strides, assumed_align=ROW_ALIGN_BYTES)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_LONG_MOD, SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import (
@@ -14,8 +16,7 @@ from cute_flash.planning.tiles.bwd_sm90 import (
 from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_BIAS, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.dtypes import DTYPES
-from cute_flash.spec.features import feature_cost
+from cute_flash.spec.features import backward_features, feature_cost
 from cute_flash.spec.problem import Problem, Static
 
 AnyFwdTile = FwdTileSm80 | FwdTileSm90
@@ -28,52 +29,48 @@ MAX_MOD_OPS = (24, 10)
 
 def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
     """The first row that supports the problem and fits the architecture; raise `UnsupportedError` if none does."""
-    static, element_bytes = problem.static, DTYPES[problem.dtype].bytes
-    for row in _fwd_rows(family, arch, static):
-        if row.element_bytes == element_bytes and row.serves(problem) and row.fits(arch):
+    for row in _fwd_rows(family, arch, problem.static):
+        if row.max_keys is None or problem.usual_keys <= row.max_keys:
             return row
-    widths = f"head_dim={static.head_dim}"
-    if static.head_dim_v is not None:
-        widths += f" with values of {static.head_dim_v}"
+    widths = f"head_dim={problem.head_dim}"
+    if problem.static.head_dim_v is not None:
+        widths += f" with values of {problem.head_dim_v}"
     raise UnsupportedError(f"{widths}: no tile of {family} for {arch.name}")
 
 
+@lru_cache
 def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, ...]:
+    """The rows that support problems of some length, and fit the architecture."""
+    rows: tuple[AnyFwdTile, ...] = SM90_FWD
     if family != "sm90":
-        return SM80_FWD[arch.name]
-    if "dropout" in static.features:
-        return SM90_FWD_DROPOUT
-    loads_bias_by_tma = static.mods is not None and static.mods.bias_tma
-    return (*SM90_FWD_BIAS, *SM90_FWD) if loads_bias_by_tma else SM90_FWD
+        rows = SM80_FWD[arch.name]
+    elif "dropout" in static.features:
+        rows = SM90_FWD_DROPOUT
+    elif static.mods is not None and static.mods.bias_tma:
+        rows = (*SM90_FWD_BIAS, *SM90_FWD)
+    return tuple(row for row in rows if row.serves(static) and row.fits(arch))
 
 
-def bwd_tile(family: str, arch: ArchSpec, problem: Problem, deterministic: bool = False) -> AnyBwdTile | None:
+@lru_cache
+def bwd_tile(family: str, arch: ArchSpec, static: Static, deterministic: bool = False) -> AnyBwdTile | None:
     """The first row of a family's backward that supports the problem and fits the architecture; None if none does."""
-    static, element_bytes = problem.static, DTYPES[problem.dtype].bytes
-    cost = feature_cost(problem.backward_features, problem.block_sparse)
+    cost = feature_cost(backward_features(static.features), static.block_sparse)
     for row in _bwd_rows(family, arch, static, cost, deterministic):
-        if static.varlen and isinstance(row, BwdTileSm90Wide):
-            continue
-        if isinstance(row, BwdTileSm90) and row.max_feature_cost < cost:
-            continue
-        if row.element_bytes == element_bytes and row.head_dim >= static.widest and row.fits(arch):
+        is_complete = not (isinstance(row, BwdTileSm90Wide) and (static.varlen or deterministic))
+        if is_complete and row.max_cost >= cost and row.head_dim >= static.widest and row.fits(arch):
             return row
     return None
 
 
 def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, deterministic: bool) -> tuple[AnyBwdTile, ...]:
-    is_plain = cost == 0
     mod_ops = 0 if static.mods is None else static.mods.bwd_ops_per_score
     if family != "sm90":
         # The large tiles would spill with features, and with the semaphore of a varlen batch.
-        is_small = not is_plain or (deterministic and static.varlen)
+        is_small = cost > 0 or (deterministic and static.varlen)
         rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
         return (SM80_BWD_LONG_MOD, *rows) if mod_ops > MAX_MOD_OPS[0] else rows
-    if is_plain:
-        candidates: tuple[AnyBwdTile, ...] = SM90_BWD
-    elif not static.has_mods:
-        candidates = SM90_BWD_SCORE
-    else:
+    candidates: tuple[AnyBwdTile, ...] = SM90_BWD_SCORE if cost else SM90_BWD
+    if cost and static.has_mods:
         # The first two rows have no registers for user mods.
         candidates = SM90_BWD_SCORE[2:]
         if _has_cheap_mod(static):
@@ -89,11 +86,11 @@ def _has_cheap_mod(static: Static) -> bool:
     return masks_few_blocks and not has_others and static.mods.has_cheap_bwd
 
 
-def pads_with_dropout(tile: AnyBwdTile, problem: Problem) -> bool:
+def pads_with_dropout(tile: AnyBwdTile, static: Static) -> bool:
     """Whether a call without dropout runs a kernel that is compiled with dropout, with probability 0.
 
     With softcap and ALiBi in a varlen batch, ptxas spills registers unless the kernel also has dropout.
     """
-    features = problem.features
+    features = static.features
     would_spill = "softcap" in features and "alibi" in features and "dropout" not in features
-    return problem.varlen and would_spill and isinstance(tile, BwdTileSm90) and tile.head_dim > 64
+    return static.varlen and would_spill and isinstance(tile, BwdTileSm90) and tile.head_dim > 64

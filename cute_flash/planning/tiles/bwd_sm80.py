@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from cute_flash.planning.tiles.common import WARP_KEYS, WARP_ROWS, copy_rows
-from cute_flash.spec.arch import ArchSpec
+from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS, Tile, copy_rows
 
 
 @dataclass(frozen=True)
-class BwdTileSm80:
+class BwdTileSm80(Tile):
     """`tile_n` keys against blocks of `tile_m` queries, on mma.sync.
 
     Each product has a separate grid of warps: `warps_*` along its rows, the others along its columns. If all warps lie
@@ -17,16 +16,11 @@ class BwdTileSm80:
     and fewer operands are read twice.
     """
 
-    head_dim: int  # width of the tile; smaller head dims are padded to it
-    tile_m: int
-    tile_n: int
     stages: int  # of Q, and of dO; with 1 their copies overlap only the product dQ
     warps_s: int = 8  # along the keys of S^T and dP^T (keys x queries)
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
-    element_bytes: int = 2  # of Q, K, V, O and their gradients
-    measured: str = field(default="not measured: chosen by the rules above the table", compare=False)
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
@@ -65,15 +59,12 @@ class BwdTileSm80:
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         scores = (1 if self.p_in_registers else 2) * self.tile_m * self.tile_n
         statistics = 2 * self.stages * self.tile_m
-        return (rows * self.head_dim + scores) * self.element_bytes + 4 * statistics
+        return (rows * self.head_dim + scores) * ELEMENT_BYTES + 4 * statistics
 
     @property
     def accumulator_registers(self) -> int:
         """Registers of a thread for dK, dV, S and dP in fp32."""
         return 2 * self.tile_n * (self.head_dim + self.tile_m) // self.num_threads
-
-    def fits(self, arch: ArchSpec) -> bool:
-        return self.smem_bytes <= arch.smem_per_block
 
     def prefetches_bias(self, mod_ops: int) -> bool:
         """See `BwdTileSm90.prefetches_bias`."""

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.limits import BLOCK_MASK_MULTIPLE
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.features import FEATURE, MODS
 from cute_flash.spec.problem import Static
 
 SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
+ELEMENT_BYTES = 2  # of Q, K, V, O and their gradients: fp16 or bf16
 
 # Feature cost: additional registers of a thread over plain attention (`spec.features.feature_cost`). The unit is the
-# cost of an attention sink, the cheapest feature. Costs are estimates and add up; the rows of `spec.features.FEATURES`
-# have the cost of each feature. A table row supports calls that cost at most its `max_feature_cost`; beyond it the
-# kernel would spill.
-COST_ALIBI = 2
-COST_SOFTCAP = 3
-COST_DROPOUT = 4
-COST_USER_MOD = 4  # one of a bias, a score_mod and a mask_mod
-COST_ALL_SCORE_FEATURES = 11  # softcap, ALiBi, a sink, dropout and max_logit together
+# cost of an attention sink, the cheapest feature. Costs are estimates and add up. A table row supports calls that cost
+# at most its `max_cost`; beyond it the kernel would spill.
+COST_ALIBI = FEATURE["alibi"].cost
+COST_SOFTCAP = FEATURE["softcap"].cost
+COST_DROPOUT = FEATURE["dropout"].cost
+COST_USER_MOD = FEATURE["score_mod"].cost  # one of a bias, a score_mod and a mask_mod
+# Softcap, ALiBi, a sink, dropout and max_logit together.
+COST_ALL_SCORE_FEATURES = sum(feature.cost for feature in FEATURE.values() if feature.name not in MODS)
 COST_ANY = 99
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The sizes and limits of every tile.
+
+    Fields with `compare=False` decide which row of a table is chosen; they do not change the kernel.
+    """
+
+    head_dim: int  # width of the tile; smaller head dims are padded to it
+    tile_m: int
+    tile_n: int
+    # Only for problems with at most so many `usual_keys`.
+    max_keys: int | None = field(default=None, compare=False, kw_only=True)
+    max_cost: int = field(default=COST_ANY, compare=False, kw_only=True)
+    # Evidence: GPU, dtype, shape, TFLOP/s.
+    measured: str = field(default="not measured: chosen by the rules above the table", compare=False, kw_only=True)
+
+    needs_wgmma: ClassVar[bool] = False
+
+    @property
+    def smem_bytes(self) -> int:
+        raise NotImplementedError
+
+    def fits(self, arch: ArchSpec) -> bool:
+        return self.smem_bytes <= arch.smem_per_cta and (arch.has_wgmma or not self.needs_wgmma)
+
+    def divides_block_mask(self, static: Static) -> bool:
+        """Whether tiles divide the blocks of a block mask; true without a block mask."""
+        is_divisor = BLOCK_MASK_MULTIPLE % self.tile_m == BLOCK_MASK_MULTIPLE % self.tile_n == 0
+        return is_divisor or not static.block_sparse
 
 
 def copy_rows(head_dim: int, num_threads: int) -> int:
@@ -39,8 +74,3 @@ def check_layout(layout: str, possible: tuple[str, ...], why: str) -> None:
     """Raise `UnsupportedError` for a shared-memory layout that a kernel cannot be built with."""
     if layout not in possible:
         raise UnsupportedError(f"{layout=}: {why}; choose one of {', '.join(possible)}")
-
-
-def divides_block_mask(tile: Any, static: Static) -> bool:
-    """Whether tiles divide the blocks of a block mask; true without a block mask."""
-    return not (static.block_sparse and (BLOCK_MASK_MULTIPLE % tile.tile_m or BLOCK_MASK_MULTIPLE % tile.tile_n))

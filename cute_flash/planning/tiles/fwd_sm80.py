@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cute_flash.planning.tiles.common import (
     COST_ALIBI,
     COST_ALL_SCORE_FEATURES,
-    COST_ANY,
     COST_DROPOUT,
+    ELEMENT_BYTES,
     WARP_KEYS,
     WARP_ROWS,
+    Tile,
     align_smem,
     check_layout,
     copy_rows,
-    divides_block_mask,
 )
 from cute_flash.smem.tile import VARIANTS, SmemTile
-from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import Static
 
 
 @dataclass(frozen=True)
-class FwdTileSm80:
-    """`tile_m` query rows, split among `num_warps` warps, against K/V blocks of `tile_n` keys.
+class FwdTileSm80(Tile):
+    """`tile_m` query rows, split among `num_warps` warps, against K/V blocks of `tile_n` keys."""
 
-    Fields with `compare=False` decide which row of the table is chosen; they do not change the kernel.
-    """
-
-    head_dim: int  # width of the tile; smaller head dims are padded to it
-    tile_m: int
-    tile_n: int
     num_warps: int
     stages: int  # K/V stages; 1: the copy of K overlaps P V, that of V overlaps Q K^T; 2: copies run one block ahead
     q_steps: int = 0  # k-steps of 16 columns of Q that stay in registers; the others are read for every block
     max_bounds: int = 2  # bounds of the band (left, right) that it can mask; more would spill
     layout: str = VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
-    element_bytes: int = 2  # of Q, K, V, O and their gradients
-    max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
-    measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):
@@ -71,7 +61,7 @@ class FwdTileSm80:
 
     def smem(self, rows: int) -> SmemTile:
         """A tile of Q, K or V in shared memory."""
-        return SmemTile(rows, self.head_dim, self.element_bytes, self.layout)
+        return SmemTile(rows, self.head_dim, ELEMENT_BYTES, self.layout)
 
     @property
     def smem_bytes(self) -> int:
@@ -86,20 +76,16 @@ class FwdTileSm80:
         registers = rows * (self.head_dim + self.tile_n) // 32
         return registers + rows * self.q_steps // 4
 
-    def fits(self, arch: ArchSpec) -> bool:
-        return self.smem_bytes <= arch.smem_per_block
-
-    def serves(self, problem: Problem) -> bool:
+    def serves(self, static: Static) -> bool:
         """Whether the row has the width and the registers for a problem's head dim, mask and features."""
-        static = problem.static
         bounds = static.has_left + static.has_right
         if bounds and (static.varlen or static.batch_invariant):
             # The lengths of a varlen sequence take registers; those of dense calls are kernel arguments.
             bounds = 2
         # All warps read the index lists of a block mask.
         cost = static.feature_cost + static.block_sparse
-        has_registers = self.max_bounds >= bounds and self.max_feature_cost >= cost
-        return self.head_dim >= static.widest and has_registers and divides_block_mask(self, static)
+        has_registers = self.max_bounds >= bounds and self.max_cost >= cost
+        return self.head_dim >= static.widest and has_registers and self.divides_block_mask(static)
 
     def __str__(self) -> str:
         regs = f", {self.q_steps} of {self.head_dim // 16} steps of Q in registers" if self.q_steps else ""
@@ -108,92 +94,62 @@ class FwdTileSm80:
         return f"{self.tile_m}x{self.tile_n}x{self.head_dim}, {self.num_warps} warps, {stages}{regs}{study}"
 
 
-_H200 = "H200, bf16, 16384 tokens, hidden 2048, S=512/2048/16384 full; causal: "
+_H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=512/2048/16384 full; causal: "
 _FOR_FEATURES = "not measured: for softcap and dropout, which would spill in the row before"
 _FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
-_BY_RULE = "not measured on this part: chosen by the rules above the table"
 
 # The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
 # warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more
-# shared memory per MMA; no spills.
+# shared memory per MMA; no spills. Columns: head_dim, tile_m, tile_n, num_warps, stages.
 # fmt: off
 _SM_80 = (
-    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,
-                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
-    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=64, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=4, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
-                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2,
-                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=32, num_warps=4, stages=2,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=96, tile_m=64, tile_n=64, num_warps=4, stages=2, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=128, tile_m=128, tile_n=48, num_warps=4, stages=2,
-                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
-    FwdTileSm80(head_dim=128, tile_m=128, tile_n=32, num_warps=4, stages=2,
-                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
-    FwdTileSm80(head_dim=128, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=8, measured=_BY_RULE),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=12,
-                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=6,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=256, tile_m=128, tile_n=64, num_warps=8, stages=1,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=256, tile_m=128, tile_n=32, num_warps=8, stages=1, measured=_FOR_MODS),
+    FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, max_cost=COST_ALIBI),
+    FwdTileSm80( 64, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALL_SCORE_FEATURES),
+    FwdTileSm80( 64,  64,  64, 4, 2, q_steps=4, measured=_FOR_MODS),
+    FwdTileSm80( 96, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALIBI),
+    FwdTileSm80( 96, 128,  64, 4, 2, max_cost=COST_DROPOUT),
+    FwdTileSm80( 96, 128,  32, 4, 2, max_cost=COST_ALL_SCORE_FEATURES),
+    FwdTileSm80( 96,  64,  64, 4, 2, measured=_FOR_MODS),
+    FwdTileSm80(128, 128,  48, 4, 2, max_cost=COST_ALIBI),
+    FwdTileSm80(128, 128,  32, 4, 2, max_cost=COST_DROPOUT),
+    FwdTileSm80(128,  64,  64, 4, 2, q_steps=8),
+    FwdTileSm80(192,  64,  64, 4, 1, q_steps=12, max_cost=COST_ALIBI),
+    FwdTileSm80(192,  64,  64, 4, 1, q_steps=6, max_cost=COST_ALL_SCORE_FEATURES),
+    FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
+    FwdTileSm80(256, 128,  64, 8, 1, max_cost=COST_ALL_SCORE_FEATURES),
+    FwdTileSm80(256, 128,  32, 8, 1, measured=_FOR_MODS),
 )
 # 99 KB of shared memory for a CTA and 100 KB for an SM: smaller K/V blocks leave room for two CTAs.
 _SM_86 = (
-    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,
-                max_feature_cost=COST_ALIBI, measured=_BY_RULE),
-    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=64, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=4, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=1,
-                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=32, num_warps=4, stages=1,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=96, tile_m=64, tile_n=64, num_warps=4, stages=1, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=128, tile_m=128, tile_n=32, num_warps=4, stages=1,
-                max_feature_cost=COST_DROPOUT, measured=_BY_RULE),
-    FwdTileSm80(head_dim=128, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=8, measured=_BY_RULE),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, q_steps=12,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_RULE),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=256, tile_m=128, tile_n=32, num_warps=8, stages=1, measured=_BY_RULE),
+    *_SM_80[:3],
+    FwdTileSm80( 96, 128,  64, 4, 1, max_cost=COST_DROPOUT),
+    FwdTileSm80( 96, 128,  32, 4, 1, max_cost=COST_ALL_SCORE_FEATURES),
+    FwdTileSm80( 96,  64,  64, 4, 1, measured=_FOR_MODS),
+    FwdTileSm80(128, 128,  32, 4, 1, max_cost=COST_DROPOUT),
+    FwdTileSm80(128,  64,  64, 4, 1, q_steps=8),
+    FwdTileSm80(192,  64,  32, 4, 1, q_steps=12, max_cost=COST_ALL_SCORE_FEATURES),
+    FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
+    FwdTileSm80(256, 128,  32, 8, 1),
 )
 _SM_90 = (
-    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=4,
-                max_feature_cost=COST_ALIBI, measured=_H200 + "296/344/363; 207/308/356 TFLOP/s"),
-    FwdTileSm80(head_dim=64, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm80(head_dim=64, tile_m=64, tile_n=32, num_warps=4, stages=2, q_steps=4, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2, q_steps=2,
-                max_feature_cost=COST_ALIBI, measured=_H200 + "307/358/387; 211/316/383 TFLOP/s"),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=64, num_warps=4, stages=2,
-                max_feature_cost=COST_DROPOUT, measured=_FOR_FEATURES),
-    FwdTileSm80(head_dim=96, tile_m=128, tile_n=32, num_warps=4, stages=2,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm80(head_dim=96, tile_m=64, tile_n=64, num_warps=4, stages=2, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=128, tile_m=128, tile_n=48, num_warps=4, stages=2, max_bounds=1,
-                max_feature_cost=COST_ALIBI, measured=_H200 + "310/376/398; 221/322/408 TFLOP/s"),
-    FwdTileSm80(head_dim=128, tile_m=128, tile_n=32, num_warps=4, stages=2,
-                max_feature_cost=COST_DROPOUT, measured=_H200 + "309/371/390; 216/316/397 TFLOP/s"),
-    FwdTileSm80(head_dim=128, tile_m=64, tile_n=64, num_warps=4, stages=2, q_steps=8, measured=_FOR_FEATURES),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=12,
-                max_feature_cost=COST_ALIBI, measured=_H200 + "289/329/346; 221/304/364 TFLOP/s"),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=6,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm80(head_dim=192, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
-    FwdTileSm80(head_dim=256, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=6, max_bounds=1,
-                max_feature_cost=COST_ALIBI, measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
-    FwdTileSm80(head_dim=256, tile_m=64, tile_n=64, num_warps=4, stages=1, q_steps=4,
-                max_feature_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327 TFLOP/s"),
-    FwdTileSm80(head_dim=256, tile_m=64, tile_n=64, num_warps=4, stages=1,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm80(head_dim=256, tile_m=64, tile_n=32, num_warps=4, stages=1, measured=_FOR_MODS),
+    FwdTileSm80( 64, 128,  64, 4, 2, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "296/344/363; 207/308/356"),
+    FwdTileSm80( 64, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80( 64,  64,  32, 4, 2, q_steps=4, measured=_FOR_MODS),
+    FwdTileSm80( 96, 128,  64, 4, 2, q_steps=2, max_cost=COST_ALIBI, measured=_H200 + "307/358/387; 211/316/383"),
+    FwdTileSm80( 96, 128,  64, 4, 2, max_cost=COST_DROPOUT, measured=_FOR_FEATURES),
+    FwdTileSm80( 96, 128,  32, 4, 2, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80( 96,  64,  64, 4, 2, measured=_FOR_MODS),
+    FwdTileSm80(128, 128,  48, 4, 2, max_bounds=1, max_cost=COST_ALIBI, measured=_H200 + "310/376/398; 221/322/408"),
+    FwdTileSm80(128, 128,  32, 4, 2, max_cost=COST_DROPOUT, measured=_H200 + "309/371/390; 216/316/397"),
+    FwdTileSm80(128,  64,  64, 4, 2, q_steps=8, measured=_FOR_FEATURES),
+    FwdTileSm80(192,  64,  64, 4, 1, q_steps=12, max_cost=COST_ALIBI, measured=_H200 + "289/329/346; 221/304/364"),
+    FwdTileSm80(192,  64,  64, 4, 1, q_steps=6, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80(192,  64,  32, 4, 1, measured=_FOR_MODS),
+    FwdTileSm80(256,  64,  64, 4, 1, q_steps=6, max_bounds=1, max_cost=COST_ALIBI,
+                measured=f"q_steps=8: {_H200}274/322/344; 213/282/339 TFLOP/s"),
+    FwdTileSm80(256,  64,  64, 4, 1, q_steps=4, max_cost=COST_ALIBI, measured=_H200 + "271/314/339; 208/280/327"),
+    FwdTileSm80(256,  64,  64, 4, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm80(256,  64,  32, 4, 1, measured=_FOR_MODS),
 )
 # fmt: on
 SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}

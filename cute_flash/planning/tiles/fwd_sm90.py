@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
 
 from cute_flash.planning.tiles.common import (
     COST_ALIBI,
     COST_ALL_SCORE_FEATURES,
-    COST_ANY,
     COST_DROPOUT,
     COST_SOFTCAP,
     COST_USER_MOD,
+    ELEMENT_BYTES,
     WARP_KEYS,
     WARPGROUP_ROWS,
+    Tile,
     check_layout,
-    divides_block_mask,
 )
 from cute_flash.smem.tile import HOPPER_VARIANTS, SmemTile
-from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import Static
 
 
 @dataclass(frozen=True)
-class FwdTileSm90:
-    """`tile_m` query rows, 64 for each consumer warpgroup, against K/V blocks of `tile_n` keys.
+class FwdTileSm90(Tile):
+    """`tile_m` query rows, 64 for each consumer warpgroup, against K/V blocks of `tile_n` keys. An SM runs one CTA."""
 
-    An SM runs one CTA. Fields with `compare=False` decide which row of the table is chosen; they do not change the
-    kernel.
-    """
-
-    head_dim: int  # width of the tile; smaller head dims are padded to it
-    tile_m: int
-    tile_n: int
     stages: int  # of K, and of V
     q_stages: int = 1  # 2: the next tile starts while this one ends, and O is stored through Q's stage
     speculative_max: bool = False  # full blocks use the old row max and check row sums; S is kept until then
@@ -42,11 +36,10 @@ class FwdTileSm90:
     dropout_stages: int = 1  # of dropout masks
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
-    element_bytes: int = 2  # of Q, K, V, O and their gradients
-    max_keys: int | None = field(default=None, compare=False)  # only for problems with at most so many `usual_keys`
     is_bounded: bool | None = field(default=None, compare=False)  # only with a bound (True), or only without (False)
-    max_feature_cost: int = field(default=COST_ANY, compare=False)  # see `common`; more would spill
-    measured: str = field(default="", compare=False)  # evidence: GPU, dtype, shape, TFLOP/s
+
+    needs_wgmma: ClassVar[bool] = True
+    dropout_producer_registers: ClassVar[int] = 56  # of a thread
 
     def __post_init__(self) -> None:
         if self.tile_m % WARPGROUP_ROWS or not 1 <= self.num_warpgroups <= 3:
@@ -86,16 +79,11 @@ class FwdTileSm90:
             return 24, 216
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_warpgroups]
 
-    @property
-    def dropout_producer_registers(self) -> int:
-        """Registers of a thread of the dropout producer."""
-        return 56
-
     def operand_smem(self, operand: str) -> SmemTile:
         """The tile in shared memory of Q, K, V or O; for Q and O, that of one warpgroup."""
         rows = self.tile_n if operand in ("K", "V") else WARPGROUP_ROWS
         width = self.width_v if operand in ("V", "O") else self.head_dim
-        return SmemTile(rows, width, self.element_bytes, self.layout)
+        return SmemTile(rows, width, ELEMENT_BYTES, self.layout)
 
     @property
     def columns_pv(self) -> int:
@@ -112,14 +100,12 @@ class FwdTileSm90:
         columns = self.q_stages * self.tile_m * self.head_dim
         columns += self.stages * self.tile_n * (self.head_dim + self.width_v)
         barriers = 2 * (self.q_stages + 2 * self.stages) + self.q_stages * self.num_warpgroups
-        masks = 0
-        if self.dropout_producer:
-            barriers += 2 * self.num_warpgroups * self.dropout_stages
-            masks = self.dropout_stages * self.tile_m * self.tile_n * self.element_bytes
-        bias = self.bias_stages * self.tile_m * self.tile_n * self.element_bytes
-        barriers += 2 * self.bias_stages * self.num_warpgroups
+        # Stages of one element for each score: dropout masks and the bias.
+        score_stages = self.dropout_stages * self.dropout_producer + self.bias_stages
+        barriers += 2 * self.num_warpgroups * score_stages
+        elements = columns + score_stages * self.tile_m * self.tile_n
         # Two slots of 16 bytes, aligned to 16, in which the producer publishes tiles.
-        return columns * self.element_bytes + masks + bias + -(-8 * barriers // 16) * 16 + 32
+        return elements * ELEMENT_BYTES + -(-8 * barriers // 16) * 16 + 32
 
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
@@ -130,172 +116,106 @@ class FwdTileSm90:
         groups = f"1 + {self.num_warpgroups}{' + 1' if self.dropout_producer else ''} warpgroups"
         return f"{self.tile_m}x{self.tile_n}x{width}, {groups}, {stages}{ways}{study}"
 
-    def fits(self, arch: ArchSpec) -> bool:
-        return arch.has_wgmma and self.smem_bytes <= arch.smem_per_block
-
-    def serves(self, problem: Problem) -> bool:
-        """Whether the row has the width, the length and the registers for a problem."""
-        static = problem.static
+    def serves(self, static: Static) -> bool:
+        """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
         # With batch_invariant the row must not depend on the lengths of other sequences, nor on varlen.
-        is_fixed = static.batch_invariant
-        is_short_enough = self.max_keys is None or (not is_fixed and problem.usual_keys <= self.max_keys)
-        is_meant = self.is_bounded is None or self.is_bounded == static.is_bounded
-        has_room = self.max_feature_cost >= static.feature_cost and divides_block_mask(self, static)
-        return is_wide_enough and is_as_wide and is_short_enough and is_meant and has_room
+        is_for_any_length = self.max_keys is None or not static.batch_invariant
+        is_for_mask = self.is_bounded in (None, static.is_bounded)
+        has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
+        return is_wide_enough and is_as_wide and is_for_any_length and is_for_mask and has_room
 
 
-_SWEEP = "H200, bf16, 16384 tokens, hidden 2048, S=512/1024/8192, sweeps of 2026-11-15, version 7: "
-_SHORT_256 = _SWEEP + "523/610/706 TFLOP/s"
+_SWEEP = "H200, bf16, 16384 tokens, hidden 2048, sweeps of 2026-11-15, version 7, TFLOP/s of S=512/1024/8192: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
 _FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
 _FOR_BLOCK_MASKS = (
     "user functions and block masks: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
 )
-_DROPOUT = "not measured: for dropout"
 _DROPOUT_128 = "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
-_BIAS = "not measured: for a bias"
 _BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
 _BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"
 
-# The first row that supports a problem and fits is chosen.
+_with_dropout = partial(FwdTileSm90, dropout_producer=True, measured="not measured: for dropout")
+_with_bias = partial(FwdTileSm90, bias_stages=2, measured="not measured: for a bias")
+
+# The first row that supports a problem and fits is chosen. Columns: head_dim, tile_m, tile_n, stages, q_stages,
+# speculative_max.
 # fmt: off
 SM90_FWD = (
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
-                speculative_max=True, speculative_max_masked=True, max_keys=1024, is_bounded=True,
-                max_feature_cost=COST_ALIBI, measured=_SWEEP + "causal 261/353/484 TFLOP/s"),
-    FwdTileSm90(head_dim=64, tile_m=192, tile_n=128, stages=4, q_stages=2,
-                speculative_max=True, speculative_max_masked=True, max_feature_cost=COST_SOFTCAP,
-                measured=_SWEEP + "432/471/577; causal 256/332/554 TFLOP/s"),
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
-                speculative_max=True, speculative_max_masked=True, max_feature_cost=COST_USER_MOD,
+    FwdTileSm90( 64, 128, 128, 4, 2, True, speculative_max_masked=True, max_keys=1024, is_bounded=True,
+                max_cost=COST_ALIBI, measured=_SWEEP + "causal 261/353/484"),
+    FwdTileSm90( 64, 192, 128, 4, 2, True, speculative_max_masked=True, max_cost=COST_SOFTCAP,
+                measured=_SWEEP + "432/471/577; causal 256/332/554"),
+    FwdTileSm90( 64, 128, 128, 4, 2, True, speculative_max_masked=True, max_cost=COST_USER_MOD,
                 measured=_FOR_BLOCK_MASKS),
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=96, stages=4, q_stages=2,
-                speculative_max=True, speculative_max_masked=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
+    FwdTileSm90( 64, 128,  96, 4, 2, True, speculative_max_masked=True, max_cost=COST_ALL_SCORE_FEATURES,
                 measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=64, stages=4, q_stages=2,
-                speculative_max=True, speculative_max_masked=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, max_feature_cost=COST_ALIBI, measured=_BY_WIDTH),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=96, stages=2, q_stages=2,
-                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=64, stages=2, q_stages=2,
-                speculative_max=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, max_feature_cost=COST_USER_MOD,
-                measured=_SWEEP + "547/613/700; causal 357/491/719 TFLOP/s"),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=96, stages=2, q_stages=2,
-                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=64, stages=2, q_stages=2,
-                speculative_max=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=192, tile_m=128, tile_n=96, stages=2, q_stages=1,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
-    FwdTileSm90(head_dim=192, tile_m=128, tile_n=64, stages=2, q_stages=1, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                is_bounded=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_SWEEP + "causal 363/492/690 TFLOP/s"),
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                max_keys=2048, is_bounded=False, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_SHORT_256),
+    FwdTileSm90( 64, 128,  64, 4, 2, True, speculative_max_masked=True, measured=_FOR_MODS),
+    FwdTileSm90( 96, 128, 128, 2, 2, True, max_cost=COST_ALIBI, measured=_BY_WIDTH),
+    FwdTileSm90( 96, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90( 96, 128,  64, 2, 2, True, measured=_FOR_MODS),
+    FwdTileSm90(128, 128, 128, 2, 2, True, max_cost=COST_USER_MOD, measured=_SWEEP + "547/613/700; causal 357/491/719"),
+    FwdTileSm90(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
+    FwdTileSm90(192, 128,  96, 2, 1, max_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128,  64, 2, 1, measured=_FOR_MODS),
+    FwdTileSm90(256, 128,  64, 2, 1, is_bounded=True, max_cost=COST_ALL_SCORE_FEATURES,
+                measured=_SWEEP + "causal 363/492/690"),
+    FwdTileSm90(256, 128,  64, 2, 1, max_keys=2048, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES,
+                measured=_SWEEP + "523/610/706"),
     # With a bound, 80 keys would spill.
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=80, stages=2, q_stages=1,
-                is_bounded=False, max_feature_cost=COST_ALIBI, measured=_SWEEP + "507/605/712 TFLOP/s"),
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                is_bounded=False, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=32, stages=2, q_stages=1, measured=_FOR_MODS),
+    FwdTileSm90(256, 128,  80, 2, 1, is_bounded=False, max_cost=COST_ALIBI, measured=_SWEEP + "507/605/712"),
+    FwdTileSm90(256, 128,  64, 2, 1, is_bounded=False, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(256, 128,  32, 2, 1, measured=_FOR_MODS),
     # V narrower or wider than K.
-    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
-                speculative_max=True, max_feature_cost=COST_SOFTCAP, measured=_BY_WIDTH),
-    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=80, stages=2, q_stages=1,
-                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                speculative_max=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, max_feature_cost=COST_ALIBI, measured=_BY_WIDTH),
-    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=96, stages=2, q_stages=2,
-                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=64, stages=2, q_stages=2,
-                speculative_max=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
-                speculative_max=True, max_feature_cost=COST_SOFTCAP, measured=_BY_WIDTH),
-    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=80, stages=2, q_stages=1,
-                speculative_max=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
-    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                speculative_max=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
-    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=32, stages=2, q_stages=1,
-                measured=_FOR_MODS),
+    FwdTileSm90( 64, 128, 128, 2, 1, True, head_dim_v=128, max_cost=COST_SOFTCAP, measured=_BY_WIDTH),
+    FwdTileSm90( 64, 128,  80, 2, 1, True, head_dim_v=128, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90( 64, 128,  64, 2, 1, True, head_dim_v=128, measured=_FOR_MODS),
+    FwdTileSm90(128, 128, 128, 2, 2, True, head_dim_v=64, max_cost=COST_ALIBI, measured=_BY_WIDTH),
+    FwdTileSm90(128, 128,  96, 2, 2, True, head_dim_v=64, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(128, 128,  64, 2, 2, True, head_dim_v=64, measured=_FOR_MODS),
+    FwdTileSm90(192, 128, 128, 2, 1, True, head_dim_v=128, max_cost=COST_SOFTCAP, measured=_BY_WIDTH),
+    FwdTileSm90(192, 128,  80, 2, 1, True, head_dim_v=128, max_cost=COST_ALL_SCORE_FEATURES, measured=_FOR_FEATURES),
+    FwdTileSm90(192, 128,  64, 2, 1, True, head_dim_v=128, measured=_FOR_MODS),
+    FwdTileSm90(256, 128,  64, 2, 1, head_dim_v=256, max_cost=COST_ALL_SCORE_FEATURES, measured=_BY_WIDTH),
+    FwdTileSm90(256, 128,  32, 2, 1, head_dim_v=256, measured=_FOR_MODS),
 )
 # With dropout.
 SM90_FWD_DROPOUT = (
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=4, q_stages=2,
-                speculative_max=True, speculative_max_masked=True, dropout_producer=True, dropout_stages=2,
-                max_feature_cost=COST_DROPOUT + COST_ALIBI, measured=_DROPOUT),
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=96, stages=4, q_stages=2,
-                speculative_max=True, dropout_producer=True, dropout_stages=2,
-                max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=64, stages=4, q_stages=2,
-                speculative_max=True, dropout_producer=True, dropout_stages=2, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, max_feature_cost=COST_DROPOUT + COST_ALIBI,
-                measured=_DROPOUT),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=96, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_DROPOUT),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=64, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
+    _with_dropout( 64, 128, 128, 4, 2, True, speculative_max_masked=True, dropout_stages=2,
+                  max_cost=COST_DROPOUT + COST_ALIBI),
+    _with_dropout( 64, 128,  96, 4, 2, True, dropout_stages=2, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout( 64, 128,  64, 4, 2, True, dropout_stages=2, measured=_FOR_MODS),
+    _with_dropout( 96, 128, 128, 2, 2, True, max_cost=COST_DROPOUT + COST_ALIBI),
+    _with_dropout( 96, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout( 96, 128,  64, 2, 2, True, measured=_FOR_MODS),
     # Long tiles gain more from a second stage of dropout masks than from one of Q.
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
-                speculative_max=True, dropout_producer=True, dropout_stages=2, is_bounded=False,
-                max_feature_cost=COST_DROPOUT + COST_ALIBI, measured=_DROPOUT_128),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, max_feature_cost=COST_DROPOUT + COST_ALIBI,
-                measured=_DROPOUT),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=96, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_DROPOUT),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=64, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=192, tile_m=128, tile_n=96, stages=2, q_stages=1,
-                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
-    FwdTileSm90(head_dim=192, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                dropout_producer=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
-    FwdTileSm90(head_dim=256, tile_m=128, tile_n=32, stages=2, q_stages=1,
-                dropout_producer=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
-                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_DROPOUT),
-    FwdTileSm90(head_dim=64, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_DROPOUT),
-    FwdTileSm90(head_dim=128, head_dim_v=64, tile_m=128, tile_n=64, stages=2, q_stages=2,
-                speculative_max=True, dropout_producer=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=96, stages=2, q_stages=1,
-                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
-    FwdTileSm90(head_dim=192, head_dim_v=128, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                dropout_producer=True, measured=_FOR_MODS),
-    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=64, stages=2, q_stages=1,
-                dropout_producer=True, max_feature_cost=COST_ALL_SCORE_FEATURES, measured=_DROPOUT),
-    FwdTileSm90(head_dim=256, head_dim_v=256, tile_m=128, tile_n=32, stages=2, q_stages=1,
-                dropout_producer=True, measured=_FOR_MODS),
+    _with_dropout(128, 128, 128, 2, 1, True, dropout_stages=2, is_bounded=False, max_cost=COST_DROPOUT + COST_ALIBI,
+                  measured=_DROPOUT_128),
+    _with_dropout(128, 128, 128, 2, 2, True, max_cost=COST_DROPOUT + COST_ALIBI),
+    _with_dropout(128, 128,  96, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(128, 128,  64, 2, 2, True, measured=_FOR_MODS),
+    _with_dropout(192, 128,  96, 2, 1, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(192, 128,  64, 2, 1, measured=_FOR_MODS),
+    _with_dropout(256, 128,  64, 2, 1, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(256, 128,  32, 2, 1, measured=_FOR_MODS),
+    _with_dropout( 64, 128, 128, 2, 1, True, head_dim_v=128, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout( 64, 128,  64, 2, 1, True, head_dim_v=128, measured=_FOR_MODS),
+    _with_dropout(128, 128, 128, 2, 2, True, head_dim_v=64, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(128, 128,  64, 2, 2, True, head_dim_v=64, measured=_FOR_MODS),
+    _with_dropout(192, 128,  96, 2, 1, head_dim_v=128, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(192, 128,  64, 2, 1, head_dim_v=128, measured=_FOR_MODS),
+    _with_dropout(256, 128,  64, 2, 1, head_dim_v=256, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_dropout(256, 128,  32, 2, 1, head_dim_v=256, measured=_FOR_MODS),
 )
 # With a bias that TMA loads.
 SM90_FWD_BIAS = (
-    FwdTileSm90(head_dim=64, tile_m=192, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, bias_stages=2, max_feature_cost=COST_USER_MOD, measured=_BIAS_64),
-    FwdTileSm90(head_dim=64, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, bias_stages=2, max_feature_cost=COST_ALL_SCORE_FEATURES,
-                measured=_BIAS),
-    FwdTileSm90(head_dim=96, tile_m=128, tile_n=128, stages=2, q_stages=2,
-                speculative_max=True, bias_stages=2, max_feature_cost=COST_USER_MOD, measured=_BIAS),
-    FwdTileSm90(head_dim=128, tile_m=128, tile_n=128, stages=2, q_stages=1,
-                speculative_max=True, bias_stages=2, max_feature_cost=COST_USER_MOD, measured=_BIAS_128),
+    _with_bias( 64, 192, 128, 2, 2, True, max_cost=COST_USER_MOD, measured=_BIAS_64),
+    _with_bias( 64, 128, 128, 2, 2, True, max_cost=COST_ALL_SCORE_FEATURES),
+    _with_bias( 96, 128, 128, 2, 2, True, max_cost=COST_USER_MOD),
+    _with_bias(128, 128, 128, 2, 1, True, max_cost=COST_USER_MOD, measured=_BIAS_128),
 )
 # fmt: on
