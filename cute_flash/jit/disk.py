@@ -77,13 +77,16 @@ class DiskCache:
     def files(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if path.suffix in (".so", ".o"))
 
-    def clear(self) -> int:
-        """Delete all entries and return their number."""
-        entries = self.files()
-        for path in entries:
+    def contents(self) -> str:
+        """Number and size of the kernels, as text."""
+        files = self.files()
+        return f"{len(files)} kernel(s), {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
+
+    def clear(self) -> None:
+        """Delete all kernels."""
+        for path in self.files():
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-        return len(entries)
 
 
 def _user_folder() -> Path:
