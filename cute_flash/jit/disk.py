@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+# Of shared objects, and of object files on a machine without a linker.
+SUFFIXES = (".so", ".o")
+
 
 class CacheWarning(UserWarning):
     """An entry or a folder of the kernel cache was ignored."""
@@ -75,7 +78,7 @@ class DiskCache:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def files(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if path.suffix in (".so", ".o"))
+        return sorted(path for path in self.folder.iterdir() if path.suffix in SUFFIXES)
 
     def contents(self) -> str:
         """Number and size of the kernels, as text."""
