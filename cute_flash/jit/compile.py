@@ -164,23 +164,17 @@ def driver_cuda_version() -> int:
     return version.value
 
 
-def kernel_of(key: CompileKey) -> Any:
-    """The kernel object of a key. This imports cutlass."""
-    module, name = KERNELS[key.kernel].path.split(":")
-    return getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
-
-
 def cute_compile(key: CompileKey, options: str = "") -> Any:
     """Trace and compile a kernel; the caller must hold the lock."""
     import cutlass.cute as cute
 
     from cute_flash.kernels.common.fakes import fake_arguments
 
-    return cute.compile(
-        kernel_of(key),
-        *fake_arguments(KERNELS[key.kernel].operands, key.static, key.tile),
-        options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip(),
-    )
+    spec = KERNELS[key.kernel]
+    module, name = spec.path.split(":")
+    kernel = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
+    arguments = fake_arguments(spec.operands, key.static, key.tile)
+    return cute.compile(kernel, *arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
 
 
 def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:

@@ -36,7 +36,8 @@ class DiskCache:
     @staticmethod
     def default() -> DiskCache:
         """The cache in `CUTE_FLASH_CACHE_DIR`, else in the user's cache folder, else in a private temporary folder."""
-        name = os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder())
+        user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        name = os.environ.get("CUTE_FLASH_CACHE_DIR") or os.path.join(user_cache, "cute_flash")
         if not _usable(name).folder.is_dir():
             # The folder was deleted while this process ran.
             _usable.cache_clear()
@@ -64,7 +65,6 @@ class DiskCache:
         handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new_")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(temporary, 0o600)
         os.replace(temporary, path)
 
     @contextmanager
@@ -90,11 +90,6 @@ class DiskCache:
         for path in self.files():
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-
-
-def _user_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "cute_flash"
 
 
 @cache

@@ -125,27 +125,23 @@ class Roofline:
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
-    def tensor_seconds(self) -> float:
-        return self.flops / (self.arch.tensor_tflops * 1e12)
-
-    @property
-    def memory_seconds(self) -> float:
-        return self.bytes / (self.arch.hbm_tbps * 1e12)
-
-    @property
-    def exp2_seconds(self) -> float:
-        return self.exps / (self.arch.exp2_per_clock * self.arch.num_sms * self.arch.clock_ghz * 1e9)
+    def unit_seconds(self) -> dict[str, float]:
+        arch = self.arch
+        return {
+            "tensor": self.flops / (arch.tensor_tflops * 1e12),
+            "memory": self.bytes / (arch.hbm_tbps * 1e12),
+            "exp2": self.exps / (arch.exp2_per_clock * arch.num_sms * arch.clock_ghz * 1e9),
+        }
 
     @property
     def seconds(self) -> float:
         """Time of the slowest unit, if the others overlap with it completely."""
-        return max(self.tensor_seconds, self.memory_seconds, self.exp2_seconds)
+        return max(self.unit_seconds.values())
 
     @property
     def bound(self) -> str:
         """The slowest unit: "tensor", "memory" or "exp2"."""
-        times = {"tensor": self.tensor_seconds, "memory": self.memory_seconds, "exp2": self.exp2_seconds}
-        return max(times, key=times.__getitem__)
+        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
 
     @property
     def attainable_tflops(self) -> float:
@@ -153,14 +149,15 @@ class Roofline:
 
     def lines(self) -> list[str]:
         """The roofline as text."""
+        tensor_us, memory_us, exp2_us = (1e6 * seconds for seconds in self.unit_seconds.values())
         unfused_mb, saved = self.standard_bytes / 1e6, self.standard_bytes / self.bytes if self.bytes else 0.0
         return [
             f"work        {self.flops / 1e9:.3f} GFLOP, {self.exps / 1e6:.3f} M exponentials",
             f"traffic     {self.bytes / 1e6:.3f} MB, unfused {unfused_mb:.3f} MB ({saved:.1f}x)",
             f"intensity   {self.intensity:.1f} FLOP/B, ridge of {self.arch.gpu} {self.arch.ridge:.0f} FLOP/B",
-            f"tensor      {self.tensor_seconds * 1e6:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
-            f"memory      {self.memory_seconds * 1e6:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
-            f"exp2        {self.exp2_seconds * 1e6:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
+            f"tensor      {tensor_us:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
+            f"memory      {memory_us:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
+            f"exp2        {exp2_us:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
             f"bound       {self.bound}: {self.seconds * 1e6:.2f} us, {self.attainable_tflops:.0f} TFLOP/s",
         ]
 

@@ -89,7 +89,7 @@ def test_ridge_points() -> None:
 def test_long_sequences_are_bound_by_the_tensor_cores() -> None:
     found = roofline.roofline(LARGE, SM_80)
     assert found.bound == "tensor"
-    assert found.seconds == found.tensor_seconds == pytest.approx(roofline.flops(LARGE) / 312e12)
+    assert found.seconds == found.unit_seconds["tensor"] == pytest.approx(roofline.flops(LARGE) / 312e12)
     assert found.attainable_tflops == pytest.approx(312.0)
     assert found.intensity == pytest.approx(roofline.flops(LARGE) / roofline.hbm_bytes(LARGE))
 
@@ -98,8 +98,8 @@ def test_small_head_dims_on_hopper_are_bound_by_exponentials() -> None:
     # 4 d FLOPs a pair at 989 TFLOP/s against one exp2 a pair at 16 x 132 x 1.83 G/s: equal at d = 64.
     found = roofline.roofline(replace(LARGE, head_dim=32), SM_90)
     assert found.bound == "exp2"
-    assert found.exp2_seconds == pytest.approx(roofline.exp_count(LARGE) / (16 * 132 * 1.83e9))
-    assert found.exp2_seconds / found.tensor_seconds == pytest.approx(2.0, rel=0.01)
+    assert found.unit_seconds["exp2"] == pytest.approx(roofline.exp_count(LARGE) / (16 * 132 * 1.83e9))
+    assert found.unit_seconds["exp2"] / found.unit_seconds["tensor"] == pytest.approx(2.0, rel=0.01)
     assert found.attainable_tflops == pytest.approx(989 / 2.0, rel=0.01)
 
 
