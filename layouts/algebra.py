@@ -1,13 +1,13 @@
 """The algebra of shape:stride layouts: coalesce, composition, complement, division.
 
-`cute_flash.smem.layout` has the layouts themselves; the kernels need no more than that.
+`layout.py` has the layouts themselves.
 """
 
 from __future__ import annotations
 
 from typing import overload
 
-from cute_flash.smem.layout import AnyLayout, ComposedLayout, IntTuple, Layout, flat_modes, join_modes, size_of
+from layouts.layout import AnyLayout, ComposedLayout, IntTuple, Layout, flat_modes, join_modes, size_of
 
 
 def idx2crd(index: int, shape: IntTuple) -> IntTuple:

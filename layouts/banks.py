@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from cute_flash.smem.layout import AnyLayout
 from cute_flash.smem.tile import CHUNK_BYTES, WAVEFRONT_BYTES, SmemTile
+from layouts.layout import AnyLayout, layout_of, transposed
 
 NUM_BANKS = 32
 BANK_BYTES = 4
@@ -190,14 +190,14 @@ def ldmatrix_b(layout: AnyLayout, row0: int, col0: int) -> Access:
     return warp_access(layout, coords)
 
 
-def ldmatrix_v(transposed: AnyLayout, d0: int, key0: int) -> Access:
-    """ldmatrix.x4.trans of V seen as (d, keys), `SmemTile.transposed`: 16 columns of 16 keys.
+def ldmatrix_v(layout: AnyLayout, d0: int, key0: int) -> Access:
+    """ldmatrix.x4.trans of V seen as (d, keys), `layout.transposed`: 16 columns of 16 keys.
 
     A lane still hands over the address of 16 contiguous bytes, 8 columns of one key; they are transposed on
     their way to the registers.
     """
     coords = [(d0 + lane // _BLOCK * _MATRIX, key0 + lane % _BLOCK) for lane in range(WARP)]
-    return warp_access(transposed, coords, Vector(CHUNK_BYTES, along=0))
+    return warp_access(layout, coords, Vector(CHUNK_BYTES, along=0))
 
 
 def _check_mma_tile(tile: SmemTile) -> None:
@@ -246,7 +246,7 @@ def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
         for thread, coord in enumerate(coords, first):
             if coord is not None:
                 source = (coord[0] * tile.cols + coord[1]) * tile.element_bytes
-                lane = (thread, vector.address(tile.layout, coord))
+                lane = (thread, vector.address(layout_of(tile), coord))
                 lines.setdefault(source // WAVEFRONT_BYTES, []).append((lane, source))
         for line in lines.values():
             lanes, sources = zip(*line, strict=True)
@@ -257,7 +257,7 @@ def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
     """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
-    return _join([warp_access(tile.layout, at, vector, first) for first, at in _copy_coords(tile, num_threads)])
+    return _join([warp_access(layout_of(tile), at, vector, first) for first, at in _copy_coords(tile, num_threads)])
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
@@ -273,15 +273,15 @@ def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
         for col0 in range(0, tile.cols, _MATRIX):
             for row0 in (block * _BLOCK, block * _BLOCK + _MATRIX):
                 coords = [(row0 + lane // 4, col0 + lane % 4 * 2) for lane in range(WARP)]
-                accesses.append(warp_access(tile.layout, coords, _PAIR, block % num_warps * WARP))
+                accesses.append(warp_access(layout_of(tile), coords, _PAIR, block % num_warps * WARP))
     return _join(accesses)
 
 
 # What the kernels do with a tile, each over the whole of it.
 ACCESSES: dict[str, Callable[[SmemTile], Access]] = {
-    "ldmatrix_a": lambda tile: every_block(tile, tile.layout, ldmatrix_a),
-    "ldmatrix_b": lambda tile: every_block(tile, tile.layout, ldmatrix_b),
-    "ldmatrix_v": lambda tile: every_block(tile, tile.transposed, ldmatrix_v),
+    "ldmatrix_a": lambda tile: every_block(tile, layout_of(tile), ldmatrix_a),
+    "ldmatrix_b": lambda tile: every_block(tile, layout_of(tile), ldmatrix_b),
+    "ldmatrix_v": lambda tile: every_block(tile, transposed(tile), ldmatrix_v),
     "cp_async_write": cp_async_write,
     "store_fragment": store_fragment,
     "load_rows": load_rows,

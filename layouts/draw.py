@@ -13,6 +13,7 @@ from xml.sax.saxutils import escape
 from cute_flash.smem.tile import CHUNK_BYTES, VARIANTS, SmemTile
 from layouts.banks import BANK_BYTES, NUM_BANKS, Phase, tile_report
 from layouts.kernels import Use
+from layouts.layout import layout_of
 
 NUM_GROUPS = NUM_BANKS * BANK_BYTES // CHUNK_BYTES
 
@@ -53,14 +54,14 @@ def _cells(tile: SmemTile, phase: Phase | None, num_rows: int) -> list[list[_Cel
             break
         cells = []
         for col in range(0, tile.cols, tile.chunk_cols):
-            chunk = tile.layout(row, col) * tile.element_bytes // CHUNK_BYTES
+            chunk = layout_of(tile)(row, col) * tile.element_bytes // CHUNK_BYTES
             cells.append(_Cell(row, col, chunk % NUM_GROUPS, tuple(threads_at.pop(chunk, ()))))
         grid.append(cells)
     return grid
 
 
 def _title(tile: SmemTile) -> str:
-    return f"{tile.variant} {tile.rows} x {tile.cols}, {tile.element_bytes}-byte elements: {tile.layout}"
+    return f"{tile.variant} {tile.rows} x {tile.cols}, {tile.element_bytes}-byte elements: {layout_of(tile)}"
 
 
 def _wavefronts(phase: Phase) -> str:

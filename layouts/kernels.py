@@ -28,6 +28,7 @@ from layouts.banks import (
     load_rows,
     store_fragment,
 )
+from layouts.layout import layout_of, transposed
 
 # Where all threads of a warp read one word.
 _BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
@@ -125,12 +126,12 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     ]
     # Each warp reads its own rows of Q, some columns of them only once; and all of K and V.
     if kept:
-        uses.append(Use("Q", "ldmatrix", every_block(q, q.layout, ldmatrix_a, range(kept)), q))
+        uses.append(Use("Q", "ldmatrix", every_block(q, layout_of(q), ldmatrix_a, range(kept)), q))
     if kept < q.cols:
-        rest = every_block(q, q.layout, ldmatrix_a, range(kept, q.cols))
+        rest = every_block(q, layout_of(q), ldmatrix_a, range(kept, q.cols))
         uses.append(Use("Q", "ldmatrix", rest, q, is_per_block=True))
-    k_access = every_block(kv, kv.layout, ldmatrix_b)
-    v_access = every_block(kv, kv.transposed, ldmatrix_v)
+    k_access = every_block(kv, layout_of(kv), ldmatrix_b)
+    v_access = every_block(kv, transposed(kv), ldmatrix_v)
     return (
         *uses,
         Use("K", "ldmatrix", k_access, kv, tile.num_warps, is_per_block=True),
@@ -159,7 +160,7 @@ def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
     if tile.q_stages > 1:
         # With one stage of Q the output goes straight to global memory.
         o = sm90_tiles(tile)["O"]
-        access = every_block(o, o.layout, ldmatrix_a)
+        access = every_block(o, layout_of(o), ldmatrix_a)
         uses.append(Use("O", "stmatrix", access, o, tile.num_warpgroups))
         readers += 1
     # The rows, the head and the batch of a tile; written in two pieces, of 8 and 4 bytes.

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -78,5 +79,5 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "kernels"
     monkeypatch.setenv("CUTE_FLASH_CACHE_DIR", str(folder))
     monkeypatch.setattr(compiling, "_functions", {})
-    monkeypatch.setattr(compiling, "_info", compiling.CacheInfo())
+    monkeypatch.setattr(compiling, "_counts", Counter())
     return folder

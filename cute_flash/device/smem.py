@@ -6,17 +6,7 @@ from cutlass import cute
 from cutlass.memory import SmemAllocator
 
 from cute_flash.planning.tiles.common import SMEM_ALIGN
-from cute_flash.smem.layout import AnyLayout, ComposedLayout
 from cute_flash.smem.tile import SmemTile
-
-
-def to_cute(layout: AnyLayout) -> Any:
-    """The CuTe layout with this shape, stride and swizzle, for a `@cute.jit` or `@cute.kernel` function."""
-    if isinstance(layout, ComposedLayout):
-        swizzle = layout.swizzle
-        outer = cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift)
-        return cute.make_composed_layout(outer, layout.offset, to_cute(layout.layout))
-    return cute.make_layout(layout.shape, stride=layout.stride)
 
 
 def byte_swizzle(tile: SmemTile) -> Any:
@@ -27,6 +17,14 @@ def byte_swizzle(tile: SmemTile) -> Any:
     return cute.make_swizzle(swizzle.bits, swizzle.base + tile.element_bytes.bit_length() - 1, swizzle.shift)
 
 
+def affine_layout(tile: SmemTile) -> cute.Layout:
+    """The layout of a tile without its swizzle, for a pointer or a descriptor that swizzles."""
+    shape, stride = tile.affine
+    return cute.make_layout(shape, stride=stride)
+
+
 def allocate_stages(smem: SmemAllocator, dtype, tile: SmemTile, stages: int) -> cute.Tensor:
     """A tile for every stage: (rows, columns, stage). The pointer carries the swizzle, the layout stays affine."""
-    return smem.allocate_tensor(dtype, to_cute(tile.affine(stages)), SMEM_ALIGN, swizzle=byte_swizzle(tile))
+    shape, stride = tile.staged(stages)
+    layout = cute.make_layout(shape, stride=stride)
+    return smem.allocate_tensor(dtype, layout, SMEM_ALIGN, swizzle=byte_swizzle(tile))

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from cute_flash.device.smem import byte_swizzle, to_cute
+from cute_flash.device.smem import affine_layout, byte_swizzle
 from cute_flash.smem.tile import SmemTile
 
 WRAP = 1 << 30
@@ -42,7 +42,7 @@ class TmaTiles:
     def of(op, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
         """Build the descriptor, in a `@cute.jit` function on the host."""
         by_rows = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
-        smem = cute.make_composed_layout(byte_swizzle(tile), 0, to_cute(tile.layout.layout))
+        smem = cute.make_composed_layout(byte_swizzle(tile), 0, affine_layout(tile))
         info = cpasync.make_tiled_tma_atom(op, by_rows, smem, (tile.rows, tile.cols))
         return TmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
 
@@ -90,7 +90,7 @@ class VarlenTmaTiles:
             (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY)), stride=(by_row, by_column, by_head, by_row, back)
         )
         mWrapped = cute.make_tensor(mX.iterator, layout)
-        smem = cute.make_composed_layout(byte_swizzle(tile), 0, to_cute(tile.layout.layout))
+        smem = cute.make_composed_layout(byte_swizzle(tile), 0, affine_layout(tile))
         info = cpasync.make_tiled_tma_atom(op, mWrapped, smem, (tile.rows, tile.cols))
         return VarlenTmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
 

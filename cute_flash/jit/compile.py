@@ -21,16 +21,16 @@ import subprocess
 import tempfile
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_flash.jit.disk import CacheWarning, DiskCache
+from cute_flash.jit.disk import SUFFIXES, CacheWarning, DiskCache
 from cute_flash.jit.nvtx import marked
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
@@ -43,7 +43,7 @@ SOURCES = (
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")
 
-_lock = threading.Lock()  # the DSL is a process-wide singleton
+lock = threading.Lock()  # the DSL is a process-wide singleton, which compiles one kernel at a time
 _functions: dict[CompileKey, Callable[..., None]] = {}
 
 
@@ -54,39 +54,27 @@ class CacheInfo:
     memory_hits: int = 0
 
 
-_info = CacheInfo()
+_counts: Counter[str] = Counter()  # by the fields of CacheInfo
 
 
 def cache_info() -> CacheInfo:
     """How many kernels this process compiled, loaded from disk, and reused from memory."""
-    return _info
-
-
-def _count(**increments: int) -> None:
-    global _info
-    _info = replace(_info, **{name: getattr(_info, name) + n for name, n in increments.items()})
-
-
-def exclusive() -> AbstractContextManager:
-    """The lock of the DSL, which compiles one kernel at a time in a process."""
-    return _lock
+    return CacheInfo(**_counts)
 
 
 def compiled_kernel(key: CompileKey) -> Callable[..., None]:
     """The function that launches a kernel; its arguments are the operands of the kernel's `__call__`."""
-    with _lock:
+    with lock:
         if key in _functions:
-            _count(memory_hits=1)
+            _counts["memory_hits"] += 1
             return _functions[key]
         cache = DiskCache.default()
         with marked(f"load {key.kernel}"), cache.locked(digest(key)):
-            launch = _load_cached(cache, key)
+            launch, outcome = _load_cached(cache, key), "disk_hits"
             if launch is None:
                 with marked(f"compile {key.kernel}"):
-                    launch = _build(cache, key)
-                _count(compiles=1)
-            else:
-                _count(disk_hits=1)
+                    launch, outcome = _load(cache.store(digest(key), *_compile_object(key))), "compiles"
+            _counts[outcome] += 1
         _functions[key] = launch
         return launch
 
@@ -94,11 +82,11 @@ def compiled_kernel(key: CompileKey) -> Callable[..., None]:
 def precompile(key: CompileKey) -> bool:
     """Compile a kernel into the disk cache, without a GPU; return False if it was there already."""
     cache = DiskCache.default()
-    with _lock, cache.locked(digest(key)):
-        if any(cache.find(digest(key), suffix) for suffix in (".so", ".o")):
+    with lock, cache.locked(digest(key)):
+        if any(cache.find(digest(key), suffix) for suffix in SUFFIXES):
             return False
         cache.store(digest(key), *_compile_object(key))
-        _count(compiles=1)
+        _counts["compiles"] += 1
         return True
 
 
@@ -114,17 +102,15 @@ def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
 
 def forget() -> None:
     """Drop the kernels in memory, for tests; those on disk stay."""
-    with _lock:
+    with lock:
         _functions.clear()
 
 
 def digest(key: CompileKey) -> str:
     """The name of a kernel's entry in the disk cache."""
     described = asdict(key)
-    for tile_field in fields(key.tile):
-        # Fields that only decide which row of the tile table is chosen do not change the kernel.
-        if not tile_field.compare:
-            del described["tile"][tile_field.name]
+    # Fields that only decide which row of the tile table is chosen do not change the kernel.
+    described["tile"] = {x.name: described["tile"][x.name] for x in fields(key.tile) if x.compare}
     facts = {"key": described, "sources": source_digest(), "toolchain": toolchain(key.target)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
@@ -178,27 +164,21 @@ def driver_cuda_version() -> int:
     return version.value
 
 
-def kernel_of(key: CompileKey) -> Any:
-    """The kernel object of a key. This imports cutlass."""
-    module, name = KERNELS[key.kernel].path.split(":")
-    return getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
-
-
 def cute_compile(key: CompileKey, options: str = "") -> Any:
     """Trace and compile a kernel; the caller must hold the lock."""
     import cutlass.cute as cute
 
     from cute_flash.kernels.common.fakes import fake_arguments
 
-    return cute.compile(
-        kernel_of(key),
-        *fake_arguments(KERNELS[key.kernel].operands, key.static, key.tile),
-        options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip(),
-    )
+    spec = KERNELS[key.kernel]
+    module, name = spec.path.split(":")
+    kernel = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
+    arguments = fake_arguments(spec.operands, key.static, key.tile)
+    return cute.compile(kernel, *arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
 
 
 def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:
-    for suffix in (".so", ".o"):
+    for suffix in SUFFIXES:
         path = cache.find(digest(key), suffix)
         if path is None:
             continue
@@ -207,11 +187,6 @@ def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | Non
         except (OSError, RuntimeError, AttributeError) as error:
             warnings.warn(f"kernel cache: {path} cannot be loaded ({error}); built again", CacheWarning, stacklevel=4)
     return None
-
-
-def _build(cache: DiskCache, key: CompileKey) -> Callable[..., None]:
-    content, suffix = _compile_object(key)
-    return _load(cache.store(digest(key), content, suffix))
 
 
 def _compile_object(key: CompileKey) -> tuple[bytes, str]:

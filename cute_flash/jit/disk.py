@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+# Of shared objects, and of object files on a machine without a linker.
+SUFFIXES = (".so", ".o")
+
 
 class CacheWarning(UserWarning):
     """An entry or a folder of the kernel cache was ignored."""
@@ -33,7 +36,8 @@ class DiskCache:
     @staticmethod
     def default() -> DiskCache:
         """The cache in `CUTE_FLASH_CACHE_DIR`, else in the user's cache folder, else in a private temporary folder."""
-        name = os.environ.get("CUTE_FLASH_CACHE_DIR") or str(_user_folder())
+        user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        name = os.environ.get("CUTE_FLASH_CACHE_DIR") or os.path.join(user_cache, "cute_flash")
         if not _usable(name).folder.is_dir():
             # The folder was deleted while this process ran.
             _usable.cache_clear()
@@ -61,7 +65,6 @@ class DiskCache:
         handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new_")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(temporary, 0o600)
         os.replace(temporary, path)
 
     @contextmanager
@@ -75,20 +78,18 @@ class DiskCache:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def files(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if path.suffix in (".so", ".o"))
+        return sorted(path for path in self.folder.iterdir() if path.suffix in SUFFIXES)
 
-    def clear(self) -> int:
-        """Delete all entries and return their number."""
-        entries = self.files()
-        for path in entries:
+    def contents(self) -> str:
+        """Number and size of the kernels, as text."""
+        files = self.files()
+        return f"{len(files)} kernel(s), {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
+
+    def clear(self) -> None:
+        """Delete all kernels."""
+        for path in self.files():
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-        return len(entries)
-
-
-def _user_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "cute_flash"
 
 
 @cache

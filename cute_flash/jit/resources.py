@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from cute_flash.jit import compile as compiling
-from cute_flash.planning.plan import CompileKey, Plan
+from cute_flash.planning.plan import CompileKey
 
 _SPILLS = re.compile(
     r"(\d+)\s+bytes\s+stack\s+frame,\s+(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s+loads"
@@ -47,16 +47,8 @@ class Resources:
     ptx: str = field(default="", repr=False)
 
     @property
-    def cubin_bytes(self) -> int:
-        return len(self.cubin)
-
-    @property
     def spill_bytes(self) -> int:
         return self.spill_store_bytes + self.spill_load_bytes
-
-    @property
-    def num_mma(self) -> int:
-        return self.sass["HMMA"] + self.sass["HGMMA"]
 
     @property
     def mma(self) -> str:
@@ -77,21 +69,17 @@ class Resources:
     def lines(self) -> list[str]:
         mix = ", ".join(f"{name} {self.sass[name]}" for name in _SHOWN if self.sass[name])
         return [
-            f"symbol    {self.symbol} ({self.target}), {self.cubin_bytes / 1024:.0f} KB of code",
+            f"symbol    {self.symbol} ({self.target}), {len(self.cubin) / 1024:.0f} KB of code",
             f"registers {self.registers_text} a thread, {self.spill_bytes} bytes spilled",
             f"shared    {self.smem_bytes / 1024:.0f} KB",
             f"SASS      {mix or 'no disassembler found: pip install nvidia-cuda-nvdisasm'}",
         ]
 
 
-def resources(plan: Plan) -> Resources:
-    """Compile the main kernel of a plan and return its resources. It takes seconds, and nothing is cached."""
-    return kernel_resources(plan.main)
-
-
 def kernel_resources(key: CompileKey) -> Resources:
+    """Compile a kernel and return its resources. It takes seconds, and nothing is cached."""
     remarks = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.exclusive():
+    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.lock:
         with contextlib.redirect_stderr(remarks):
             function = compiling.cute_compile(key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}")
         cubin, ptx = function.__cubin__, function.__ptx__

@@ -49,22 +49,14 @@ def backward(
     Gradients have the dtype and the stride order of their tensors.
     """
     check_rng(args)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     if args.cu_seqlens_q is None:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         grads = FeatureGrads.zeros(args, q.shape[0], q)
         tiled.backward(dout, dlse, q, k, v, out, lse, args, dq, dk, dv, grads)
         return dq, dk, dv, grads.result(args)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     grads = FeatureGrads.zeros(args, args.cu_seqlens_q.shape[0] - 1, q)
-    dsinks = grads.sinks
     for s in sequences(q, k, args):
-        if dsinks is not None:
-            # Each sequence is summed separately, so that its contribution does not depend on the others.
-            grads.sinks = torch.zeros_like(dsinks)
         douts = s.of_queries(dout), None if dlse is None else s.of_rows(dlse)
         inputs = s.of_queries(q), s.of_keys(k), s.of_keys(v), s.of_queries(out), s.of_rows(lse)
         tiled.backward(*douts, *inputs, args, s.of_queries(dq), s.of_keys(dk), s.of_keys(dv), grads, s.index)
-        if dsinks is not None and grads.sinks is not None:
-            dsinks += grads.sinks
-    grads.sinks = dsinks
     return dq, dk, dv, grads.result(args)

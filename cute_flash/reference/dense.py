@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_flash.reference.loops import default_scale, group_size
-from cute_flash.reference.score import Part, ScoreBlock, ScoreFeatures
+from cute_flash.reference.score import ScoreBlock, ScoreFeatures
 from cute_flash.reference.varlen import sequences
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
@@ -107,9 +107,10 @@ def _each_sequence(
 def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtype: torch.dtype) -> ScoreBlock:
     """All scores as one block, with K and V repeated for every query head (a group of 1)."""
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
-    part = Part(batch=range(sequence, sequence + batch), heads_kv=range(heads), group=1)
+    sequences_here = range(sequence, sequence + batch)
+    features = ScoreFeatures(args, sequences_here, range(heads), 1, (sq, sk), dtype, heads)
     # `in_band`: `_mask` applies the band.
-    return ScoreFeatures(args, part, (sq, sk), dtype, heads).block(range(sq), range(sk), in_band=True)
+    return features.block(range(sq), range(sk), in_band=True)
 
 
 def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
@@ -151,5 +152,5 @@ def _probabilities(S: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tenso
 
 def _drop(P: Tensor, block: ScoreBlock) -> Tensor:
     """P after dropout."""
-    mask, dropout = block.dropout_mask(), block.features.dropout
-    return P if mask is None or dropout is None else P * mask * dropout.scale
+    Z = block.dropout_factors()
+    return P if Z is None else (P * Z).to(P.dtype)

@@ -26,19 +26,19 @@ from cute_flash.spec.band import Band, BlockRange, ceil_div
 from cute_flash.spec.shapes import lse_dtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
     """The bytes that a loop order moves between device memory and the chip, and how often it rescales."""
 
-    read_bytes: int
-    write_bytes: int
+    read_bytes: int = 0
+    write_bytes: int = 0
     # Rows whose maximum grew in a later block, so that their accumulator was multiplied by exp(m - m').
-    rescales: int
+    rescales: int = 0
     # Steps in which at least one row of the tile rescaled: a kernel that tests once per step executes these.
-    block_rescales: int
-    blocks_visited: int
+    block_rescales: int = 0
+    blocks_visited: int = 0
     # Blocks that needed a mask, because an edge of the band or the end of the keys is inside them.
-    blocks_masked: int
+    blocks_masked: int = 0
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
@@ -50,15 +50,19 @@ def group_size(q: Tensor, k: Tensor) -> int:
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
-def visible(band: Band, rows: range, keys: range, sq: int, sk: int, device: torch.device) -> Tensor:
-    """The band's mask of a block, (rows, keys): true where the row sees the key."""
-    diagonal = torch.arange(rows.start, rows.stop, device=device)[:, None] + (sk - sq)
-    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
-    mask = torch.ones(len(rows), len(keys), dtype=torch.bool, device=device)
+def distances(rows: range, keys: range, sq: int, sk: int, device: torch.device) -> Tensor:
+    """(rows, keys): the distance of each key from the position of the row, negative for keys before it."""
+    i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, keys))
+    return j - (i[:, None] + (sk - sq))
+
+
+def visible(band: Band, distance: Tensor) -> Tensor:
+    """The band's mask of a block, from its `distances`: true where the row sees the key."""
+    mask = torch.ones_like(distance, dtype=torch.bool)
     if band.left is not None:
-        mask &= j >= diagonal - band.left
+        mask &= distance >= -band.left
     if band.right is not None:
-        mask &= j <= diagonal + band.right
+        mask &= distance <= band.right
     return mask
 
 
@@ -88,8 +92,7 @@ class _Loop:
         # Every query head reads the keys and values of its group, and the reads are counted for each head.
         self.K, self.V = (x.to(self.dtype).repeat_interleave(group_size(q, k), dim=1) for x in (k, v))
         self.element_bytes = q.element_size()
-        self.read_bytes = self.write_bytes = self.rescales = self.block_rescales = 0
-        self.blocks_visited = self.blocks_masked = 0
+        self.traffic = Traffic()
 
     def rows(self, i: int) -> range:
         return range(i * self.Br, min((i + 1) * self.Br, self.sq))
@@ -100,54 +103,37 @@ class _Loop:
     def blocks(self, i: int) -> BlockRange:
         return self.band.blocks(i, self.Br, self.Bc, self.sq, self.sk)
 
-    def load(self, x: Tensor, at: range) -> Tensor:
-        """Rows or keys `at` of Q, K, V or O, which lie in device memory in the input's precision."""
+    def load(self, x: Tensor, at: range, is_statistic: bool = False) -> Tensor:
+        """Rows or keys `at` of a tensor in device memory.
+
+        Q, K, V and O have the input's precision there, the statistics m, l and LSE the accumulator's.
+        """
         tile = x[:, :, at.start : at.stop]
-        self.read_bytes += tile.numel() * self.element_bytes
+        self.traffic.read_bytes += tile.numel() * (x.element_size() if is_statistic else self.element_bytes)
         return tile
 
-    def store(self, x: Tensor, at: range, tile: Tensor) -> None:
+    def store(self, x: Tensor, at: range, tile: Tensor, is_statistic: bool = False) -> None:
         x[:, :, at.start : at.stop] = tile
-        self.write_bytes += tile.numel() * self.element_bytes
-
-    def load_statistic(self, x: Tensor, at: range) -> Tensor:
-        """Rows `at` of m, l or the LSE, which lie in device memory in the accumulator's precision."""
-        tile = x[:, :, at.start : at.stop]
-        self.read_bytes += tile.numel() * tile.element_size()
-        return tile
-
-    def store_statistic(self, x: Tensor, at: range, tile: Tensor) -> None:
-        x[:, :, at.start : at.stop] = tile
-        self.write_bytes += tile.numel() * tile.element_size()
+        self.traffic.write_bytes += tile.numel() * (x.element_size() if is_statistic else self.element_bytes)
 
     def scores(self, Qi: Tensor, Kj: Tensor, i: int, j: int, blocks: BlockRange) -> Tensor:
         """S = scale Q Kᵀ of tile i and block j, masked if the block is not inside the band."""
         heads = Qi.shape[0] * Qi.shape[1]
-        self.blocks_visited += heads
+        self.traffic.blocks_visited += heads
         S = (Qi @ Kj.mT) * self.scale
-        if not blocks.full_begin <= j < blocks.full_end:
-            self.blocks_masked += heads
-            mask = visible(self.band, self.rows(i), self.keys(j), self.sq, self.sk, S.device)
-            S = S.masked_fill(~mask, -torch.inf)
+        if blocks.is_masked(j):
+            self.traffic.blocks_masked += heads
+            distance = distances(self.rows(i), self.keys(j), self.sq, self.sk, S.device)
+            S = S.masked_fill(~visible(self.band, distance), -torch.inf)
         return S
 
     def count_rescales(self, m: Tensor, m_new: Tensor) -> None:
         grew = (m_new > m) & (m > -torch.inf)
-        self.rescales += int(grew.sum())
-        self.block_rescales += int(grew.any(dim=2).sum())
+        self.traffic.rescales += int(grew.sum())
+        self.traffic.block_rescales += int(grew.any(dim=2).sum())
 
     def per_row(self, rows: int, width: int, value: float) -> Tensor:
         return self.Q.new_full((*self.Q.shape[:2], rows, width), value)
-
-    def traffic(self) -> Traffic:
-        return Traffic(
-            self.read_bytes,
-            self.write_bytes,
-            self.rescales,
-            self.block_rescales,
-            self.blocks_visited,
-            self.blocks_masked,
-        )
 
 
 def tiled_q_outer(
@@ -176,8 +162,8 @@ def tiled_q_outer(
             Oi = alpha * Oi + P @ Vj
             m = m_new
         loop.store(O, rows, Oi / divisor(l))
-        loop.store_statistic(LSE, rows, m + l.log())
-    return O.to(q.dtype), LSE.squeeze(-1), loop.traffic()
+        loop.store(LSE, rows, m + l.log(), is_statistic=True)
+    return O.to(q.dtype), LSE.squeeze(-1), loop.traffic
 
 
 def tiled_kv_outer(
@@ -205,11 +191,11 @@ def tiled_kv_outer(
         for i in visitors:
             rows = loop.rows(i)
             Qi, Oi = loop.load(loop.Q, rows), loop.load(O, rows)
-            mi, li = loop.load_statistic(m, rows), loop.load_statistic(l, rows)
+            mi, li = loop.load(m, rows, is_statistic=True), loop.load(l, rows, is_statistic=True)
             S = loop.scores(Qi, Kj, i, j, block_ranges[i])
             P, alpha, m_new, l_new = softmax_step(S, mi, li)
             loop.count_rescales(mi, m_new)
             loop.store(O, rows, (alpha * li * Oi + P @ Vj) / divisor(l_new))
-            loop.store_statistic(m, rows, m_new)
-            loop.store_statistic(l, rows, l_new)
-    return O.to(q.dtype), (m + l.log()).squeeze(-1), loop.traffic()
+            loop.store(m, rows, m_new, is_statistic=True)
+            loop.store(l, rows, l_new, is_statistic=True)
+    return O.to(q.dtype), (m + l.log()).squeeze(-1), loop.traffic

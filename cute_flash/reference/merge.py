@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_flash.reference.loops import default_scale, visible
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import check_heads, check_window
+from cute_flash.spec.shapes import lse_dtype
 
 # out is (B, H, S, D), (B, S, H, D), or (T, H, D) of a varlen batch; the LSE is (B, H, S), or (H, T).
 LAYOUTS = ("bhsd", "bshd", "thd")
@@ -90,7 +92,7 @@ def attention_probs(
     check_window(window)
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: expected (B, H, Sq, D) and (B, Hkv, Sk, D)")
-    (batch, heads, sq, d), (_, heads_kv, sk, _) = q.shape, k.shape
+    (batch, heads, sq, _), (_, heads_kv, sk, _) = q.shape, k.shape
     check_heads(heads, heads_kv)
     if lse.shape != (batch, heads, sq):
         raise ValueError(f"lse has shape {tuple(lse.shape)}: expected {(batch, heads, sq)}")
@@ -98,8 +100,7 @@ def attention_probs(
         raise ValueError(f"softcap={softcap}: use a positive number, or None for no cap")
     if alibi is not None and tuple(alibi.shape) not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi has shape {tuple(alibi.shape)}: expected {(heads,)} or {(batch, heads)}")
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = (d or 1) ** -0.5 if scale is None else scale
+    wide, scale = lse_dtype(q.dtype), default_scale(q, scale)
     K = k.to(wide).unsqueeze(2)
     band, indices = Band.of(causal, window), _row_indices(rows, sq, q.device)
     slopes = None if alibi is None else alibi.to(wide).expand(batch, heads)[:, :, None, None]
@@ -114,14 +115,9 @@ def attention_probs(
         distance = torch.arange(sk, device=q.device) - (i[:, None] + (sk - sq))
         if slopes is not None:
             S = S - slopes * distance.abs().to(wide)
-        is_masked = torch.zeros_like(distance, dtype=torch.bool)
-        if band.left is not None:
-            is_masked |= distance < -band.left
-        if band.right is not None:
-            is_masked |= distance > band.right
         L = lse[:, :, i, None].to(wide)
         # Masked before the exponential, because exp of a masked score may overflow and make the gradient NaN.
-        S = (S - L.masked_fill(L == -torch.inf, 0.0)).masked_fill(is_masked, -torch.inf)
+        S = (S - L.masked_fill(L == -torch.inf, 0.0)).masked_fill(~visible(band, distance), -torch.inf)
         parts.append(S.exp().masked_fill(L == -torch.inf, 0.0))
     return torch.cat(parts, dim=2) if parts else q.new_zeros(batch, heads, 0, sk, dtype=wide)
 

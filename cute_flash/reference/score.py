@@ -15,29 +15,14 @@ Blocks are (batch, Hkv, group * rows, keys): the query heads that share a K/V he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cute_flash.reference.dropout import Dropout
 from cute_flash.reference.grads import FeatureGrads
-from cute_flash.reference.loops import visible
+from cute_flash.reference.loops import distances, visible
 from cute_flash.reference.user_mods import UserMods
 from cute_flash.spec.args import AttentionArgs
-
-
-@dataclass(frozen=True)
-class Part:
-    """The sequences and K/V heads of a call that are computed together."""
-
-    batch: range  # indices of sequences in the whole call
-    heads_kv: range
-    group: int  # query heads of each K/V head
-
-    @property
-    def heads(self) -> range:
-        return range(self.heads_kv.start * self.group, self.heads_kv.stop * self.group)
 
 
 def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
@@ -58,16 +43,28 @@ def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
 
 
 class ScoreFeatures:
-    """The mask and the score features of a call, for one part of its batch and K/V heads."""
+    """The mask and the score features of a call, for some of its sequences and K/V heads.
+
+    `batch` has the indices of the sequences in the whole call, `group` query heads share a K/V head, `seqlens` is
+    (Sq, Sk), and `num_heads` counts all query heads of the call.
+    """
 
     def __init__(
-        self, args: AttentionArgs, part: Part, seqlens: tuple[int, int], dtype: torch.dtype, heads: int
+        self,
+        args: AttentionArgs,
+        batch: range,
+        heads_kv: range,
+        group: int,
+        seqlens: tuple[int, int],
+        dtype: torch.dtype,
+        num_heads: int,
     ) -> None:
-        self.part, self.seqlens, self.dtype = part, seqlens, dtype
+        self.batch, self.heads = batch, range(heads_kv.start * group, heads_kv.stop * group)
+        self.group, self.seqlens, self.dtype = group, seqlens, dtype
         self.band, self.softcap = args.band, args.softcap
         self.slopes = self.sinks = self.dropout = self.mods = None
-        b, h = (slice(x.start, x.stop) for x in (part.batch, part.heads))
-        shape = len(part.heads_kv), part.group
+        self.slices = b, h = slice(batch.start, batch.stop), slice(self.heads.start, self.heads.stop)
+        shape = len(heads_kv), group
         if args.alibi is not None:
             slopes = args.alibi[b, h] if args.alibi.dim() == 2 else args.alibi[None, h]
             self.slopes = slopes.to(dtype).unflatten(1, shape)[..., None, None]
@@ -75,25 +72,26 @@ class ScoreFeatures:
             self.sinks = args.sinks[h].to(dtype).view(1, *shape, 1, 1)
         if args.dropout:
             assert args.rng is not None
-            self.dropout = Dropout(args.dropout, args.rng, heads)
+            self.dropout = Dropout(args.dropout, args.rng, num_heads)
         if args.has_mods:
-            self.mods = UserMods(args, part.batch, part.heads, shape, dtype)
+            self.mods = UserMods(args, batch, self.heads, shape, dtype)
 
     def block(self, rows: range, keys: range, in_band: bool = False) -> ScoreBlock:
         """`in_band`: the block lies inside the band."""
         return ScoreBlock(self, rows, keys, in_band)
 
-    def initial_stats(self, m: Tensor, l: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-        """The row max and row sum (batch, Hkv, group * rows, 1) before the first key, which include the sink."""
+    def initial_stats(self, Q: Tensor) -> tuple[Tensor, Tensor]:
+        """The row max and row sum before the first key, (batch, Hkv, group * rows, 1); they include the sink."""
+        m = Q.new_full((*Q.shape[:3], 1), -torch.inf)
         if self.sinks is None:
-            return m, l
-        sinks = self.sinks.expand(m.shape[0], -1, -1, len(rows), 1).flatten(2, 3)
-        return sinks.clone(), torch.ones_like(l)
+            return m, torch.zeros_like(m)
+        m.unflatten(2, (self.group, -1)).copy_(self.sinks)
+        return m, torch.ones_like(m)
 
     def dsinks(self, lse: Tensor, delta: Tensor) -> Tensor:
-        """The gradients of the part's sinks, (heads), from rows (batch, Hkv, group * rows, 1)."""
+        """The gradients of the sinks, (heads), from rows (batch, Hkv, group * rows, 1)."""
         assert self.sinks is not None
-        lse, delta = (x.unflatten(2, (self.part.group, -1)) for x in (lse, delta))
+        lse, delta = (x.unflatten(2, (self.group, -1)) for x in (lse, delta))
         return -((self.sinks - lse).exp() * delta).sum(dim=(0, 3, 4)).flatten()
 
 
@@ -111,7 +109,7 @@ class ScoreBlock:
 
     def by_head(self, block: Tensor) -> Tensor:
         """A view of a block as (batch, Hkv, group, rows, keys)."""
-        return block.unflatten(2, (self.features.part.group, len(self.rows)))
+        return block.unflatten(2, (self.features.group, len(self.rows)))
 
     def apply(self, S: Tensor) -> Tensor:
         """Apply softcap, ALiBi, bias and score_mod to S = scale Q Kᵀ."""
@@ -120,27 +118,22 @@ class ScoreBlock:
             self.tanh = torch.tanh(S / features.softcap)
             S = self.tanh * features.softcap
         if features.slopes is not None:
-            self.distance = self._distance(S.device)
+            self.distance = self._distances(S.device).abs().to(features.dtype)
             S = (self.by_head(S) - features.slopes * self.distance).flatten(2, 3)
         if features.mods is not None:
             after, before = features.mods.apply(self.by_head(S), self.rows, self.keys)
             S, self.before_mod = after.flatten(2, 3), before
         return S
 
-    def _distance(self, device: torch.device) -> Tensor:
-        """(rows, keys): the distance of each key from the position of the row."""
-        sq, sk = self.features.seqlens
-        i, j = (torch.arange(x.start, x.stop, device=device) for x in (self.rows, self.keys))
-        return (i[:, None] + (sk - sq) - j).abs().to(self.features.dtype)
+    def _distances(self, device: torch.device) -> Tensor:
+        return distances(self.rows, self.keys, *self.features.seqlens, device)
 
     def visible(self, device: torch.device) -> Tensor | None:
         """The mask, which broadcasts against `by_head`: false where a score is masked. None: no score is masked."""
         features = self.features
-        mask = None
-        if features.mods is not None:
-            mask = features.mods.visible(self.rows, self.keys, device)
+        mask = None if features.mods is None else features.mods.visible(self.rows, self.keys, device)
         if not self.in_band:
-            in_band = visible(features.band, self.rows, self.keys, *features.seqlens, device)
+            in_band = visible(features.band, self._distances(device))
             mask = in_band if mask is None else mask & in_band
         return mask
 
@@ -150,29 +143,21 @@ class ScoreBlock:
         if mask is not None:
             self.by_head(block).masked_fill_(~mask, value)
 
-    def dropout_mask(self) -> Tensor | None:
-        """The mask of dropout, shaped like the block: false where a weight is dropped."""
+    def dropout_factors(self) -> Tensor | None:
+        """The factors of the weights of a block: 0 for dropped ones, 1 / (1 - dropout) for the others."""
         features = self.features
         if features.dropout is None:
             return None
-        mask = features.dropout.keep_mask(features.part.batch, features.part.heads, self.rows, self.keys)
-        return mask.unflatten(1, (len(features.part.heads_kv), -1)).flatten(2, 3)
-
-    def dropout_factors(self) -> Tensor | None:
-        """The factors of the weights of a block: 0 for dropped ones, 1 / (1 - dropout) for the others."""
-        mask, dropout = self.dropout_mask(), self.features.dropout
-        return None if mask is None or dropout is None else mask.to(self.features.dtype).mul_(dropout.scale)
+        mask = features.dropout.keep_mask(features.batch, features.heads, self.rows, self.keys)
+        return mask.unflatten(1, (-1, features.group)).flatten(2, 3).to(features.dtype).mul_(features.dropout.scale)
 
     def backward(self, dS: Tensor, P: Tensor, grads: FeatureGrads) -> Tensor:
         """The gradient of `apply`'s argument from that of its result; adds the block's contribution to `grads`."""
-        features, part = self.features, self.features.part
+        features = self.features
         if features.mods is not None:
-            mods = features.mods
-            dS, P = self.by_head(dS), self.by_head(P)
-            dS = mods.backward(dS, self.before_mod, P, self.rows, self.keys, grads).flatten(2, 3)
+            blocks = self.by_head(dS), self.before_mod, self.by_head(P)
+            dS = features.mods.backward(*blocks, self.rows, self.keys, grads).flatten(2, 3)
         if self.distance is not None:
             assert grads.alibi is not None
-            dslopes = -(self.by_head(dS) * self.distance).sum(dim=(-2, -1)).flatten(1, 2)
-            b, h = (slice(x.start, x.stop) for x in (part.batch, part.heads))
-            grads.alibi[b, h] += dslopes
+            grads.alibi[features.slices] -= (self.by_head(dS) * self.distance).sum(dim=(-2, -1)).flatten(1, 2)
         return dS if self.tanh is None else dS * (1 - self.tanh.square())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_flash.reference.grads import FeatureGrads
 from cute_flash.reference.loops import divisor, group_size, softmax_step
-from cute_flash.reference.score import Part, ScoreBlock, ScoreFeatures, num_temporaries
+from cute_flash.reference.score import ScoreBlock, ScoreFeatures, num_temporaries
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.shapes import lse_dtype
@@ -55,11 +55,17 @@ class _Chunks:
         rows = (MAX_TEMPORARY_BYTES // (heads * batches) - key_bytes) // row_bytes
         return _Chunks(batches, heads, min(max(rows, 1), MAX_ROWS, max(sq, 1)), keys)
 
-    def parts(self, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """The slices of batch and K/V heads that are computed at a time."""
-        for b in range(0, k.shape[0], self.batch):
-            for h in range(0, k.shape[1], self.heads):
-                yield slice(b, min(b + self.batch, k.shape[0])), slice(h, min(h + self.heads, k.shape[1]))
+    def parts(
+        self, q: Tensor, k: Tensor, args: AttentionArgs, sequence: int
+    ) -> Iterator[tuple[slice, slice, ScoreFeatures]]:
+        """The slices of batch and K/V heads that are computed at a time, and their features."""
+        num_sequences, heads_kv, sk, _ = k.shape
+        for b in range(0, num_sequences, self.batch):
+            for h in range(0, heads_kv, self.heads):
+                b_end, h_end = min(b + self.batch, num_sequences), min(h + self.heads, heads_kv)
+                batch, heads, seqlens = range(sequence + b, sequence + b_end), range(h, h_end), (q.shape[2], sk)
+                features = ScoreFeatures(args, batch, heads, group_size(q, k), seqlens, lse_dtype(q.dtype), q.shape[1])
+                yield slice(b, b_end), slice(h, h_end), features
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,7 @@ class _Tile:
         n_blocks = self.n_blocks
         for j in range(n_blocks.begin, n_blocks.end):
             keys = range(j * self.block_size, min((j + 1) * self.block_size, self.features.seqlens[1]))
-            in_band = n_blocks.full_begin <= j < n_blocks.full_end
-            yield self.features.block(self.rows, keys, in_band)
+            yield self.features.block(self.rows, keys, in_band=not n_blocks.is_masked(j))
 
     def of(self, grouped: Tensor) -> Tensor:
         """The view of this tile's rows in a (batch, Hkv, group, Sq, ...) tensor."""
@@ -112,13 +117,6 @@ class _Tile:
         return is_empty.flatten(2, 3)
 
 
-def _features(args: AttentionArgs, q: Tensor, k: Tensor, b: slice, h: slice, sequence: int) -> ScoreFeatures:
-    part = Part(
-        batch=range(sequence + b.start, sequence + b.stop), heads_kv=range(h.start, h.stop), group=group_size(q, k)
-    )
-    return ScoreFeatures(args, part, (q.shape[2], k.shape[2]), lse_dtype(q.dtype), q.shape[1])
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -136,34 +134,28 @@ def forward(
     """
     dtype, group = lse_dtype(q.dtype), group_size(q, k)
     chunks = _Chunks.of(q, k, v, args, with_grad=False)
-    for b, h in chunks.parts(k):
+    for b, h, features in chunks.parts(q, k, args, sequence):
         Q, O, LSE = (x.unflatten(1, (-1, group))[b, h] for x in (q, out, lse[..., None]))
         K, V = k[b, h], v[b, h]
-        features = _features(args, q, k, b, h, sequence)
         for tile in _Tile.all_of(features, chunks):
             Qi = tile.load(Q, dtype) * args.scale
             Oi = Qi.new_zeros((*Qi.shape[:3], V.shape[-1]))
-            m, l = Qi.new_full((*Qi.shape[:3], 1), -torch.inf), Qi.new_zeros((*Qi.shape[:3], 1))
-            m, l = features.initial_stats(m, l, tile.rows)
+            m, l = features.initial_stats(Qi)
             for block in tile.blocks():
                 Kj, Vj = (x[:, :, block.keys.start : block.keys.stop].to(dtype) for x in (K, V))
                 # S = scale Q Kᵀ
                 S = block.apply(Qi @ Kj.mT)
                 block.apply_mask_(S, -torch.inf)
                 if max_logit is not None:
-                    _raise_(max_logit.unflatten(0, (-1, group))[h], S)
+                    # Raise (Hkv, group) to the largest scores of the block.
+                    raised = max_logit.unflatten(0, (-1, group))[h]
+                    torch.maximum(raised, S.unflatten(2, (group, -1)).amax(dim=(0, 3, 4)), out=raised)
                 P, alpha, m, l = softmax_step(S, m, l)
                 Z = block.dropout_factors()
                 # O = α O + (P ∘ Z) V
                 Oi.mul_(alpha).add_((P if Z is None else P.mul_(Z)) @ Vj)
             tile.store(O, Oi.div_(divisor(l)))
             tile.store(LSE, m + l.log())
-
-
-def _raise_(max_logit: Tensor, S: Tensor) -> None:
-    """Raise (Hkv, group) to the largest scores of a block."""
-    largest = S.unflatten(2, (max_logit.shape[1], -1)).amax(dim=(0, 3, 4))
-    torch.maximum(max_logit, largest, out=max_logit)
 
 
 def backward(
@@ -194,27 +186,28 @@ def backward(
     """
     dtype, group = lse_dtype(q.dtype), group_size(q, k)
     chunks = _Chunks.of(q, k, v, args, with_grad=True)
-    for b, h in chunks.parts(k):
+    # Summed for this call and added at its end, so that the contribution of a sequence does not depend on others.
+    dsinks = None if grads.sinks is None else torch.zeros_like(grads.sinks)
+    for b, h, features in chunks.parts(q, k, args, sequence):
         Q, dQ, O, dO, LSE = (x.unflatten(1, (-1, group))[b, h] for x in (q, dq, out, dout, lse[..., None]))
         dLSE = None if dlse is None else dlse[..., None].unflatten(1, (-1, group))[b, h]
         K, V = k[b, h], v[b, h]
         dK, dV = (x.new_zeros(x.shape, dtype=dtype) for x in (K, V))
-        features = _features(args, q, k, b, h, sequence)
         for tile in _Tile.all_of(features, chunks):
             Qi, LSEi = tile.load(Q, dtype) * args.scale, tile.load(LSE, dtype)
             empty = LSEi == -torch.inf
             # exp(S - inf) = 0, which is P of an empty row.
             LSEi = LSEi.masked_fill(empty, torch.inf)
             dLSEi = None if dLSE is None else tile.load(dLSE, dtype).masked_fill(empty, 0.0)
-            if grads.sinks is not None:
+            if dsinks is not None:
                 # With a sink, a row without keys has a finite LSE.
                 empty = empty | tile.rows_without_keys(LSEi)
             dOi = tile.load(dO, dtype).masked_fill(empty, 0.0)
             delta = (dOi * tile.load(O, dtype)).sum(dim=-1, keepdim=True)
             if dLSEi is not None:
                 delta.sub_(dLSEi)
-            if grads.sinks is not None:
-                grads.sinks[h.start * group : h.stop * group] += features.dsinks(LSEi, delta)
+            if dsinks is not None:
+                dsinks[features.slices[1]] += features.dsinks(LSEi, delta)
                 delta.masked_fill_(empty, 0.0)
             dQi = torch.zeros_like(Qi)
             for block in tile.blocks():
@@ -235,3 +228,5 @@ def backward(
                 dKj.add_(dS.mT @ Qi)
             tile.store(dQ, dQi.mul_(args.scale))
         dk[b, h], dv[b, h] = dK, dV
+    if grads.sinks is not None and dsinks is not None:
+        grads.sinks += dsinks

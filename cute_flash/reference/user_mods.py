@@ -80,20 +80,17 @@ class UserMods:
         b, h, q, kv = (torch.arange(x.start, x.stop, device=device) for x in ranges)
         return b.view(-1, 1, 1, 1, 1), h.view(1, *self.shape, 1, 1), q.view(-1, 1), kv
 
-    def _slice(self, x: Tensor, rows: range, keys: range) -> Tensor:
-        """A block's part of a (B or 1, H or 1, Sq or 1, Sk or 1) tensor."""
-        for dim, part in enumerate((self.batch, self.heads, rows, keys)):
+    def _slice(self, x: Tensor, *rows_and_keys: range) -> Tensor:
+        """A block's part of a (B or 1, H or 1, Sq or 1, Sk or 1) tensor; all rows and keys by default."""
+        for dim, part in enumerate((self.batch, self.heads, *rows_and_keys)):
             if x.shape[dim] > 1:
                 x = x.narrow(dim, part.start, len(part))
         return x
 
     def _status(self, status: Tensor, rows: range, keys: range) -> Tensor:
         """EMPTY, PARTIAL or FULL for each score: the status of its block in the block mask."""
-        for dim, part in enumerate((self.batch, self.heads)):
-            if status.shape[dim] > 1:
-                status = status.narrow(dim, part.start, len(part))
         i, j = (torch.arange(x.start, x.stop, device=status.device) for x in (rows, keys))
-        return self._grouped(status[:, :, i // self.tile[0]][..., j // self.tile[1]])
+        return self._grouped(self._slice(status)[:, :, i // self.tile[0]][..., j // self.tile[1]])
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch, heads or 1, rows, keys) as (batch, Hkv or 1, group or 1, rows, keys)."""

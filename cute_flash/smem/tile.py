@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-from cute_flash.smem.layout import AnyLayout, ComposedLayout, Layout, tile_to_shape
 from cute_flash.smem.swizzle import Swizzle
+
+# The shape or the stride of a layout, whose modes are (position in an atom, atom).
+Modes = tuple[tuple[int, int], ...]
 
 # Layouts that a kernel can be built with; the first one is the default. The mma.sync kernels read rows with
 # ldmatrix, which takes any 16 aligned bytes; TMA and wgmma take only these forms.
@@ -71,21 +72,21 @@ class SmemTile:
 
     @property
     def atom_cols(self) -> int:
-        """Columns of an atom."""
-        if self.swizzle is None:
+        """Columns of an atom; without a swizzle, the whole row."""
+        if self.variant in ("padded", "plain"):
             return self.cols
-        return self._swizzled_cols
+        atom_bytes = _ATOM_BYTES.get(self.variant)
+        return self.copy_cols if atom_bytes is None else atom_bytes // self.element_bytes
 
     @property
-    def _swizzled_cols(self) -> int:
-        if self.variant in _ATOM_BYTES:
-            return _ATOM_BYTES[self.variant] // self.element_bytes
-        return self.copy_cols
+    def padding(self) -> int:
+        """Elements between two rows."""
+        return self.chunk_cols if self.variant == "padded" else 0
 
     @property
     def row_stride(self) -> int:
         """Elements from a row to the next one of its atom, swizzle aside."""
-        return self.atom_cols + (self.chunk_cols if self.variant == "padded" else 0)
+        return self.atom_cols + self.padding
 
     def column(self, col: int) -> tuple[int, int]:
         """What leads from the first chunk of a row to the one at `col`: index bits to flip, elements to add.
@@ -106,42 +107,31 @@ class SmemTile:
     def swizzle(self) -> Swizzle | None:
         if self.variant in ("padded", "plain"):
             return None
-        chunks = self._swizzled_cols // self.chunk_cols
+        chunks = self.atom_cols // self.chunk_cols
         return Swizzle(chunks.bit_length() - 1, self.chunk_cols.bit_length() - 1, _SWIZZLE_SHIFT)
-
-    @cached_property
-    def atom(self) -> AnyLayout:
-        """The smallest layout that repeats; of the variants without a swizzle, the whole tile."""
-        if self.swizzle:
-            return ComposedLayout(self.swizzle, 0, Layout((_ATOM_ROWS, self.atom_cols), (self.atom_cols, 1)))
-        return Layout((self.rows, self.cols), (self.row_stride, 1))
-
-    @cached_property
-    def layout(self) -> AnyLayout:
-        """(row, col) -> element index."""
-        return tile_to_shape(self.atom, (self.rows, self.cols)) if self.swizzle else self.atom
-
-    @cached_property
-    def transposed(self) -> AnyLayout:
-        """(col, row) -> element index in the same memory: V as the (d, keys) that ldmatrix.trans reads."""
-        return self.layout.select(1, 0)
-
-    def staged(self, stages: int) -> AnyLayout:
-        """(row, col, stage) -> element index: `stages` tiles one after the other, for a pipeline."""
-        if stages < 1:
-            raise ValueError(f"stages={stages}: must be 1 or more")
-        return tile_to_shape(self.atom, (self.rows, self.cols, stages))
-
-    def affine(self, stages: int) -> Layout:
-        """`staged` without its swizzle, for a pointer that swizzles."""
-        staged = self.staged(stages)
-        return staged.layout if isinstance(staged, ComposedLayout) else staged
 
     @property
     def cosize(self) -> int:
-        """Elements to reserve."""
-        return self.layout.cosize
+        """Elements to reserve. The last row is not padded."""
+        return self.rows * self.cols + (self.rows - 1) * self.padding
 
     @property
     def bytes(self) -> int:
         return self.cosize * self.element_bytes
+
+    @property
+    def affine(self) -> tuple[Modes, Modes]:
+        """Shape and stride of (row, col) -> element index, before the swizzle. The stride of a single atom is 0."""
+        atom_rows = self.rows if self.swizzle is None else _ATOM_ROWS
+        atoms_m, atoms_n = self.rows // atom_rows, self.cols // self.atom_cols
+        shape = (atom_rows, atoms_m), (self.atom_cols, atoms_n)
+        step_m = atom_rows * self.atom_cols if atoms_m > 1 else 0
+        step_n = self.rows * self.atom_cols if atoms_n > 1 else 0
+        return shape, ((self.row_stride, step_m), (1, step_n))
+
+    def staged(self, stages: int) -> tuple[Modes, Modes]:
+        """Shape and stride of (row, col, stage): `stages` tiles one after the other, for a pipeline."""
+        if stages < 1:
+            raise ValueError(f"stages={stages}: must be 1 or more")
+        shape, stride = self.affine
+        return (*shape, (1, stages)), (*stride, (0, self.cosize if stages > 1 else 0))

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from cute_flash.jit import resources
+from cute_flash.jit.compile import precompile_all
+from cute_flash.jit.disk import DiskCache
+from cute_flash.jit.progress import progress
+from cute_flash.planning.plan import CompileKey, Plan, plan_forward
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band
+from cute_flash.spec.family import requested_family
+from cute_flash.spec.problem import Problem
+from cute_flash.tools import doctor
+from cute_flash.tools.demo import demo
+from cute_flash.tools.explain import Explanation, aligned
 from cute_flash.version import __version__
-
-if TYPE_CHECKING:
-    from cute_flash.planning.plan import CompileKey, Plan
-    from cute_flash.spec.arch import ArchSpec
-    from cute_flash.spec.band import Band
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # A kernel is compiled for the presence of a bound, not for its value, so 0 is as good as any.
@@ -130,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    add("demo", _demo, "run attention, check it against torch, and show what the kernels cost")
+    add("demo", lambda args: demo(), "run attention, check it against torch, and show what the kernels cost")
 
     sub = add("doctor", _doctor, "check the installation, with a remedy for each problem")
     sub.add_argument("--json", action="store_true", help="print JSON")
@@ -169,62 +177,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arch(name: str | None) -> ArchSpec | None:
+def _arch(name: str | None) -> arch.ArchSpec | None:
     """The architecture `name`, else that of CUTE_FLASH_ARCH, else that of the first GPU, else None."""
-    from cute_flash.spec import arch
-    from cute_flash.spec.arch import by_name
-
     if name is not None:
-        return by_name(name)
+        return arch.by_name(name)
     return arch.override() or (arch.detect(0) if arch.has_gpu() else None)
 
 
-def _kernels(arch: ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan]:
+def _kernels(spec: arch.ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan]:
     """A plan for each forward kernel that problems with this head dim, dtype and kind of mask can use."""
-    from cute_flash.planning.plan import plan_forward
-    from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
-    from cute_flash.spec.family import requested_family
-    from cute_flash.spec.problem import Problem
-
     # Short sequences may use another tile; one query of many heads is packed (pack_gqa).
     lengths = [LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys})]
     plans: dict[CompileKey, Plan] = {}
-    for seqlen_k in lengths:
-        for heads, seqlen_q in ((1, LENGTH), (64, 1)):
-            problem = Problem(1, heads, 1, seqlen_q, seqlen_k, head_dim, dtype, band)
-            plan = plan_forward(problem, arch, requested_family(), can_pack_gqa=True)
-            plans.setdefault(plan.main, plan)
+    for seqlen_k, (heads, seqlen_q) in itertools.product(lengths, ((1, LENGTH), (64, 1))):
+        problem = Problem(1, heads, 1, seqlen_q, seqlen_k, head_dim, dtype, band)
+        plan = plan_forward(problem, spec, requested_family(), can_pack_gqa=True)
+        plans.setdefault(plan.main, plan)
     return list(plans.values())
 
 
-def _demo(args: argparse.Namespace) -> int:
-    from cute_flash.tools.demo import demo
-
-    return demo()
-
-
 def _doctor(args: argparse.Namespace) -> int:
-    from cute_flash.tools import doctor
-
     checks = doctor.examine()
     print(json.dumps(doctor.as_dict(checks), indent=2) if args.json else "\n".join(doctor.lines(checks)))
     return 0 if doctor.is_sound(checks) else 1
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from cute_flash.spec.arch import SM_80
-    from cute_flash.spec.band import Band
-    from cute_flash.spec.problem import Problem
-    from cute_flash.tools.explain import Explanation
-
     explanations = []
     with _usage_errors():
-        arch, band = _arch(args.gpu) or SM_80, Band.of(args.causal, args.window)
+        spec, band = _arch(args.gpu) or arch.SM_80, Band.of(args.causal, args.window)
         for batch, heads, length, head_dim in args.shapes:
-            heads_kv, length_k = args.kv_heads or heads, args.seqlen_k or length
-            sizes, width_v = (batch, heads, heads_kv, length, length_k, head_dim), args.value_dim
-            problem = Problem(*sizes, DTYPES[args.dtype], band, None if width_v == head_dim else width_v)
-            explanations.append(Explanation.of(problem, arch))
+            sizes = (batch, heads, args.kv_heads or heads, length, args.seqlen_k or length, head_dim)
+            value_dim = None if args.value_dim == head_dim else args.value_dim
+            problem = Problem(*sizes, DTYPES[args.dtype], band, value_dim)
+            explanations.append(Explanation.of(problem, spec))
     if args.json:
         print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))
     else:
@@ -233,53 +219,37 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from cute_flash.jit.progress import progress
-    from cute_flash.jit.resources import disassemble, kernel_resources, nvdisasm
-    from cute_flash.planning.plan import plan_forward
-    from cute_flash.spec.arch import SM_80
-    from cute_flash.spec.band import Band
-    from cute_flash.spec.family import requested_family
-    from cute_flash.spec.problem import Problem
-    from cute_flash.tools.explain import aligned
-
-    if args.sass and nvdisasm() is None:
+    if args.sass and resources.nvdisasm() is None:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
     with _usage_errors():
         sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
         problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
-        key = plan_forward(problem, _arch(args.arch) or SM_80, requested_family()).main
+        key = plan_forward(problem, _arch(args.arch) or arch.SM_80, requested_family()).main
     with progress(f"compiling {key.kernel} for {key.target}"):
-        resources = kernel_resources(key)
-    lines = [f"kernel {key.kernel}", f"tile {key.tile}", *resources.lines()]
-    if resources.serialised_wgmma:
-        lines.append(f"ptxas serialised wgmma or ignored setmaxnreg: {', '.join(resources.serialised_wgmma)}")
+        used = resources.kernel_resources(key)
+    lines = [f"kernel {key.kernel}", f"tile {key.tile}", *used.lines()]
+    if used.serialised_wgmma:
+        lines.append(f"ptxas serialised wgmma or ignored setmaxnreg: {', '.join(used.serialised_wgmma)}")
     print("\n".join(aligned(lines)))
     if args.sass:
-        args.sass.write_text(disassemble(resources.cubin))
+        args.sass.write_text(resources.disassemble(used.cubin))
     if args.ptx:
-        args.ptx.write_text(resources.ptx)
+        args.ptx.write_text(used.ptx)
     for path in filter(None, (args.sass, args.ptx)):
         print(f"wrote {path}")
-    return 1 if resources.spill_bytes or resources.serialised_wgmma else 0
+    return 1 if used.spill_bytes or used.serialised_wgmma else 0
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    import itertools
-
-    from cute_flash.jit.compile import precompile_all
-    from cute_flash.jit.disk import DiskCache
-    from cute_flash.spec.band import Band
-
-    choices = itertools.product(args.head_dims, args.dtypes, args.masks)
     with _usage_errors():
-        arch = _arch(args.arch)
-        if arch is None:
+        spec = _arch(args.arch)
+        if spec is None:
             raise UsageError("no GPU here: name an architecture, such as --arch sm_80")
         # All plans come first, so that an unsupported head dim is an error before anything is compiled.
         plans = [
             (f"D={dim} {dtype} {mask}", plan)
-            for dim, dtype, mask in choices
-            for plan in _kernels(arch, dim, DTYPES[dtype], Band(*MASKS[mask]))
+            for dim, dtype, mask in itertools.product(args.head_dims, args.dtypes, args.masks)
+            for plan in _kernels(spec, dim, DTYPES[dtype], Band(*MASKS[mask]))
         ]
     cache = DiskCache.default()
     if not cache.is_persistent:
@@ -299,14 +269,10 @@ def _precompile(args: argparse.Namespace) -> int:
 
 
 def _cache(args: argparse.Namespace) -> int:
-    from cute_flash.jit.disk import DiskCache
-
     cache = DiskCache.default()
-    entries = cache.files()
-    size = sum(path.stat().st_size for path in entries)
+    print(f"{cache.folder}: {cache.contents()}{' deleted' if args.clear else ''}")
     if args.clear:
         cache.clear()
-    print(f"{cache.folder}: {len(entries)} kernel(s), {size / 1e6:.1f} MB{' deleted' if args.clear else ''}")
     return 0
 
 

@@ -5,34 +5,40 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.metadata
-import operator
 import os
+import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from cute_flash.errors import UnsupportedError
+from cute_flash.jit import compile as compiling
+from cute_flash.jit import resources
+from cute_flash.jit.disk import DiskCache
 from cute_flash.spec import arch
 from cute_flash.spec.family import check_family
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
-# Modules whose import shows that a requirement works.
-MODULES = {
-    "torch": "torch",
-    "nvidia-cutlass-dsl": "cutlass.cute",
-    "apache-tvm-ffi": "tvm_ffi",
-    "cuda-bindings": "cuda.bindings.driver",
-    "nvtx": "nvtx",
-}
+# Modules whose import shows that a requirement works, where they are not named like the package.
+MODULES = {"nvidia-cutlass-dsl": "cutlass.cute", "apache-tvm-ffi": "tvm_ffi", "cuda-bindings": "cuda.bindings.driver"}
 # Flavours of the DSL: the CUDA version and the release of the oldest driver that supports each.
 FLAVOURS = {"cu12": (12090, "575.51"), "cu13": (13000, "580.65")}
-VARIABLES = ("CUTE_FLASH_ARCH", "CUTE_FLASH_CACHE_DIR", "CUTE_FLASH_KERNELS", "CUTE_FLASH_NVTX")
-COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+# Variables, and functions that raise `UnsupportedError` for a wrong value.
+VARIABLES: dict[str, Callable[[str], object]] = {
+    "CUTE_FLASH_ARCH": arch.by_name,
+    "CUTE_FLASH_CACHE_DIR": str,
+    "CUTE_FLASH_KERNELS": check_family,
+    "CUTE_FLASH_NVTX": str,
+}
 CUDA_NO_DEVICE = 100
 PYTORCH_PAGE = "https://pytorch.org/get-started/locally"
 
@@ -47,17 +53,7 @@ class Check:
 
 def examine() -> list[Check]:
     """Run all checks. Nothing is compiled or launched."""
-    return [
-        _python(),
-        *_requirements(),
-        *_flavours(),
-        _driver(),
-        *_gpus(),
-        _linker(),
-        _nvdisasm(),
-        _cache(),
-        *_environment(),
-    ]
+    return [*_packages(), _flavours(), _driver(), *_gpus(), *_programs(), _cache(), *_environment()]
 
 
 def is_sound(checks: list[Check]) -> bool:
@@ -95,26 +91,12 @@ def as_dict(checks: list[Check]) -> dict[str, Any]:
     }
 
 
-def satisfies(version: str, wanted: str) -> bool:
+def satisfies(version: str, required: str | SpecifierSet) -> bool:
     """Whether a version such as "4.8.1+cpu" is in a range such as ">=4.8,<4.9".
 
     Only the release numbers are compared: "4.9.0rc1" is 4.9.0.
     """
-    clauses = re.findall(r"([<>=]=?)\s*([\d.]+)", wanted)
-    return all(COMPARISONS[sign](_compared(version, limit), 0) for sign, limit in clauses)
-
-
-def _compared(a: str, b: str) -> int:
-    """-1, 0 or 1 as a < b, a == b or a > b; missing numbers are 0."""
-    for x, y in zip_longest(_release(a), _release(b), fillvalue=0):
-        if x != y:
-            return 1 if x > y else -1
-    return 0
-
-
-def _release(version: str) -> list[int]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    return [int(part) for part in match[0].split(".")] if match else []
+    return Version(version).base_version in SpecifierSet(str(required))
 
 
 def _version(package: str) -> str | None:
@@ -124,79 +106,61 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _python() -> Check:
-    detail = f"{sys.version.split()[0]} on {sys.platform}"
+def _packages() -> Iterator[Check]:
+    """Python, and the packages that the metadata of cute-flash requires."""
+    detail = f"{platform.python_version()} on {sys.platform}"
     try:
-        required = importlib.metadata.metadata("cute-flash")["Requires-Python"]
+        metadata = importlib.metadata.distribution("cute-flash")
     except importlib.metadata.PackageNotFoundError:
-        return Check("Python", NOTE, f"{detail}; cute-flash runs from its source tree", "pip install -e .")
-    if sys.platform != "linux":
-        return Check("Python", BROKEN, detail, "use Linux (or WSL): the kernels are built for nothing else")
-    if not satisfies(detail, required):
-        return Check("Python", BROKEN, detail, f"use a Python {required}")
-    return Check("Python", OK, detail)
-
-
-def _requirements() -> Iterator[Check]:
-    """The packages that the metadata of cute-flash requires."""
-    try:
-        required = importlib.metadata.requires("cute-flash") or []
-    except importlib.metadata.PackageNotFoundError:
+        yield Check("Python", NOTE, f"{detail}; cute-flash runs from its source tree", "pip install -e .")
         return
-    for requirement in required:
-        match = re.fullmatch(r"([\w.-]+)\s*([^;]*)", requirement)
-        # Requirements with a condition belong to an extra.
-        if match:
-            yield _requirement(match[1], match[2].strip())
+    required = metadata.metadata["Requires-Python"]
+    if sys.platform != "linux":
+        yield Check("Python", BROKEN, detail, "use Linux (or WSL): the kernels are built for nothing else")
+    elif not satisfies("{}.{}.{}".format(*sys.version_info), required):
+        yield Check("Python", BROKEN, detail, f"use a Python {required}")
+    else:
+        yield Check("Python", OK, detail)
+    # Requirements with a marker belong to an extra.
+    yield from (_package(x) for x in map(Requirement, metadata.requires or []) if x.marker is None)
 
 
-def _requirement(package: str, required: str) -> Check:
-    version = _version(package)
-    remedy = f"pip install '{package}{required}'"
+def _package(requirement: Requirement) -> Check:
+    name, version = requirement.name, _version(requirement.name)
+    remedy = f"pip install '{requirement}'"
     if version is None:
-        return Check(package, BROKEN, "not installed", remedy)
-    if not satisfies(version, required):
-        return Check(package, BROKEN, f"{version}, tested are {required}", remedy)
+        return Check(name, BROKEN, "not installed", remedy)
+    if not satisfies(version, requirement.specifier):
+        return Check(name, BROKEN, f"{version}, tested are {requirement.specifier}", remedy)
     try:
-        module = importlib.import_module(MODULES.get(package, package))
+        importlib.import_module(MODULES.get(name, name))
     # A broken native library can raise anything.
     except Exception as error:
-        detail = f"{version}, but {type(error).__name__}: {error}"
-        return Check(package, BROKEN, detail, f"{remedy} --force-reinstall")
-    build = ""
-    if package == "torch":
-        build = f", built for CUDA {module.version.cuda}" if module.version.cuda else ", CPU build"
-    return Check(package, OK, f"{version}{build}")
+        return Check(name, BROKEN, f"{version}, but {type(error).__name__}: {error}", f"{remedy} --force-reinstall")
+    if name == "torch":
+        version += f", built for CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
+    return Check(name, OK, version)
 
 
-def _flavours() -> Iterator[Check]:
+def _flavours() -> Check:
     """The installed flavours of the DSL (cu12, cu13): one must match the driver."""
-    from cute_flash.jit.compile import driver_cuda_version, runtime_library
-
-    dsl, driver = _version("nvidia-cutlass-dsl"), driver_cuda_version()
+    dsl = _version("nvidia-cutlass-dsl")
     installed = {name: _version(f"nvidia-cutlass-dsl-libs-{name}") for name in FLAVOURS}
     detail = ", ".join(f"{name} {version}" for name, version in installed.items() if version) or "none"
-    stale = [name for name, version in installed.items() if version not in (None, dsl)]
-    if stale:
+    if any(version not in (None, dsl) for version in installed.values()):
         remedy = f"pip install --force-reinstall 'nvidia-cutlass-dsl[cu13]=={dsl}'"
-        yield Check("DSL flavours", BROKEN, f"{detail}, but the DSL is {dsl}", remedy)
-        return
+        return Check("DSL flavours", BROKEN, f"{detail}, but the DSL is {dsl}", remedy)
     try:
-        chosen = runtime_library().parents[1].name
+        chosen = compiling.runtime_library().parents[1].name
     except ModuleNotFoundError as error:
-        yield Check("DSL flavours", BROKEN, f"{detail}: {error}", "pip install 'cute-flash[cu13]' brings both")
-        return
-    if driver >= FLAVOURS["cu13"][0] and chosen == "cu12":
-        remedy = "pip install 'cute-flash[cu13]'"
-        yield Check("DSL flavours", NOTE, f"{detail}; the driver serves cu13 too", remedy)
-    else:
-        yield Check("DSL flavours", OK, f"{detail}; {chosen} is used")
+        return Check("DSL flavours", BROKEN, f"{detail}: {error}", "pip install 'cute-flash[cu13]' brings both")
+    if compiling.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
+        return Check("DSL flavours", NOTE, f"{detail}; the driver serves cu13 too", "pip install 'cute-flash[cu13]'")
+    return Check("DSL flavours", OK, f"{detail}; {chosen} is used")
 
 
 def _driver() -> Check:
-    from cute_flash.jit.compile import driver_cuda_version
-
-    version = driver_cuda_version()
+    version = compiling.driver_cuda_version()
     if not version:
         remedy = "on a machine with a GPU: install its driver"
         return Check("driver", NOTE, "no NVIDIA driver: attention runs on the CPU", remedy)
@@ -232,11 +196,6 @@ def _visible_to_driver() -> tuple[int, int]:
 
 
 def _gpus() -> Iterator[Check]:
-    try:
-        import torch
-    # `_requirements` reports it.
-    except Exception:
-        return
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield _gpu(index)
@@ -261,41 +220,28 @@ def _gpu(index: int) -> Check:
     return Check(f"GPU {index}", OK, f"{spec.gpu}, {spec.name}, {spec.num_sms} SMs")
 
 
-def _linker() -> Check:
-    from cute_flash.jit.compile import LINKERS, linker
-
-    path = linker()
-    if path is None:
-        remedy = "apt install binutils (or the like); without it cached kernels load a second or two slower"
-        return Check("linker", NOTE, f"none of {', '.join(LINKERS)} on the path", remedy)
-    return Check("linker", OK, path)
-
-
-def _nvdisasm() -> Check:
-    from cute_flash.jit.resources import nvdisasm
-
-    path = nvdisasm()
-    if path is None:
-        remedy = "pip install nvidia-cuda-nvdisasm; only `inspect` needs it, to count instructions"
-        return Check("nvdisasm", NOTE, "not found", remedy)
-    return Check("nvdisasm", OK, path)
+def _programs() -> Iterator[Check]:
+    """Programs that are useful, but not necessary."""
+    linkers = f"none of {', '.join(compiling.LINKERS)} on the path"
+    without_linker = "apt install binutils (or the like); without it cached kernels load a second or two slower"
+    without_nvdisasm = "pip install nvidia-cuda-nvdisasm; only `inspect` needs it, to count instructions"
+    for name, path, problem, remedy in (
+        ("linker", compiling.linker(), linkers, without_linker),
+        ("nvdisasm", resources.nvdisasm(), "not found", without_nvdisasm),
+    ):
+        yield Check(name, NOTE, problem, remedy) if path is None else Check(name, OK, path)
 
 
 def _cache() -> Check:
     """The kernel cache; `DiskCache.default` warns about problems of the folder."""
-    from cute_flash.jit.disk import DiskCache
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache = DiskCache.default()
-    if not cache.is_persistent:
-        detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
-        remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
-        return Check("kernel cache", BROKEN, detail, remedy)
-    entries = cache.files()
-    size = sum(path.stat().st_size for path in entries)
-    detail = f"{cache.folder}, private, {len(entries)} kernel(s), {size / 1e6:.1f} MB"
-    return Check("kernel cache", OK, detail)
+    if cache.is_persistent:
+        return Check("kernel cache", OK, f"{cache.folder}, private, {cache.contents()}")
+    detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
+    remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
+    return Check("kernel cache", BROKEN, detail, remedy)
 
 
 def _environment() -> Iterator[Check]:
@@ -304,17 +250,9 @@ def _environment() -> Iterator[Check]:
         if name not in VARIABLES:
             yield Check(name, NOTE, f"{value!r} has no effect", f"there are {', '.join(VARIABLES)}")
             continue
-        error = _variable_error(name, value) if value else ""
-        yield Check(name, BROKEN, error, "correct or unset it") if error else Check(name, OK, repr(value))
-
-
-def _variable_error(name: str, value: str) -> str:
-    """The error that the variable causes; empty if it is valid."""
-    try:
-        if name == "CUTE_FLASH_ARCH":
-            arch.by_name(value)
-        elif name == "CUTE_FLASH_KERNELS":
-            check_family(value)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+        try:
+            if value:
+                VARIABLES[name](value)
+            yield Check(name, OK, repr(value))
+        except UnsupportedError as error:
+            yield Check(name, BROKEN, str(error), "correct or unset it")

@@ -23,35 +23,35 @@ def aligned(lines: list[str]) -> list[str]:
 @dataclass(frozen=True)
 class Explanation:
     plan: Plan
-    least: roofline.Roofline  # every tensor is read or written once, the lower bound of all kernels
-    reread: roofline.Roofline  # every query tile reads K and V from memory, as without L2
+    least: roofline.Roofline  # every tensor is read or written once
+    reread_bytes: int  # if every query tile reads K and V from memory, as without L2
+    max_rescales: int
+    papers_sram_bytes: int  # shared memory of this tile by the papers' formula, which includes S and O
 
     @staticmethod
     def of(problem: Problem, arch: ArchSpec) -> Explanation:
         # `can_pack_gqa`, as for contiguous tensors.
         plan = plan_forward(problem, arch, requested_family(), can_pack_gqa=True)
+        tile_m, tile_n = plan.tile.tile_m, plan.tile.tile_n
         return Explanation(
-            plan=plan,
-            least=roofline.roofline(problem, arch),
-            reread=roofline.roofline(problem, arch, plan.tile.tile_m, plan.tile.tile_n),
+            plan,
+            roofline.roofline(problem, arch),
+            reread_bytes=roofline.fa_bytes(problem, tile_m),
+            max_rescales=roofline.max_rescales(problem, tile_m, tile_n),
+            papers_sram_bytes=roofline.sram_bytes(tile_m, tile_n, plan.tile.head_dim, DTYPE_BYTES[problem.dtype]),
         )
-
-    @property
-    def papers_sram_bytes(self) -> int:
-        """The shared memory of this tile by the papers' formula, which includes S and O."""
-        tile, element_bytes = self.plan.tile, DTYPE_BYTES[self.plan.problem.dtype]
-        return roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, element_bytes)
 
     def lines(self) -> list[str]:
         limit, papers = self.plan.arch.smem_per_cta, self.papers_sram_bytes
+        intensity = self.least.flops / self.reread_bytes if self.reread_bytes else 0.0
         verdict = "fits" if papers <= limit else "does not fit; the kernel keeps S and O in registers"
         return aligned(
             [
                 *self.plan.lines(),
                 *self.least.lines(),
-                f"re-reads    {self.reread.bytes / 1e6:.3f} MB if each query tile reads K and V from memory, "
-                f"{self.reread.intensity:.1f} FLOP/B",
-                f"rescales    at most {self.reread.max_rescales} per row",
+                f"re-reads    {self.reread_bytes / 1e6:.3f} MB if each query tile reads K and V from memory, "
+                f"{intensity:.1f} FLOP/B",
+                f"rescales    at most {self.max_rescales} per row",
                 f"SRAM        {papers / 1024:.0f} KB by the papers' formula (Q, K, V, S, O, m, l of a tile), "
                 f"of {limit / 1024:.0f} KB: {verdict}",
             ]
@@ -77,11 +77,11 @@ class Explanation:
             "exps": least.exps,
             "least_bytes": least.bytes,
             "unfused_bytes": least.standard_bytes,
-            "reread_bytes": self.reread.bytes,
+            "reread_bytes": self.reread_bytes,
             "intensity": least.intensity,
-            "ridge": least.ridge,
+            "ridge": plan.arch.ridge,
             "bound": least.bound,
             "seconds": least.seconds,
             "attainable_tflops": least.attainable_tflops,
-            "max_rescales": self.reread.max_rescales,
+            "max_rescales": self.max_rescales,
         }

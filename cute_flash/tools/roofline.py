@@ -7,7 +7,6 @@ tile), and the exponential units (one exp2 per visible pair), which bound small 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cute_flash.spec.arch import ArchSpec
@@ -78,22 +77,20 @@ def standard_bytes(problem: Problem) -> int:
 
 
 def fa_bytes(problem: Problem, tile_m: int) -> int:
-    """Bytes of FlashAttention without a cache: each head reads its visible K and V once per query tile."""
-    p = problem
-    keys_read = sum(last - first for first, last in _key_hulls(p, tile_m))
-    rows = p.heads * (p.seqlen_q + keys_read)
+    """Bytes of FlashAttention without a cache: each head reads its visible K and V once per query tile.
+
+    The traffic of a kernel is between `hbm_bytes` and this: if the tiles of a head run at the same time, L2 serves
+    most reads.
+    """
+    p, sq, sk, band = problem, problem.seqlen_q, problem.seqlen_k, problem.band
+    tiles = ((first, min(first + tile_m, sq) - 1) for first in range(0, sq, tile_m))
+    keys_read = sum(band.hi(last, sq, sk) - band.lo(first, sq, sk) for first, last in tiles)
+    rows = p.heads * (sq + keys_read)
     return p.batch * rows * _widths(p) * DTYPE_BYTES[p.dtype] + _lse_bytes(p)
 
 
 def _lse_bytes(problem: Problem) -> int:
     return problem.batch * problem.heads * problem.seqlen_q * STATISTIC_BYTES
-
-
-def _key_hulls(problem: Problem, tile_m: int) -> Iterator[tuple[int, int]]:
-    """For each query tile, the keys `[first, last)` that its rows see."""
-    sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
-    for row in range(0, sq, tile_m):
-        yield band.lo(row, sq, sk), band.hi(min(row + tile_m, sq) - 1, sq, sk)
 
 
 def max_rescales(problem: Problem, tile_m: int, tile_n: int) -> int:
@@ -114,15 +111,13 @@ def sram_bytes(Br: int, Bc: int, d: int, element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A problem on a GPU. Times are lower bounds: each unit runs alone and never waits."""
+    """A problem on a GPU, with the least traffic. Times are lower bounds: each unit runs alone and never waits."""
 
-    problem: Problem
     arch: ArchSpec
     flops: int
     bytes: int
     exps: int
     standard_bytes: int
-    max_rescales: int | None = None  # None without a tile, because there may be one rescale per K/V block
 
     @property
     def intensity(self) -> float:
@@ -130,31 +125,23 @@ class Roofline:
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
-    def ridge(self) -> float:
-        return self.arch.ridge
-
-    @property
-    def tensor_seconds(self) -> float:
-        return self.flops / (self.arch.tensor_tflops * 1e12)
-
-    @property
-    def memory_seconds(self) -> float:
-        return self.bytes / (self.arch.hbm_tbps * 1e12)
-
-    @property
-    def exp2_seconds(self) -> float:
-        return self.exps / (self.arch.exp2_per_clock * self.arch.num_sms * self.arch.clock_ghz * 1e9)
+    def unit_seconds(self) -> dict[str, float]:
+        arch = self.arch
+        return {
+            "tensor": self.flops / (arch.tensor_tflops * 1e12),
+            "memory": self.bytes / (arch.hbm_tbps * 1e12),
+            "exp2": self.exps / (arch.exp2_per_clock * arch.num_sms * arch.clock_ghz * 1e9),
+        }
 
     @property
     def seconds(self) -> float:
         """Time of the slowest unit, if the others overlap with it completely."""
-        return max(self.tensor_seconds, self.memory_seconds, self.exp2_seconds)
+        return max(self.unit_seconds.values())
 
     @property
     def bound(self) -> str:
         """The slowest unit: "tensor", "memory" or "exp2"."""
-        times = {"tensor": self.tensor_seconds, "memory": self.memory_seconds, "exp2": self.exp2_seconds}
-        return max(times, key=times.__getitem__)
+        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
 
     @property
     def attainable_tflops(self) -> float:
@@ -162,33 +149,18 @@ class Roofline:
 
     def lines(self) -> list[str]:
         """The roofline as text."""
+        tensor_us, memory_us, exp2_us = (1e6 * seconds for seconds in self.unit_seconds.values())
         unfused_mb, saved = self.standard_bytes / 1e6, self.standard_bytes / self.bytes if self.bytes else 0.0
-        lines = [
+        return [
             f"work        {self.flops / 1e9:.3f} GFLOP, {self.exps / 1e6:.3f} M exponentials",
             f"traffic     {self.bytes / 1e6:.3f} MB, unfused {unfused_mb:.3f} MB ({saved:.1f}x)",
-            f"intensity   {self.intensity:.1f} FLOP/B, ridge of {self.arch.gpu} {self.ridge:.0f} FLOP/B",
-            f"tensor      {self.tensor_seconds * 1e6:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
-            f"memory      {self.memory_seconds * 1e6:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
-            f"exp2        {self.exp2_seconds * 1e6:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
+            f"intensity   {self.intensity:.1f} FLOP/B, ridge of {self.arch.gpu} {self.arch.ridge:.0f} FLOP/B",
+            f"tensor      {tensor_us:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
+            f"memory      {memory_us:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
+            f"exp2        {exp2_us:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
             f"bound       {self.bound}: {self.seconds * 1e6:.2f} us, {self.attainable_tflops:.0f} TFLOP/s",
         ]
-        if self.max_rescales is not None:
-            lines.append(f"rescales    at most {self.max_rescales} per row")
-        return lines
 
 
-def roofline(problem: Problem, arch: ArchSpec, tile_m: int | None = None, tile_n: int | None = None) -> Roofline:
-    """The roofline with the least traffic or, with `tile_m`, with K and V read once per query tile.
-
-    The traffic of a kernel is between the two: if the tiles of a head run at the same time, L2 serves most reads.
-    """
-    rescales = None if tile_m is None or tile_n is None else max_rescales(problem, tile_m, tile_n)
-    return Roofline(
-        problem=problem,
-        arch=arch,
-        flops=flops(problem),
-        bytes=hbm_bytes(problem) if tile_m is None else fa_bytes(problem, tile_m),
-        exps=exp_count(problem),
-        standard_bytes=standard_bytes(problem),
-        max_rescales=rescales,
-    )
+def roofline(problem: Problem, arch: ArchSpec) -> Roofline:
+    return Roofline(arch, flops(problem), hbm_bytes(problem), exp_count(problem), standard_bytes(problem))

@@ -17,7 +17,7 @@ from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.varlen import padded_block
 from cute_flash.reference import tiled
 from cute_flash.reference.grads import FeatureGrads
-from cute_flash.reference.score import Part, ScoreFeatures
+from cute_flash.reference.score import ScoreFeatures
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockIndices, BlockMask
 from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
 from cute_flash.spec.args import AttentionArgs
@@ -275,8 +275,7 @@ def _gradients(
     heads_kv, group, sq = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
     Q, dO, lse, delta = (x.float().unflatten(1, (-1, group)).flatten(2, 3) for x in (q, dout, lse_log2, delta))
     K, V = k.float(), v.float()
-    part = Part(batch=batch, heads_kv=range(heads_kv), group=group)
-    features = ScoreFeatures(args, part, (sq, seqlen_k), torch.float32, q.shape[1])
+    features = ScoreFeatures(args, batch, range(heads_kv), group, (sq, seqlen_k), torch.float32, q.shape[1])
     block = features.block(range(sq), keys)
     P = (block.apply(Q @ K.mT * args.scale) - lse[..., None] / LOG2_E).exp()
     block.apply_mask_(P, 0.0)

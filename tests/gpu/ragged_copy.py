@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.seqlen import with_batch_mode
-from cute_flash.device.smem import byte_swizzle, to_cute
+from cute_flash.device.smem import allocate_stages
 from cute_flash.device.tma import VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, Fakes
 from cute_flash.smem.tile import SmemTile
@@ -62,8 +62,7 @@ class RaggedCopy:
     ):
         tile, smem = self.tile, SmemAllocator()
         dtype = CUTE_DTYPES[self.static.dtype]
-        sX = smem.allocate_tensor(dtype, to_cute(tile.affine(1)), 1024, swizzle=byte_swizzle(tile))
-        sX = sX[None, None, 0]
+        sX = allocate_stages(smem, dtype, tile, 1)[None, None, 0]
         barrier = smem.allocate_array(cutlass.Int64, 1, byte_alignment=8)
         head, where = cute.arch.block_idx()[0], (begin, length)
         with cute.arch.elect_one():

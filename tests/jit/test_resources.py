@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from cute_flash.jit import resources as reading
-from cute_flash.jit.resources import Resources, disassemble, resources
+from cute_flash.jit.resources import Resources, disassemble, kernel_resources
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Problem
@@ -45,11 +45,11 @@ def test_remarks_of_ptxas_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reading.compiling, "cute_compile", compile_with_remarks)
     monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
-    found = resources(plan_of())
+    found = kernel_resources(plan_of().main)
     assert (found.registers, found.stack_bytes, found.spill_bytes) == (168, 8, 28)
     assert found.smem_bytes == plan_of().tile.smem_bytes
     assert found.serialised_wgmma == ("C7510",)
-    assert (found.symbol, found.cubin_bytes) == ("cute_flash_fwd_test", 5000)
+    assert (found.symbol, len(found.cubin)) == ("cute_flash_fwd_test", 5000)
     assert found.sass == Counter({"HMMA": 2, "MUFU": 1, "BRA": 1, "UIADD3": 1})
     text = "\n".join(found.lines())
     for part in ("168 a thread, 28 bytes spilled", "HMMA 2", "cute_flash_fwd_test (sm_80)"):
@@ -60,7 +60,7 @@ def test_remarks_of_ptxas_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silence_of_ptxas_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading.compiling, "cute_compile", lambda key, options: FakeKernel())
     with pytest.raises(RuntimeError, match="ptxas printed no resource usage"):
-        resources(plan_of())
+        kernel_resources(plan_of().main)
 
 
 def test_setmaxnreg_is_read_from_the_ptx() -> None:

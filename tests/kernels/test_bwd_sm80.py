@@ -17,12 +17,13 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_flash.device import ldmatrix
 from cute_flash.device.mask import column_offset
-from cute_flash.device.smem import byte_swizzle, to_cute
+from cute_flash.device.smem import byte_swizzle
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.problem import Static
+from layouts.layout import layout_of
 
 # Annotations are values, not strings, to the DSL: traced functions take their types from the arguments here.
 
@@ -59,9 +60,9 @@ def kernel(tile: BwdTileSm80) -> BwdSm80:
 
 def tensor_at_0(tile: SmemTile, stages: int):  # type: ignore[no-untyped-def]
     pointer = cute.make_ptr(cutlass.BFloat16, Int32(0), cutlass.AddressSpace.smem, assumed_align=1024)
-    return cute.make_tensor(
-        cute.recast_ptr(pointer, byte_swizzle(tile), cutlass.BFloat16), to_cute(tile.staged(stages).layout)
-    )
+    shape, stride = tile.staged(stages)
+    pointer = cute.recast_ptr(pointer, byte_swizzle(tile), cutlass.BFloat16)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
 
 
 def coordinates_at(smem: SmemTile) -> torch.Tensor:
@@ -69,7 +70,7 @@ def coordinates_at(smem: SmemTile) -> torch.Tensor:
     found = torch.full((smem.cosize, 2), -1)
     for row in range(smem.rows):
         for col in range(smem.cols):
-            found[smem.layout(row, col)] = torch.tensor((row, col))
+            found[layout_of(smem)(row, col)] = torch.tensor((row, col))
     assert found.min() >= 0
     return found
 

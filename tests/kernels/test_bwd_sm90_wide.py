@@ -19,6 +19,7 @@ from cute_flash.device.stmatrix import MATRIX, MATRIX_BYTES, store_transposed
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.smem.tile import SmemTile
 from layouts.banks import Phase
+from layouts.layout import layout_of
 from tests.device.test_hopper_parts import FOR_HOPPER, tiled_mma
 
 
@@ -88,7 +89,7 @@ def test_accumulators_are_stored_transposed(monkeypatch: pytest.MonkeyPatch, wid
                 column = lane % 4 * 2 + pair
                 element = (16 * warp + 8 * half + lane // 4, 8 * tile + column)
                 found[addresses[column] + 2 * (lane // 4)] = element
-    layout = SmemTile(width, WARPGROUP_ROWS).layout
+    layout = layout_of(SmemTile(width, WARPGROUP_ROWS))
     elements = itertools.product(range(WARPGROUP_ROWS), range(width))
     assert found == {2 * layout((column, row)): (row, column) for row, column in elements}
     assert max(found) < width // 8 * MATRIX_BYTES

@@ -166,7 +166,7 @@ def check_bwd_sm90(found: Resources, plan: Plan) -> None:
     # last; dQ of two blocks before, and of the last two.
     s, dkv = tile.head_dim // 16, tile.tile_m // 16
     dq = tile.dq_part[0] // 64 * (tile.tile_n // 16)
-    assert found.num_mma == 3 * (2 * s + 2 * dkv + dq)
+    assert found.sass["HGMMA"] == 3 * (2 * s + 2 * dkv + dq)
     check_philox(found, plan, copies=3)
 
 
@@ -174,7 +174,7 @@ def check_bwd_sm90_wide(found: Resources, plan: Plan) -> None:
     tile = plan.tile
     # Q Kᵀ and dO Vᵀ of the first and of further blocks; dV, dK and dQ of the block before, and of the last.
     s, dkv, dq = tile.head_dim // 16, 2 * (tile.tile_m // 16), 2 * (tile.tile_n // 16)
-    assert found.num_mma == 2 * (2 * s + 2 * dkv + dq)
+    assert found.sass["HGMMA"] == 2 * (2 * s + 2 * dkv + dq)
 
 
 def check_philox(found: Resources, plan: Plan, copies: int) -> None:

@@ -7,7 +7,6 @@ from cutlass import cute
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cute_flash.smem.layout import IntTuple, flatten
 from layouts import (
     ComposedLayout,
     Layout,
@@ -19,8 +18,9 @@ from layouts import (
     idx2crd,
     logical_divide,
     tile_to_shape,
-    to_cute,
 )
+from layouts.layout import IntTuple, flatten
+from tests.layouts.convert import to_cute
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=80)
 

@@ -14,12 +14,14 @@ from layouts import (
     SmemTile,
     Vector,
     cp_async_write,
+    layout_of,
     ldmatrix_a,
     ldmatrix_b,
     ldmatrix_v,
     load_rows,
     store_fragment,
     tile_report,
+    transposed,
     warp_access,
 )
 from layouts.banks import CopyPhase
@@ -211,13 +213,15 @@ def test_phases_by_width(width: int, num_phases: int) -> None:
 def test_idle_lanes_take_no_wavefronts() -> None:
     tile = SmemTile(64, 64, variant="plain")
     coords = [(lane, 0) if lane in (0, 3, 9) else None for lane in range(32)]
-    access = warp_access(tile.layout, coords)
+    access = warp_access(layout_of(tile), coords)
     assert [phase.lanes for phase in access.phases] == [((0, 0), (3, 3 * 128)), ((9, 9 * 128),)]
     assert access.wavefronts == 3
 
 
 def test_detail_of_a_conflict() -> None:
-    plain, swizzled = (ldmatrix_a(SmemTile(64, 64, variant=v).layout, 0, 8).phases[0] for v in ("plain", "swizzled"))
+    plain, swizzled = (
+        ldmatrix_a(layout_of(SmemTile(64, 64, variant=v)), 0, 8).phases[0] for v in ("plain", "swizzled")
+    )
     # Chunk 1 of every row: banks 4 to 7, eight words in each.
     assert plain.banks == {4 + w: [(t, 128 * t + 16 + 4 * w) for t in range(8)] for w in range(4)}
     # Row t holds its chunk 1 in group 1 XOR t: a word in every bank.
@@ -235,15 +239,15 @@ def test_order_of_the_matrices() -> None:
     def spots(access) -> list[tuple[int, int]]:
         return [(phase.lanes[0][1] // 64, phase.lanes[0][1] % 64 // 16) for phase in access.phases]
 
-    assert spots(ldmatrix_a(tile.layout, 16, 16)) == [(16, 2), (24, 2), (16, 3), (24, 3)]
-    assert spots(ldmatrix_b(tile.layout, 16, 16)) == [(16, 2), (16, 3), (24, 2), (24, 3)]
-    assert spots(ldmatrix_v(tile.transposed, 16, 16)) == [(16, 2), (24, 2), (16, 3), (24, 3)]
+    assert spots(ldmatrix_a(layout_of(tile), 16, 16)) == [(16, 2), (24, 2), (16, 3), (24, 3)]
+    assert spots(ldmatrix_b(layout_of(tile), 16, 16)) == [(16, 2), (16, 3), (24, 2), (24, 3)]
+    assert spots(ldmatrix_v(transposed(tile), 16, 16)) == [(16, 2), (24, 2), (16, 3), (24, 3)]
 
 
 def test_v_is_addressed_by_key() -> None:
     tile = SmemTile(64, 128)
-    lanes = [lane for phase in ldmatrix_v(tile.transposed, 32, 48).phases for lane in phase.lanes]
-    assert lanes == [(t, 2 * tile.layout(48 + t % 16, 32 + t // 16 * 8)) for t in range(32)]
+    lanes = [lane for phase in ldmatrix_v(transposed(tile), 32, 48).phases for lane in phase.lanes]
+    assert lanes == [(t, 2 * layout_of(tile)(48 + t % 16, 32 + t // 16 * 8)) for t in range(32)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -256,7 +260,7 @@ def test_each_access_touches_the_tile_once(name: str, variant: str) -> None:
         for _, address in phase.lanes
         for byte in range(0, phase.width, 2)
     ]
-    elements = [2 * tile.layout(row, col) for row in range(48) for col in range(96)]
+    elements = [2 * layout_of(tile)(row, col) for row in range(48) for col in range(96)]
     assert sorted(touched) == sorted(elements)
 
 
@@ -285,15 +289,18 @@ def test_fragments_belong_to_their_warps() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ldmatrix_a(SmemTile(64, 64).layout, 56, 0), r"16 bytes from \(64, 0\) leave the layout"),
-        (lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 60), r"leave the layout"),
-        (lambda: ldmatrix_b(SmemTile(64, 64).layout, -8, 0), r"leave the layout"),
-        (lambda: ldmatrix_a(SmemTile(64, 64).layout, 0, 4), r"does not hold 16 aligned contiguous bytes at \(0, 4\)"),
+        (lambda: ldmatrix_a(layout_of(SmemTile(64, 64)), 56, 0), r"16 bytes from \(64, 0\) leave the layout"),
+        (lambda: ldmatrix_a(layout_of(SmemTile(64, 64)), 0, 60), r"leave the layout"),
+        (lambda: ldmatrix_b(layout_of(SmemTile(64, 64)), -8, 0), r"leave the layout"),
+        (
+            lambda: ldmatrix_a(layout_of(SmemTile(64, 64)), 0, 4),
+            r"does not hold 16 aligned contiguous bytes at \(0, 4\)",
+        ),
         # The ends of a chunk in place, its middle not.
         (lambda: ldmatrix_a(Layout((16, (2, 2, 8)), (32, (2, 1, 4))), 0, 0), "does not hold 16 aligned"),
         # Without the transposed view, columns of keys would be read.
-        (lambda: ldmatrix_v(SmemTile(64, 64).layout, 0, 0), "does not hold 16 aligned"),
-        (lambda: warp_access(SmemTile(64, 64).layout, [(0, 0)] * 31), "31 coordinates"),
+        (lambda: ldmatrix_v(layout_of(SmemTile(64, 64)), 0, 0), "does not hold 16 aligned"),
+        (lambda: warp_access(layout_of(SmemTile(64, 64)), [(0, 0)] * 31), "31 coordinates"),
         (lambda: Vector(12), "width=12: a lane touches 4, 8 or 16 bytes"),
         (lambda: Vector(4, 8), "element_bytes=8: must divide width=4"),
         (lambda: Vector(4, along=2), "along=2"),

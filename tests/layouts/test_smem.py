@@ -9,7 +9,20 @@ from cutlass.cute.nvgpu import warpgroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layouts import HOPPER_VARIANTS, VARIANTS, ComposedLayout, Layout, SmemTile, Swizzle, byte_swizzle, to_cute
+from cute_flash.device.smem import byte_swizzle
+from layouts import (
+    HOPPER_VARIANTS,
+    VARIANTS,
+    ComposedLayout,
+    Layout,
+    SmemTile,
+    Swizzle,
+    atom_of,
+    layout_of,
+    staged,
+    transposed,
+)
+from tests.layouts.convert import to_cute
 
 ALL_VARIANTS = tuple(dict.fromkeys(VARIANTS + HOPPER_VARIANTS))
 deterministic = settings(derandomize=True, deadline=None, max_examples=40)
@@ -26,7 +39,7 @@ tiles = st.builds(
 
 
 def indices(tile: SmemTile) -> list[int]:
-    return [tile.layout(row, col) for row in range(tile.rows) for col in range(tile.cols)]
+    return [layout_of(tile)(row, col) for row in range(tile.rows) for col in range(tile.cols)]
 
 
 @deterministic
@@ -44,25 +57,38 @@ def test_every_element_has_its_own_place(tile: SmemTile) -> None:
 def test_sixteen_bytes_stay_together(tile: SmemTile) -> None:
     for row in range(tile.rows):
         for col in range(0, tile.cols, tile.chunk_cols):
-            first = tile.layout(row, col)
+            first = layout_of(tile)(row, col)
             assert first * tile.element_bytes % 16 == 0
-            assert [tile.layout(row, col + i) - first for i in range(tile.chunk_cols)] == list(range(tile.chunk_cols))
+            assert [layout_of(tile)(row, col + i) - first for i in range(tile.chunk_cols)] == list(
+                range(tile.chunk_cols)
+            )
 
 
 @deterministic
 @given(tiles)
 def test_transposed_is_the_same_memory(tile: SmemTile) -> None:
-    assert tile.transposed.extents == (tile.cols, tile.rows)
-    assert all(tile.transposed(c, r) == tile.layout(r, c) for r in range(0, tile.rows, 3) for c in range(tile.cols))
+    assert transposed(tile).extents == (tile.cols, tile.rows)
+    assert all(
+        transposed(tile)(c, r) == layout_of(tile)(r, c) for r in range(0, tile.rows, 3) for c in range(tile.cols)
+    )
 
 
 @deterministic
 @given(tiles, st.integers(1, 4))
 def test_stages_follow_each_other(tile: SmemTile, stages: int) -> None:
-    staged = tile.staged(stages)
-    assert staged.cosize == stages * tile.cosize
+    layout = staged(tile, stages)
+    assert layout.cosize == stages * tile.cosize
     for stage in range(stages):
-        assert staged(5, 13, stage) == tile.layout(5, 13) + stage * tile.cosize
+        assert layout(5, 13, stage) == layout_of(tile)(5, 13) + stage * tile.cosize
+
+
+@deterministic
+@given(tiles, st.integers(1, 4))
+def test_kernels_get_the_layout_before_its_swizzle(tile: SmemTile, stages: int) -> None:
+    layout = staged(tile, stages)
+    assert Layout(*tile.staged(stages)) == (layout.layout if isinstance(layout, ComposedLayout) else layout)
+    assert Layout(*tile.affine).modes == Layout(*tile.staged(stages)).modes[:2]
+    assert tile.cosize == layout_of(tile).cosize
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (32, 128), (16, 192)])
@@ -73,7 +99,7 @@ def test_swizzle_of_128_byte_rows(rows: int, cols: int) -> None:
         for col in range(cols):
             block, within = divmod(col, 64)
             chunk, element = divmod(within, 8)
-            assert tile.layout(row, col) == block * rows * 64 + row * 64 + (chunk ^ row % 8) * 8 + element
+            assert layout_of(tile)(row, col) == block * rows * 64 + row * 64 + (chunk ^ row % 8) * 8 + element
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 32), (64, 96), (24, 160)])
@@ -84,7 +110,7 @@ def test_swizzle_of_64_byte_rows(rows: int, cols: int) -> None:
         for col in range(cols):
             block, within = divmod(col, 32)
             chunk, element = divmod(within, 8)
-            assert tile.layout(row, col) == block * rows * 32 + row * 32 + (chunk ^ row // 2 % 4) * 8 + element
+            assert layout_of(tile)(row, col) == block * rows * 32 + row * 32 + (chunk ^ row // 2 % 4) * 8 + element
 
 
 @pytest.mark.parametrize(
@@ -99,7 +125,7 @@ def test_swizzle_of_64_byte_rows(rows: int, cols: int) -> None:
     ],
 )
 def test_atoms(tile: SmemTile, swizzle: Swizzle, atom_shape: tuple[int, int]) -> None:
-    assert tile.atom == ComposedLayout(swizzle, 0, Layout(atom_shape, (atom_shape[1], 1)))
+    assert atom_of(tile) == ComposedLayout(swizzle, 0, Layout(atom_shape, (atom_shape[1], 1)))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +156,10 @@ def test_a_swizzle_reserves_its_last_block_whole() -> None:
 )
 def test_cute_agrees_index_by_index(cute_indices, rows: int, cols: int, element_bytes: int, variant: str) -> None:
     tile = SmemTile(rows, cols, element_bytes, variant)
-    theirs, printed = cute_indices(lambda: to_cute(tile.layout), rows * cols)
+    theirs, printed = cute_indices(lambda: to_cute(layout_of(tile)), rows * cols)
     # An integer coordinate runs down the rows first.
-    assert theirs == [tile.layout(row, col) for col in range(cols) for row in range(rows)]
-    assert printed == str(tile.layout)
+    assert theirs == [layout_of(tile)(row, col) for col in range(cols) for row in range(rows)]
+    assert printed == str(layout_of(tile))
 
 
 @pytest.mark.compiles
@@ -144,7 +170,7 @@ def test_is_what_cute_tiles_itself(cute_indices, rows: int, cols: int, bits: int
         atom = cute.make_composed_layout(cute.make_swizzle(bits, 3, 3), 0, inner)
         return cute.tile_to_shape(atom, (rows, cols), (0, 1))
 
-    layout = SmemTile(rows, cols).layout
+    layout = layout_of(SmemTile(rows, cols))
     theirs, printed = cute_indices(build, rows * cols)
     assert theirs == [layout(i) for i in range(rows * cols)]
     assert printed == str(layout)
@@ -152,7 +178,7 @@ def test_is_what_cute_tiles_itself(cute_indices, rows: int, cols: int, bits: int
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    "view", [lambda tile: tile.transposed, lambda tile: tile.staged(2)], ids=["transposed", "staged"]
+    "view", [lambda tile: transposed(tile), lambda tile: staged(tile, 2)], ids=["transposed", "staged"]
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
@@ -175,7 +201,7 @@ def test_views_convert_to_cute(cute_indices, variant: str, view) -> None:
 )
 def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, variant: str, kind) -> None:
     """CuTe's atoms for wgmma hold the same elements; it spells their swizzle for byte addresses, S<b,4,3>."""
-    atom = SmemTile(8, cols, variant=variant).atom
+    atom = atom_of(SmemTile(8, cols, variant=variant))
     assert isinstance(atom, ComposedLayout)
     in_bytes = Swizzle(atom.swizzle.bits, 4, 3)
     _, printed = cute_indices(lambda: warpgroup.make_smem_layout_atom(kind, BFloat16), 1)
@@ -189,7 +215,7 @@ def test_is_the_swizzle_of_wgmma(cute_indices, cols: int, variant: str, kind) ->
 def test_byte_swizzle_moves_the_same_bytes(cute_indices, row_bytes: int, element_bytes: int) -> None:
     """The plain layout behind a pointer that swizzles byte addresses reaches the same places."""
     tile = SmemTile(16, row_bytes // element_bytes, element_bytes)
-    layout = tile.layout
+    layout = layout_of(tile)
     assert isinstance(layout, ComposedLayout)
     moved, _ = cute_indices(
         lambda: cute.make_composed_layout(byte_swizzle(tile), 0, cute.make_layout(tile.bytes)), tile.bytes
@@ -203,7 +229,6 @@ def test_byte_swizzle_moves_the_same_bytes(cute_indices, row_bytes: int, element
 def test_no_swizzle_for_the_pointer(variant: str) -> None:
     tile = SmemTile(64, 64, variant=variant)
     assert byte_swizzle(tile) is None
-    assert tile.affine(2) == tile.staged(2)
 
 
 @deterministic
@@ -211,17 +236,17 @@ def test_no_swizzle_for_the_pointer(variant: str) -> None:
 def test_columns_flip_bits_or_add_up(tile: SmemTile) -> None:
     """What a kernel does with one address per row: it never computes a swizzle again."""
     for row in range(tile.rows):
-        first = tile.layout(row, 0)
+        first = layout_of(tile)(row, 0)
         for col in range(0, tile.cols, tile.chunk_cols):
             flipped, added = tile.column(col)
-            assert tile.layout(row, col) == (first ^ flipped) + added
+            assert layout_of(tile)(row, col) == (first ^ flipped) + added
 
 
 @deterministic
 @given(tiles)
 def test_rows_of_an_atom_are_a_stride_apart(tile: SmemTile) -> None:
-    affine = tile.affine(1)
-    assert all(affine(row, 0, 0) == row * tile.row_stride for row in range(tile.rows))
+    affine = Layout(*tile.affine)
+    assert all(affine(row, 0) == row * tile.row_stride for row in range(tile.rows))
 
 
 @pytest.mark.parametrize(

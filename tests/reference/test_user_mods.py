@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_flash import BlockMask, TraceError, masks, reference
 from cute_flash.reference import tiled
-from cute_flash.reference.loops import visible
+from cute_flash.reference.dense import band_mask
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from tests.arguments import attention, call_args
@@ -104,7 +104,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: Case) -
     sizes = (B, 1, 1, 1), (H, 1, 1), (case.sq, 1), (case.sk,)
     indices = [torch.arange(size[0]).view(size) for size in sizes]
     S = S if case.score_mod is None else case.score_mod(S, *indices)
-    mask = visible(case.band, range(case.sq), range(case.sk), case.sq, case.sk, S.device)
+    mask = band_mask(case.band, case.sq, case.sk, S.device)
     mask = mask if case.mask_mod is None else mask & case.mask_mod(*indices)
     mask = mask.expand_as(S)
     empty = ~mask.any(-1, keepdim=True)

@@ -51,10 +51,10 @@ def test_doctor_finds_a_cache_that_others_can_write(fresh_cache: Path, capsys: p
 
 def test_doctor_misses_the_linker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = doctor._linker()
+    check = next(doctor._programs())
     assert check.status == doctor.NOTE and "binutils" in check.remedy
     (tmp_path / "gcc").touch(mode=0o755)
-    assert doctor._linker() == doctor.Check("linker", doctor.OK, str(tmp_path / "gcc"))
+    assert next(doctor._programs()) == doctor.Check("linker", doctor.OK, str(tmp_path / "gcc"))
 
 
 def test_doctor_finds_old_and_missing_packages(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_doctor_compares_driver_and_flavour(
     monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
     monkeypatch.setattr(compiling, "runtime_library", lambda: Path(flavour, "lib", "libcute_dsl_runtime.so"))
     monkeypatch.setattr(doctor, "_visible_to_driver", lambda: (0, 1))
-    found = {check.name: check for check in [doctor._driver(), *doctor._flavours()]}
+    found = {check.name: check for check in [doctor._driver(), doctor._flavours()]}
     assert (found["driver"].status, found["DSL flavours"].status) == (driver_status, flavour_status)
     assert ("575.51" in found["driver"].remedy) == (driver_status == doctor.BROKEN)
 

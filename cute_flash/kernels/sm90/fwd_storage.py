@@ -18,7 +18,7 @@ from cute_flash.device.block_sparse import AnyBlockIterator, BlockSparseIterator
 from cute_flash.device.dropout_mask import WARPS, DropoutMaskPipeline
 from cute_flash.device.pipeline import WARPGROUP_THREADS, Pipeline
 from cute_flash.device.seqlen import NUM_VALUES, SeqlenInfo
-from cute_flash.device.smem import allocate_stages, to_cute
+from cute_flash.device.smem import affine_layout, allocate_stages
 from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
@@ -368,7 +368,7 @@ class SharedStorage:
     def output_stage(self, warpgroup: Int32, count: Int32) -> cute.Tensor:
         """(64, tile_dv) over the stage of Q"""
         sQ = self.sQ[None, None, (warpgroup, self.q.stage(count))]
-        return cute.make_tensor(sQ.iterator, to_cute(self.config.o.layout.layout))
+        return cute.make_tensor(sQ.iterator, affine_layout(self.config.o))
 
     def output_barrier(self, warpgroup: Int32, count: Int32) -> cute.Pointer:
         return self.o_full + self.q.stage(count) * self.config.tile.num_warpgroups + warpgroup

@@ -1,4 +1,4 @@
-"""CuTe's shape:stride layouts in plain Python.
+"""CuTe's shape:stride layouts in plain Python, and those of the kernels' tiles.
 
 A layout maps a coordinate to an index by an inner product with its strides. Shapes and strides are equally
 nested tuples of ints; an integer coordinate runs through a nested shape with the first mode fastest. Layouts
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from operator import mul
 from typing import TypeAlias, overload
 
 from cute_flash.smem.swizzle import Swizzle
+from cute_flash.smem.tile import SmemTile
 
 IntTuple: TypeAlias = "int | tuple[IntTuple, ...]"
 
@@ -174,3 +175,30 @@ def tile_to_shape(atom: AnyLayout, shape: tuple[int, ...]) -> AnyLayout:
     # CuTe gives a mode of extent 1 the stride 0.
     blocks = [Layout(count, step if count > 1 else 0) for count, step in zip(counts, steps, strict=True)]
     return join_modes(*(join_modes(mode, block) for mode, block in zip(modes, blocks, strict=True)))
+
+
+# ---- tiles of the kernels
+
+
+def atom_of(tile: SmemTile) -> AnyLayout:
+    """The smallest layout that repeats; of the variants without a swizzle, the whole tile."""
+    if tile.swizzle:
+        return ComposedLayout(tile.swizzle, 0, Layout((8, tile.atom_cols), (tile.atom_cols, 1)))
+    return Layout((tile.rows, tile.cols), (tile.row_stride, 1))
+
+
+@lru_cache
+def layout_of(tile: SmemTile) -> AnyLayout:
+    """(row, col) -> element index."""
+    return tile_to_shape(atom_of(tile), (tile.rows, tile.cols)) if tile.swizzle else atom_of(tile)
+
+
+@lru_cache
+def transposed(tile: SmemTile) -> AnyLayout:
+    """(col, row) -> element index in the same memory: V as the (d, keys) that ldmatrix.trans reads."""
+    return layout_of(tile).select(1, 0)
+
+
+def staged(tile: SmemTile, stages: int) -> AnyLayout:
+    """(row, col, stage) -> element index: `stages` tiles one after the other, for a pipeline."""
+    return tile_to_shape(atom_of(tile), (tile.rows, tile.cols, stages))
