@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import COLUMN, ROW, Graph, Node, is_per_score
+from cute_flash.score_mod.graph import CASTS, COLUMN, OPERATIONS, ROW, TORCH_NAMES, Graph, Node, is_per_score
 
 AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 
@@ -29,9 +29,8 @@ AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 class Arithmetic(Protocol):
     """The representation of values, and the operations on them."""
 
-    def constant(self, value: Any, kind: str) -> Any: ...
-
-    def scalar(self, value: Any, kind: str) -> Any: ...
+    def constant(self, value: Any, kind: str) -> Any:
+        """A constant or a captured number."""
 
     def load(self, capture: Any, indices: Sequence[Any], kind: str) -> Any:
         """An element of a captured tensor; an index out of bounds is clamped."""
@@ -69,10 +68,8 @@ def _stage(bits: int) -> int:
     return AT_ROW if bits & ROW else AT_COLUMN if bits & COLUMN else AT_HEAD
 
 
-class Part(NamedTuple):
-    """The values of a head, a row or a column that later stages need, in the order of `Stages.live`."""
-
-    values: tuple[Any, ...]
+# The values of a head, a row or a column that later stages need, in the order of `Stages.live`.
+Part = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,6 @@ class Evaluator:
     @property
     def stages(self) -> Stages:
         return Stages.of(self.graph)
-
-    def needs(self, stage: int) -> bool:
-        """Whether later stages need a value of this one."""
-        return bool(self.stages.live[stage])
 
     def at_head(self, b: Any, h: Any) -> Part:
         return self._part(AT_HEAD, {}, {"b": b, "h": h})
@@ -112,12 +105,12 @@ class Evaluator:
         """The values of the nodes in these parts, by node index."""
         values: dict[int, Any] = {}
         for stage, part in enumerate(parts):
-            values.update(zip(self.stages.live[stage], part.values))
+            values.update(zip(self.stages.live[stage], part))
         return values
 
     def _part(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> Part:
         self._run(stage, values, inputs)
-        return Part(tuple(values[i] for i in self.stages.live[stage]))
+        return tuple(values[i] for i in self.stages.live[stage])
 
     def _value(self, values: dict[int, Any], i: int) -> Any:
         node = self.graph.nodes[i]
@@ -132,7 +125,7 @@ class Evaluator:
             if node.op == "input":
                 values[i] = inputs[node.value]
             elif node.op == "scalar":
-                values[i] = arithmetic.scalar(self.scalars[node.value], node.kind)
+                values[i] = arithmetic.constant(self.scalars[node.value], node.kind)
             elif node.op == "load":
                 values[i] = arithmetic.load(self.captures[node.value], args, node.kind)
             elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
@@ -144,19 +137,7 @@ class Evaluator:
         return inputs.get(f"float {self.graph.nodes[node.args[0]].value}")
 
 
-def _shifted(left: bool) -> Any:
-    return lambda a, b: a << b if left else a >> b
-
-
-TORCH_OPS: dict[str, Any] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": torch.floor_divide,
-    "mod": torch.remainder, "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs,
-    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
-    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.bitwise_not,
-    "shl": _shifted(True), "shr": _shifted(False), "where": torch.where, "exp": torch.exp,
-    "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "tanh": torch.tanh, "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt, "sigmoid": torch.sigmoid, "floor": torch.floor, "sin": torch.sin, "cos": torch.cos,
-}  # fmt: skip
+TORCH_OPS = {name: getattr(torch, TORCH_NAMES.get(name, name)) for name in OPERATIONS if name not in CASTS}
 
 
 @dataclass(frozen=True)
@@ -172,8 +153,6 @@ class TorchArithmetic:
     def constant(self, value: Any, kind: str) -> Tensor:
         return torch.tensor(value, dtype=self._dtype(kind), device=self.device)
 
-    scalar = constant
-
     def load(self, capture: Tensor, indices: Sequence[Tensor], kind: str) -> Tensor:
         if not indices:
             return capture.to(self._dtype(kind))
@@ -182,7 +161,7 @@ class TorchArithmetic:
         return capture[clamp_indices(capture, indices)].to(self._dtype(kind))
 
     def op(self, node: Node, *args: Tensor) -> Tensor:
-        if node.op.startswith("to_"):
+        if node.op in CASTS:
             return args[0].to(self._dtype(node.kind))
         return TORCH_OPS[node.op](*args)
 

@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -30,70 +30,64 @@ INPUTS = {
     "score": ("float", SCORE),
     "grad": ("float", SCORE),  # gradient of the modified score, an input of gradient graphs
 }
-RANKS = {"bool": 0, "int": 1, "float": 2}
+TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # of constants, by kind, narrowest first
+RANKS = {kind: rank for rank, kind in enumerate(TYPES)}
 CAPTURE_KINDS = {
-    "float16": "float",
-    "bfloat16": "float",
-    "float32": "float",
-    "float64": "float",
-    "int32": "int",
-    "int64": "int",
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
+    **dict.fromkeys(("int32", "int64"), "int"),
     "bool": "bool",
 }
 MAX_CAPTURE_RANK = 4
-
-
-def _floor(x: float) -> float:
-    return float(math.floor(x))
-
-
-# The operations, grouped by the kinds of their operands, with the Python function that folds constants.
-ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "min": min,
-    "max": max,
-    "neg": operator.neg,
-    "abs": abs,
-}
-COMPARISONS: dict[str, Callable] = {  # of two ints or two floats; the result is a bool
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
-LOGIC: dict[str, Callable] = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}  # bools or ints
-SHIFTS: dict[str, Callable] = {"shl": operator.lshift, "shr": operator.rshift}  # ints
-FLOATING: dict[str, Callable] = {  # floats
-    "div": operator.truediv,
-    "exp": math.exp,
-    "exp2": lambda x: 2.0**x,
-    "log": math.log,
-    "log2": math.log2,
-    "tanh": math.tanh,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
-    "floor": _floor,
-    "sin": math.sin,
-    "cos": math.cos,
-}
-CASTS: dict[str, Callable] = {"to_float": float, "to_int": int, "to_bool": bool}
 
 
 def _not(x: Any) -> Any:
     return not x if isinstance(x, bool) else ~x
 
 
+# The operations, grouped by the kinds of their operands, with the Python function that folds constants.
+ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "abs")},
+    "min": min,
+    "max": max,
+}
+# Of two ints or two floats; the result is a bool.
+COMPARISONS: dict[str, Callable] = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+# Of bools or ints.
+LOGIC: dict[str, Callable] = {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": _not}
+SHIFTS: dict[str, Callable] = {"shl": operator.lshift, "shr": operator.rshift}  # of ints
+FLOATING: dict[str, Callable] = {  # of floats
+    **{name: getattr(math, name) for name in ("exp", "log", "log2", "tanh", "sqrt", "floor", "sin", "cos")},
+    "div": operator.truediv,
+    "exp2": lambda x: 2.0**x,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+}
+CASTS: dict[str, Callable] = {f"to_{kind}": cast for kind, cast in TYPES.items()}
 OPERATIONS: dict[str, Callable] = {
-    **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS,
-    "not": _not, "where": lambda c, a, b: a if c else b,
+    **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS, "where": lambda c, a, b: a if c else b,
 }  # fmt: skip
+# The torch functions of operations, where their names differ.
+TORCH_NAMES = {
+    **{"floordiv": "floor_divide", "mod": "remainder", "min": "minimum", "max": "maximum"},
+    **{name: f"bitwise_{name}" for name in LOGIC},
+    **{"shl": "bitwise_left_shift", "shr": "bitwise_right_shift"},
+}
+# x op identity = x; also identity op x = x if the operation commutes.
+_IDENTITIES = {
+    "add": 0,
+    "or": 0,
+    "xor": 0,
+    "sub": 0,
+    "shl": 0,
+    "shr": 0,
+    "mul": 1,
+    "div": 1,
+    "floordiv": 1,
+    "and": True,
+}
+_COMMUTATIVE = ("add", "or", "xor", "mul", "and")
+_NO_IDENTITY = (("and", "int"), ("floordiv", "float"))
+_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "bool"))
 
 
 @dataclass(frozen=True)
@@ -175,10 +169,6 @@ class Graph:
         return reduce(operator.or_, (self.depends[i] for i in self.outputs), 0)
 
     @property
-    def loads(self) -> tuple[int, ...]:
-        return tuple(i for i, node in enumerate(self.nodes) if node.op == "load")
-
-    @property
     def ops_per_score(self) -> int:
         """The number of operations that run once per score, rather than once per row, column or head."""
         nodes = zip(self.nodes, self.depends)
@@ -217,9 +207,8 @@ class Builder:
         return self.add(Node("input", INPUTS[name][0], value=name))
 
     def constant(self, value: Any, kind: str | None = None) -> int:
-        kind = kind or next(k for k, t in (("bool", bool), ("int", int), ("float", float)) if type(value) is t)
-        value = {"bool": bool, "int": int, "float": float}[kind](value)
-        return self.add(Node("constant", kind, value=value))
+        kind = kind or next(kind for kind, cls in TYPES.items() if isinstance(value, cls))
+        return self.add(Node("constant", kind, value=TYPES[kind](value)))
 
     def scalar(self, i: int) -> int:
         return self.add(Node("scalar", self.scalars[i], value=i))
@@ -274,32 +263,24 @@ class Builder:
 
     def _simplified(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
         """A node that equals the operation by a simple identity such as x + 0; None: there is none."""
-        a, b = args[0], args[1] if len(args) > 1 else -1
-        if name in ("add", "or", "xor"):
-            zero = False if kind == "bool" else 0
-            return a if self._is(b, zero) else b if self._is(a, zero) else None
-        if name in ("sub", "shl", "shr"):
-            return a if self._is(b, 0) else None
-        if name == "mul":
-            if kind == "int" and (self._is(a, 0) or self._is(b, 0)):
-                return self.constant(0)
-            return a if self._is(b, 1) else b if self._is(a, 1) else None
-        if name == "div" or (name == "floordiv" and kind == "int"):
-            return a if self._is(b, 1) else None
-        if name == "and" and kind == "bool":
-            if self._is(a, False) or self._is(b, False):
-                return self.constant(False)
-            return a if self._is(b, True) else b if self._is(a, True) else None
+        a, b = args[0], args[-1]
+        if name == "where":
+            condition, a, b = args
+            if self.nodes[condition].op == "constant":
+                return a if self.nodes[condition].value else b
+            return a if a == b else None
         if name in ("min", "max"):
             return a if a == b else None
         if name in ("not", "neg"):
             inner = self.nodes[a]
             return inner.args[0] if inner.op == name else None
-        if name == "where":
-            condition = self.nodes[a]
-            if condition.op == "constant":
-                return args[1] if condition.value else args[2]
-            return args[1] if args[1] == args[2] else None
+        if (name, kind) in _ABSORBED_BY_ZERO and (self._is(a, 0) or self._is(b, 0)):
+            return self.constant(0, kind)
+        if name in _IDENTITIES and (name, kind) not in _NO_IDENTITY:
+            if self._is(b, _IDENTITIES[name]):
+                return a
+            if self._is(a, _IDENTITIES[name]) and name in _COMMUTATIVE:
+                return b
         return None
 
     def _is(self, i: int, value: Any) -> bool:
@@ -321,32 +302,31 @@ class Builder:
                 todo.extend(reversed(missing))
                 continue
             order.setdefault(todo.pop(), len(order))
-        nodes = tuple(
-            Node(x.op, x.kind, tuple(order[j] for j in x.args), x.value) for x in (self.nodes[i] for i in order)
-        )
+        nodes = tuple(_moved(self.nodes[i], order) for i in order)
         return Graph(nodes, tuple(order[i] for i in outputs), tuple(self.captures), tuple(self.scalars))
+
+    def copy(self, graph: Graph) -> list[int]:
+        """Add the nodes of a graph with the same captures and scalars; return their indices."""
+        copies: list[int] = []
+        for node in graph.nodes:
+            copies.append(self.add(_moved(node, copies)))
+        return copies
+
+
+def _moved(node: Node, indices: Any) -> Node:
+    """A node whose operands have moved to these indices."""
+    return replace(node, args=tuple(indices[i] for i in node.args))
 
 
 def drop_unused_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[int, ...]]:
     """The graph with only the captures and scalars that it reads, and their old indices."""
-    used: list[dict[int, int]] = []
-    for op in ("load", "scalar"):
-        old_indices = dict.fromkeys(node.value for node in graph.nodes if node.op == op)
-        used.append({old: new for new, old in enumerate(old_indices)})
-    captures, scalars = used
-    nodes = tuple(
-        Node(x.op, x.kind, x.args, (captures if x.op == "load" else scalars)[x.value])
-        if x.op in ("load", "scalar")
-        else x
-        for x in graph.nodes
-    )
-    used_arguments = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
-    return Graph(nodes, graph.outputs, *used_arguments), tuple(captures), tuple(scalars)
-
-
-def copy_nodes(builder: Builder, graph: Graph) -> list[int]:
-    """Add a graph's nodes to a builder with the same captures and scalars; return their indices in it."""
-    copies: list[int] = []
+    used: dict[str, dict[int, int]] = {"load": {}, "scalar": {}}  # new indices by old ones
+    nodes = []
     for node in graph.nodes:
-        copies.append(builder.add(Node(node.op, node.kind, tuple(copies[i] for i in node.args), node.value)))
-    return copies
+        if node.op in used:
+            new_indices = used[node.op]
+            node = replace(node, value=new_indices.setdefault(node.value, len(new_indices)))
+        nodes.append(node)
+    captures, scalars = map(tuple, used.values())
+    specs, kinds = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
+    return Graph(tuple(nodes), graph.outputs, specs, kinds), captures, scalars
