@@ -7,7 +7,9 @@ as SVG.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,15 +45,10 @@ def causal(offset: int = 0) -> Mask:
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
     """Causal, and all queries see the first `prefix` keys. `prefix`: a length, or a tensor (B) of lengths."""
-    if isinstance(prefix, Tensor) and prefix.dim() == 1:
-
-        def per_batch(b, h, q_idx, kv_idx):
-            return (kv_idx <= q_idx) | (kv_idx < prefix[b])
-
-        return per_batch
+    lengths = prefix if isinstance(prefix, Tensor) and prefix.dim() == 1 else None
 
     def mask(b, h, q_idx, kv_idx):
-        return (kv_idx <= q_idx) | (kv_idx < prefix)
+        return (kv_idx <= q_idx) | (kv_idx < (prefix if lengths is None else lengths[b]))
 
     return mask
 
@@ -70,26 +67,17 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
         assert offsets is not None
         if offsets.dim() != 1 or len(offsets) < 2:
             raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
-        ids = _ids_of(offsets)
+        positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
+        # Indices are clamped, so the last of these ids holds for all positions past the end.
+        ids = torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")
-    if ids.dim() == 2:
-
-        def per_batch(b, h, q_idx, kv_idx):
-            return ids[b, q_idx] == ids[b, kv_idx]
-
-        return per_batch
+    is_per_batch = ids.dim() == 2
 
     def mask(b, h, q_idx, kv_idx):
-        return ids[q_idx] == ids[kv_idx]
+        return ids[b, q_idx] == ids[b, kv_idx] if is_per_batch else ids[q_idx] == ids[kv_idx]
 
     return mask
-
-
-def _ids_of(offsets: Tensor) -> Tensor:
-    """The document of each position. Indices are clamped, so the last entry holds for all positions past the end."""
-    positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
-    return torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:
@@ -162,10 +150,7 @@ def and_(*masks: Mask) -> Mask:
         raise ValueError("and_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        visible = masks[0](b, h, q_idx, kv_idx)
-        for other in masks[1:]:
-            visible = visible & other(b, h, q_idx, kv_idx)
-        return visible
+        return reduce(operator.and_, [one(b, h, q_idx, kv_idx) for one in masks])
 
     return mask
 
@@ -176,10 +161,7 @@ def or_(*masks: Mask) -> Mask:
         raise ValueError("or_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        visible = masks[0](b, h, q_idx, kv_idx)
-        for other in masks[1:]:
-            visible = visible | other(b, h, q_idx, kv_idx)
-        return visible
+        return reduce(operator.or_, [one(b, h, q_idx, kv_idx) for one in masks])
 
     return mask
 

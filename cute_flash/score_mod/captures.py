@@ -123,7 +123,9 @@ class CaptureTracer:
             self.aliases.append((first, source))
             return new
         code = value.__code__
-        names: dict[str, Any] = {"__builtins__": value.__builtins__, "__name__": value.__globals__.get("__name__", "")}
+        names: dict[str, Any] = {
+            x: value.__globals__[x] for x in ("__builtins__", "__name__") if x in value.__globals__
+        }
         cells = tuple(CellType() for _ in code.co_freevars)
         new = FunctionType(code, names, value.__name__, None, cells)
         # Registered before its captures are visited, because it may capture itself.

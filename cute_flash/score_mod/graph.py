@@ -31,7 +31,6 @@ INPUTS = {
     "grad": ("float", SCORE),  # gradient of the modified score, an input of gradient graphs
 }
 TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # of constants, by kind, narrowest first
-RANKS = {kind: rank for rank, kind in enumerate(TYPES)}
 CAPTURE_KINDS = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
     **dict.fromkeys(("int32", "int64"), "int"),
@@ -99,6 +98,10 @@ class Node:
     args: tuple[int, ...] = ()  # operands; the indices of a load
     value: Any = None  # name of an input; value of a constant; index of a scalar or of a loaded capture
 
+    def moved(self, indices: Any) -> Node:
+        """The node with its operands at other indices: those of the operands' former ones in a list or dict."""
+        return replace(self, args=tuple(indices[i] for i in self.args))
+
     def __str__(self) -> str:
         value = "" if self.value is None else f" {self.value!r}"
         return f"{self.op}{value}{''.join(f' %{i}' for i in self.args)} : {self.kind}"
@@ -134,12 +137,8 @@ class Graph:
         nodes = [[x.op, x.kind, x.args] + ([] if x.value is None else [x.value]) for x in self.nodes]
         return json.dumps([captures, self.scalars, nodes, self.outputs], separators=(",", ":"))
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.text)
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Graph) and self.text == other.text)
@@ -169,10 +168,14 @@ class Graph:
         return reduce(operator.or_, (self.depends[i] for i in self.outputs), 0)
 
     @property
+    def per_score(self) -> list[Node]:
+        """The nodes whose values differ from score to score, rather than from row, column or head to the next."""
+        return [node for node, bits in zip(self.nodes, self.depends) if is_per_score(bits)]
+
+    @property
     def ops_per_score(self) -> int:
-        """The number of operations that run once per score, rather than once per row, column or head."""
-        nodes = zip(self.nodes, self.depends)
-        return sum(is_per_score(bits) for node, bits in nodes if node.op not in ("input", "constant"))
+        """The number of operations that run once per score."""
+        return sum(node.op != "input" for node in self.per_score)
 
 
 def is_per_score(bits: int) -> bool:
@@ -236,30 +239,27 @@ class Builder:
 
     def typed(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """The operands, cast to the kind that an operation takes, and the kind of its result."""
-        kinds = [self.kind(i) for i in args]
-        widest = max(kinds, key=RANKS.__getitem__)
         if name in CASTS:
             return args, name.removeprefix("to_")
-        if name in FLOATING:
-            return tuple(self.cast(i, "float") for i in args), "float"
-        if name in ARITHMETIC:
-            if widest == "bool":
-                raise TraceError(f"{name} of bools: use &, | and ~, or cast with .int() or .float()")
-            return tuple(self.cast(i, widest) for i in args), widest
-        if name in COMPARISONS:
-            widest = "int" if widest == "bool" else widest
-            return tuple(self.cast(i, widest) for i in args), "bool"
         if name == "where":
             condition, *chosen = args
-            if kinds[0] != "bool":
-                raise TraceError(f"where: the condition is {kinds[0]}, not bool")
-            widest = max(kinds[1:], key=RANKS.__getitem__)
-            return (condition, *(self.cast(i, widest) for i in chosen)), widest
-        if widest == "float":
+            if self.kind(condition) != "bool":
+                raise TraceError(f"where: the condition is {self.kind(condition)}, not bool")
+            kind = self._widest(chosen)
+            return (condition, *(self.cast(i, kind) for i in chosen)), kind
+        kind = self._widest(args)
+        if name in ARITHMETIC and kind == "bool":
+            raise TraceError(f"{name} of bools: use &, | and ~, or cast with .int() or .float()")
+        if name in (*LOGIC, *SHIFTS) and kind == "float":
             raise TraceError(f"{name} of floats: it is for bools and ints")
-        if name in SHIFTS:
-            widest = "int"
-        return tuple(self.cast(i, widest) for i in args), widest
+        if name in FLOATING:
+            kind = "float"
+        elif kind == "bool" and name not in LOGIC:
+            kind = "int"
+        return tuple(self.cast(i, kind) for i in args), "bool" if name in COMPARISONS else kind
+
+    def _widest(self, args: Sequence[int]) -> str:
+        return max((self.kind(i) for i in args), key=list(TYPES).index)
 
     def _simplified(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
         """A node that equals the operation by a simple identity such as x + 0; None: there is none."""
@@ -302,20 +302,15 @@ class Builder:
                 todo.extend(reversed(missing))
                 continue
             order.setdefault(todo.pop(), len(order))
-        nodes = tuple(_moved(self.nodes[i], order) for i in order)
+        nodes = tuple(self.nodes[i].moved(order) for i in order)
         return Graph(nodes, tuple(order[i] for i in outputs), tuple(self.captures), tuple(self.scalars))
 
     def copy(self, graph: Graph) -> list[int]:
         """Add the nodes of a graph with the same captures and scalars; return their indices."""
         copies: list[int] = []
         for node in graph.nodes:
-            copies.append(self.add(_moved(node, copies)))
+            copies.append(self.add(node.moved(copies)))
         return copies
-
-
-def _moved(node: Node, indices: Any) -> Node:
-    """A node whose operands have moved to these indices."""
-    return replace(node, args=tuple(indices[i] for i in node.args))
 
 
 def drop_unused_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[int, ...]]:
