@@ -49,17 +49,15 @@ class Stages:
     @lru_cache(maxsize=1024)
     def of(graph: Graph) -> Stages:
         stage = [_stage(bits) for bits in graph.depends]
-        nodes = tuple(tuple(i for i, s in enumerate(stage) if s == at) for at in range(4))
-        needed: list[set[int]] = [set() for _ in range(4)]
-        for i, node in enumerate(graph.nodes):
-            for j in node.args:
-                if stage[j] != stage[i]:
-                    needed[stage[j]].add(j)
-        for i in graph.outputs:
-            needed[stage[i]].add(i)
+        needed = {j for i, node in enumerate(graph.nodes) for j in node.args if stage[j] != stage[i]}
+        needed.update(graph.outputs)
         # Constants are created where they are used, so that they take no register before.
-        needed[AT_HEAD] = {i for i in needed[AT_HEAD] if graph.nodes[i].op != "constant"}
-        return Stages(nodes, tuple(tuple(sorted(x)) for x in needed))
+        live = [i for i in sorted(needed) if graph.nodes[i].op != "constant"]
+
+        def by_stage(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(i for i in nodes if stage[i] == at) for at in range(4))
+
+        return Stages(by_stage(range(len(stage))), by_stage(live))
 
 
 def _stage(bits: int) -> int:
@@ -86,37 +84,33 @@ class Evaluator:
         return Stages.of(self.graph)
 
     def at_head(self, b: Any, h: Any) -> Part:
-        return self._part(AT_HEAD, {}, {"b": b, "h": h})
+        return self._part(AT_HEAD, (), {"b": b, "h": h})
 
     def at_row(self, head: Part, q: Any, q_float: Any = None) -> Part:
         """`q_float`: q as a float, if the caller has it; it saves a conversion."""
-        return self._part(AT_ROW, self._part_values(head), {"q": q, "float q": q_float})
+        return self._part(AT_ROW, (head,), {"q": q, "float q": q_float})
 
     def at_column(self, head: Part, kv: Any, kv_float: Any = None) -> Part:
-        return self._part(AT_COLUMN, self._part_values(head), {"kv": kv, "float kv": kv_float})
+        return self._part(AT_COLUMN, (head,), {"kv": kv, "float kv": kv_float})
 
     def at(self, head: Part, row: Part, column: Part, score: Any = None, grad: Any = None) -> tuple[Any, ...]:
         """The outputs; `grad` is an input of gradient graphs."""
-        values = self._part_values(head, row, column)
-        self._run(AT_SCORE, values, {"score": score, "grad": grad})
+        values = self._run(AT_SCORE, (head, row, column), {"score": score, "grad": grad})
         return tuple(self._value(values, i) for i in self.graph.outputs)
 
-    def _part_values(self, *parts: Part) -> dict[int, Any]:
-        """The values of the nodes in these parts, by node index."""
-        values: dict[int, Any] = {}
-        for stage, part in enumerate(parts):
-            values.update(zip(self.stages.live[stage], part))
-        return values
-
-    def _part(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> Part:
-        self._run(stage, values, inputs)
+    def _part(self, stage: int, parts: tuple[Part, ...], inputs: dict[str, Any]) -> Part:
+        values = self._run(stage, parts, inputs)
         return tuple(values[i] for i in self.stages.live[stage])
 
     def _value(self, values: dict[int, Any], i: int) -> Any:
         node = self.graph.nodes[i]
         return self.arithmetic.constant(node.value, node.kind) if node.op == "constant" else values[i]
 
-    def _run(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> None:
+    def _run(self, stage: int, parts: tuple[Part, ...], inputs: dict[str, Any]) -> dict[int, Any]:
+        """The values of a stage's nodes and of the parts of earlier stages, by node index."""
+        values: dict[int, Any] = {}
+        for live, part in zip(self.stages.live, parts):
+            values.update(zip(live, part))
         for i in self.stages.nodes[stage]:
             node, arithmetic = self.graph.nodes[i], self.arithmetic
             args = [self._value(values, j) for j in node.args]
@@ -132,6 +126,7 @@ class Evaluator:
                 values[i] = self._converted_input(node, inputs)
             else:
                 values[i] = arithmetic.op(node, *args)
+        return values
 
     def _converted_input(self, node: Node, inputs: dict[str, Any]) -> Any:
         return inputs.get(f"float {self.graph.nodes[node.args[0]].value}")

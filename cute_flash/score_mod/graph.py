@@ -73,20 +73,12 @@ TORCH_NAMES = {
 }
 # x op identity = x; also identity op x = x if the operation commutes.
 _IDENTITIES = {
-    "add": 0,
-    "or": 0,
-    "xor": 0,
-    "sub": 0,
-    "shl": 0,
-    "shr": 0,
-    "mul": 1,
-    "div": 1,
-    "floordiv": 1,
-    "and": True,
+    **dict.fromkeys(("add", "sub", "or", "xor", "shl", "shr"), 0),
+    **dict.fromkeys(("mul", "div", "floordiv", "and"), 1),
 }
 _COMMUTATIVE = ("add", "or", "xor", "mul", "and")
-_NO_IDENTITY = (("and", "int"), ("floordiv", "float"))
-_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "bool"))
+_NO_IDENTITY = (("and", "int"), ("floordiv", "float"))  # 1 & 2 is not 2, and 2.5 // 1 is not 2.5
+_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "bool"))  # x op 0 = 0; not of floats, which may be NaN
 
 
 @dataclass(frozen=True)
@@ -264,6 +256,8 @@ class Builder:
     def _simplified(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
         """A node that equals the operation by a simple identity such as x + 0; None: there is none."""
         a, b = args[0], args[-1]
+        if name in CASTS:
+            return a if self.kind(a) == kind else None
         if name == "where":
             condition, a, b = args
             if self.nodes[condition].op == "constant":

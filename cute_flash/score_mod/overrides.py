@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +20,6 @@ def inputs(builder: Builder, names: Sequence[str]) -> list[ScalarProxy]:
     return [ScalarProxy(builder, builder.input(name)) for name in names]
 
 
-def _cast(x: Any, kind: str) -> ScalarProxy:
-    return ScalarProxy(x._builder, x._builder.cast(x._node, kind))
-
-
 def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
     dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
     dtypes += [arg.dtype for arg in args if isinstance(arg, (ScalarProxy, Tensor))]
@@ -30,7 +27,7 @@ def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         return x
     if dtypes[0] not in KINDS:
         raise trace_error(f"a cast to {dtypes[0]}: values are bool, int32 or float32")
-    return _cast(x, KINDS[dtypes[0]])
+    return op(f"to_{KINDS[dtypes[0]]}", x)
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
@@ -48,23 +45,19 @@ def _pow(a: Any, b: Any) -> ScalarProxy:
         if b == int(b) and abs(b) <= 16:
             return _power(a, int(b))
     if isinstance(a, (int, float)) and a > 0:
-        base = ScalarProxy(b._builder, b._builder.constant(float(a)))
-        exponent = b if a == 2 else op("mul", b, op("log2", base))
-        return op("exp2", exponent)
+        return op("exp2", op("mul", b, math.log2(a)))
     raise trace_error("** with this exponent: use an integer up to 16, 0.5, or exp2 and log2")
 
 
 def _power(a: ScalarProxy, n: int) -> ScalarProxy:
-    if n == 0:
-        return ScalarProxy(a._builder, a._builder.cast(a._builder.constant(1), a._kind))
-    product: ScalarProxy | None = None
-    square, bits = a, abs(n)
-    while bits:
-        if bits & 1:
-            product = square if product is None else op("mul", product, square)
-        square, bits = (op("mul", square, square) if bits > 1 else square), bits >> 1
-    assert product is not None
-    return product if n > 0 else op("div", 1.0, product)
+    if n < 0:
+        return op("div", 1.0, _power(a, -n))
+    product, square = _full_like(1)(a), a
+    while n:
+        if n & 1:
+            product = op("mul", product, square)
+        square, n = op("mul", square, square), n >> 1
+    return product
 
 
 def _with_alpha(name: str) -> Callable:
@@ -79,7 +72,7 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
 
 def _logical(name: str) -> Callable:
     def as_bool(x: Any) -> Any:
-        return _cast(x, "bool") if isinstance(x, ScalarProxy) else bool(x)
+        return op("to_bool", x) if isinstance(x, ScalarProxy) else bool(x)
 
     return lambda *args: op(name, *map(as_bool, args))
 
@@ -88,7 +81,7 @@ def _full_like(value: Any) -> Callable:
     def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         kwargs.pop("device", None)
         node = node_of(x._builder, args[0] if value is None else value)
-        return _to(ScalarProxy(x._builder, x._builder.cast(node, x._kind)), **kwargs)
+        return _to(op(f"to_{x._kind}", ScalarProxy(x._builder, node)), **kwargs)
 
     return like
 
@@ -108,6 +101,7 @@ def _reflected(name: str) -> Callable:
 _ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "negative": "neg",
     "absolute": "abs", "fmin": "min", "fmax": "max", "multiply": "mul", "true_divide": "div",
+    "float": "to_float", "int": "to_int", "long": "to_int", "bool": "to_bool",
 }  # fmt: skip
 # By name, for both torch functions and tensor methods.
 METHODS.update({
@@ -126,8 +120,6 @@ METHODS.update({
     "silu": lambda x, inplace=False: op("mul", x, op("sigmoid", x)),
     "masked_fill": lambda x, mask, value: op("where", mask, value, x),
     "to": _to, "type": _to, "type_as": _to,
-    "float": lambda x: _cast(x, "float"), "int": lambda x: _cast(x, "int"),
-    "long": lambda x: _cast(x, "int"), "bool": lambda x: _cast(x, "bool"),
     "zeros_like": _full_like(0), "ones_like": _full_like(1), "full_like": _full_like(None),
     "clone": lambda x, **_: x, "detach": _detached, "contiguous": lambda x: x,
 })  # fmt: skip

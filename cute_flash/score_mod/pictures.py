@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -111,13 +112,9 @@ def _runs(picture: _Picture, cell: int, left: int, top: int) -> list[str]:
     tile_m, tile_n = picture.tile
     boxes = []
     for i, row in enumerate(picture.visible.tolist()):
-        blocks, start = picture.status[i // tile_m].tolist(), None
-        for j in range(len(row) + 1):
-            is_in = j < len(row) and row[j] and blocks[j // tile_n] == PARTIAL
-            if is_in and start is None:
-                start = j
-            elif not is_in and start is not None:
-                box = f'x="{left + cell * start}" y="{top + cell * i}" width="{cell * (j - start)}"'
-                boxes.append(f'<rect {box} height="{cell}" fill="{_VISIBLE[PARTIAL]}"/>')
-                start = None
+        blocks = picture.status[i // tile_m].tolist()
+        is_drawn = (x and blocks[j // tile_n] == PARTIAL for j, x in enumerate(row))
+        for run in re.finditer("#+", "".join("#" if x else " " for x in is_drawn)):
+            box = f'x="{left + cell * run.start()}" y="{top + cell * i}" width="{cell * len(run[0])}"'
+            boxes.append(f'<rect {box} height="{cell}" fill="{_VISIBLE[PARTIAL]}"/>')
     return boxes

@@ -83,8 +83,7 @@ def bind(mod: Callable, role: str) -> BoundMod:
         raise TraceError(f"{role} is a {type(mod).__name__}: give a function of ({_signature(role)})")
     key = role, code_of(mod)
     for trace in _traces.get(key, ()):
-        bound_mod = trace.bind(mod)
-        if bound_mod is not None:
+        if (bound_mod := trace.bind(mod)) is not None:
             return bound_mod
     trace = _traced(mod, role)
     if len(_traces) >= MAX_CODES:
