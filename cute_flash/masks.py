@@ -7,9 +7,7 @@ as SVG.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import torch
@@ -150,7 +148,10 @@ def and_(*masks: Mask) -> Mask:
         raise ValueError("and_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        return reduce(operator.and_, [one(b, h, q_idx, kv_idx) for one in masks])
+        visible = masks[0](b, h, q_idx, kv_idx)
+        for other in masks[1:]:
+            visible = visible & other(b, h, q_idx, kv_idx)
+        return visible
 
     return mask
 
@@ -161,7 +162,10 @@ def or_(*masks: Mask) -> Mask:
         raise ValueError("or_: give at least one mask")
 
     def mask(b, h, q_idx, kv_idx):
-        return reduce(operator.or_, [one(b, h, q_idx, kv_idx) for one in masks])
+        visible = masks[0](b, h, q_idx, kv_idx)
+        for other in masks[1:]:
+            visible = visible | other(b, h, q_idx, kv_idx)
+        return visible
 
     return mask
 
