@@ -43,15 +43,10 @@ def causal(offset: int = 0) -> Mask:
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
     """Causal, and all queries see the first `prefix` keys. `prefix`: a length, or a tensor (B) of lengths."""
-    if isinstance(prefix, Tensor) and prefix.dim() == 1:
-
-        def per_batch(b, h, q_idx, kv_idx):
-            return (kv_idx <= q_idx) | (kv_idx < prefix[b])
-
-        return per_batch
+    lengths = prefix if isinstance(prefix, Tensor) and prefix.dim() == 1 else None
 
     def mask(b, h, q_idx, kv_idx):
-        return (kv_idx <= q_idx) | (kv_idx < prefix)
+        return (kv_idx <= q_idx) | (kv_idx < (prefix if lengths is None else lengths[b]))
 
     return mask
 
@@ -70,26 +65,17 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
         assert offsets is not None
         if offsets.dim() != 1 or len(offsets) < 2:
             raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
-        ids = _ids_of(offsets)
+        positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
+        # Indices are clamped, so the last of these ids holds for all positions past the end.
+        ids = torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")
-    if ids.dim() == 2:
-
-        def per_batch(b, h, q_idx, kv_idx):
-            return ids[b, q_idx] == ids[b, kv_idx]
-
-        return per_batch
+    is_per_batch = ids.dim() == 2
 
     def mask(b, h, q_idx, kv_idx):
-        return ids[q_idx] == ids[kv_idx]
+        return ids[b, q_idx] == ids[b, kv_idx] if is_per_batch else ids[q_idx] == ids[kv_idx]
 
     return mask
-
-
-def _ids_of(offsets: Tensor) -> Tensor:
-    """The document of each position. Indices are clamped, so the last entry holds for all positions past the end."""
-    positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
-    return torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:

@@ -93,9 +93,6 @@ class CuteArithmetic:
     def constant(self, value: Any, kind: str) -> Any:
         return TYPES[kind](value)
 
-    def scalar(self, value: Any, kind: str) -> Any:
-        return TYPES[kind](value)
-
     def load(self, capture: cute.Tensor, indices: Sequence[Int32], kind: str) -> Any:
         element = capture[clamp_indices(capture, indices)]
         return element != 0 if kind == "bool" else TYPES[kind](element)

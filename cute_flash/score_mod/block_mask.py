@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_flash.score_mod.evaluate import evaluate
 from cute_flash.score_mod.graph import B, H
-from cute_flash.score_mod.tensor_cache import TensorCache, versions
+from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.score_mod.trace import BoundMod, bind
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -26,8 +27,7 @@ MAX_PAIRS = 1 << 22
 Window = tuple[int | None, int | None]  # keys before and after its position that a query sees; None: all
 
 
-@dataclass(frozen=True, eq=False)
-class BlockIndices:
+class BlockIndices(NamedTuple):
     """For each block of queries (or keys), the blocks of keys (or queries) to visit, ascending; int32."""
 
     num_blocks: Tensor  # (B or 1, H or 1, blocks)
@@ -85,18 +85,27 @@ class BlockMask:
         It is cached until a tensor that the mask_mod captures is written to.
         """
         mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
+        captures = () if mask is None else mask.captures
         if device is None:
-            device = mask.captures[0].device if mask is not None and mask.captures else "cpu"
+            device = captures[0].device if captures else "cpu"
         # The device of a tensor has an index, which "cuda" has not.
         device = torch.empty(0, device=device).device
+        for x in captures:
+            if x.device != device:
+                raise ValueError(f"mask_mod captures a tensor on {x.device}: expected {device}")
         left, right = window
-        return _cached(mask, shape, tile, (left, 0 if causal else right), device)
+        window = left, 0 if causal else right
+        key = None if mask is None else (mask.graph, mask.scalars), tuple(shape), tuple(tile), window, device
+
+        def compute() -> BlockMask:
+            return BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
+
+        return _cache.of_contents(captures, key, compute)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """num_blocks and indices of partial_kv, full_kv, partial_q and full_q."""
-        lists = self.partial_kv, self.full_kv, self.partial_q, self.full_q
-        return tuple(x for blocks in lists for x in (blocks.num_blocks, blocks.indices))
+        return *self.partial_kv, *self.full_kv, *self.partial_q, *self.full_q
 
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
@@ -176,39 +185,21 @@ def _status(
     tile_m, tile_n = tile
     blocks = _ceil_div(sq, tile_m), _ceil_div(sk, tile_n)
     status = torch.zeros(batch, heads, *blocks, dtype=torch.uint8, device=device)
-    # Keys past the last are padded as masked, so that the last block is partial or empty.
-    width = blocks[1] * tile_n
     keys = torch.arange(sk, device=device)
-    step = max(1, MAX_PAIRS // max(1, tile_m * width)) * tile_m
-    for b in range(batch):
-        for h in range(heads):
-            for first in range(0, sq, step):
-                rows = torch.arange(first, min(first + step, sq), device=device)
-                visible = visible_pairs(mask, window, rows, keys, (sq, sk), (b, h))
-                num = _ceil_div(len(rows), tile_m)
-                padded = visible.new_zeros(num * tile_m, width)
-                padded[: len(rows), :sk] = visible
-                some = padded.view(num, tile_m, -1, tile_n).any(dim=3).any(dim=1)
-                # Queries past the last do not exist, and must not make a block partial.
-                padded[len(rows) :] = True
-                every = padded.view(num, tile_m, -1, tile_n).all(dim=3).all(dim=1)
-                m_block = first // tile_m
-                status[b, h, m_block : m_block + num] = some.to(torch.uint8) + (every & some).to(torch.uint8)
+    step = max(1, MAX_PAIRS // max(1, tile_m * blocks[1] * tile_n)) * tile_m
+    for b, h, first in product(range(batch), range(heads), range(0, sq, step)):
+        rows = torch.arange(first, min(first + step, sq), device=device)
+        visible = visible_pairs(mask, window, rows, keys, (sq, sk), (b, h))
+        # Keys past the last are padded as masked, so that the last block is partial or empty.
+        padded = torch.nn.functional.pad(visible, (0, -sk % tile_n, 0, -len(rows) % tile_m))
+        by_block = padded.view(_ceil_div(len(rows), tile_m), tile_m, blocks[1], tile_n)
+        some = by_block.any(dim=3).any(dim=1)
+        # Queries past the last do not exist, and must not make a block partial.
+        padded[len(rows) :] = True
+        every = by_block.all(dim=3).all(dim=1)
+        m_block = first // tile_m
+        status[b, h, m_block : m_block + len(some)] = some.to(torch.uint8) + (every & some)
     return status
 
 
 _cache: TensorCache[BlockMask] = TensorCache(64)
-
-
-def _cached(mask: BoundMod | None, shape: Any, tile: Any, window: Window, device: torch.device) -> BlockMask:
-    captures = () if mask is None else mask.captures
-    if any(x.device != device for x in captures):
-        raise ValueError(f"mask_mod captures a tensor on {captures[0].device}: expected {device}")
-    capture_versions = versions(captures)
-    graph = None if mask is None else (mask.graph, mask.scalars)
-    key = graph, capture_versions, tuple(shape), tuple(tile), window, device
-    cached = None if capture_versions is None else _cache.get(captures, key)
-    if cached is not None:
-        return cached
-    block_mask = BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
-    return block_mask if capture_versions is None else _cache.put(captures, key, block_mask)

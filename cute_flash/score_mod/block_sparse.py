@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.score_mod.block_mask import EMPTY, PARTIAL, BlockMask
-from cute_flash.score_mod.tensor_cache import TensorCache, versions
+from cute_flash.score_mod.tensor_cache import TensorCache
 
 IS_PARTIAL, IS_LAST, M_BLOCK_SHIFT, HEAD_SHIFT = 1, 2, 2, 20
 _cache: TensorCache[list[Tensor]] = TensorCache(64)
@@ -34,15 +34,12 @@ def query_block_indices(
     """
     # Only the K/V blocks of query blocks are read: they determine the query blocks of K/V blocks.
     kv_lists = tensors[:4]
-    list_versions = versions(kv_lists)
-    if list_versions is None:
+    key = tuple(sizes), tile, batch, heads, heads_kv
+
+    def compute() -> list[Tensor]:
         return _query_blocks(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
-    key = list_versions, tuple(sizes), tile, batch, heads, heads_kv
-    cached = _cache.get(kv_lists, key)
-    if cached is not None:
-        return cached
-    indices = _query_blocks(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
-    return _cache.put(kv_lists, key, indices)
+
+    return _cache.of_contents(kv_lists, key, compute)
 
 
 def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:

@@ -75,10 +75,7 @@ def graphs_of(text: str) -> Graphs:
 @lru_cache(maxsize=1024)
 def _interned(score: Graph | None, mask: Graph | None, bwd: Graph | None) -> Graphs:
     """The object that `graphs_of` returns for these graphs, so that later lookups compare by identity."""
-    text = Graphs(score, mask, bwd).text
-    graphs = graphs_of(text)
-    assert graphs.text == text
-    return graphs
+    return graphs_of(Graphs(score, mask, bwd).text)
 
 
 class BoundMods(NamedTuple):
@@ -102,9 +99,8 @@ class BoundMods(NamedTuple):
 def bind_mods(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
     if score_mod_bwd is not None and score_mod is None:
         raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
-    score = _NO_MOD if score_mod is None else bind(score_mod, "score_mod")
-    mask = _NO_MOD if mask_mod is None else bind(mask_mod, "mask_mod")
-    bwd = _NO_MOD if score_mod_bwd is None else bind(score_mod_bwd, "score_mod_bwd")
+    mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
+    score, mask, bwd = (_NO_MOD if mod is None else bind(mod, role) for role, mod in mods.items())
     graphs = _interned(score.graph, mask.graph, bwd.graph)
     captures = score.captures + mask.captures + bwd.captures
     return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)

@@ -12,10 +12,9 @@ import dis
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from operator import getitem
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +25,15 @@ from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 # Modules whose contents do not change: their functions and classes are used as they are.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
 MAX_CONTAINER_SIZE = 256
-MAX_INT = 1 << 31
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """How to read a captured value, and the condition under which a trace is valid for it."""
 
-    parent: int  # index of the source whose value `get` takes; the root has none
-    get: Callable[[Any], Any]
+    parent: int  # index of the source from whose value `read` takes this one
+    read: Callable[[Any, Any], Any] | None  # of the parent's value and `key`; None: this is the mod itself
+    key: Any
     guard: Callable[[Any], bool]
-
-
-def dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def code_of(function: Any) -> CodeType | type:
@@ -59,86 +53,51 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 class CaptureTracer:
     """Rebuilds a mod with proxies for its captured values. `static`: paths of numbers to compile in."""
 
-    def __init__(self, builder: Builder, root: Any, static: frozenset[tuple]) -> None:
+    def __init__(self, builder: Builder, mod: Any, static: frozenset[tuple]) -> None:
         self.builder, self.static = builder, static
-        self.sources: list[Source] = []
-        self.paths: list[tuple] = []  # of the sources, from the root
+        self.sources = [Source(-1, None, None, _guard(mod))]
+        self.values = [mod]  # of the sources
+        self.paths: list[tuple] = [()]  # of the sources: the (read, key) pairs that lead to them from the mod
         self.captures: list[int] = []  # the source of each capture of the builder
         self.scalars: list[int] = []  # the source of each scalar of the builder
         self.proxies: dict[tuple, Any] = {}  # by path
         self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # by id; functions may refer to themselves
         self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function
-        self.function = self.proxy(root, self._source(-1, None, None, root))
+        self.function = self._proxy(mod, 0)
 
-    # Sources
-
-    def _source(self, parent: int, label: Any, get: Any, value: Any) -> int:
-        self.paths.append((*self.paths[parent], label) if parent >= 0 else (label,))
-        self.sources.append(Source(parent, get, self._guard(value)))
-        return len(self.sources) - 1
-
-    def _guard(self, value: Any) -> Callable[[Any], bool]:
-        path = self.paths[-1]
-        if isinstance(value, Tensor):
-            dtype, rank = value.dtype, value.dim()
-            return lambda x: isinstance(x, Tensor) and x.dtype == dtype and x.dim() == rank
-        if isinstance(value, (bool, str, bytes)) or value is None:
-            return lambda x: x is value or (type(x) is type(value) and x == value)
-        kind = type(value)
-        if isinstance(value, (int, float)):
-            if path in self.static:
-                return lambda x: type(x) is kind and x == value
-            return lambda x: type(x) is kind
-        if isinstance(value, FunctionType):
-            code = value.__code__
-            return lambda x: type(x) is FunctionType and x.__code__ is code
-        if isinstance(value, (tuple, list)):
-            size = len(value)
-            return lambda x: type(x) is kind and len(x) == size
-        if isinstance(value, dict):
-            names = tuple(value)
-            return lambda x: type(x) is kind and tuple(x) == names
-        if isinstance(value, (functools.partial, MethodType)) or not _is_fixed(value):
-            return lambda x: type(x) is kind
-        return lambda x: x is value
-
-    def visit(self, parent: int, label: Any, get: Callable[[Any], Any], value: Any) -> Any:
-        """The proxy of a value that `get` reads from the parent source's value."""
-        path = (*self.paths[parent], label)
+    def visit(self, parent: int, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
+        """The proxy of a value that `read` takes from the value of the parent source."""
+        path = (*self.paths[parent], (read, key))
         if path not in self.proxies:
-            self.proxies[path] = self.proxy(value, self._source(parent, label, get, value))
+            value, source = read(self.values[parent], key), len(self.sources)
+            self.sources.append(Source(parent, read, key, _guard(value, path in self.static)))
+            self.values.append(value)
+            self.paths.append(path)
+            self.proxies[path] = self._proxy(value, source)
         return self.proxies[path]
 
-    # Proxies
-
-    def proxy(self, value: Any, source: int) -> Any:
+    def _proxy(self, value: Any, source: int) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, source)
-        if value is None or isinstance(value, (bool, str, bytes)):
+        if _is_compiled_in(value) or self.paths[source] in self.static:
             return value
         if isinstance(value, (int, float)):
-            return value if self.paths[source] in self.static else self._scalar(value, source)
-        if isinstance(value, FunctionType):
-            return value if _is_fixed(value) else self._function(value, source)
+            self.builder.scalars.append("int" if isinstance(value, int) else "float")
+            self.scalars.append(source)
+            return ScalarProxy(self.builder, self.builder.scalar(len(self.scalars) - 1))
         if isinstance(value, MethodType):
-            return self._method(value, source)
+            return functools.partial(self.visit(source, getattr, "__func__"), self.visit(source, getattr, "__self__"))
         if isinstance(value, functools.partial):
-            func = self.visit(source, "func", attrgetter("func"), value.func)
-            args = self.visit(source, "args", attrgetter("args"), value.args)
-            return functools.partial(
-                func, *args, **self.visit(source, "keywords", attrgetter("keywords"), value.keywords)
-            )
+            func, args, keywords = (self.visit(source, getattr, name) for name in ("func", "args", "keywords"))
+            return functools.partial(func, *args, **keywords)
         if type(value) in (tuple, list, dict):
             return self._container(value, source)
-        return value if _is_fixed(value) else ObjectProxy(self, value, source)
-
-    def _scalar(self, value: int | float, source: int) -> ScalarProxy:
-        self.builder.scalars.append("int" if isinstance(value, int) else "float")
-        self.scalars.append(source)
-        return ScalarProxy(self.builder, self.builder.scalar(len(self.scalars) - 1))
+        if _is_fixed(value):
+            return value
+        return self._function(value, source) if isinstance(value, FunctionType) else ObjectProxy(self, value, source)
 
     def _tensor(self, value: Tensor, source: int) -> Any:
-        dtype = dtype_name(value)
+        dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in CAPTURE_KINDS:
             raise trace_error(f"a captured tensor is {dtype}: use one of {', '.join(CAPTURE_KINDS)}")
         if value.dim() > MAX_CAPTURE_RANK:
@@ -148,24 +107,14 @@ class CaptureTracer:
         capture = len(self.captures) - 1
         if value.dim() == 0:
             return ScalarProxy(self.builder, self.builder.load(capture, ()))
-
-        def size(dim: int) -> Any:
-            shape = self.visit(source, "shape", _shape, tuple(value.shape))
-            return shape[dim]
-
-        return TensorProxy(self.builder, capture, size)
+        return TensorProxy(self.builder, capture, lambda: self.visit(source, _shape))
 
     def _container(self, value: Any, source: int) -> Any:
         if len(value) > MAX_CONTAINER_SIZE:
             raise trace_error(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        proxies = {key: self.visit(source, key, itemgetter(key), item) for key, item in items}
+        keys = value if isinstance(value, dict) else range(len(value))
+        proxies = {key: self.visit(source, getitem, key) for key in keys}
         return proxies if isinstance(value, dict) else type(value)(proxies.values())
-
-    def _method(self, value: MethodType, source: int) -> Any:
-        func = self.visit(source, "__func__", attrgetter("__func__"), value.__func__)
-        owner = self.visit(source, "__self__", attrgetter("__self__"), value.__self__)
-        return functools.partial(func, owner)
 
     def _function(self, value: FunctionType, source: int) -> FunctionType:
         """A function with the same code, whose closure, globals and defaults are proxies."""
@@ -174,58 +123,84 @@ class CaptureTracer:
             self.aliases.append((first, source))
             return new
         code = value.__code__
-        names: dict[str, Any] = {"__builtins__": value.__globals__.get("__builtins__", __builtins__)}
-        names["__name__"] = value.__globals__.get("__name__", "")
+        names: dict[str, Any] = {
+            x: value.__globals__[x] for x in ("__builtins__", "__name__") if x in value.__globals__
+        }
         cells = tuple(CellType() for _ in code.co_freevars)
         new = FunctionType(code, names, value.__name__, None, cells)
         # Registered before its captures are visited, because it may capture itself.
         self.rebuilding[id(value)] = new, source
         for i, (cell, old) in enumerate(zip(cells, value.__closure__ or ())):
-            try:
-                contents = old.cell_contents
-            except ValueError:
-                continue  # not yet assigned
-            cell.cell_contents = self.visit(source, ("cell", i), _cell(i), contents)
+            if old != CellType():  # it is assigned
+                cell.cell_contents = self.visit(source, _cell, i)
         for name in _global_names(code):
             if name in value.__globals__:
-                contents = value.__globals__[name]
-                names[name] = self.visit(source, ("global", name), _global(name), contents)
-        if value.__defaults__:
-            defaults = attrgetter("__defaults__")
-            new.__defaults__ = self.visit(source, "__defaults__", defaults, value.__defaults__)
-        if value.__kwdefaults__:
-            defaults = attrgetter("__kwdefaults__")
-            new.__kwdefaults__ = self.visit(source, "__kwdefaults__", defaults, value.__kwdefaults__)
+                names[name] = self.visit(source, _global, name)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(value, name):
+                setattr(new, name, self.visit(source, getattr, name))
         del self.rebuilding[id(value)]
         return new
 
 
-def _cell(i: int) -> Callable[[Any], Any]:
-    return lambda function: function.__closure__[i].cell_contents
+def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
+    """The condition under which a trace is valid for another value in place of this one."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        dtype, rank = value.dtype, value.dim()
+        return lambda x: isinstance(x, Tensor) and x.dtype == dtype and x.dim() == rank
+    if _is_compiled_in(value) or is_static:
+        return lambda x: type(x) is kind and x == value
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        return lambda x: type(x) is FunctionType and x.__code__ is code
+    if isinstance(value, (tuple, list)):
+        size = len(value)
+        return lambda x: type(x) is kind and len(x) == size
+    if isinstance(value, dict):
+        names = tuple(value)
+        return lambda x: type(x) is kind and tuple(x) == names
+    if isinstance(value, (int, float, functools.partial, MethodType)) or not _is_fixed(value):
+        return lambda x: type(x) is kind
+    return lambda x: x is value
 
 
-def _global(name: str) -> Callable[[Any], Any]:
-    return lambda function: function.__globals__[name]
+# Readers of captured values; `getattr` and `getitem` are the others.
 
 
-def _shape(x: Tensor) -> tuple[int, ...]:
+def _cell(function: FunctionType, i: int) -> Any:
+    return function.__closure__[i].cell_contents  # type: ignore[index]
+
+
+def _global(function: FunctionType, name: str) -> Any:
+    return function.__globals__[name]
+
+
+def _method(owner: Any, name: str) -> FunctionType:
+    return getattr(owner, name).__func__
+
+
+def _shape(x: Tensor, _: None) -> tuple[int, ...]:
     return tuple(x.shape)
+
+
+def _is_compiled_in(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, str, bytes))
 
 
 def _is_fixed(value: Any) -> bool:
     """Whether a value is a part of torch or Python that never changes, and needs no proxy."""
+    if isinstance(value, torch.nn.Module):
+        return False
     if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] in FIXED_MODULES
-    if isinstance(value, (type, FunctionType)):
+        module = value.__name__
+    elif isinstance(value, (type, FunctionType)):
         module = value.__module__ or ""
         if module.startswith("cute_flash.masks"):
             return False
-        return module.partition(".")[0] in FIXED_MODULES
-    if isinstance(value, torch.nn.Module):
-        return False
-    if isinstance(value, (BuiltinFunctionType, torch.dtype, torch.device, CodeType)):
-        return True
-    return (type(value).__module__ or "").partition(".")[0] in FIXED_MODULES
+    else:
+        module = type(value).__module__ or ""
+    return module.partition(".")[0] in FIXED_MODULES
 
 
 class ObjectProxy:
@@ -237,10 +212,8 @@ class ObjectProxy:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._value, name)
         if isinstance(value, MethodType) and value.__self__ is self._value:
-            get = attrgetter(f"{name}.__func__")
-            func = self._tracer.visit(self._source, ("method", name), get, value.__func__)
-            return functools.partial(func, self)
-        return self._tracer.visit(self._source, name, attrgetter(name), value)
+            return functools.partial(self._tracer.visit(self._source, _method, name), self)
+        return self._tracer.visit(self._source, getattr, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise trace_error(f"writing .{name} of a captured object")
@@ -256,6 +229,5 @@ class ObjectProxy:
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, (int, str)) and isinstance(self._value, (tuple, list, dict)):
-            get = itemgetter(key)
-            return self._tracer.visit(self._source, ("item", key), get, get(self._value))
+            return self._tracer.visit(self._source, getitem, key)
         return self.__getattr__("__getitem__")(key)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.graph import Builder, Graph, Node, copy_nodes
+from cute_flash.score_mod.graph import Builder, Graph
+from cute_flash.score_mod.overrides import inputs
+from cute_flash.score_mod.proxy import ScalarProxy, op
 
 LN_2 = math.log(2)
 
@@ -33,89 +35,35 @@ class Gradient:
     loads: tuple[LoadGradient, ...] = ()
 
 
-class _Rules:
-    """The derivatives: rule(gradient, result, *operands) -> a gradient for each operand, or None."""
+def _chosen(gradient: ScalarProxy, is_first: ScalarProxy) -> tuple[ScalarProxy, ScalarProxy]:
+    """The gradients of two operands, one of which is the result."""
+    return op("where", is_first, gradient, 0.0), op("where", is_first, 0.0, gradient)
 
-    def __init__(self, builder: Builder) -> None:
-        self.m = builder.op
-        self.of = builder.constant
 
-    def rule(self, node: Node) -> Callable[..., tuple[int | None, ...]]:
-        rule = getattr(self, f"_{node.op}", None)
-        if rule is None:
-            raise TraceError(f"{node.op} of floats has no derivative: give score_mod_bwd")
-        return rule
-
-    def _add(self, g, y, a, b):
-        return g, g
-
-    def _sub(self, g, y, a, b):
-        return g, self.m("neg", g)
-
-    def _mul(self, g, y, a, b):
-        return self.m("mul", g, b), self.m("mul", g, a)
-
-    def _div(self, g, y, a, b):
-        of_a = self.m("div", g, b)
-        return of_a, self.m("neg", self.m("mul", of_a, y))
-
-    def _mod(self, g, y, a, b):
-        # a - floor(a / b) b
-        return g, self.m("neg", self.m("mul", g, self.m("floor", self.m("div", a, b))))
-
-    def _neg(self, g, y, a):
-        return (self.m("neg", g),)
-
-    def _abs(self, g, y, a):
-        zero = self.of(0.0)
-        below = self.m("where", self.m("lt", a, zero), self.m("neg", g), zero)
-        return (self.m("where", self.m("gt", a, zero), g, below),)
-
-    def _min(self, g, y, a, b):
-        return self._chosen(g, self.m("lt", a, b))
-
-    def _max(self, g, y, a, b):
-        return self._chosen(g, self.m("gt", a, b))
-
-    def _where(self, g, y, c, a, b):
-        return None, *self._chosen(g, c)
-
-    def _chosen(self, g, is_first):
-        zero = self.of(0.0)
-        return self.m("where", is_first, g, zero), self.m("where", is_first, zero, g)
-
-    def _exp(self, g, y, a):
-        return (self.m("mul", g, y),)
-
-    def _exp2(self, g, y, a):
-        return (self.m("mul", self.m("mul", g, y), self.of(LN_2)),)
-
-    def _log(self, g, y, a):
-        return (self.m("div", g, a),)
-
-    def _log2(self, g, y, a):
-        return (self.m("div", self.m("mul", g, self.of(1 / LN_2)), a),)
-
-    def _tanh(self, g, y, a):
-        return (self.m("mul", g, self.m("sub", self.of(1.0), self.m("mul", y, y))),)
-
-    def _sqrt(self, g, y, a):
-        return (self.m("div", self.m("mul", g, self.of(0.5)), y),)
-
-    def _rsqrt(self, g, y, a):
-        return (self.m("mul", self.m("mul", g, self.of(-0.5)), self.m("mul", y, self.m("mul", y, y))),)
-
-    def _sigmoid(self, g, y, a):
-        return (self.m("mul", g, self.m("mul", y, self.m("sub", self.of(1.0), y))),)
-
-    def _sin(self, g, y, a):
-        return (self.m("mul", g, self.m("cos", a)),)
-
-    def _cos(self, g, y, a):
-        return (self.m("neg", self.m("mul", g, self.m("sin", a))),)
-
-    def _floor(self, g, y, a):
-        return (None,)
+# The derivatives: rule(gradient, result, *operands) -> a gradient for each operand, or None.
+_RULES: dict[str, Callable[..., tuple]] = {
+    "add": lambda g, y, a, b: (g, g),
+    "sub": lambda g, y, a, b: (g, -g),
+    "mul": lambda g, y, a, b: (g * b, g * a),
+    "div": lambda g, y, a, b: (g / b, -(g / b * y)),
+    "mod": lambda g, y, a, b: (g, -(g * op("floor", a / b))),  # a % b = a - floor(a / b) b
+    "neg": lambda g, y, a: (-g,),
+    "abs": lambda g, y, a: (op("where", a > 0.0, g, op("where", a < 0.0, -g, 0.0)),),
+    "min": lambda g, y, a, b: _chosen(g, a < b),
+    "max": lambda g, y, a, b: _chosen(g, a > b),
+    "where": lambda g, y, c, a, b: (None, *_chosen(g, c)),
+    "exp": lambda g, y, a: (g * y,),
+    "exp2": lambda g, y, a: (g * y * LN_2,),
+    "log": lambda g, y, a: (g / a,),
+    "log2": lambda g, y, a: (g * (1 / LN_2) / a,),
+    "tanh": lambda g, y, a: (g * (1.0 - y * y),),
+    "sqrt": lambda g, y, a: (g * 0.5 / y,),
+    "rsqrt": lambda g, y, a: (g * -0.5 * (y * (y * y)),),
+    "sigmoid": lambda g, y, a: (g * (y * (1.0 - y)),),
+    "sin": lambda g, y, a: (g * op("cos", a),),
+    "cos": lambda g, y, a: (-(g * op("sin", a)),),
+    "floor": lambda g, y, a: (None,),
+}
 
 
 def _needs_grad(graph: Graph, captures: tuple[int, ...]) -> list[bool]:
@@ -133,31 +81,34 @@ def gradient(graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mo
 
     With `score_mod_bwd`, the captures and scalars are those of score_mod, followed by those of score_mod_bwd.
     """
-    builder = Builder(graph.captures, graph.scalars)
-    if score_mod_bwd is not None:
-        builder = Builder((*graph.captures, *score_mod_bwd.captures), (*graph.scalars, *score_mod_bwd.scalars))
-    nodes = copy_nodes(builder, graph)
+    bwd = score_mod_bwd or Graph((), ())
+    builder = Builder((*graph.captures, *bwd.captures), (*graph.scalars, *bwd.scalars))
+    nodes = [ScalarProxy(builder, i) for i in builder.copy(graph)]
     if score_mod_bwd is not None and not captures_needing_grad:
         return Gradient(builder.graph(_user_gradient(builder, graph, score_mod_bwd)))
-    needs_grad, rules = _needs_grad(graph, captures_needing_grad), _Rules(builder)
-    grads: dict[int, int] = {graph.outputs[0]: builder.input("grad")}
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[i]
-        if i not in grads or not needs_grad[i] or node.op in ("input", "load"):
+    needs_grad = _needs_grad(graph, captures_needing_grad)
+    grads: dict[int, ScalarProxy] = {}
+    (grads[graph.outputs[0]],) = inputs(builder, ["grad"])
+    dscore = builder.constant(0.0)
+    for i, node in reversed(list(enumerate(graph.nodes))):
+        if i not in grads or not needs_grad[i]:
             continue
-        operand_grads = rules.rule(node)(grads[i], nodes[i], *(nodes[j] for j in node.args))
+        if node.op == "input":
+            dscore = grads[i]._node
+        if node.op in ("input", "load"):
+            continue
+        if node.op not in _RULES:
+            raise TraceError(f"{node.op} of floats has no derivative: give score_mod_bwd")
+        operand_grads = _RULES[node.op](grads[i], nodes[i], *(nodes[j] for j in node.args))
         for j, part in zip(node.args, operand_grads, strict=True):
             if part is not None and needs_grad[j]:
-                grads[j] = builder.op("add", grads[j], part) if j in grads else part
-    score = [i for i, node in enumerate(graph.nodes) if node.op == "input" and node.value == "score"]
-    dscore = grads[score[0]] if score and score[0] in grads else builder.constant(0.0)
+                grads[j] = grads[j] + part if j in grads else part
     outputs = [dscore if score_mod_bwd is None else _user_gradient(builder, graph, score_mod_bwd)]
     loads = []
-    for i in graph.loads:
-        node = graph.nodes[i]
-        if node.value in captures_needing_grad and i in grads:
+    for i, node in enumerate(graph.nodes):
+        if node.op == "load" and node.value in captures_needing_grad and i in grads:
             first = len(outputs) + 1
-            outputs += [grads[i], *(nodes[j] for j in node.args)]
+            outputs += [grads[i]._node, *(nodes[j]._node for j in node.args)]
             loads.append(LoadGradient(node.value, first - 1, tuple(range(first, len(outputs)))))
     return Gradient(builder.graph(*outputs), tuple(loads))
 
@@ -165,8 +116,5 @@ def gradient(graph: Graph, captures_needing_grad: tuple[int, ...] = (), score_mo
 def _user_gradient(builder: Builder, graph: Graph, score_mod_bwd: Graph) -> int:
     """The node of score_mod_bwd's result; its arguments follow those of the score_mod."""
     shift = {"load": len(graph.captures), "scalar": len(graph.scalars)}
-    nodes = tuple(
-        Node(x.op, x.kind, x.args, x.value + shift[x.op]) if x.op in shift else x for x in score_mod_bwd.nodes
-    )
-    shifted = Graph(nodes, score_mod_bwd.outputs, score_mod_bwd.captures, score_mod_bwd.scalars)
-    return copy_nodes(builder, shifted)[score_mod_bwd.outputs[0]]
+    nodes = tuple(replace(x, value=x.value + shift[x.op]) if x.op in shift else x for x in score_mod_bwd.nodes)
+    return builder.copy(replace(score_mod_bwd, nodes=nodes))[score_mod_bwd.outputs[0]]

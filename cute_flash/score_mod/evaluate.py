@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import COLUMN, ROW, Graph, Node, is_per_score
+from cute_flash.score_mod.graph import CASTS, COLUMN, OPERATIONS, ROW, TORCH_NAMES, Graph, Node, is_per_score
 
 AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 
@@ -29,9 +29,8 @@ AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 class Arithmetic(Protocol):
     """The representation of values, and the operations on them."""
 
-    def constant(self, value: Any, kind: str) -> Any: ...
-
-    def scalar(self, value: Any, kind: str) -> Any: ...
+    def constant(self, value: Any, kind: str) -> Any:
+        """A constant or a captured number."""
 
     def load(self, capture: Any, indices: Sequence[Any], kind: str) -> Any:
         """An element of a captured tensor; an index out of bounds is clamped."""
@@ -50,17 +49,15 @@ class Stages:
     @lru_cache(maxsize=1024)
     def of(graph: Graph) -> Stages:
         stage = [_stage(bits) for bits in graph.depends]
-        nodes = tuple(tuple(i for i, s in enumerate(stage) if s == at) for at in range(4))
-        needed: list[set[int]] = [set() for _ in range(4)]
-        for i, node in enumerate(graph.nodes):
-            for j in node.args:
-                if stage[j] != stage[i]:
-                    needed[stage[j]].add(j)
-        for i in graph.outputs:
-            needed[stage[i]].add(i)
+        needed = {j for i, node in enumerate(graph.nodes) for j in node.args if stage[j] != stage[i]}
+        needed.update(graph.outputs)
         # Constants are created where they are used, so that they take no register before.
-        needed[AT_HEAD] = {i for i in needed[AT_HEAD] if graph.nodes[i].op != "constant"}
-        return Stages(nodes, tuple(tuple(sorted(x)) for x in needed))
+        live = [i for i in sorted(needed) if graph.nodes[i].op != "constant"]
+
+        def by_stage(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(i for i in nodes if stage[i] == at) for at in range(4))
+
+        return Stages(by_stage(range(len(stage))), by_stage(live))
 
 
 def _stage(bits: int) -> int:
@@ -69,10 +66,8 @@ def _stage(bits: int) -> int:
     return AT_ROW if bits & ROW else AT_COLUMN if bits & COLUMN else AT_HEAD
 
 
-class Part(NamedTuple):
-    """The values of a head, a row or a column that later stages need, in the order of `Stages.live`."""
-
-    values: tuple[Any, ...]
+# The values of a head, a row or a column that later stages need, in the order of `Stages.live`.
+Part = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -88,42 +83,34 @@ class Evaluator:
     def stages(self) -> Stages:
         return Stages.of(self.graph)
 
-    def needs(self, stage: int) -> bool:
-        """Whether later stages need a value of this one."""
-        return bool(self.stages.live[stage])
-
     def at_head(self, b: Any, h: Any) -> Part:
-        return self._part(AT_HEAD, {}, {"b": b, "h": h})
+        return self._part(AT_HEAD, (), {"b": b, "h": h})
 
     def at_row(self, head: Part, q: Any, q_float: Any = None) -> Part:
         """`q_float`: q as a float, if the caller has it; it saves a conversion."""
-        return self._part(AT_ROW, self._part_values(head), {"q": q, "float q": q_float})
+        return self._part(AT_ROW, (head,), {"q": q, "float q": q_float})
 
     def at_column(self, head: Part, kv: Any, kv_float: Any = None) -> Part:
-        return self._part(AT_COLUMN, self._part_values(head), {"kv": kv, "float kv": kv_float})
+        return self._part(AT_COLUMN, (head,), {"kv": kv, "float kv": kv_float})
 
     def at(self, head: Part, row: Part, column: Part, score: Any = None, grad: Any = None) -> tuple[Any, ...]:
         """The outputs; `grad` is an input of gradient graphs."""
-        values = self._part_values(head, row, column)
-        self._run(AT_SCORE, values, {"score": score, "grad": grad})
+        values = self._run(AT_SCORE, (head, row, column), {"score": score, "grad": grad})
         return tuple(self._value(values, i) for i in self.graph.outputs)
 
-    def _part_values(self, *parts: Part) -> dict[int, Any]:
-        """The values of the nodes in these parts, by node index."""
-        values: dict[int, Any] = {}
-        for stage, part in enumerate(parts):
-            values.update(zip(self.stages.live[stage], part.values))
-        return values
-
-    def _part(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> Part:
-        self._run(stage, values, inputs)
-        return Part(tuple(values[i] for i in self.stages.live[stage]))
+    def _part(self, stage: int, parts: tuple[Part, ...], inputs: dict[str, Any]) -> Part:
+        values = self._run(stage, parts, inputs)
+        return tuple(values[i] for i in self.stages.live[stage])
 
     def _value(self, values: dict[int, Any], i: int) -> Any:
         node = self.graph.nodes[i]
         return self.arithmetic.constant(node.value, node.kind) if node.op == "constant" else values[i]
 
-    def _run(self, stage: int, values: dict[int, Any], inputs: dict[str, Any]) -> None:
+    def _run(self, stage: int, parts: tuple[Part, ...], inputs: dict[str, Any]) -> dict[int, Any]:
+        """The values of a stage's nodes and of the parts of earlier stages, by node index."""
+        values: dict[int, Any] = {}
+        for live, part in zip(self.stages.live, parts):
+            values.update(zip(live, part))
         for i in self.stages.nodes[stage]:
             node, arithmetic = self.graph.nodes[i], self.arithmetic
             args = [self._value(values, j) for j in node.args]
@@ -132,31 +119,20 @@ class Evaluator:
             if node.op == "input":
                 values[i] = inputs[node.value]
             elif node.op == "scalar":
-                values[i] = arithmetic.scalar(self.scalars[node.value], node.kind)
+                values[i] = arithmetic.constant(self.scalars[node.value], node.kind)
             elif node.op == "load":
                 values[i] = arithmetic.load(self.captures[node.value], args, node.kind)
             elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
                 values[i] = self._converted_input(node, inputs)
             else:
                 values[i] = arithmetic.op(node, *args)
+        return values
 
     def _converted_input(self, node: Node, inputs: dict[str, Any]) -> Any:
         return inputs.get(f"float {self.graph.nodes[node.args[0]].value}")
 
 
-def _shifted(left: bool) -> Any:
-    return lambda a, b: a << b if left else a >> b
-
-
-TORCH_OPS: dict[str, Any] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": torch.floor_divide,
-    "mod": torch.remainder, "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs,
-    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
-    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.bitwise_not,
-    "shl": _shifted(True), "shr": _shifted(False), "where": torch.where, "exp": torch.exp,
-    "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "tanh": torch.tanh, "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt, "sigmoid": torch.sigmoid, "floor": torch.floor, "sin": torch.sin, "cos": torch.cos,
-}  # fmt: skip
+TORCH_OPS = {name: getattr(torch, TORCH_NAMES.get(name, name)) for name in OPERATIONS if name not in CASTS}
 
 
 @dataclass(frozen=True)
@@ -172,8 +148,6 @@ class TorchArithmetic:
     def constant(self, value: Any, kind: str) -> Tensor:
         return torch.tensor(value, dtype=self._dtype(kind), device=self.device)
 
-    scalar = constant
-
     def load(self, capture: Tensor, indices: Sequence[Tensor], kind: str) -> Tensor:
         if not indices:
             return capture.to(self._dtype(kind))
@@ -182,7 +156,7 @@ class TorchArithmetic:
         return capture[clamp_indices(capture, indices)].to(self._dtype(kind))
 
     def op(self, node: Node, *args: Tensor) -> Tensor:
-        if node.op.startswith("to_"):
+        if node.op in CASTS:
             return args[0].to(self._dtype(node.kind))
         return TORCH_OPS[node.op](*args)
 

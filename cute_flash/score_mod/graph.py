@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -30,70 +30,55 @@ INPUTS = {
     "score": ("float", SCORE),
     "grad": ("float", SCORE),  # gradient of the modified score, an input of gradient graphs
 }
-RANKS = {"bool": 0, "int": 1, "float": 2}
+TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # of constants, by kind, narrowest first
 CAPTURE_KINDS = {
-    "float16": "float",
-    "bfloat16": "float",
-    "float32": "float",
-    "float64": "float",
-    "int32": "int",
-    "int64": "int",
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
+    **dict.fromkeys(("int32", "int64"), "int"),
     "bool": "bool",
 }
 MAX_CAPTURE_RANK = 4
-
-
-def _floor(x: float) -> float:
-    return float(math.floor(x))
-
-
-# The operations, grouped by the kinds of their operands, with the Python function that folds constants.
-ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "min": min,
-    "max": max,
-    "neg": operator.neg,
-    "abs": abs,
-}
-COMPARISONS: dict[str, Callable] = {  # of two ints or two floats; the result is a bool
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
-LOGIC: dict[str, Callable] = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}  # bools or ints
-SHIFTS: dict[str, Callable] = {"shl": operator.lshift, "shr": operator.rshift}  # ints
-FLOATING: dict[str, Callable] = {  # floats
-    "div": operator.truediv,
-    "exp": math.exp,
-    "exp2": lambda x: 2.0**x,
-    "log": math.log,
-    "log2": math.log2,
-    "tanh": math.tanh,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
-    "floor": _floor,
-    "sin": math.sin,
-    "cos": math.cos,
-}
-CASTS: dict[str, Callable] = {"to_float": float, "to_int": int, "to_bool": bool}
 
 
 def _not(x: Any) -> Any:
     return not x if isinstance(x, bool) else ~x
 
 
+# The operations, grouped by the kinds of their operands, with the Python function that folds constants.
+ARITHMETIC: dict[str, Callable] = {  # of two ints or two floats
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "abs")},
+    "min": min,
+    "max": max,
+}
+# Of two ints or two floats; the result is a bool.
+COMPARISONS: dict[str, Callable] = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+# Of bools or ints.
+LOGIC: dict[str, Callable] = {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": _not}
+SHIFTS: dict[str, Callable] = {"shl": operator.lshift, "shr": operator.rshift}  # of ints
+FLOATING: dict[str, Callable] = {  # of floats
+    **{name: getattr(math, name) for name in ("exp", "log", "log2", "tanh", "sqrt", "floor", "sin", "cos")},
+    "div": operator.truediv,
+    "exp2": lambda x: 2.0**x,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+}
+CASTS: dict[str, Callable] = {f"to_{kind}": cast for kind, cast in TYPES.items()}
 OPERATIONS: dict[str, Callable] = {
-    **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS,
-    "not": _not, "where": lambda c, a, b: a if c else b,
+    **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS, "where": lambda c, a, b: a if c else b,
 }  # fmt: skip
+# The torch functions of operations, where their names differ.
+TORCH_NAMES = {
+    **{"floordiv": "floor_divide", "mod": "remainder", "min": "minimum", "max": "maximum"},
+    **{name: f"bitwise_{name}" for name in LOGIC},
+    **{"shl": "bitwise_left_shift", "shr": "bitwise_right_shift"},
+}
+# x op identity = x; also identity op x = x if the operation commutes.
+_IDENTITIES = {
+    **dict.fromkeys(("add", "sub", "or", "xor", "shl", "shr"), 0),
+    **dict.fromkeys(("mul", "div", "floordiv", "and"), 1),
+}
+_COMMUTATIVE = ("add", "or", "xor", "mul", "and")
+_NO_IDENTITY = (("and", "int"), ("floordiv", "float"))  # 1 & 2 is not 2, and 2.5 // 1 is not 2.5
+_ABSORBED_BY_ZERO = (("mul", "int"), ("and", "bool"))  # x op 0 = 0; not of floats, which may be NaN
 
 
 @dataclass(frozen=True)
@@ -104,6 +89,10 @@ class Node:
     kind: str
     args: tuple[int, ...] = ()  # operands; the indices of a load
     value: Any = None  # name of an input; value of a constant; index of a scalar or of a loaded capture
+
+    def moved(self, indices: Any) -> Node:
+        """The node with its operands at other indices: those of the operands' former ones in a list or dict."""
+        return replace(self, args=tuple(indices[i] for i in self.args))
 
     def __str__(self) -> str:
         value = "" if self.value is None else f" {self.value!r}"
@@ -140,12 +129,8 @@ class Graph:
         nodes = [[x.op, x.kind, x.args] + ([] if x.value is None else [x.value]) for x in self.nodes]
         return json.dumps([captures, self.scalars, nodes, self.outputs], separators=(",", ":"))
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.text)
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Graph) and self.text == other.text)
@@ -175,14 +160,14 @@ class Graph:
         return reduce(operator.or_, (self.depends[i] for i in self.outputs), 0)
 
     @property
-    def loads(self) -> tuple[int, ...]:
-        return tuple(i for i, node in enumerate(self.nodes) if node.op == "load")
+    def per_score(self) -> list[Node]:
+        """The nodes whose values differ from score to score, rather than from row, column or head to the next."""
+        return [node for node, bits in zip(self.nodes, self.depends) if is_per_score(bits)]
 
     @property
     def ops_per_score(self) -> int:
-        """The number of operations that run once per score, rather than once per row, column or head."""
-        nodes = zip(self.nodes, self.depends)
-        return sum(is_per_score(bits) for node, bits in nodes if node.op not in ("input", "constant"))
+        """The number of operations that run once per score."""
+        return sum(node.op != "input" for node in self.per_score)
 
 
 def is_per_score(bits: int) -> bool:
@@ -217,9 +202,8 @@ class Builder:
         return self.add(Node("input", INPUTS[name][0], value=name))
 
     def constant(self, value: Any, kind: str | None = None) -> int:
-        kind = kind or next(k for k, t in (("bool", bool), ("int", int), ("float", float)) if type(value) is t)
-        value = {"bool": bool, "int": int, "float": float}[kind](value)
-        return self.add(Node("constant", kind, value=value))
+        kind = kind or next(kind for kind, cls in TYPES.items() if isinstance(value, cls))
+        return self.add(Node("constant", kind, value=TYPES[kind](value)))
 
     def scalar(self, i: int) -> int:
         return self.add(Node("scalar", self.scalars[i], value=i))
@@ -247,59 +231,50 @@ class Builder:
 
     def typed(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """The operands, cast to the kind that an operation takes, and the kind of its result."""
-        kinds = [self.kind(i) for i in args]
-        widest = max(kinds, key=RANKS.__getitem__)
         if name in CASTS:
             return args, name.removeprefix("to_")
-        if name in FLOATING:
-            return tuple(self.cast(i, "float") for i in args), "float"
-        if name in ARITHMETIC:
-            if widest == "bool":
-                raise TraceError(f"{name} of bools: use &, | and ~, or cast with .int() or .float()")
-            return tuple(self.cast(i, widest) for i in args), widest
-        if name in COMPARISONS:
-            widest = "int" if widest == "bool" else widest
-            return tuple(self.cast(i, widest) for i in args), "bool"
         if name == "where":
             condition, *chosen = args
-            if kinds[0] != "bool":
-                raise TraceError(f"where: the condition is {kinds[0]}, not bool")
-            widest = max(kinds[1:], key=RANKS.__getitem__)
-            return (condition, *(self.cast(i, widest) for i in chosen)), widest
-        if widest == "float":
+            if self.kind(condition) != "bool":
+                raise TraceError(f"where: the condition is {self.kind(condition)}, not bool")
+            kind = self._widest(chosen)
+            return (condition, *(self.cast(i, kind) for i in chosen)), kind
+        kind = self._widest(args)
+        if name in ARITHMETIC and kind == "bool":
+            raise TraceError(f"{name} of bools: use &, | and ~, or cast with .int() or .float()")
+        if name in (*LOGIC, *SHIFTS) and kind == "float":
             raise TraceError(f"{name} of floats: it is for bools and ints")
-        if name in SHIFTS:
-            widest = "int"
-        return tuple(self.cast(i, widest) for i in args), widest
+        if name in FLOATING:
+            kind = "float"
+        elif kind == "bool" and name not in LOGIC:
+            kind = "int"
+        return tuple(self.cast(i, kind) for i in args), "bool" if name in COMPARISONS else kind
+
+    def _widest(self, args: Sequence[int]) -> str:
+        return max((self.kind(i) for i in args), key=list(TYPES).index)
 
     def _simplified(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
         """A node that equals the operation by a simple identity such as x + 0; None: there is none."""
-        a, b = args[0], args[1] if len(args) > 1 else -1
-        if name in ("add", "or", "xor"):
-            zero = False if kind == "bool" else 0
-            return a if self._is(b, zero) else b if self._is(a, zero) else None
-        if name in ("sub", "shl", "shr"):
-            return a if self._is(b, 0) else None
-        if name == "mul":
-            if kind == "int" and (self._is(a, 0) or self._is(b, 0)):
-                return self.constant(0)
-            return a if self._is(b, 1) else b if self._is(a, 1) else None
-        if name == "div" or (name == "floordiv" and kind == "int"):
-            return a if self._is(b, 1) else None
-        if name == "and" and kind == "bool":
-            if self._is(a, False) or self._is(b, False):
-                return self.constant(False)
-            return a if self._is(b, True) else b if self._is(a, True) else None
+        a, b = args[0], args[-1]
+        if name in CASTS:
+            return a if self.kind(a) == kind else None
+        if name == "where":
+            condition, a, b = args
+            if self.nodes[condition].op == "constant":
+                return a if self.nodes[condition].value else b
+            return a if a == b else None
         if name in ("min", "max"):
             return a if a == b else None
         if name in ("not", "neg"):
             inner = self.nodes[a]
             return inner.args[0] if inner.op == name else None
-        if name == "where":
-            condition = self.nodes[a]
-            if condition.op == "constant":
-                return args[1] if condition.value else args[2]
-            return args[1] if args[1] == args[2] else None
+        if (name, kind) in _ABSORBED_BY_ZERO and (self._is(a, 0) or self._is(b, 0)):
+            return self.constant(0, kind)
+        if name in _IDENTITIES and (name, kind) not in _NO_IDENTITY:
+            if self._is(b, _IDENTITIES[name]):
+                return a
+            if self._is(a, _IDENTITIES[name]) and name in _COMMUTATIVE:
+                return b
         return None
 
     def _is(self, i: int, value: Any) -> bool:
@@ -321,32 +296,26 @@ class Builder:
                 todo.extend(reversed(missing))
                 continue
             order.setdefault(todo.pop(), len(order))
-        nodes = tuple(
-            Node(x.op, x.kind, tuple(order[j] for j in x.args), x.value) for x in (self.nodes[i] for i in order)
-        )
+        nodes = tuple(self.nodes[i].moved(order) for i in order)
         return Graph(nodes, tuple(order[i] for i in outputs), tuple(self.captures), tuple(self.scalars))
+
+    def copy(self, graph: Graph) -> list[int]:
+        """Add the nodes of a graph with the same captures and scalars; return their indices."""
+        copies: list[int] = []
+        for node in graph.nodes:
+            copies.append(self.add(node.moved(copies)))
+        return copies
 
 
 def drop_unused_arguments(graph: Graph) -> tuple[Graph, tuple[int, ...], tuple[int, ...]]:
     """The graph with only the captures and scalars that it reads, and their old indices."""
-    used: list[dict[int, int]] = []
-    for op in ("load", "scalar"):
-        old_indices = dict.fromkeys(node.value for node in graph.nodes if node.op == op)
-        used.append({old: new for new, old in enumerate(old_indices)})
-    captures, scalars = used
-    nodes = tuple(
-        Node(x.op, x.kind, x.args, (captures if x.op == "load" else scalars)[x.value])
-        if x.op in ("load", "scalar")
-        else x
-        for x in graph.nodes
-    )
-    used_arguments = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
-    return Graph(nodes, graph.outputs, *used_arguments), tuple(captures), tuple(scalars)
-
-
-def copy_nodes(builder: Builder, graph: Graph) -> list[int]:
-    """Add a graph's nodes to a builder with the same captures and scalars; return their indices in it."""
-    copies: list[int] = []
+    used: dict[str, dict[int, int]] = {"load": {}, "scalar": {}}  # new indices by old ones
+    nodes = []
     for node in graph.nodes:
-        copies.append(builder.add(Node(node.op, node.kind, tuple(copies[i] for i in node.args), node.value)))
-    return copies
+        if node.op in used:
+            new_indices = used[node.op]
+            node = replace(node, value=new_indices.setdefault(node.value, len(new_indices)))
+        nodes.append(node)
+    captures, scalars = map(tuple, used.values())
+    specs, kinds = tuple(graph.captures[i] for i in captures), tuple(graph.scalars[i] for i in scalars)
+    return Graph(tuple(nodes), graph.outputs, specs, kinds), captures, scalars

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cute_flash.score_mod.graph import SCORE, Builder, Graph, is_per_score
+from cute_flash.score_mod.graph import OPERATIONS, SCORE, Builder, Graph, is_per_score
 from cute_flash.score_mod.limits import MAX_INDEX
 
 EXACT = 1 << 24  # fp32 represents all integers up to this
@@ -42,12 +42,10 @@ def lowered(graph: Graph) -> Graph:
         elif node.op == "div" and _divides_scores(graph, *node.args):
             a, b = (nodes[j] for j in node.args)
             nodes.append(builder.op("mul", a, builder.op("div", builder.constant(1.0), b)))
-        elif node.op in ("input", "constant", "scalar"):
-            nodes.append(builder.add(node))
-        elif node.op == "load":
-            nodes.append(builder.load(node.value, [nodes[j] for j in node.args]))
-        else:
+        elif node.op in OPERATIONS:
             nodes.append(builder.op(node.op, *(nodes[j] for j in node.args)))
+        else:
+            nodes.append(builder.add(node.moved(nodes)))
     return builder.graph(*(nodes[i] for i in graph.outputs))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from cute_flash.score_mod.bound import Graphs
-from cute_flash.score_mod.graph import ROW, Graph, is_per_score
+from cute_flash.score_mod.graph import ROW, Graph
 from cute_flash.score_mod.limits import LONG_MOD_OPS
 from cute_flash.score_mod.lower import lowered
 
@@ -66,16 +66,13 @@ class ModSpec:
             return False
         if score is None:
             return self.bias_pairs_are_shared
-        ops = {node.op for node, bits in zip(score.nodes, score.depends) if is_per_score(bits)}
-        return score.ops_per_score <= CHEAP_OPS and ops <= _ONE_INSTRUCTION
+        return score.ops_per_score <= CHEAP_OPS and all(node.op in _ONE_INSTRUCTION for node in score.per_score)
 
     @property
     def bwd_ops_per_score(self) -> int:
         """The operations of the backward's mods per score; slow ones count as several."""
-        score = 0
-        if self.graphs.score is not None:
-            score = _weighted_ops(self.graphs.gradient(self.captures_needing_grad).graph)
-        return score + (0 if self.graphs.mask is None else _weighted_ops(self.graphs.mask))
+        score = None if self.graphs.score is None else self.graphs.gradient(self.captures_needing_grad).graph
+        return sum(_weighted_ops(graph) for graph in (score, self.graphs.mask) if graph is not None)
 
     @property
     def has_cheap_bwd(self) -> bool:
@@ -93,14 +90,9 @@ class ModSpec:
 
     @property
     def for_forward(self) -> ModSpec:
-        return ModSpec(
-            graphs=Graphs(self.graphs.score, self.graphs.mask),
-            bias_dtype=self.bias_dtype,
-            bias_paired_loads=self.bias_paired_loads,
-            bias_tma=self.bias_tma,
-            bias_varies_by_row=self.bias_varies_by_row,
-            block_mask_tile=self.block_mask_tile,
-        )
+        """The fields that the forward uses."""
+        spec = replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), bias_needs_grad=False, bias_varies=0)
+        return replace(spec, captures_needing_grad=(), dbias_dtype="", dbias_accumulates=False)
 
     @property
     def for_backward(self) -> ModSpec:
@@ -119,10 +111,7 @@ _SLOW = {"mod": 10, "floordiv": 10}
 @lru_cache(maxsize=1024)
 def _weighted_ops(graph: Graph) -> int:
     """Operations per score of the lowered graph; slow ones count as several."""
-    graph = lowered(graph)
-    nodes = ((node.op, bits) for node, bits in zip(graph.nodes, graph.depends))
-    per_score = (op for op, bits in nodes if op not in ("input", "constant") and is_per_score(bits))
-    return sum(_SLOW.get(op, 1) for op in per_score)
+    return sum(_SLOW.get(node.op, 1) for node in lowered(graph).per_score if node.op != "input")
 
 
 def _loads_per_row(graph: Graph) -> bool:
@@ -131,4 +120,4 @@ def _loads_per_row(graph: Graph) -> bool:
 
 
 def _loads_per_score(graph: Graph) -> bool:
-    return any(node.op == "load" and is_per_score(bits) for node, bits in zip(graph.nodes, graph.depends))
+    return any(node.op == "load" for node in graph.per_score)

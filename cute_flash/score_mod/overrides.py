@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_flash.score_mod.graph import Builder
+from cute_flash.score_mod.graph import CASTS, COMPARISONS, LOGIC, OPERATIONS, TORCH_NAMES, Builder
 from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, node_of, op, trace_error
 
 KINDS = {torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float32: "float", torch.float64: "float"}
@@ -19,11 +20,6 @@ def inputs(builder: Builder, names: Sequence[str]) -> list[ScalarProxy]:
     return [ScalarProxy(builder, builder.input(name)) for name in names]
 
 
-def _cast(x: Any, kind: str) -> ScalarProxy:
-    builder = x._builder
-    return ScalarProxy(builder, builder.cast(x._node, kind))
-
-
 def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
     dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
     dtypes += [arg.dtype for arg in args if isinstance(arg, (ScalarProxy, Tensor))]
@@ -31,17 +27,13 @@ def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         return x
     if dtypes[0] not in KINDS:
         raise trace_error(f"a cast to {dtypes[0]}: values are bool, int32 or float32")
-    return _cast(x, KINDS[dtypes[0]])
+    return op(f"to_{KINDS[dtypes[0]]}", x)
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     # The bound is the first operand: if both are equal, the gradient goes to the second.
     x = x if min is None else op("max", min, x)
     return x if max is None else op("min", max, x)
-
-
-def _where(condition: Any, a: Any, b: Any) -> Any:
-    return op("where", condition, a, b)
 
 
 def _pow(a: Any, b: Any) -> ScalarProxy:
@@ -53,31 +45,23 @@ def _pow(a: Any, b: Any) -> ScalarProxy:
         if b == int(b) and abs(b) <= 16:
             return _power(a, int(b))
     if isinstance(a, (int, float)) and a > 0:
-        base = ScalarProxy(b._builder, b._builder.constant(float(a)))
-        exponent = b if a == 2 else op("mul", b, op("log2", base))
-        return op("exp2", exponent)
+        return op("exp2", op("mul", b, math.log2(a)))
     raise trace_error("** with this exponent: use an integer up to 16, 0.5, or exp2 and log2")
 
 
 def _power(a: ScalarProxy, n: int) -> ScalarProxy:
-    if n == 0:
-        return ScalarProxy(a._builder, a._builder.cast(a._builder.constant(1), a._kind))
-    product: ScalarProxy | None = None
-    square, bits = a, abs(n)
-    while bits:
-        if bits & 1:
-            product = square if product is None else op("mul", product, square)
-        square, bits = (op("mul", square, square) if bits > 1 else square), bits >> 1
-    assert product is not None
-    return product if n > 0 else op("div", 1.0, product)
+    if n < 0:
+        return op("div", 1.0, _power(a, -n))
+    product, square = _full_like(1)(a), a
+    while n:
+        if n & 1:
+            product = op("mul", product, square)
+        square, n = op("mul", square, square), n >> 1
+    return product
 
 
-def _add(a: Any, b: Any, *, alpha: Any = 1) -> ScalarProxy:
-    return op("add", a, b if alpha == 1 else op("mul", b, alpha))
-
-
-def _sub(a: Any, b: Any, *, alpha: Any = 1) -> ScalarProxy:
-    return op("sub", a, b if alpha == 1 else op("mul", b, alpha))
+def _with_alpha(name: str) -> Callable:
+    return lambda a, b, *, alpha=1: op(name, a, b if alpha == 1 else op("mul", b, alpha))
 
 
 def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
@@ -88,7 +72,7 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
 
 def _logical(name: str) -> Callable:
     def as_bool(x: Any) -> Any:
-        return _cast(x, "bool") if isinstance(x, ScalarProxy) else bool(x)
+        return op("to_bool", x) if isinstance(x, ScalarProxy) else bool(x)
 
     return lambda *args: op(name, *map(as_bool, args))
 
@@ -97,9 +81,13 @@ def _full_like(value: Any) -> Callable:
     def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         kwargs.pop("device", None)
         node = node_of(x._builder, args[0] if value is None else value)
-        return _to(ScalarProxy(x._builder, x._builder.cast(node, x._kind)), **kwargs)
+        return _to(op(f"to_{x._kind}", ScalarProxy(x._builder, node)), **kwargs)
 
     return like
+
+
+def _detached(x: ScalarProxy) -> ScalarProxy:
+    raise trace_error("detach: write score_mod_bwd, which defines the gradient")
 
 
 def _of(name: str) -> Callable:
@@ -110,20 +98,18 @@ def _reflected(name: str) -> Callable:
     return lambda a, b: op(name, b, a)
 
 
+_ALIASES = {
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "negative": "neg",
+    "absolute": "abs", "fmin": "min", "fmax": "max", "multiply": "mul", "true_divide": "div",
+    "float": "to_float", "int": "to_int", "long": "to_int", "bool": "to_bool",
+}  # fmt: skip
 # By name, for both torch functions and tensor methods.
 METHODS.update({
-    **{x: _of(x) for x in ("floor", "exp", "exp2", "log", "log2", "tanh", "sqrt", "rsqrt", "sigmoid")},
-    **{x: _of(x) for x in ("sin", "cos", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne")},
-    **{x: _of(y) for x, y in (("less", "lt"), ("less_equal", "le"), ("greater", "gt"))},
-    **{x: _of(y) for x, y in (("greater_equal", "ge"), ("not_equal", "ne"), ("negative", "neg"))},
-    **{x: _of(y) for x, y in (("absolute", "abs"), ("minimum", "min"), ("maximum", "max"))},
-    **{x: _of(y) for x, y in (("fmin", "min"), ("fmax", "max"), ("multiply", "mul"), ("mul", "mul"))},
-    **{x: _of(y) for x, y in (("floor_divide", "floordiv"), ("remainder", "mod"), ("true_divide", "div"))},
-    **{f"bitwise_{x}": _of(x) for x in ("and", "or", "xor", "not")},
-    **{f"logical_{x}": _logical(x) for x in ("and", "or", "xor", "not")},
-    **{x: _of(y) for x, y in (("bitwise_left_shift", "shl"), ("bitwise_right_shift", "shr"))},
-    "add": _add, "sub": _sub, "subtract": _sub, "div": _div, "divide": _div, "pow": _pow,
-    "where": _where,
+    **{TORCH_NAMES.get(x, x): _of(x) for x in OPERATIONS if x not in CASTS},
+    **{x: _of(y) for x, y in _ALIASES.items()},
+    **{f"logical_{x}": _logical(x) for x in LOGIC},
+    "add": _with_alpha("add"), "sub": _with_alpha("sub"), "subtract": _with_alpha("sub"),
+    "div": _div, "divide": _div, "pow": _pow,
     "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: _clamp(x, min=min),
     "clamp_max": lambda x, max: _clamp(x, max=max),
     "square": lambda x: op("mul", x, x),
@@ -132,17 +118,11 @@ METHODS.update({
     "expm1": lambda x: op("sub", op("exp", x), 1.0),
     "relu": lambda x, inplace=False: op("max", x, 0),
     "silu": lambda x, inplace=False: op("mul", x, op("sigmoid", x)),
-    "masked_fill": lambda x, mask, value: _where(mask, value, x),
+    "masked_fill": lambda x, mask, value: op("where", mask, value, x),
     "to": _to, "type": _to, "type_as": _to,
-    "float": lambda x: _cast(x, "float"), "int": lambda x: _cast(x, "int"),
-    "long": lambda x: _cast(x, "int"), "bool": lambda x: _cast(x, "bool"),
     "zeros_like": _full_like(0), "ones_like": _full_like(1), "full_like": _full_like(None),
-    "clone": lambda x, **_: x, "detach": lambda x: _detached(x), "contiguous": lambda x: x,
+    "clone": lambda x, **_: x, "detach": _detached, "contiguous": lambda x: x,
 })  # fmt: skip
-
-
-def _detached(x: ScalarProxy) -> ScalarProxy:
-    raise trace_error("detach: write score_mod_bwd, which defines the gradient")
 
 
 for _method, _handler in METHODS.items():
@@ -155,14 +135,13 @@ _OPERATORS = {
     "and": "and", "or": "or", "xor": "xor", "lshift": "shl", "rshift": "shr",
 }  # fmt: skip
 for _python, _op in _OPERATORS.items():
-    setattr(ScalarProxy, f"__{_python}__", _of(_op))
-    setattr(ScalarProxy, f"__r{_python}__", _reflected(_op))
-    for _prefix, _handler in (("", _of(_op)), ("r", _reflected(_op))):
-        if hasattr(Tensor, f"__{_prefix}{_python}__"):
-            TORCH[getattr(Tensor, f"__{_prefix}{_python}__")] = _handler
-for _python, _op in (("lt", "lt"), ("le", "le"), ("gt", "gt"), ("ge", "ge"), ("eq", "eq"), ("ne", "ne")):
-    setattr(ScalarProxy, f"__{_python}__", _of(_op))
-for _python, _op in (("neg", "neg"), ("abs", "abs"), ("invert", "not")):
-    setattr(ScalarProxy, f"__{_python}__", _of(_op))
-for _python, _handler in (("pos", lambda x: x), ("pow", _pow), ("rpow", lambda x, base: _pow(base, x))):
+    for _method, _handler in ((f"__{_python}__", _of(_op)), (f"__r{_python}__", _reflected(_op))):
+        setattr(ScalarProxy, _method, _handler)
+        if hasattr(Tensor, _method):
+            TORCH[getattr(Tensor, _method)] = _handler
+_UNREFLECTED: dict[str, Callable] = {
+    **{x: _of(x) for x in (*COMPARISONS, "neg", "abs")},
+    **{"invert": _of("not"), "pos": lambda x: x, "pow": _pow, "rpow": lambda x, base: _pow(base, x)},
+}
+for _python, _handler in _UNREFLECTED.items():
     setattr(ScalarProxy, f"__{_python}__", _handler)

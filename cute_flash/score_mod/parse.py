@@ -15,13 +15,13 @@ from cute_flash.score_mod.graph import (
     INPUTS,
     MAX_CAPTURE_RANK,
     OPERATIONS,
+    TYPES,
     Builder,
     CaptureSpec,
     Graph,
     Node,
 )
 
-TYPES = {"bool": bool, "int": int, "float": float}
 UNARY = {"neg", "abs", "not", *CASTS, *FLOATING} - {"div"}
 
 

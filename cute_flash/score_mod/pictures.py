@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -53,11 +54,6 @@ def draw(
     partial block; empty blocks are blank. `place`: the (b, h) to show; causal, window: as for `attn`.
     """
     window = window[0], 0 if causal else window[1]
-    picture = _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title)
-    return _svg(picture) if as_svg else _text(picture, has_colour)
-
-
-def _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title) -> _Picture:
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
     device = mask.captures[0].device if mask is not None and mask.captures else torch.device("cpu")
@@ -66,8 +62,9 @@ def _picture(mask_mod, seqlen_q, seqlen_k, tile, window, place, title) -> _Pictu
     shape = (place[0] + 1, place[1] + 1, seqlen_q, seqlen_k)
     status = BlockMask.of(mask_mod, shape, tile=tile, window=window, device=device).status
     b, h = (min(i, n - 1) for i, n in zip(place, status.shape))
-    name = title or getattr(mask_mod, "__qualname__", "mask").partition(".<locals>")[0]
-    return _Picture(visible.cpu(), status[b, h].cpu(), tile, name)
+    title = title or getattr(mask_mod, "__qualname__", "mask").partition(".<locals>")[0]
+    picture = _Picture(visible.cpu(), status[b, h].cpu(), tile, title)
+    return _svg(picture) if as_svg else _text(picture, has_colour)
 
 
 def _text(picture: _Picture, has_colour: bool) -> str:
@@ -115,13 +112,9 @@ def _runs(picture: _Picture, cell: int, left: int, top: int) -> list[str]:
     tile_m, tile_n = picture.tile
     boxes = []
     for i, row in enumerate(picture.visible.tolist()):
-        blocks, start = picture.status[i // tile_m].tolist(), None
-        for j in range(len(row) + 1):
-            is_in = j < len(row) and row[j] and blocks[j // tile_n] == PARTIAL
-            if is_in and start is None:
-                start = j
-            elif not is_in and start is not None:
-                box = f'x="{left + cell * start}" y="{top + cell * i}" width="{cell * (j - start)}"'
-                boxes.append(f'<rect {box} height="{cell}" fill="{_VISIBLE[PARTIAL]}"/>')
-                start = None
+        blocks = picture.status[i // tile_m].tolist()
+        is_drawn = (x and blocks[j // tile_n] == PARTIAL for j, x in enumerate(row))
+        for run in re.finditer("#+", "".join("#" if x else " " for x in is_drawn)):
+            box = f'x="{left + cell * run.start()}" y="{top + cell * i}" width="{cell * len(run[0])}"'
+            boxes.append(f'<rect {box} height="{cell}" fill="{_VISIBLE[PARTIAL]}"/>')
     return boxes

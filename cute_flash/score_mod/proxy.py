@@ -8,7 +8,8 @@ the mod can index.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -34,19 +35,17 @@ class Specialise(BaseException):
         self.scalars = scalars
 
 
-def user_line() -> str:
-    """The line of user code that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first of these (frame, line number) pairs that is in user code."""
+    for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("cute_flash.score_mod.", "torch.")) and module != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown line"
+        if module != "torch" and not module.startswith(("cute_flash.score_mod.", "torch.")):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "while tracing"
 
 
 def trace_error(what: str) -> TraceError:
-    return TraceError(f"{what} ({user_line()})")
+    return TraceError(f"{what} ({user_line(walk_stack(sys._getframe()))})")
 
 
 class ScalarProxy:
@@ -65,17 +64,7 @@ class ScalarProxy:
     def dtype(self) -> torch.dtype:
         return DTYPES[self._kind]
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size()
-
-    @property
-    def ndim(self) -> int:
-        return 0
+    device, shape, ndim = torch.device("cpu"), torch.Size(), 0
 
     def dim(self) -> int:
         return 0
@@ -145,20 +134,14 @@ def _name(func: Any) -> str:
     return owner + getattr(func, "__name__", str(func))
 
 
-def _builder_of(*args: Any) -> Builder:
-    return next(x._builder for x in args if isinstance(x, (ScalarProxy, TensorProxy)))
-
-
 def node_of(builder: Builder, x: Any) -> int:
     """The node of an operand: a proxy, a Python number, or a tensor of one element."""
     if isinstance(x, ScalarProxy):
         return x._node
     if isinstance(x, (bool, int, float)):
-        # Also subclasses, such as those of enum.
-        plain = x if isinstance(x, bool) else int(x) if isinstance(x, int) else float(x)
-        return builder.constant(plain)
+        return builder.constant(x)
     if isinstance(x, TensorProxy):
-        raise trace_error(f"a captured tensor of {x._rank - len(x._indices)} dimension(s) as a value: index it")
+        raise trace_error(f"a captured tensor of {x.ndim} dimension(s) as a value: index it")
     if isinstance(x, Tensor):
         if x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
             return node_of(builder, x.item())
@@ -170,7 +153,7 @@ def node_of(builder: Builder, x: Any) -> int:
 
 def op(name: str, *operands: Any) -> ScalarProxy:
     """Record an operation."""
-    builder = _builder_of(*operands)
+    builder = next(x._builder for x in operands if isinstance(x, (ScalarProxy, TensorProxy)))
     nodes = [node_of(builder, x) for x in operands]
     try:
         return ScalarProxy(builder, builder.op(name, *nodes))
@@ -181,27 +164,17 @@ def op(name: str, *operands: Any) -> ScalarProxy:
 class TensorProxy:
     """A captured tensor, whose first dimensions may already be indexed."""
 
-    def __init__(self, builder: Builder, capture: int, sizes: Callable[[int], Any], indices: tuple = ()) -> None:
+    def __init__(self, builder: Builder, capture: int, sizes: Callable[[], tuple], indices: tuple = ()) -> None:
         self._builder, self._capture, self._sizes, self._indices = builder, capture, sizes, indices
-
-    @property
-    def _rank(self) -> int:
-        return self._builder.captures[self._capture].rank
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self._builder.captures[self._capture].dtype)
-
-    @property
-    def ndim(self) -> int:
-        return self._rank - len(self._indices)
+        spec = builder.captures[capture]
+        self._rank, self.ndim, self.dtype = spec.rank, spec.rank - len(indices), getattr(torch, spec.dtype)
 
     def dim(self) -> int:
         return self.ndim
 
     @property
     def shape(self) -> tuple:
-        return tuple(self._sizes(i) for i in range(len(self._indices), self._rank))
+        return self._sizes()[len(self._indices) :]
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -26,10 +26,7 @@ class TensorCache(Generic[Value]):
 
     def get(self, tensors: Sequence[Tensor], key: Hashable) -> Value | None:
         """The value of these tensors and a key of its other inputs; None if it is not cached."""
-        cached = self._known.get((*map(id, tensors), key))
-        if cached is None:
-            return None
-        refs, value = cached
+        refs, value = self._known.get((*map(id, tensors), key), ((), None))
         for ref, x in zip(refs, tensors):
             if ref() is not x:  # a new tensor with the id of one that was freed
                 return None
@@ -44,10 +41,16 @@ class TensorCache(Generic[Value]):
         self._known[full_key] = refs, value
         return value
 
+    def of_contents(self, tensors: Sequence[Tensor], key: Hashable, compute: Callable[[], Value]) -> Value:
+        """The value of the tensors' present contents, computed if it is not cached.
+
+        It is not cached for inference tensors, which do not count the writes to them.
+        """
+        if any(x.is_inference() for x in tensors):
+            return compute()
+        key = key, *(x._version for x in tensors)
+        value = self.get(tensors, key)
+        return self.put(tensors, key, compute()) if value is None else value
+
     def clear(self) -> None:
         self._known.clear()
-
-
-def versions(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The version counters of tensors, as part of a key; None for inference tensors, which have none."""
-    return None if any(x.is_inference() for x in tensors) else tuple(x._version for x in tensors)

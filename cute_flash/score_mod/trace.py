@@ -9,23 +9,25 @@ may differ. Bools, None and strings are compiled in, and so is a number that Pyt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from traceback import walk_tb
 from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.captures import MAX_INT, CaptureTracer, Source, code_of
+from cute_flash.score_mod.captures import CaptureTracer, Source, code_of
 from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of
+from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line
 
 ROLES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
     "mask_mod": ("b", "h", "q", "kv"),
     "score_mod_bwd": ("grad", "score", "b", "h", "q", "kv"),
 }
+MAX_INT = 1 << 31
 # Bounds of the cache, for programs that create new functions endlessly.
 MAX_TRACES_OF_CODE, MAX_CODES = 16, 1024
 
@@ -44,18 +46,14 @@ class Trace:
     sources: tuple[Source, ...]
     captures: tuple[int, ...]  # indices into sources
     scalars: tuple[int, ...]  # indices into sources
-    aliases: tuple[tuple[int, int], ...] = ()  # pairs of sources that must have the same object
-    _steps: tuple[tuple, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_steps", tuple((x.parent, x.get, x.guard) for x in self.sources))
+    aliases: tuple[tuple[int, int], ...]  # pairs of sources that must have the same object
 
     def bind(self, mod: Any) -> BoundMod | None:
         """Read the captured values of a mod; None if a guard fails."""
         values: list[Any] = []
         try:
-            for parent, get, guard in self._steps:
-                value = get(values[parent]) if get is not None else mod
+            for parent, read, key, guard in self.sources:
+                value = mod if read is None else read(values[parent], key)
                 if not guard(value):
                     return None
                 values.append(value)
@@ -64,6 +62,9 @@ class Trace:
         if any(values[i] is not values[j] for i, j in self.aliases):
             return None
         scalars = tuple([values[i] for i in self.scalars])
+        for x in scalars:
+            if type(x) is int and not -MAX_INT <= x < MAX_INT:
+                raise TraceError(f"a captured number is {x}: kernels compute in 32 bits")
         return BoundMod(self.graph, tuple([values[i] for i in self.captures]), scalars)
 
 
@@ -82,9 +83,8 @@ def bind(mod: Callable, role: str) -> BoundMod:
         raise TraceError(f"{role} is a {type(mod).__name__}: give a function of ({_signature(role)})")
     key = role, code_of(mod)
     for trace in _traces.get(key, ()):
-        bound_mod = trace.bind(mod)
-        if bound_mod is not None:
-            return _checked(bound_mod)
+        if (bound_mod := trace.bind(mod)) is not None:
+            return bound_mod
     trace = _traced(mod, role)
     if len(_traces) >= MAX_CODES:
         _traces.clear()
@@ -94,14 +94,7 @@ def bind(mod: Callable, role: str) -> BoundMod:
     bound_mod = trace.bind(mod)
     if bound_mod is None:
         raise TraceError(f"{role}: a captured value changes while it is read")
-    return _checked(bound_mod)
-
-
-def _checked(mod: BoundMod) -> BoundMod:
-    for value in mod.scalars:
-        if type(value) is int and not -MAX_INT <= value < MAX_INT:
-            raise TraceError(f"a captured number is {value}: kernels compute in 32 bits")
-    return mod
+    return bound_mod
 
 
 def _signature(role: str) -> str:
@@ -119,25 +112,22 @@ def _traced(mod: Callable, role: str) -> Trace:
         try:
             tracer = CaptureTracer(builder, mod, static)
             result = tracer.function(*inputs(builder, ROLES[role]))
-            return _finished(builder, tracer, _output(builder, result, role))
+            graph, captures, scalars = drop_unused_arguments(builder.graph(_output(builder, result, role)))
+            return Trace(
+                graph,
+                tuple(tracer.sources),
+                tuple(tracer.captures[i] for i in captures),
+                tuple(tracer.scalars[i] for i in scalars),
+                tuple(tracer.aliases),
+            )
         except Specialise as needed:
             assert tracer is not None
             static |= {tracer.paths[tracer.scalars[i]] for i in needed.scalars}
         except TraceError as error:
             raise TraceError(f"{role}: {error}") from None
         except Exception as error:
-            raise TraceError(f"{role}: {type(error).__name__}: {error} ({_last_line(error)})") from error
-
-
-def _last_line(error: Exception) -> str:
-    """The innermost line of user code in an error's traceback."""
-    where, step = "", error.__traceback__
-    while step is not None:
-        name = step.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith(("cute_flash.score_mod.", "torch.")):
-            where = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
-        step = step.tb_next
-    return where or "while tracing"
+            line = user_line(reversed(list(walk_tb(error.__traceback__))))
+            raise TraceError(f"{role}: {type(error).__name__}: {error} ({line})") from error
 
 
 def _output(builder: Builder, result: Any, role: str) -> int:
@@ -149,14 +139,3 @@ def _output(builder: Builder, result: Any, role: str) -> int:
     if builder.kind(node) != "bool":
         raise TraceError(f"it returns an {builder.kind(node)}: a mask is of bools, made by comparisons")
     return node
-
-
-def _finished(builder: Builder, tracer: CaptureTracer, output: int) -> Trace:
-    graph, captures, scalars = drop_unused_arguments(builder.graph(output))
-    return Trace(
-        graph,
-        tuple(tracer.sources),
-        tuple(tracer.captures[i] for i in captures),
-        tuple(tracer.scalars[i] for i in scalars),
-        tuple(tracer.aliases),
-    )

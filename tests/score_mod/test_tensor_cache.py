@@ -12,7 +12,7 @@ import torch
 from cute_flash import BlockMask, masks
 from cute_flash.runtime import block_masks
 from cute_flash.score_mod import block_mask, block_sparse
-from cute_flash.score_mod.tensor_cache import TensorCache, versions
+from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.spec.args import AttentionArgs
 
 PROBLEM: Any = SimpleNamespace(batch=2, heads=4, heads_kv=2)
@@ -58,14 +58,18 @@ def test_a_reused_id_is_detected() -> None:
     assert cache.get([x], None) is None
 
 
-def test_versions() -> None:
+def test_values_of_contents_are_computed_after_a_write() -> None:
+    cache: TensorCache[object] = TensorCache(4)
     x, y = torch.ones(2), torch.ones(2)
-    before = versions([x, y])
+    first = cache.of_contents([x, y], "a", object)
+    assert cache.of_contents([x, y], "a", object) is first
+    assert cache.of_contents([x, y], "b", object) is not first
     y.add_(1)
-    assert before != versions([x, y])
+    assert cache.of_contents([x, y], "a", object) is not first
     with torch.inference_mode():
-        assert versions([x, torch.ones(1)]) is None
-    assert versions([]) == ()
+        tensors = [x, torch.ones(1)]
+        assert cache.of_contents(tensors, "a", object) is not cache.of_contents(tensors, "a", object)
+    assert cache.of_contents([], "a", object) is cache.of_contents([], "a", object)
 
 
 def made_mask() -> BlockMask:
