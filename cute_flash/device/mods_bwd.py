@@ -25,8 +25,8 @@ from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mod_arithmetic import CuteArithmetic, clamp_indices
 from cute_flash.device.position import BwdBlockPosition
-from cute_flash.device.ptx import pack, select_if
-from cute_flash.device.score_bwd import BlockScores, bits_and, tanh_derivative
+from cute_flash.device.ptx import bits_and, pack, select_if, tanh_derivative
+from cute_flash.device.score_bwd import BlockScores
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.score_mod.bound import Graphs

@@ -21,7 +21,7 @@ from cute_flash.device.dropout_bits import DropoutBits
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.philox import Dropout
 from cute_flash.device.position import TilePosition
-from cute_flash.device.ptx import pack, rederived
+from cute_flash.device.ptx import bits_and, pack, rederived, tanh_derivative
 from cute_flash.device.score import Score
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.views import as_mn
@@ -158,14 +158,3 @@ class BlockScores:
 
     def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
         return rX[c if self.is_transposed else r]
-
-
-def tanh_derivative(t: Float32) -> Float32:
-    """1 - t², and 0 for a masked score, -inf"""
-    return cute.arch.inline_ptx(
-        "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[-t, t, Float32(1.0)]
-    )
-
-
-def bits_and(x: Float32, bits: Int32) -> Int32:
-    return cute.arch.inline_ptx("and.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, bits])
