@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_flash.device.dropout_bits import DropoutBits
 from cute_flash.device.mask import Mask, column_offset
@@ -51,7 +51,7 @@ class BwdScoreParams:
             score = score.for_head(self.alibi_slopes[batch, head])
             distance = score.first_distance(mask, 0, first_col)
         if self.rng is not None:
-            dropout = Dropout.read(self.rng, Uint32(self.dropout_threshold), self.dropout_scale)
+            dropout = Dropout.read(self.rng, self.dropout_threshold)
             position = TilePosition(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
             bits = DropoutBits.compute(dropout, position, score.rate is None and score.slope_log2 is None)
         scores = BlockScores(score, distance, self.heads, bits, self.dropout_scale, is_transposed, row_step)
