@@ -62,11 +62,10 @@ class RowTiles:
         thr_copy = self.copy.get_slice(self.thread)
         tXgX = thr_copy.partition_S(gX)
         tXsX = thr_copy.partition_D(sX)
+        pred = None
         if cutlass.const_expr(check_rows or self.head_dim != self.tile_d):
             pred = self.predicates(thr_copy, tXsX, rows_left, check_rows)
-            cute.copy(self.copy, tXgX, tXsX, pred=pred)
-        else:
-            cute.copy(self.copy, tXgX, tXsX)
+        cute.copy(self.copy, tXgX, tXsX, pred=pred)
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):

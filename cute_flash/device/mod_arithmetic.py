@@ -20,11 +20,6 @@ from cute_flash.score_mod.graph import Node
 TYPES = {"bool": Boolean, "int": Int32, "float": Float32}
 
 
-def _select(condition: Boolean, a: Any, b: Any, kind: str) -> Any:
-    dtype = TYPES[kind]
-    return dtype(cutlass.select_(condition, dtype(a), dtype(b)))
-
-
 def _fast(name: str) -> Callable[[Float32], Float32]:
     """The approximation of a function of `cute.math`."""
     return partial(getattr(cute.math, name), fastmath=True)
@@ -84,17 +79,18 @@ class CuteArithmetic:
         return element != 0 if kind == "bool" else TYPES[kind](element)
 
     def op(self, node: Node, *args: Any) -> Any:
+        dtype = TYPES[node.kind]
         if node.op == "where":
-            return _select(*args, node.kind)
+            return dtype(cutlass.select_(args[0], dtype(args[1]), dtype(args[2])))
         if node.op == "to_bool":
             return args[0] != 0
         if node.op.startswith("to_"):
-            return TYPES[node.kind](args[0])
+            return dtype(args[0])
         if node.op == "not" and node.kind == "bool":
             return args[0] == Boolean(False)
         if node.op in INT_OPS:
             return (FLOAT_OPS if node.kind == "float" else INT_OPS)[node.op](*args)
-        return TYPES[node.kind](OPS[node.op](*args))
+        return dtype(OPS[node.op](*args))
 
 
 def clamp_indices(capture: cute.Tensor, indices: Sequence[Int32]) -> Any:
