@@ -33,17 +33,17 @@ def _tanh(x: Float32) -> Float32:
     return 1.0 - 2.0 * cute.arch.rcp_approx(_exp2(x * (2 * LOG2_E)) + 1.0)
 
 
+# Operations that have the same name in `operator`, and approximations that have it in `cute.math`.
+OPERATORS = ("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "xor")
+FUNCTIONS = ("exp2", "log2", "sqrt", "rsqrt", "sin", "cos")
 OPS: dict[str, Any] = {
-    **{
-        name: getattr(operator, name)
-        for name in ("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "xor")
-    },
+    **{name: getattr(operator, name) for name in OPERATORS},
     "div": operator.truediv,
     "and": operator.and_,
     "or": operator.or_,
     "shl": operator.lshift,
     "shr": operator.rshift,
-    **{name: _fast(name) for name in ("exp2", "log2", "sqrt", "rsqrt", "sin", "cos")},
+    **{name: _fast(name) for name in FUNCTIONS},
     "exp": lambda a: _exp2(a * LOG2_E),
     "log": lambda a: _log2(a) * LN_2,
     "tanh": _tanh,
@@ -52,7 +52,7 @@ OPS: dict[str, Any] = {
 }
 # Operations that differ between ints and floats.
 INT_OPS: dict[str, Any] = {
-    "floordiv": lambda a, b: a // b,
+    "floordiv": operator.floordiv,
     "mod": lambda a, b: a - a // b * b,
     "min": cutlass.min,
     "max": cutlass.max,

@@ -50,11 +50,11 @@ class TmaTiles:
     def _layout(mX: cute.Tensor) -> cute.Layout:
         return cute.select(mX.layout, mode=[2, 3, 1, 0])
 
-    def _head(self, head: Int32, batch: Int32) -> cute.Tensor:
+    def _head(self, head: Int32, batch) -> cute.Tensor:
         """The coordinates of (S, D)."""
         return self.coords[None, None, head, batch]
 
-    def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32 | tuple, column: Int32 | int):
+    def _partition(self, sX: cute.Tensor, head: Int32, batch, column: Int32 | int):
         """(bytes of a tile, stage...) of shared memory, and (bytes of a tile, tile of rows) of global memory."""
         gX = cute.local_tile(self._head(head, batch), (self.rows, self.cols), (None, column))
         sX, gX = (cute.group_modes(x, 0, 2) for x in (sX, gX))
@@ -89,7 +89,7 @@ class VarlenTmaTiles(TmaTiles):
         shape = (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY))
         return cute.make_layout(shape, stride=(by_row, by_column, by_head, by_row, back))
 
-    def _head(self, head: Int32, batch: tuple) -> cute.Tensor:
+    def _head(self, head: Int32, batch) -> cute.Tensor:
         begin, length = batch
         gHead = self.coords[None, None, head, begin + length, Int32(WRAP)]
         return cute.domain_offset((WRAP - length, 0), gHead)
