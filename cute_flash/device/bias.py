@@ -117,8 +117,7 @@ class BiasPipeline:
     """
 
     sBias: cute.Tensor  # (64, tile_n, (warpgroup, stage))
-    full: cute.Pointer  # one mbarrier per stage and warpgroup: no warpgroup waits for another
-    empty: cute.Pointer
+    barriers: Pipeline  # a part for each warpgroup: no warpgroup waits for another
     tile: cutlass.Constexpr  # SmemTile of a warpgroup
     num_warpgroups: cutlass.Constexpr
     stages: cutlass.Constexpr
@@ -127,19 +126,15 @@ class BiasPipeline:
     def allocate(smem, dtype, tile: SmemTile, num_warpgroups: int, stages: int) -> "BiasPipeline":
         sBias = allocate_stages(smem, dtype, tile, num_warpgroups * stages)
         sBias = cute.logical_divide(sBias, (None, None, num_warpgroups))
-        num = num_warpgroups * stages
-        barriers = smem.allocate_array(cutlass.Int64, 2 * num, byte_alignment=8)
-        return BiasPipeline(sBias, barriers, barriers + num, tile, num_warpgroups, stages)
+        barriers = Pipeline.allocate(smem, num_warpgroups * stages)
+        return BiasPipeline(sBias, barriers, tile, num_warpgroups, stages)
 
-    @cute.jit
     def init_barriers(self):
         """One thread calls it, before a fence and a barrier of all threads."""
-        for warpgroup in cutlass.range_constexpr(self.num_warpgroups):
-            self.pipeline(warpgroup).init(1, WARPGROUP_THREADS // 32)
+        self.barriers.init(1, WARPGROUP_THREADS // 32)
 
     def pipeline(self, warpgroup: Int32 | int) -> Pipeline:
-        first = warpgroup * self.stages
-        return Pipeline(self.full + first, self.empty + first, self.stages)
+        return self.barriers.part(warpgroup, self.stages)
 
     @cute.jit
     def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):

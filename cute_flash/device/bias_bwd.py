@@ -29,7 +29,7 @@ class BwdBiasParams:
     def block(self, position: BwdBlockPosition, size: tuple, lengths: tuple) -> "BwdBlockBias":
         rows, columns = size
         shape = rows if self.varies & COLUMN else 1, columns if self.varies & ROW else 1
-        return BwdBlockBias(self, position, size, lengths, cute.make_rmem_tensor(shape, self.mBias.element_type))
+        return BwdBlockBias(self, position, lengths, cute.make_rmem_tensor(shape, self.mBias.element_type))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class BwdBlockBias:
 
     params: BwdBiasParams
     position: BwdBlockPosition
-    size: cutlass.Constexpr
     lengths: tuple  # queries, keys
     rBias: cute.Tensor  # (rows, columns), 1 in a dimension that it does not vary in
 

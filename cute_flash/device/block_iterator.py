@@ -47,6 +47,8 @@ class OutwardBlockIterator:
 
     first: Int32
     blocks: BlockRange
+    # Of an unbounded band: only the end of the keys makes a block partial, the last one unless it is the first.
+    full_begin = 0
 
     @staticmethod
     def of(blocks: BlockRange, start: Int32) -> "OutwardBlockIterator":
@@ -55,13 +57,6 @@ class OutwardBlockIterator:
     @property
     def num(self) -> Int32:
         return self.blocks.end - self.blocks.begin
-
-    @property
-    def full_begin(self) -> int:
-        """Of an unbounded band: only the end of the keys makes a block partial, the last one unless it is the
-        first.
-        """
-        return 0
 
     @property
     def full_end(self) -> Int32:

@@ -21,14 +21,12 @@ def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
 
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Global -> shared by cp.async, cached in L2 only: CTAs share K and V, the threads of one do not."""
-    op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
-    return row_copy(op, num_threads, row_elements, dtype)
+    return row_copy(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), num_threads, row_elements, dtype)
 
 
 def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
     """Shared -> registers -> global in 16-byte vectors."""
-    op = cute.nvgpu.CopyUniversalOp()
-    return row_copy(op, num_threads, row_elements, dtype)
+    return row_copy(cute.nvgpu.CopyUniversalOp(), num_threads, row_elements, dtype)
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
@@ -39,14 +37,9 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
     """
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
-    return cute.make_tensor(
-        first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(_narrow(row_stride, gX), 1))
-    )
-
-
-def _narrow(stride: cutlass.Int64, gX: cute.Tensor) -> Int32:
-    """The stride in 32 bits. Row strides are multiples of the vector, which the conversion forgets."""
-    return cute.assume(Int32(stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
+    # Row strides are multiples of the vector, which the conversion forgets.
+    narrow_stride = cute.assume(Int32(row_stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
+    return cute.make_tensor(first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(narrow_stride, 1)))
 
 
 @dataclass(frozen=True)
@@ -69,11 +62,10 @@ class RowTiles:
         thr_copy = self.copy.get_slice(self.thread)
         tXgX = thr_copy.partition_S(gX)
         tXsX = thr_copy.partition_D(sX)
+        pred = None
         if cutlass.const_expr(check_rows or self.head_dim != self.tile_d):
             pred = self.predicates(thr_copy, tXsX, rows_left, check_rows)
-            cute.copy(self.copy, tXgX, tXsX, pred=pred)
-        else:
-            cute.copy(self.copy, tXgX, tXsX)
+        cute.copy(self.copy, tXgX, tXsX, pred=pred)
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):

@@ -29,27 +29,21 @@ class DropoutMaskPipeline:
     """The masks of some blocks for every consumer warpgroup. Iterations are those of K and V."""
 
     words: cute.Tensor  # (register, thread, k-step, stage, warpgroup)
-    full: cute.Pointer  # one mbarrier per stage and warpgroup
-    empty: cute.Pointer
-    num_warpgroups: cutlass.Constexpr
+    barriers: Pipeline  # a part for each warpgroup
     stages: cutlass.Constexpr
 
     @staticmethod
     def allocate(smem, num_warpgroups: int, steps: int, stages: int) -> "DropoutMaskPipeline":
         layout = cute.make_layout((REGISTERS, WARPGROUP_THREADS, steps, stages, num_warpgroups))
-        words, num = smem.allocate_tensor(Int32, layout, 16), num_warpgroups * stages
-        barriers = smem.allocate_array(cutlass.Int64, 2 * num, byte_alignment=8)
-        return DropoutMaskPipeline(words, barriers, barriers + num, num_warpgroups, stages)
+        words = smem.allocate_tensor(Int32, layout, 16)
+        return DropoutMaskPipeline(words, Pipeline.allocate(smem, num_warpgroups * stages), stages)
 
-    @cute.jit
     def init_barriers(self):
         """One thread calls it, before a fence and a barrier of all threads."""
-        for warpgroup in cutlass.range_constexpr(self.num_warpgroups):
-            self.pipeline(warpgroup).init(WARPS, WARPS)
+        self.barriers.init(WARPS, WARPS)
 
     def pipeline(self, warpgroup: Int32) -> Pipeline:
-        first = warpgroup * self.stages
-        return Pipeline(self.full + first, self.empty + first, self.stages)
+        return self.barriers.part(warpgroup, self.stages)
 
     def stage(self, iteration: Int32):
         return iteration & (self.stages - 1) if self.stages > 1 else 0

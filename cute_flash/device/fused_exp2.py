@@ -47,8 +47,7 @@ class FusedExp2:
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
         """The largest score of each row over this thread's columns, of a ((2, 2, 2), 1, k-step) view."""
-        for r in cutlass.range_constexpr(2):
-            result[r] = -Float32.inf
+        result.fill(-Float32.inf)
         for k in cutlass.range_constexpr(cute.size(acc_S, mode=[2])):
             exponents = self.exponents(_step_scores(acc_S, k), k, (Float32(0.0), Float32(0.0)))
             for r in cutlass.range_constexpr(2):
@@ -103,8 +102,7 @@ class SoftcapExp2(FusedExp2):
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
         """The capped maximum: capping is monotonic."""
-        for r in cutlass.range_constexpr(2):
-            result[r] = -Float32.inf
+        result.fill(-Float32.inf)
         for part in cutlass.range_constexpr(len(self.are_near)):
             steps = range(PART_STEPS * part, min(PART_STEPS * (part + 1), cute.size(acc_S, mode=[2])))
             for r in cutlass.range_constexpr(2):

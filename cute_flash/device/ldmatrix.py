@@ -28,8 +28,21 @@ class MmaOperand:
     fragment: cute.Tensor
     view: cute.Tensor  # the fragment in the order of ldmatrix: (registers, m or n, k)
     is_transposed: bool
-    column_stride: int = STEP  # columns from one of this warp's sub-tiles to the next
+    column_stride: int  # columns from one of this warp's sub-tiles to the next
     offset: int = 0  # elements from the first tile
+
+    @staticmethod
+    def of(
+        copy: cute.TiledCopy, thread: Int32, sX: cute.Tensor, tile: SmemTile, step: int, fragment, is_transposed: bool
+    ) -> "MmaOperand":
+        """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`. `step`: from one of this
+        warp's sub-tiles to the next, in rows, or in columns if `is_transposed`.
+        """
+        thr_copy = copy.get_slice(thread)
+        address = swizzled(Int32(thr_copy.partition_S(sX).iterator.toint()), tile)
+        view = _by_instruction(thr_copy.retile(fragment))
+        row_step, column_step = (STEP, step) if is_transposed else (step, STEP)
+        return MmaOperand(copy, address, tile, row_step, fragment, view, is_transposed, column_step)
 
     def shifted(self, tiles: int) -> "MmaOperand":
         """The same operand `tiles` tiles further: the same addresses with another immediate."""
@@ -67,23 +80,6 @@ class MmaOperand:
         address = (self.address + stage * tile.bytes) ^ (flipped * tile.element_bytes)
         pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=16)
         return pointer + (added + self.offset)
-
-
-def mma_operand(
-    copy: cute.TiledCopy,
-    thread: Int32,
-    sX: cute.Tensor,
-    tile: SmemTile,
-    row_step: int,
-    fragment: cute.Tensor,
-    is_transposed: bool = False,
-    column_stride: int = STEP,
-) -> MmaOperand:
-    """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`."""
-    thr_copy = copy.get_slice(thread)
-    address = swizzled(Int32(thr_copy.partition_S(sX).iterator.toint()), tile)
-    view = _by_instruction(thr_copy.retile(fragment))
-    return MmaOperand(copy, address, tile, row_step, fragment, view, is_transposed, column_stride)
 
 
 def _by_instruction(view: cute.Tensor) -> cute.Tensor:
@@ -124,11 +120,6 @@ class FragmentStore:
 
     def shifted(self, tiles: int) -> "FragmentStore":
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
-
-    @staticmethod
-    def of(tiled_mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, row_step: int):
-        first = tiled_mma.get_slice(thread).partition_C(sX).iterator
-        return FragmentStore(swizzled(Int32(first.toint()), tile), tile, row_step)
 
     def store(self, fragment: cute.Tensor) -> None:
         """`fragment`: ((2, 2), MMA_M, MMA_N), compact."""

@@ -11,6 +11,7 @@ not count.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -34,13 +35,9 @@ class ModParams:
     captures: tuple | None  # tensors that score_mod captured, then those of mask_mod
     scalars: tuple | None
 
-    def score_evaluator(self) -> Evaluator | None:
-        return self._evaluator(self.spec.graphs.score, "score")
-
-    def mask_evaluator(self) -> Evaluator | None:
-        return self._evaluator(self.spec.graphs.mask, "mask")
-
-    def _evaluator(self, graph, name: str) -> Evaluator | None:
+    def evaluator(self, name: str) -> Evaluator | None:
+        """Of the "score" mod or the "mask" mod."""
+        graph = getattr(self.spec.graphs, name)
         if graph is None:
             return None
         arguments = self.spec.graphs.split(self.captures or (), self.scalars or ())
@@ -51,13 +48,9 @@ class ModParams:
         return bool(self.spec.bias_dtype) or self.spec.graphs.score is not None
 
     def for_head(self, head: Int32, batch: Int32) -> "HeadMods":
-        score, mask = self.score_evaluator(), self.mask_evaluator()
-        return HeadMods(
-            self,
-            None if self.bias is None else self.bias[batch, head, None, None],
-            None if score is None else score.at_head(batch, head),
-            None if mask is None else mask.at_head(batch, head),
-        )
+        bias = None if self.bias is None else self.bias[batch, head, None, None]
+        evaluators = self.evaluator("score"), self.evaluator("mask")
+        return HeadMods(self, bias, *(None if x is None else x.at_head(batch, head) for x in evaluators))
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,13 @@ class HeadMods:
 
     params: ModParams
     bias: cute.Tensor | None  # (Sq, Sk)
-    score_part: Part | None  # subexpressions of score_mod that depend on the head
-    mask_part: Part | None  # subexpressions of mask_mod that depend on the head
+    score: Part | None  # subexpressions of score_mod that depend on the head
+    mask: Part | None  # subexpressions of mask_mod that depend on the head
+
+    def in_block(self, name: str, mask: Mask, first_col: Int32) -> "BlockMod | None":
+        """The "score" mod or the "mask" mod in a block of a mask's rows that begins at a column; None: absent."""
+        part, evaluator = getattr(self, name), self.params.evaluator(name)
+        return None if evaluator is None else BlockMod(evaluator, part, mask, first_col)
 
     @cute.jit
     def load_bias(self, mask: Mask, first_col: Int32, is_full: cutlass.Constexpr, by_warp: cutlass.Constexpr = False):
@@ -118,72 +116,81 @@ class HeadMods:
             bias.wait()
             bias.add_to(acc_S_mn)
             bias.release()
-        if cutlass.const_expr(self.score_part is not None):
-            evaluator, head = self.params.score_evaluator(), self.score_part
-            rows = _row_parts(evaluator, head, mask)
-            first, first_float = _first_column(mask, first_col)
+        score_mod = self.in_block("score", mask, first_col)
+        if cutlass.const_expr(score_mod is not None):
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                column = evaluator.at_column(head, *_column(first, first_float, c))
+                column = score_mod.column(score_mod.position(c))
                 for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-                    (acc_S_mn[r, c],) = evaluator.at(head, rows[r], column, acc_S_mn[r, c])
+                    acc_S_mn[r, c] = score_mod.at(r, column, acc_S_mn[r, c])
 
     @cute.jit
     def apply_mask(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32):
         """-inf where mask_mod is false."""
-        if cutlass.const_expr(self.mask_part is not None):
-            evaluator, head = self.params.mask_evaluator(), self.mask_part
-            rows = _row_parts(evaluator, head, mask)
-            first, first_float = _first_column(mask, first_col)
+        mask_mod = self.in_block("mask", mask, first_col)
+        if cutlass.const_expr(mask_mod is not None):
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                column = evaluator.at_column(head, *_column(first, first_float, c))
+                column = mask_mod.column(mask_mod.position(c))
                 for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
-                    (is_visible,) = evaluator.at(head, rows[r], column)
-                    acc_S_mn[r, c] = cutlass.select_(is_visible, acc_S_mn[r, c], -Float32.inf)
+                    acc_S_mn[r, c] = cutlass.select_(mask_mod.at(r, column), acc_S_mn[r, c], -Float32.inf)
 
     def fused_exp2(
         self, mask: Mask, first_col: Int32, factors: tuple, bias: BlockBias | None, applies_mask: bool
     ) -> "ModExp2":
         """The fused pass for a block that the band does not mask. `applies_mask`: it evaluates mask_mod."""
-        score, masks = self.score_part, self.mask_part if applies_mask else None
-        return ModExp2(
-            self,
-            factors,
-            bias,
-            None if score is None else _row_parts(self.params.score_evaluator(), score, mask),
-            None if masks is None else _row_parts(self.params.mask_evaluator(), masks, mask),
-            _first_column(mask, first_col),
-        )
+        score_mod = self.in_block("score", mask, first_col)
+        mask_mod = self.in_block("mask", mask, first_col) if applies_mask else None
+        return ModExp2(factors, bias, score_mod, mask_mod)
+
+
+class BlockMod:
+    """A user mod in a block, with its subexpressions of every row of this thread."""
+
+    def __init__(self, evaluator: Evaluator, head: Part, mask: Mask, first_col: Int32) -> None:
+        self.evaluator, self.head, coords = evaluator, head, as_mn(mask.tScS)
+        rows = range(cute.size(coords, mode=[0]))
+        self.rows = [evaluator.at_row(head, mask.first_row + coords[r, 0][0]) for r in rows]
+        self.first_column = first_col + coords[0, 0][1]
+        # Other columns need no conversion.
+        self.first_float = Float32(self.first_column)
+
+    def position(self, c: int) -> tuple[Int32, Float32]:
+        """This thread's c-th column, as an int and as a float."""
+        return self.first_column + column_offset(c), self.first_float + Float32(column_offset(c))
+
+    def column(self, position: tuple[Int32, Float32]) -> Part:
+        """The subexpressions of a column."""
+        return self.evaluator.at_column(self.head, *position)
+
+    def at(self, r: int, column: Part, score: Float32 | None = None) -> Any:
+        (result,) = self.evaluator.at(self.head, self.rows[r], column, score)
+        return result
 
 
 @dataclass(frozen=True)
 class ModExp2(FusedExp2):
     """P of a block with a bias and user mods."""
 
-    head: HeadMods
     factors: tuple  # of Q K^T to natural scores, if there is a bias or a score_mod; of those to log2
     bias: BlockBias | None
-    score_rows: list | None
-    mask_rows: list | None
-    first: tuple  # column of this thread, as an int and as a float
+    score_mod: BlockMod | None
+    mask_mod: BlockMod | None
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
         """-inf where mask_mod is false."""
         bias = None if self.bias is None else self.bias.step(k)
-        columns = [_column(*self.first, 4 * k + i) for i in range(4)]
-        if self.score_rows is None:
+        mod = self.mask_mod if self.score_mod is None else self.score_mod
+        positions = [] if mod is None else [mod.position(4 * k + i) for i in range(4)]
+        if self.score_mod is None:
             exponents = self._linear(scores, bias, reference)
         else:
-            evaluator, head = self.head.params.score_evaluator(), self.head.score_part
-            natural, log2 = self.factors
-            parts = [evaluator.at_column(head, *column) for column in columns]
-            exponents = [[None] * 4 for _ in range(2)]
+            exponents = self._modified(scores, bias, positions, reference)
+        if self.mask_mod is not None:
+            columns = [self.mask_mod.column(position) for position in positions]
             for r in range(2):
                 for i in range(4):
-                    x = scores[r][i] * natural
-                    x = x if bias is None else x + bias[r][i]
-                    (x,) = evaluator.at(head, self.score_rows[r], parts[i], x)
-                    exponents[r][i] = cute.math.fma(x, log2, -reference[r])
-        return exponents if self.mask_rows is None else self._masked(exponents, columns)
+                    is_visible = self.mask_mod.at(r, columns[i])
+                    exponents[r][i] = cutlass.select_(is_visible, exponents[r][i], -Float32.inf)
+        return exponents
 
     def _linear(self, scores: list, bias: list | None, reference: tuple) -> list:
         natural, log2 = self.factors
@@ -193,13 +200,15 @@ class ModExp2(FusedExp2):
             terms = [[cute.math.fma(x, log2, -reference[r]) for x in bias[r]] for r in range(2)]
         return [[cute.math.fma(scores[r][i], factor, terms[r][i]) for i in range(4)] for r in range(2)]
 
-    def _masked(self, exponents: list, columns: list) -> list:
-        evaluator, head = self.head.params.mask_evaluator(), self.head.mask_part
-        parts = [evaluator.at_column(head, *column) for column in columns]
+    def _modified(self, scores: list, bias: list | None, positions: list, reference: tuple) -> list:
+        natural, log2 = self.factors
+        columns = [self.score_mod.column(position) for position in positions]
+        exponents = [[None] * 4 for _ in range(2)]
         for r in range(2):
             for i in range(4):
-                (is_visible,) = evaluator.at(head, self.mask_rows[r], parts[i])
-                exponents[r][i] = cutlass.select_(is_visible, exponents[r][i], -Float32.inf)
+                x = scores[r][i] * natural
+                x = self.score_mod.at(r, columns[i], x if bias is None else x + bias[r][i])
+                exponents[r][i] = cute.math.fma(x, log2, -reference[r])
         return exponents
 
     @cute.jit
@@ -213,20 +222,3 @@ class ModExp2(FusedExp2):
     def release(self):
         if self.bias is not None:
             self.bias.release()
-
-
-def _row_parts(evaluator: Evaluator, head: Part, mask: Mask) -> list[Part]:
-    """Subexpressions that depend on a row, for every row of this thread."""
-    coords = as_mn(mask.tScS)
-    rows = (mask.first_row + coords[r, 0][0] for r in range(cute.size(coords, mode=[0])))
-    return [evaluator.at_row(head, row) for row in rows]
-
-
-def _first_column(mask: Mask, first_col: Int32) -> tuple[Int32, Float32]:
-    """The first column of this thread, as an int and as a float, so that other columns need no conversion."""
-    column = first_col + as_mn(mask.tScS)[0, 0][1]
-    return column, Float32(column)
-
-
-def _column(first: Int32, first_float: Float32, c: int) -> tuple[Int32, Float32]:
-    return first + column_offset(c), first_float + Float32(column_offset(c))

@@ -25,8 +25,8 @@ from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mod_arithmetic import CuteArithmetic, clamp_indices
 from cute_flash.device.position import BwdBlockPosition
-from cute_flash.device.ptx import pack, select_if
-from cute_flash.device.score_bwd import BlockScores, bits_and, tanh_derivative
+from cute_flash.device.ptx import bits_and, pack, select_if, tanh_derivative
+from cute_flash.device.score_bwd import BlockScores
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.score_mod.bound import Graphs
@@ -54,12 +54,9 @@ class BwdGraphs:
     @staticmethod
     def of(graphs: Graphs, captures_needing_grad: tuple[int, ...]) -> "BwdGraphs":
         derived = None if graphs.score is None else graphs.gradient(captures_needing_grad)
-        score, mask, gradient = (
-            None if graph is None else lowered(graph)
-            for graph in (graphs.score, graphs.mask, None if derived is None else derived.graph)
-        )
-        loads = () if derived is None else derived.loads
-        return BwdGraphs(score, mask, gradient, loads, captures_needing_grad)
+        gradient, loads = (None, ()) if derived is None else (derived.graph, derived.loads)
+        all_lowered = (None if x is None else lowered(x) for x in (graphs.score, graphs.mask, gradient))
+        return BwdGraphs(*all_lowered, loads, captures_needing_grad)
 
     @property
     def needs_score(self) -> bool:
@@ -67,16 +64,13 @@ class BwdGraphs:
         nodes = () if self.gradient is None else self.gradient.nodes
         return any(node.op == "input" and node.value == "score" for node in nodes)
 
-    def is_identity(self, output: int) -> bool:
-        """Whether an output is the incoming gradient, which is 0 where P is 0."""
-        assert self.gradient is not None
-        node = self.gradient.nodes[self.gradient.outputs[output]]
-        return node.op == "input" and node.value == "grad"
-
     def output(self, outputs: tuple, i: int, is_zero) -> Float32:
         """An output; 0 where P is 0, also where the mod has no derivative."""
-        value = Float32(outputs[i])
-        return value if self.is_identity(i) else cutlass.select_(is_zero, Float32(0.0), value)
+        assert self.gradient is not None
+        node, value = self.gradient.nodes[self.gradient.outputs[i]], Float32(outputs[i])
+        # The incoming gradient is already 0 there.
+        is_incoming = node.op == "input" and node.value == "grad"
+        return value if is_incoming else cutlass.select_(is_zero, Float32(0.0), value)
 
     def depends(self, load: LoadGradient) -> int:
         """Bits of ROW and COLUMN that the indices of a load depend on."""
@@ -102,16 +96,15 @@ class BwdModParams:
     bias: BwdBiasParams | None
     dcaptures: tuple | None  # fp32 sums, of the captured tensors that need a gradient
     block_indices: BwdBlockIndices | None = None  # of a block mask
-    prefetches_bias: cutlass.Constexpr = True
+    prefetches_bias: cutlass.Constexpr = True  # there are registers for the bias of a block while S is computed
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
-        row, column = as_mn(mask.tScS)[0, 0]
+        coords = as_mn(mask.tScS)
+        (row, column), size = coords[0, 0], tuple(cute.size(coords, mode=[i]) for i in range(2))
         position = BwdBlockPosition(head, batch, first_col + column, mask.first_row + row, plain.row_step)
-        size = tuple(cute.size(as_mn(mask.tScS), mode=[i]) for i in range(2))
-        bias = None
-        if self.bias is not None:
-            bias = self.bias.block(position, size, (mask.seqlen_k, mask.seqlen_q))
-        return ModScores(plain, self, position, size, bias, self.prefetches_bias)
+        lengths = mask.seqlen_k, mask.seqlen_q
+        bias = None if self.bias is None else self.bias.block(position, size, lengths)
+        return ModScores(plain, self, position, size, bias)
 
 
 class ModEvaluator:
@@ -122,11 +115,9 @@ class ModEvaluator:
         self.evaluator = Evaluator(graph, CuteArithmetic(), captures, scalars)
         self.position = position
         self.head = self.evaluator.at_head(position.batch, position.head)
-        offsets = [position.row_offset(r) for r in range(num_rows)]
-        key = Float32(position.key)
-        self.keys = [
-            self.evaluator.at_column(self.head, position.key + offset, key + Float32(offset)) for offset in offsets
-        ]
+        key, offsets = Float32(position.key), (position.row_offset(r) for r in range(num_rows))
+        keys = ((position.key + offset, key + Float32(offset)) for offset in offsets)
+        self.keys = [self.evaluator.at_column(self.head, *x) for x in keys]
         self.query = Float32(position.query)
 
     def column(self, c: int):
@@ -147,7 +138,6 @@ class ModScores:
     position: BwdBlockPosition
     size: cutlass.Constexpr  # rows and columns of this thread
     bias: BwdBlockBias | None
-    prefetches_bias: cutlass.Constexpr  # there are registers for the bias of a block while S is computed
 
     # ---- compile-time facts
 
@@ -193,7 +183,7 @@ class ModScores:
     @cute.jit
     def prefetch(self):
         """To be called before the products are there."""
-        if cutlass.const_expr(self.bias is not None and self.prefetches_bias):
+        if cutlass.const_expr(self.bias is not None and self.params.prefetches_bias):
             self.bias.load()
 
     @cute.jit
@@ -204,7 +194,7 @@ class ModScores:
             self.plain.score.apply_cap(acc_S)
         if cutlass.const_expr(self.scales and self.keeps_score):
             for c in cutlass.range_constexpr(self.size[1]):
-                if cutlass.const_expr(self.bias is not None and not self.prefetches_bias):
+                if cutlass.const_expr(self.bias is not None and not self.params.prefetches_bias):
                     self.bias.load_column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
                     S_mn[r, c] = self.with_alibi_and_bias(S_mn[r, c] * self.params.scale, r, c)
@@ -237,8 +227,8 @@ class ModScores:
 
     @cute.jit
     def apply_mask_mod(self, acc_S: cute.Tensor):
-        if cutlass.const_expr(self.graphs.mask is not None):
-            mask_mod = ModEvaluator(self.graphs.mask, self.params.mask, self.position, self.size[0])
+        mask_mod = self.mod("mask")
+        if cutlass.const_expr(mask_mod is not None):
             S_mn, masked = self.masked_value(acc_S)
             for c in cutlass.range_constexpr(self.size[1]):
                 if cutlass.const_expr(self.size[1] > 2 * COLUMNS_AT_ONCE and c % COLUMNS_AT_ONCE == 0):
@@ -253,7 +243,7 @@ class ModScores:
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
         """P, after dropout, to rP, unless it is masked later; the registers of S keep what dS needs."""
         S_mn, bits = as_mn(acc_S), bits_of(acc_S)
-        score_mod, bias = self.score_mod(), None if self.prefetches_bias else self.bias
+        score_mod, bias = self.mod("score"), None if self.params.prefetches_bias else self.bias
         for c in cutlass.range_constexpr(0, self.size[1], 2):
             if cutlass.const_expr(bias is not None and (self.keeps_tanh or self.masks_probs)):
                 bias.load_column(c)
@@ -285,10 +275,10 @@ class ModScores:
         # Neighbours in a row are neighbours in registers.
         packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pack(*pair, rP.element_type)
 
-    def score_mod(self) -> ModEvaluator | None:
-        if self.graphs.score is None:
-            return None
-        return ModEvaluator(self.graphs.score, self.params.score, self.position, self.size[0])
+    def mod(self, name: str) -> ModEvaluator | None:
+        """The graph "score", "mask" or "gradient" in this block; None: absent."""
+        graph, arguments = getattr(self.graphs, name), getattr(self.params, name)
+        return None if graph is None else ModEvaluator(graph, arguments, self.position, self.size[0])
 
     def mod_input(self, x: Float32, r: int, c: int) -> Float32:
         """The input of score_mod, from what the registers of S hold."""
@@ -317,9 +307,8 @@ class ModScores:
         """
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
         again, zero = self.opaque(dP_mn)
-        score_mod = again.score_mod() if cutlass.const_expr(self.keeps_score) else None
-        gradient = again.gradient()
-        captures = CaptureGradients(self.graphs, self.params.dcaptures)
+        score_mod = again.mod("score") if cutlass.const_expr(self.keeps_score) else None
+        gradient, sums = again.mod("gradient"), GradientSums()
         for c in cutlass.range_constexpr(self.size[1]):
             if cutlass.const_expr(self.keeps_tanh and self.bias is not None):
                 again.bias.load_column(c)
@@ -339,19 +328,22 @@ class ModScores:
                     outputs = gradient.at(r, column, S, dS)
                     is_zero = P == 0.0
                     dS = self.graphs.output(outputs, 0, is_zero)
-                    captures.add(outputs, is_zero, r)
+                    self.add_capture_gradients(sums, outputs, is_zero, r)
                 if cutlass.const_expr(self.has_alibi):
                     dalibi[0] = dalibi[0] - dS * again.plain.distance(r, c)
                 if cutlass.const_expr(self.bias is not None):
-                    again.bias.add_gradient(dS, r, c, captures.sums)
+                    again.bias.add_gradient(dS, r, c, sums)
                 S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_tanh) else dS
-            captures.sums.finish_column()
-        return captures.sums
+            sums.finish_column()
+        return sums
 
-    def gradient(self) -> ModEvaluator | None:
-        if self.graphs.gradient is None:
-            return None
-        return ModEvaluator(self.graphs.gradient, self.params.gradient, self.position, self.size[0])
+    def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int) -> None:
+        """Add the gradients of the captured tensors of score_mod."""
+        for i, load in enumerate(self.graphs.loads):
+            grad = self.graphs.output(outputs, load.output, is_zero)
+            dcapture = self.params.dcaptures[self.graphs.captures_needing_grad.index(load.capture)]
+            coord = clamp_indices(dcapture, [outputs[j] for j in load.indices])
+            sums.add(i, self.graphs.depends(load), r, grad, dcapture, coord)
 
     def opaque(self, dP_mn: cute.Tensor) -> tuple:
         """The same scores at a position that the compiler does not recognise, and a 0 that it does not know.
@@ -366,20 +358,6 @@ class ModScores:
             plain = replace(plain, first_distance=plain.first_distance + Float32(zero))
         bias = None if self.bias is None else self.params.bias.block(position, self.size, self.bias.lengths)
         return replace(self, position=position, plain=plain, bias=bias), Float32(zero)
-
-
-class CaptureGradients:
-    """The gradients of the captured tensors of score_mod, for one block."""
-
-    def __init__(self, graphs: BwdGraphs, dcaptures: tuple | None) -> None:
-        self.graphs, self.dcaptures, self.sums = graphs, dcaptures, GradientSums()
-
-    def add(self, outputs: tuple, is_zero, r: int) -> None:
-        for i, load in enumerate(self.graphs.loads):
-            grad = self.graphs.output(outputs, load.output, is_zero)
-            dcapture = self.dcaptures[self.graphs.captures_needing_grad.index(load.capture)]
-            coord = clamp_indices(dcapture, [outputs[j] for j in load.indices])
-            self.sums.add(i, self.graphs.depends(load), r, grad, dcapture, coord)
 
 
 def bits_of(acc: cute.Tensor) -> cute.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Int32, Uint32, Uint64
 
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import keep_masks
@@ -51,15 +51,14 @@ class Dropout:
     seed: tuple[Uint32, Uint32]
     offset: Uint32
     threshold: Uint32  # in both halves
-    scale: Float32  # 1 / (1 - dropout)
 
     @staticmethod
-    def read(mRng: cute.Tensor, threshold: Uint32, scale: Float32) -> "Dropout":
+    def read(mRng: cute.Tensor, threshold: Int32) -> "Dropout":
         """`mRng`: (seed, offset), int64, in global memory."""
         # All threads agree: `make_warp_uniform` puts the keys of the rounds into uniform registers.
         words = cute.recast_tensor(mRng, Int32)
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))
-        return Dropout((low, high), offset, threshold, scale)
+        return Dropout((low, high), offset, Uint32(threshold))
 
     def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> tuple:
         """The four words of one call: for its keys and those 8 further, of its query and then of the one 8 further."""

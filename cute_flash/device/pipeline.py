@@ -26,6 +26,10 @@ class Pipeline:
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
         return Pipeline(barriers, barriers + stages, stages)
 
+    def part(self, i: Int32 | int, stages: int) -> "Pipeline":
+        """The i-th pipeline of `stages` stages, if these are the stages of several."""
+        return Pipeline(self.full + i * stages, self.empty + i * stages, stages)
+
     @cute.jit
     def init(self, full_arrivals: cutlass.Constexpr, empty_arrivals: cutlass.Constexpr):
         """One thread calls it, before a fence and a barrier of all threads."""

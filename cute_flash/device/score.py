@@ -70,10 +70,9 @@ class Score:
         near = cutlass.select_(near < MAX_SQUARES, near, Float32(MAX_SQUARES))
         near = cutlass.select_(x < MAX_NEAR_FACTOR, near, Float32(-1.0))
         squared = x * x
-        powers = (x * squared, x * squared * squared)
-        terms = (x, *(coefficient * power for coefficient, power in zip(SERIES, powers)))
-        c0, c1, c2 = (cap * term for term in terms)
-        series = (c0, c1, cutlass.select_(c2 > LEAST, c2, Float32(LEAST)))
+        c1 = cap * (SERIES[0] * (x * squared))
+        c2 = cap * (SERIES[1] * (x * squared * squared))
+        series = (cap * x, c1, cutlass.select_(c2 > LEAST, c2, Float32(LEAST)))
         return Score(scale * unit, x * (2 * LOG2_E), softcap_log2, None, cap, near, series, unit)
 
     def for_head(self, slope: Float32 | None) -> "Score":
@@ -137,6 +136,10 @@ class Score:
         num = cute.size(acc_S_mn, mode=[0])
         return LinearExp2(factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num)))
 
+    def scaled(self, x: Float32) -> Float32:
+        """Softcap includes the scale."""
+        return x * self.scale_log2 if self.rate is None else x
+
     def sides(self, mask: Mask, block: tuple) -> tuple:
         """Whether all keys of a block are at or before the positions of its rows, and whether all are at or after."""
         first_col, rows, columns = block
@@ -149,9 +152,7 @@ class Score:
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             distance = self.first_distance(mask, r, first_col)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
-                score = acc_S_mn[r, c]
-                if cutlass.const_expr(self.rate is None):
-                    score = score * self.scale_log2
+                score = self.scaled(acc_S_mn[r, c])
                 if cutlass.const_expr(self.slope_log2 is not None):
                     from_key = cute.math.absf(distance - Float32(column_offset(c)))
                     score = score - self.slope_log2 * from_key
@@ -164,10 +165,7 @@ class Score:
             first = -slope * self.first_distance(mask, r, first_col) - reference[r]
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                 term = slope * Float32(column_offset(c)) + first
-                if cutlass.const_expr(self.rate is None):
-                    acc_S_mn[r, c] = acc_S_mn[r, c] * self.scale_log2 + term
-                else:
-                    acc_S_mn[r, c] = acc_S_mn[r, c] + term
+                acc_S_mn[r, c] = self.scaled(acc_S_mn[r, c]) + term
 
     @cute.jit
     def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True, reference: tuple | None = None):

@@ -15,13 +15,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_flash.device.dropout_bits import DropoutBits
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.philox import Dropout
 from cute_flash.device.position import TilePosition
-from cute_flash.device.ptx import pack, rederived
+from cute_flash.device.ptx import bits_and, pack, rederived, tanh_derivative
 from cute_flash.device.score import Score
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.views import as_mn
@@ -51,7 +51,7 @@ class BwdScoreParams:
             score = score.for_head(self.alibi_slopes[batch, head])
             distance = score.first_distance(mask, 0, first_col)
         if self.rng is not None:
-            dropout = Dropout.read(self.rng, Uint32(self.dropout_threshold), self.dropout_scale)
+            dropout = Dropout.read(self.rng, self.dropout_threshold)
             position = TilePosition(batch * self.heads + head, mask.first_row, first_col, mask.tScS)
             bits = DropoutBits.compute(dropout, position, score.rate is None and score.slope_log2 is None)
         scores = BlockScores(score, distance, self.heads, bits, self.dropout_scale, is_transposed, row_step)
@@ -158,14 +158,3 @@ class BlockScores:
 
     def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
         return rX[c if self.is_transposed else r]
-
-
-def tanh_derivative(t: Float32) -> Float32:
-    """1 - t², and 0 for a masked score, -inf"""
-    return cute.arch.inline_ptx(
-        "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[-t, t, Float32(1.0)]
-    )
-
-
-def bits_and(x: Float32, bits: Int32) -> Int32:
-    return cute.arch.inline_ptx("and.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, bits])

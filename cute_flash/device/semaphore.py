@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_flash.device.band import Band
+from cute_flash.device.ptx import instruction
 from cute_flash.device.seqlen import SeqlenInfo
 
 
@@ -49,9 +50,7 @@ class DQSemaphore:
         address = self._address(coord)
         count = Int32(-1)
         while count != rank:
-            count = cute.arch.inline_ptx(
-                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
-            )
+            count = instruction("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", Int32, address)
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
 
@@ -60,6 +59,5 @@ class DQSemaphore:
         """The thread whose additions are complete increments the count or, after a barrier, one for its CTA."""
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
-        cute.arch.inline_ptx(
-            "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[self._address(coord), rank + 1]
-        )
+        arguments = [self._address(coord), rank + 1]
+        cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=arguments)

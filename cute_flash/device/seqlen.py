@@ -82,7 +82,5 @@ class SeqlenInfo:
 
 def with_batch_mode(mX: cute.Tensor) -> cute.Tensor:
     """A varlen tensor (T, H, D) as (1, H, T, D); one of statistics, (H, T), as (1, H, T)."""
-    if cute.rank(mX) == 2:
-        return cute.make_tensor(mX.iterator, cute.prepend(mX.layout, cute.make_layout(1, stride=0)))
-    by_head = cute.select(mX.layout, mode=[1, 0, 2])
+    by_head = mX.layout if cute.rank(mX) == 2 else cute.select(mX.layout, mode=[1, 0, 2])
     return cute.make_tensor(mX.iterator, cute.prepend(by_head, cute.make_layout(1, stride=0)))

@@ -43,10 +43,8 @@ MAX_BLOCK_SUM = 256.0
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
     """Combine a value over the threads of a row; the DSL's own reduction adds NaN handling."""
-    offset = THREADS_PER_ROW // 2
-    while offset:
+    for offset in (THREADS_PER_ROW // 2, 1):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
-        offset //= 2
     return value
 
 
@@ -172,30 +170,21 @@ class Softmax:
             if cutlass.const_expr(acc_O_mn is not None):
                 acc_O_mn[r, None].store(acc_O_mn[r, None].load() * self.alpha[r])
 
-    def rescale(self, acc_O_mn: cute.Tensor):
-        """Scale O by alpha."""
-        self.scale_rows(acc_O_mn, self.alpha)
-
     @cute.jit
     def scale_rows(self, acc_O_mn: cute.Tensor, factors: cute.Tensor):
+        """Scale the rows of O, by alpha or by 1 / l."""
         for r in cutlass.range_constexpr(cute.size(factors)):
             acc_O_mn[r, None].store(acc_O_mn[r, None].load() * factors[r])
 
     @cute.jit
-    def exponentiate_steps(
-        self,
-        acc_S: cute.Tensor,
-        acc_P: cute.Tensor,
-        block_sum: cute.Tensor,
-        steps: range,
-        maybe_empty: bool,
-        is_relative: bool = False,
-    ):
-        """P = exp(scale (S - m)), block_sum += rowsum P, for some k-steps of ((2, 2, 2), 1, k-step) views.
+    def exponentiate_steps(self, views: tuple, steps: range, maybe_empty: bool, is_relative: bool = False):
+        """P = exp(scale (S - m)), block_sum += rowsum P, for some k-steps of `views`: S and P, which are
+        ((2, 2, 2), 1, k-step), and block_sum.
 
         S and l do not change: the caller may have to begin again with another m. `maybe_empty`: m of a row without
         keys so far is -inf. `is_relative`: S is relative to m, and scaled.
         """
+        acc_S, acc_P, block_sum = views
         row_max = [self.row_max[r] for r in range(2)]
         if cutlass.const_expr(maybe_empty and not is_relative):
             for r in cutlass.range_constexpr(2):

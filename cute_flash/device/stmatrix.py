@@ -34,7 +34,5 @@ def store_transposed(rX: cute.Tensor, first: cute.Pointer, thread: Int32):
     for t in cutlass.range_constexpr(0, tiles, 2):
         number = 2 * min(2, tiles - t)
         values = ", ".join(f"{{$r{1 + i}}}" for i in range(number))
-        cute.arch.inline_ptx(
-            _STMATRIX.format(f"x{number}", values),
-            read_only_args=[address + MATRIX_BYTES * t, *(packed[2 * t + i] for i in range(number))],
-        )
+        arguments = [address + MATRIX_BYTES * t, *(packed[2 * t + i] for i in range(number))]
+        cute.arch.inline_ptx(_STMATRIX.format(f"x{number}", values), read_only_args=arguments)

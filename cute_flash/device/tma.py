@@ -38,25 +38,30 @@ class TmaTiles:
     rows: cutlass.Constexpr
     cols: cutlass.Constexpr
 
-    @staticmethod
-    def of(op, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
+    @classmethod
+    def of(cls, op, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
         """Build the descriptor, in a `@cute.jit` function on the host."""
-        by_rows = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+        by_rows = cute.make_tensor(mX.iterator, cls._layout(mX))
         smem = cute.make_composed_layout(byte_swizzle(tile), 0, affine_layout(tile))
         info = cpasync.make_tiled_tma_atom(op, by_rows, smem, (tile.rows, tile.cols))
-        return TmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
+        return cls(info.atom, info.tma_tensor, tile.rows, tile.cols)
 
-    def _partition(self, sX: cute.Tensor, head: Int32, batch: Int32, column: Int32 | int = 0):
+    @staticmethod
+    def _layout(mX: cute.Tensor) -> cute.Layout:
+        return cute.select(mX.layout, mode=[2, 3, 1, 0])
+
+    def _head(self, head: Int32, batch) -> cute.Tensor:
+        """The coordinates of (S, D)."""
+        return self.coords[None, None, head, batch]
+
+    def _partition(self, sX: cute.Tensor, head: Int32, batch, column: Int32 | int):
         """(bytes of a tile, stage...) of shared memory, and (bytes of a tile, tile of rows) of global memory."""
-        gX = cute.local_tile(self.coords[None, None, head, batch], (self.rows, self.cols), (None, column))
-        return cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-        )
+        gX = cute.local_tile(self._head(head, batch), (self.rows, self.cols), (None, column))
+        sX, gX = (cute.group_modes(x, 0, 2) for x in (sX, gX))
+        return cpasync.tma_partition(self.atom, 0, cute.make_layout(1), sX, gX)
 
     @cute.jit
-    def load(
-        self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, barrier: cute.Pointer, column: Int32 | int = 0
-    ):
+    def load(self, sX: cute.Tensor, block: Int32, head: Int32, batch, barrier: cute.Pointer, column: Int32 | int = 0):
         """Start to load one tile of rows, the `column`-th of its row tiles, into sX (rows, cols).
 
         The barrier counts the bytes.
@@ -65,53 +70,26 @@ class TmaTiles:
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
-    def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch: Int32, column: Int32 | int = 0):
+    def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch, column: Int32 | int = 0):
         """Start to store sX (rows, cols) as one tile of rows, the `column`-th of its row tiles."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXsX, tXgX[None, block])
 
 
-@dataclass(frozen=True)
-class VarlenTmaTiles:
-    """`TmaTiles` of a varlen tensor: (begin, length) of a sequence takes the place of a batch index."""
-
-    atom: cute.CopyAtom
-    coords: cute.Tensor  # TMA coordinates of (row, D, H, y, w)
-    rows: cutlass.Constexpr
-    cols: cutlass.Constexpr
+class VarlenTmaTiles(TmaTiles):
+    """Tiles of a varlen tensor: (begin, length) of a sequence takes the place of a batch index, and the coordinates are
+    those of (row, D, H, y, w).
+    """
 
     @staticmethod
-    def of(op, mX: cute.Tensor, tile: SmemTile) -> "VarlenTmaTiles":
-        """Build the descriptor, in a `@cute.jit` function on the host."""
+    def _layout(mX: cute.Tensor) -> cute.Layout:
         _, heads, _, width = mX.shape
         _, by_head, by_row, by_column = mX.stride
         back = cute.assume(WRAP_STRIDE - Int64(by_row), divby=8)
-        layout = cute.make_layout(
-            (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY)), stride=(by_row, by_column, by_head, by_row, back)
-        )
-        mWrapped = cute.make_tensor(mX.iterator, layout)
-        smem = cute.make_composed_layout(byte_swizzle(tile), 0, affine_layout(tile))
-        info = cpasync.make_tiled_tma_atom(op, mWrapped, smem, (tile.rows, tile.cols))
-        return VarlenTmaTiles(info.atom, info.tma_tensor, tile.rows, tile.cols)
+        shape = (Int32(WRAP), width, heads, Int32(MANY), Int32(MANY))
+        return cute.make_layout(shape, stride=(by_row, by_column, by_head, by_row, back))
 
-    def _partition(self, sX: cute.Tensor, head: Int32, sequence: tuple, column: Int32 | int = 0):
-        """(bytes of a tile, stage...) of shared memory, and (bytes of a tile, tile of rows) of global memory."""
-        begin, length = sequence
+    def _head(self, head: Int32, batch) -> cute.Tensor:
+        begin, length = batch
         gHead = self.coords[None, None, head, begin + length, Int32(WRAP)]
-        from_begin = cute.domain_offset((WRAP - length, 0), gHead)
-        gX = cute.local_tile(from_begin, (self.rows, self.cols), (None, column))
-        return cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-        )
-
-    @cute.jit
-    def load(self, sX: cute.Tensor, block: Int32, head: Int32, sequence: tuple, barrier: cute.Pointer):
-        """Start to load one tile of rows into sX (rows, cols); the barrier counts the bytes."""
-        tXsX, tXgX = self._partition(sX, head, sequence)
-        cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
-
-    @cute.jit
-    def store(self, sX: cute.Tensor, block: Int32, head: Int32, sequence: tuple, column: Int32 | int = 0):
-        """Start to store sX (rows, cols) as one tile of rows, the `column`-th of its row tiles."""
-        tXsX, tXgX = self._partition(sX, head, sequence, column)
-        cute.copy(self.atom, tXsX, tXgX[None, block])
+        return cute.domain_offset((WRAP - length, 0), gHead)

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from cute_flash.device.ldmatrix import STEP, FragmentStore, MmaOperand, mma_operand
+from cute_flash.device.ldmatrix import STEP, FragmentStore, MmaOperand, swizzled
 from cute_flash.device.views import transposed
 from cute_flash.smem.tile import SmemTile
 
@@ -33,16 +33,15 @@ class WarpGrid:
         columns = STEP
         if self.across > 1:
             columns = cute.make_layout((8, self.across, self.run // 8), stride=(1, self.run, 8))
-        shape = (self.along, self.across, 1)
-        return cute.make_tiled_mma(op, shape, permutation_mnk=(STEP * self.along, columns, STEP))
+        permutation = (STEP * self.along, columns, STEP)
+        return cute.make_tiled_mma(op, (self.along, self.across, 1), permutation_mnk=permutation)
 
     def a(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed=False) -> MmaOperand:
         """Rows of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_A(thr_mma.partition_A(sX[None, None, 0]))
         copy = cute.make_tiled_copy_A(self._ldmatrix(is_transposed), mma)
-        rows, columns = (STEP, STEP * self.along) if is_transposed else (STEP * self.along, STEP)
-        return mma_operand(copy, thread, sX, tile, rows, fragment, is_transposed, columns)
+        return MmaOperand.of(copy, thread, sX, tile, STEP * self.along, fragment, is_transposed)
 
     def b(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed=False) -> MmaOperand:
         """Columns of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
@@ -51,12 +50,12 @@ class WarpGrid:
         copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed), mma)
         # Within a run the next 16 columns follow; runs of 16 are dealt to all warps.
         step = STEP if self.run > STEP else STEP * self.across
-        rows, columns = (STEP, step) if is_transposed else (step, STEP)
-        return mma_operand(copy, thread, sX, tile, rows, fragment, is_transposed, columns)
+        return MmaOperand.of(copy, thread, sX, tile, step, fragment, is_transposed)
 
     def store(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile) -> FragmentStore:
         """The store of accumulators to sX (rows, cols, stage); a warp holds one run of its columns."""
-        return FragmentStore.of(mma, thread, sX[None, None, 0], tile, STEP * self.along)
+        first = mma.get_slice(thread).partition_C(sX[None, None, 0]).iterator
+        return FragmentStore(swizzled(Int32(first.toint()), tile), tile, STEP * self.along)
 
     def _ldmatrix(self, is_transposed: bool) -> cute.CopyAtom:
         return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(is_transposed, 4), self.dtype)

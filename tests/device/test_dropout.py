@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
@@ -52,7 +52,7 @@ def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
     @cute.jit
     def program(out, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
         mma = mma_of()
-        dropout = Dropout.read(rng, Uint32(threshold), Float32(2.0))
+        dropout = Dropout.read(rng, threshold)
         for thread in range(threads):
             thr_mma = mma.get_slice(Int32(thread))
             tScS = thr_mma.partition_C(cute.make_identity_tensor((rows, columns)))
@@ -98,8 +98,8 @@ def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
 
     @cute.jit
     def program(out, words, rng, first_row, first_column, threshold):  # type: ignore[no-untyped-def]
-        dropout = Dropout.read(rng, Uint32(threshold), Float32(2.0))
-        pipeline = DropoutMaskPipeline(words, None, None, 2, 2)
+        dropout = Dropout.read(rng, threshold)
+        pipeline = DropoutMaskPipeline(words, None, 2)
         for thread in cutlass.range(128, unroll=1):
             for w in cutlass.range_constexpr(2):
                 rectangle = (first_row + 64 * w) // 32

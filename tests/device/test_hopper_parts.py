@@ -172,17 +172,17 @@ def test_softmax_in_steps(monkeypatch: pytest.MonkeyPatch, slope: float, specula
                 if grew:
                     softmax.raise_max(block_max)
             for k in cutlass.range_constexpr(steps):
-                softmax.exponentiate_steps(*views, range(k, k + 1), False)
+                softmax.exponentiate_steps(views, range(k, k + 1), False)
             if cutlass.const_expr(speculative_max):
                 if softmax.may_have_outgrown(block_sum):
                     softmax.block_max(as_mn(acc_S), block_max)
                     if softmax.must_redo(block_max, block_sum):
                         softmax.raise_max(block_max, acc_O_mn)
                         block_sum.fill(0.0)
-                        softmax.exponentiate_steps(*views, range(steps), True)
+                        softmax.exponentiate_steps(views, range(steps), True)
             softmax.add_sums(block_sum)
             if grew:
-                softmax.rescale(acc_O_mn)
+                softmax.scale_rows(acc_O_mn, softmax.alpha)
             for r in cutlass.range_constexpr(rows):
                 # Values of 1 and 2: each row's P is weighed by its column.
                 for c in cutlass.range_constexpr(cols):

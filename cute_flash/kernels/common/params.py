@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_flash.device.bias_bwd import BwdBiasParams
 from cute_flash.device.block_sparse import BlockIndices, BwdBlockIndices
@@ -81,9 +81,7 @@ class ScoreParams:
         return Float32(LOG2_E if self.score.unit == 1.0 else 1.0)
 
     def dropout(self) -> Dropout | None:
-        if self.rng is None:
-            return None
-        return Dropout.read(self.rng, Uint32(self.dropout_threshold), self.dropout_scale)
+        return None if self.rng is None else Dropout.read(self.rng, self.dropout_threshold)
 
     def batch_shares_bias(self) -> cutlass.Boolean | None:
         """Whether all of the batch have the same bias; None without a bias."""

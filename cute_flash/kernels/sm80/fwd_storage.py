@@ -6,18 +6,18 @@ from functools import partial
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band
 from cute_flash.device.block_sparse import BlockSparseIterator
 from cute_flash.device.copies import RowTiles
-from cute_flash.device.ldmatrix import MmaOperand, mma_operand
+from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import Mask
 from cute_flash.device.philox import Dropout
 from cute_flash.device.smem import allocate_stages
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
+from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.params import HeadScoreParams, ScoreParams
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.spec.band import BlockRange
@@ -75,22 +75,12 @@ def allocate(tile: FwdTileSm80, dtype):
 
 def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
     """Q, K and V^T as MMA operands. The rows of V are keys; ldmatrix.trans makes them columns."""
-    thr_mma, dtype = tiled_mma.get_slice(thread), sQ.element_type
-    plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-    trans = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
-    copy_Q = cute.make_tiled_copy_A(plain, tiled_mma)
-    copy_K = cute.make_tiled_copy_B(plain, tiled_mma)
-    copy_V = cute.make_tiled_copy_B(trans, tiled_mma)
-
-    sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-    rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
-    rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
-    rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0]))
+    grid = WarpGrid(sQ.element_type, tile.num_warps, tile.num_warps)
     q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return (
-        mma_operand(copy_Q, thread, sQ, q_tile, 16 * tile.num_warps, rQ),
-        mma_operand(copy_K, thread, sK, kv_tile, 16, rK),
-        mma_operand(copy_V, thread, sVt, kv_tile, 16, rV, is_transposed=True),
+        grid.a(tiled_mma, thread, sQ, q_tile),
+        grid.b(tiled_mma, thread, sK, kv_tile),
+        grid.b(tiled_mma, thread, sV, kv_tile, is_transposed=True),
     )
 
 

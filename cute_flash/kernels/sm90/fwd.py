@@ -420,7 +420,7 @@ class FwdSm90:
         # l = l alpha + rowsum P;  O = O alpha
         softmax.add_sums(block_sum)
         if grew:
-            softmax.rescale(as_mn(state.acc_O))
+            softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
         """If blocks are so wide that m would be exact in a part of the second one, it is exact in the first only."""

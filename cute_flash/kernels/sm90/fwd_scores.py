@@ -166,7 +166,7 @@ def exponentiate(
 ):
     """P of some k-steps. `kind`: whether a row may have no key so far, and whether S is relative to m."""
     if cutlass.const_expr(fused is None):
-        softmax.exponentiate_steps(*views, steps, *kind)
+        softmax.exponentiate_steps(views, steps, *kind)
     else:
         row_max = softmax.reference() if kind[0] else tuple(softmax.row_max[r] for r in range(2))
         fused.exponentiate(views, steps, row_max)
