@@ -192,7 +192,7 @@ def cute_compile(key: CompileKey, options: str = "") -> Any:
 
     return cute.compile(
         kernel_of(key),
-        *fake_arguments(KERNELS[key.kernel].operands, key.static, key.tile),
+        **fake_arguments(KERNELS[key.kernel].operands, key.static, key.tile),
         options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip(),
     )
 
