@@ -52,7 +52,8 @@ from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer
-from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
+from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.features import MODS

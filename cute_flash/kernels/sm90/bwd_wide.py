@@ -55,8 +55,8 @@ from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, KVTile
-from cute_flash.kernels.sm90.bwd_wide_storage import Config, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
+from cute_flash.kernels.sm90.bwd_wide_storage import Params, SharedStorage
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS

@@ -53,7 +53,8 @@ from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
 from cute_flash.kernels.sm90.fwd_scores import MmaState, MmaTile
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Config, Params, SharedStorage
+from cute_flash.kernels.sm90.fwd_storage import Config, Params, SharedStorage
+from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
@@ -83,10 +84,10 @@ class FwdSm90(Kernel):
         batch_is_inner = score_params.batch_shares_bias()
         params = Params(
             config=config,
-            q=tma.of(load, args.q, config.q),
-            k=tma.of(load, args.k, config.k),
-            v=tma.of(load, args.v, config.v),
-            o=None if static.out_fp32 else tma.of(store, args.out, config.o),
+            q=tma.of(load, args.q, tile.operand_smem("Q")),
+            k=tma.of(load, args.k, tile.operand_smem("K")),
+            v=tma.of(load, args.v, tile.operand_smem("V")),
+            o=None if static.out_fp32 else tma.of(store, args.out, tile.operand_smem("O")),
             bias=tma.of(load, args.bias, config.bias) if tile.bias_stages else None,
             mO=args.out,
             mLSE=args.lse,
