@@ -174,7 +174,7 @@ def cute_compile(key: CompileKey, options: str = "") -> Any:
     module, name = spec.path.split(":")
     kernel = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name)(key.static, key.tile)
     arguments = fake_arguments(spec.operands, key.static, key.tile)
-    return cute.compile(kernel, *arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
+    return cute.compile(kernel, **arguments, options=f"--gpu-arch {key.target} --enable-tvm-ffi {options}".strip())
 
 
 def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | None:

@@ -12,7 +12,7 @@ class KernelSpec(NamedTuple):
     """A kernel class and its operands.
 
     `path` is "module:class" below `cute_flash.kernels`. The class is constructed from (Static, tile). Its `__call__`
-    takes the operands under these names, in this order, and then the stream.
+    takes the stream and the operands by these names; a compiled kernel takes them in this order.
     """
 
     path: str
@@ -94,8 +94,8 @@ KERNELS = {
     ),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
-    "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenSchedulerFwd", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
+    "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
-        "common.varlen_scheduler:VarlenSchedulerBwd", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)
+        "common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)
     ),
 }

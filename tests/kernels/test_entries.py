@@ -9,18 +9,24 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_flash.kernels.common.fakes import is_present
+from cute_flash.kernels.common.fakes import fake_arguments, is_present
+from cute_flash.planning.plan import plan_backward, plan_forward
 from cute_flash.planning.registry import KERNELS
+from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.features import FEATURES
-from cute_flash.spec.problem import Static
+from cute_flash.spec.problem import Problem, Static
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_entry_takes_the_operands_of_its_row_by_name_and_in_order(kernel: str) -> None:
+def test_an_entry_is_compiled_for_the_operands_of_its_row_by_name_and_in_order(kernel: str) -> None:
     module, name = KERNELS[kernel].path.split(":")
     entry = getattr(importlib.import_module(f"cute_flash.kernels.{module}"), name).__call__
-    parameters = list(inspect.signature(entry).parameters)
-    assert parameters == ["self", *KERNELS[kernel].names, "stream"]
+    assert list(inspect.signature(entry).parameters) == ["self", "stream", "operands"]
+    plan = plan_backward if kernel.startswith("bwd") or kernel.endswith("bwd") else plan_forward
+    problem = Problem(2, 4, 2, 100, 200, 64)
+    tile = plan(problem, ARCHS["sm_80" if "sm80" in kernel else "sm_90"]).main.tile
+    fakes = fake_arguments(KERNELS[kernel].operands, Static("bfloat16", 64), tile)
+    assert list(fakes) == ["stream", *KERNELS[kernel].names]
 
 
 @pytest.mark.parametrize("kernel", ["fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90"])

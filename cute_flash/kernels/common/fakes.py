@@ -44,11 +44,11 @@ _IF_STATIC = {
 _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
 
 
-def fake_arguments(operands: tuple[Operand, ...], static: Static, tile: Any) -> tuple:
-    """The fakes of a launch, in order, and that of the stream: torch's current one."""
+def fake_arguments(operands: tuple[Operand, ...], static: Static, tile: Any) -> dict[str, Any]:
+    """The fakes of a launch by name, in order, and that of the stream: torch's current one."""
     fakes = Fakes(static, tile)
-    arguments = [fakes.make(operand) if is_present(operand, static) else None for operand in operands]
-    return *arguments, make_fake_stream(use_tvm_ffi_env_stream=True)
+    arguments = {x.name: fakes.make(x) if is_present(x, static) else None for x in operands}
+    return {"stream": make_fake_stream(use_tvm_ffi_env_stream=True), **arguments}
 
 
 def is_present(operand: Operand, static: Static) -> bool:

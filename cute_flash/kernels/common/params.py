@@ -1,7 +1,7 @@
 """Parameters of score features: from the operands of a launch to what kernels read."""
 
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -35,40 +35,25 @@ class ScoreParams:
     block_indices: BlockIndices | None = None  # of a block mask
 
     @staticmethod
-    def of(
-        static: Static,
-        scale: Float32,
-        *,
-        softcap: Float32 | None,
-        alibi_slopes: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        dropout_threshold: Int32 | None,
-        dropout_scale: Float32 | None,
-        rng: cute.Tensor | None,
-        max_logit: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        captures: list | None,
-        scalars: list | None,
-        block_indices: list | None,
-    ) -> "ScoreParams":
+    def of(static: Static, args: SimpleNamespace) -> "ScoreParams":
         """From the operands of a launch."""
         mods = None
         if static.has_mods:
-            arguments = (None if x is None else tuple(x) for x in (captures, scalars))
-            mods = ModParams(static.mods, bias, *arguments)
+            arguments = (None if x is None else tuple(x) for x in (args.captures, args.scalars))
+            mods = ModParams(static.mods, args.bias, *arguments)
         # A bias and user mods take scores in natural units, not in units of log2.
         is_natural = mods is not None and mods.changes_scores
-        transforms = softcap is not None or alibi_slopes is not None or is_natural
+        transforms = args.softcap is not None or args.alibi_slopes is not None or is_natural
         return ScoreParams(
-            score=Score.of(scale, softcap, unit=1.0 if is_natural else LOG2_E) if transforms else None,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            rng=rng,
-            dropout_threshold=dropout_threshold,
-            dropout_scale=dropout_scale,
-            max_logit=max_logit,
+            score=Score.of(args.scale, args.softcap, unit=1.0 if is_natural else LOG2_E) if transforms else None,
+            alibi_slopes=args.alibi_slopes,
+            sinks=args.sinks,
+            rng=args.rng,
+            dropout_threshold=args.dropout_threshold,
+            dropout_scale=args.dropout_scale,
+            max_logit=args.max_logit,
             mods=mods,
-            block_indices=None if block_indices is None else BlockIndices(*block_indices),
+            block_indices=None if args.block_indices is None else BlockIndices(*args.block_indices),
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
@@ -106,52 +91,37 @@ class HeadScoreParams:
     mods: HeadMods | None = None
 
 
-def bwd_score_params(
-    static: Static,
-    tile: BwdTileSm80 | BwdTileSm90,
-    heads: Int32,
-    scale: Float32,
-    *,
-    softcap: Float32 | None,
-    alibi_slopes: cute.Tensor | None,
-    dalibi_partial: cute.Tensor | None,
-    dropout_threshold: Int32 | None,
-    dropout_scale: Float32 | None,
-    rng: cute.Tensor | None,
-    bias: cute.Tensor | None,
-    dbias: cute.Tensor | None,
-    captures: list | None,
-    scalars: list | None,
-    dcaptures: list | None,
-    block_indices: list | None,
-) -> BwdScoreParams | None:
+def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: SimpleNamespace) -> BwdScoreParams | None:
     """The score features of a backward launch, from its operands; None if there are none."""
     if not (static.features or static.block_sparse):
         return None
     mods = None
     if static.has_mods:
         spec = static.mods
-        arguments = spec.graphs.split(*(() if x is None else tuple(x) for x in (captures, scalars)))
+        arguments = spec.graphs.split(*(() if x is None else tuple(x) for x in (args.captures, args.scalars)))
+        bias = None
+        if args.bias is not None:
+            bias = BwdBiasParams(args.bias, args.dbias, spec.bias_varies, spec.dbias_accumulates)
         mods = BwdModParams(
             graphs=BwdGraphs.of(spec.graphs, spec.captures_needing_grad),
-            scale=scale,
-            softcap=softcap,
+            scale=args.scale,
+            softcap=args.softcap,
             score=_or_none(arguments.score),
             mask=_or_none(arguments.mask),
             gradient=_or_none(arguments.gradient),
-            bias=None if bias is None else BwdBiasParams(bias, dbias, spec.bias_varies, spec.dbias_accumulates),
-            dcaptures=None if dcaptures is None else tuple(dcaptures),
-            block_indices=None if block_indices is None else BwdBlockIndices(*block_indices),
+            bias=bias,
+            dcaptures=None if args.dcaptures is None else tuple(args.dcaptures),
+            block_indices=None if args.block_indices is None else BwdBlockIndices(*args.block_indices),
             prefetches_bias=tile.prefetches_bias(spec.bwd_ops_per_score),
         )
     return BwdScoreParams(
-        score=Score.of(scale, softcap, returns_tanh=True),
-        heads=heads,
-        alibi_slopes=alibi_slopes,
-        dalibi_partial=dalibi_partial,
-        dropout_threshold=dropout_threshold,
-        dropout_scale=dropout_scale,
-        rng=rng,
+        score=Score.of(args.scale, args.softcap, returns_tanh=True),
+        heads=args.q.shape[1],
+        alibi_slopes=args.alibi_slopes,
+        dalibi_partial=args.dalibi_partial,
+        dropout_threshold=args.dropout_threshold,
+        dropout_scale=args.dropout_scale,
+        rng=args.rng,
         mods=mods,
     )
 
@@ -160,11 +130,3 @@ def _or_none(arguments: tuple) -> tuple | None:
     """(captures, scalars) of a graph, with None for an empty tuple: kernels take no empty tuples."""
     nonempty = tuple(x or None for x in arguments)
     return None if nonempty == (None, None) else nonempty
-
-
-def kernel_symbol(kernel: str, static: Static, tile: Any) -> str:
-    """The symbol of a kernel. ptxas compiles kernels with "cutlass" in their name differently."""
-    mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
-    layout = getattr(tile, "layout", "swizzled")
-    tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
-    return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"

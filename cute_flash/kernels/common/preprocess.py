@@ -1,19 +1,18 @@
 """Preprocess of the backward: row statistics, and zeros in the accumulators of dQ."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import LOG2_E
-from cute_flash.device.tile_scheduler import read_tile
 from cute_flash.kernels.common.fakes import CUTE_DTYPES, out_dtype
+from cute_flash.kernels.common.kernel import MBlockKernel
 from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
-from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.spec.problem import Static
 
 VECTOR = 8  # elements of a load: 16 bytes, or 32 of fp32
@@ -22,22 +21,24 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class Params:
-    mO: cute.Tensor  # (B, H, Sq, Dv)
-    mdO: cute.Tensor
-    mLSE: cute.Tensor  # (B, H, Sq)
-    mLSE_log2: cute.Tensor  # (B, H, Sq padded)
-    mD: cute.Tensor
-    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
-    mSemaphore: cute.Tensor | None  # (B, H, m_block)
-    mdLSE: cute.Tensor | None
-    mTiles: cute.Tensor | None  # the tile list of a varlen batch
+    out: cute.Tensor  # (B, H, Sq, Dv)
+    dout: cute.Tensor
+    lse: cute.Tensor  # (B, H, Sq)
+    lse_log2: cute.Tensor  # (B, H, Sq padded)
+    delta: cute.Tensor
+    dq_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
+    dq_semaphore: cute.Tensor | None  # (B, H, m_block)
+    dlse: cute.Tensor | None
+    q_tile_list: cute.Tensor | None  # of a varlen batch
 
 
-class BwdPreprocess:
+class BwdPreprocess(MBlockKernel):
     """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and rows past the end.
 
     It also sets the accumulators of dQ and its semaphore to 0.
     """
+
+    rows, num_threads = "out", THREADS
 
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
@@ -48,64 +49,28 @@ class BwdPreprocess:
         # A power of two, and enough that all threads have a row.
         self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
 
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        dout: cute.Tensor,
-        lse: cute.Tensor,
-        lse_log2: cute.Tensor,
-        delta: cute.Tensor,
-        dq_accum: cute.Tensor,
-        dq_semaphore: cute.Tensor | None,
-        dlse: cute.Tensor | None,
-        q_tile_list: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        batch, heads, padded = lse_log2.shape
-        num_blocks = padded // self.tile_m
-        if cutlass.const_expr(self.static.varlen):
-            out, dout, lse = (with_batch_mode(x) for x in (out, dout, lse))
-            dlse = with_batch_mode(dlse) if self.static.has_dlse else None
-            num_blocks = q_tile_list.shape[0] - TILE_LIST_HEADER
-        params = Params(
-            mO=out,
-            mdO=dout,
-            mLSE=lse,
-            mLSE_log2=lse_log2,
-            mD=delta,
-            mdQ_accum=dq_accum,
-            mSemaphore=dq_semaphore,
-            mdLSE=dlse,
-            mTiles=q_tile_list,
-        )
-        self.kernel.set_name_prefix(
-            f"cute_flash_bwd_preprocess_d{self.static.width_v}_{self.static.dtype}",
-            remove_cutlass_symbol=True,
-            keep_mangled_name=False,
-        )
-        self.kernel(params).launch(grid=(num_blocks, heads, batch), block=(THREADS, 1, 1), stream=stream)
+    @property
+    def name(self) -> str:
+        return f"bwd_preprocess_d{self.static.width_v}"
+
+    def params(self, args: SimpleNamespace) -> Params:
+        return Params(**vars(args))
 
     @cute.kernel
     def kernel(self, p: Params):
         thread, _, _ = cute.arch.thread_idx()
-        index, head, batch = cute.arch.block_idx()
+        coord = cute.arch.block_idx()
         if cutlass.const_expr(self.overlaps_next):
             cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(self.static.varlen):
-            if index < p.mTiles[0, 0]:
-                m_block, seqlen_values = read_tile(p.mTiles, index)
-                self.process_block(p, thread, m_block, head, SeqlenInfo.of_values(seqlen_values))
-        else:
-            self.process_block(p, thread, index, head, SeqlenInfo(batch, p.mO.shape[2], Int32(0)))
+        self.process_cta(p, coord, thread)
 
     @cute.jit
-    def process_block(self, p: Params, thread: Int32, m_block: Int32, head: Int32, seqlen: SeqlenInfo):
+    def process_block(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo, thread: Int32):
         block = seqlen.padded_q_block(m_block, self.tile_m)
         if cutlass.const_expr(self.static.deterministic):
             if thread == 0:
-                seqlen.slice_head(p.mSemaphore, head)[block] = Int32(0)
-        self.zero_dq(seqlen.slice_head(p.mdQ_accum, head)[block, None], thread)
+                seqlen.slice_head(p.dq_semaphore, head)[block] = Int32(0)
+        self.zero_dq(seqlen.slice_head(p.dq_accum, head)[block, None], thread)
         rows_at_once = THREADS // self.threads_per_row
         for i in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = m_block * self.tile_m + i * rows_at_once + thread // self.threads_per_row
@@ -125,12 +90,12 @@ class BwdPreprocess:
         seqlen, head = sequence
         dot, lse = Float32(0.0), Float32.inf
         if row < seqlen.q_len:
-            natural = seqlen.slice_head(p.mLSE, head)[seqlen.q_row(row)]
+            natural = seqlen.slice_head(p.lse, head)[seqlen.q_row(row)]
             lse = Float32.inf if natural == -Float32.inf else natural * LOG2_E
             if column < self.static.width_v:
                 rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
-                cute.autovec_copy(self.vector(seqlen.slice_head(p.mO, head), seqlen.q_row(row), column), rO)
-                cute.autovec_copy(self.vector(seqlen.slice_head(p.mdO, head), seqlen.q_row(row), column), rdO)
+                cute.autovec_copy(self.vector(seqlen.slice_head(p.out, head), seqlen.q_row(row), column), rO)
+                cute.autovec_copy(self.vector(seqlen.slice_head(p.dout, head), seqlen.q_row(row), column), rdO)
                 products = rO.load().to(Float32) * rdO.load().to(Float32)
                 dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         offset = self.threads_per_row // 2
@@ -142,10 +107,10 @@ class BwdPreprocess:
                 # A row without keys has no gradient, whatever that of its LSE is.
                 dot = Float32(0.0) if lse == Float32.inf else dot
                 if row < seqlen.q_len and lse != Float32.inf:
-                    dot = dot - seqlen.slice_head(p.mdLSE, head)[seqlen.q_row(row)]
+                    dot = dot - seqlen.slice_head(p.dlse, head)[seqlen.q_row(row)]
             padded_row = seqlen.padded_q_row(row, self.tile_m)
-            seqlen.slice_head(p.mLSE_log2, head)[padded_row] = lse
-            seqlen.slice_head(p.mD, head)[padded_row] = dot
+            seqlen.slice_head(p.lse_log2, head)[padded_row] = lse
+            seqlen.slice_head(p.delta, head)[padded_row] = dot
 
     def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
         pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)

@@ -8,6 +8,7 @@
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -16,6 +17,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.band import Band, minimum
+from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.planning.varlen import (
     ASCENDING,
     BY_LENGTH,
@@ -210,21 +212,28 @@ def _reserve(classes: cute.Tensor, index: Int32, num: Int32) -> Int32:
     return cute.arch.atomic_add(classes.iterator + index, num, sem="relaxed", scope="cta")
 
 
-class VarlenScheduler:
-    """Lists the tiles of a varlen batch: one CTA a list."""
-
-    direction: str
+class VarlenScheduler(Kernel):
+    """Lists the tiles of a varlen batch, one CTA a list: in the forward the tiles of queries; in the backward those of
+    keys, and those of queries for preprocess and postprocess.
+    """
 
     def __init__(self, static: Static, tile):
         self.static = static
 
-    @property
-    def name(self) -> str:
-        return f"cute_flash_varlen_scheduler_{self.direction}" + ("_seqused_k" if self.static.seqused_k else "")
-
-    def launch(self, lists: tuple, stream: CUstream):
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(lists).launch(grid=(len(lists), 1, 1), block=(THREADS, 1, 1), stream=stream)
+    @cute.jit
+    def __call__(self, stream: CUstream, **operands):
+        args = SimpleNamespace(**operands)
+        of_backward = "kv_tile_list" in operands
+        batch = VarlenBatch(args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.total_q, args.total_k)
+        left, right, (m, n) = args.scheduler_left, args.scheduler_right, (args.tile_m, args.tile_n)
+        queries = TileListBuilder(args.q_tile_list, batch, False, of_backward, m, n, Band(left, right), args.tile_order)
+        lists = (queries,)
+        if cutlass.const_expr(of_backward):
+            keys = TileListBuilder(args.kv_tile_list, batch, True, False, n, m, Band(right, left), args.tile_order)
+            lists = (keys, queries)
+        symbol = "cute_flash_varlen_scheduler_" + ("bwd" if of_backward else "fwd")
+        symbol += "_seqused_k" if self.static.seqused_k else ""
+        self.launch(symbol, lists, (len(lists), 1, 1), THREADS, stream)
 
     @cute.kernel
     def kernel(self, lists: tuple):
@@ -236,59 +245,3 @@ class VarlenScheduler:
         for i in cutlass.range_constexpr(len(lists)):
             if cute.arch.block_idx()[0] == i:
                 lists[i].build(classes, sums)
-
-
-class VarlenSchedulerFwd(VarlenScheduler):
-    """Lists the tiles of queries."""
-
-    direction = "fwd"
-
-    @cute.jit
-    def __call__(
-        self,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        seqused_k: cute.Tensor | None,
-        q_tile_list: cute.Tensor,
-        total_q: Int32,
-        total_k: Int32,
-        tile_m: Int32,
-        tile_n: Int32,
-        scheduler_left: Int32,
-        scheduler_right: Int32,
-        tile_order: Int32,
-        stream: CUstream,
-    ):
-        batch = VarlenBatch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
-        band = Band(scheduler_left, scheduler_right)
-        builder = TileListBuilder(q_tile_list, batch, False, False, tile_m, tile_n, band, tile_order)
-        self.launch((builder,), stream)
-
-
-class VarlenSchedulerBwd(VarlenScheduler):
-    """Lists the tiles of keys, and those of queries for preprocess and postprocess."""
-
-    direction = "bwd"
-
-    @cute.jit
-    def __call__(
-        self,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        seqused_k: cute.Tensor | None,
-        kv_tile_list: cute.Tensor,
-        q_tile_list: cute.Tensor,
-        total_q: Int32,
-        total_k: Int32,
-        tile_m: Int32,
-        tile_n: Int32,
-        scheduler_left: Int32,
-        scheduler_right: Int32,
-        tile_order: Int32,
-        stream: CUstream,
-    ):
-        batch = VarlenBatch(cu_seqlens_q, cu_seqlens_k, seqused_k, total_q, total_k)
-        left, right = scheduler_left, scheduler_right
-        keys = TileListBuilder(kv_tile_list, batch, True, False, tile_n, tile_m, Band(right, left), tile_order)
-        queries = TileListBuilder(q_tile_list, batch, False, True, tile_m, tile_n, Band(left, right), tile_order)
-        self.launch((keys, queries), stream)

@@ -39,13 +39,13 @@ from cute_flash.device.mods_bwd import ModScores
 from cute_flash.device.ptx import rederived
 from cute_flash.device.score_bwd import BlockScores
 from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
-from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.common.params import bwd_score_params, kernel_symbol
+from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm80.bwd_storage import MainloopState, Params, SharedStorage, dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
@@ -56,9 +56,9 @@ from cute_flash.spec.problem import Static
 FLOATS = 4  # in 16 bytes
 
 
-class BwdSm80:
+class BwdSm80(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm80):
-        self.static, self.tile, self.dtype = static, tile, CUTE_DTYPES[static.dtype]
+        super().__init__(static, tile)
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
@@ -70,80 +70,39 @@ class BwdSm80:
         self.kv_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_kv)
         self.q_grid = dq_grid(tile, self.dtype)
 
-    @property
-    def name(self) -> str:
-        return kernel_symbol("bwd_sm80", self.static, self.tile)
-
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        dout_cast: cute.Tensor,
-        lse_log2: cute.Tensor,
-        delta: cute.Tensor,
-        dq_accum: cute.Tensor,
-        dq_semaphore: cute.Tensor | None,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads_per_l2_group: Int32,
-        softcap: Float32 | None,
-        alibi_slopes: cute.Tensor | None,
-        dalibi_partial: cute.Tensor | None,
-        dropout_threshold: Int32 | None,
-        dropout_scale: Float32 | None,
-        rng: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        dbias: cute.Tensor | None,
-        captures: list | None,
-        scalars: list | None,
-        dcaptures: list | None,
-        block_indices: list | None,
-        kv_tile_list: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        tile, static = self.tile, self.static
-        score_params = bwd_score_params(
-            static, tile, q.shape[1], scale, softcap=softcap, alibi_slopes=alibi_slopes,
-            dalibi_partial=dalibi_partial, dropout_threshold=dropout_threshold, dropout_scale=dropout_scale,
-            rng=rng, bias=bias, dbias=dbias, captures=captures, scalars=scalars, dcaptures=dcaptures,
-            block_indices=block_indices,
-        )  # fmt: skip
-        if cutlass.const_expr(static.varlen):
-            q, k, v, dout_cast, dk, dv = (with_batch_mode(x) for x in (q, k, v, dout_cast, dk, dv))
-        batch, heads_kv, seqlen_k, _ = k.shape
+    def __call__(self, stream: CUstream, **operands):
+        tile, static, args = self.tile, self.static, self.read_operands(operands)
+        score_params = bwd_score_params(static, tile, args)
+        batch, heads_kv, seqlen_k, _ = args.k.shape
         scheduler, tile_list = None, None
         if cutlass.const_expr(static.varlen):
-            num_n_blocks = kv_tile_list.shape[0] - TILE_LIST_HEADER
-            tile_list = VarlenTileList(kv_tile_list, heads_kv, heads_per_l2_group)
+            num_n_blocks = args.kv_tile_list.shape[0] - TILE_LIST_HEADER
+            tile_list = VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
         else:
             num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
             # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
             descends = static.has_left or static.deterministic
-            scheduler = StaticTileScheduler(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends)
-        band = Band(window_left if static.has_left else None, window_right if static.has_right else None)
-        semaphore = None
+            scheduler = StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends)
+        band, semaphore = self.band(args), None
         if cutlass.const_expr(static.deterministic):
             # A right bound that masks nothing: without one, ptxas is short of a register.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
-            semaphore = DQSemaphore(dq_semaphore, band, q.shape[2], seqlen_k, tile.tile_m, tile.tile_n, by_tma=False)
+            lengths = args.q.shape[2], seqlen_k
+            semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
         row_elements = self.k_tile.copy_cols
         params = Params(
-            mQ=q,
-            mK=k,
-            mV=v,
-            mdO=dout_cast,
-            mLSE=lse_log2,
-            mD=delta,
-            mdQ_accum=dq_accum,
-            mdK=dk,
-            mdV=dv,
-            scale=scale,
-            scale_log2=scale * LOG2_E,
+            mQ=args.q,
+            mK=args.k,
+            mV=args.v,
+            mdO=args.dout_cast,
+            mLSE=args.lse_log2,
+            mD=args.delta,
+            mdQ_accum=args.dq_accum,
+            mdK=args.dk,
+            mdV=args.dv,
+            scale=args.scale,
+            scale_log2=args.scale * LOG2_E,
             band=Band(band.right, band.left),
             dq_semaphore=semaphore,
             scheduler=scheduler,
@@ -155,9 +114,8 @@ class BwdSm80:
             mma_q=self.q_grid.mma(),
             score_params=score_params,
         )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         grid = (num_n_blocks * heads_kv * batch, 1, 1)
-        self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
+        self.launch(self.symbol("bwd_sm80"), params, grid, tile.num_threads, stream)
 
     @cute.kernel
     def kernel(self, p: Params):

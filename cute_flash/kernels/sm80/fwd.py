@@ -33,86 +33,44 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from cute_flash.device.band import Band
 from cute_flash.device.block_sparse import BlockSparseIterator
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, store_floats, store_lse, update_max_logit
 from cute_flash.device.mask import Mask
 from cute_flash.device.position import TilePosition
 from cute_flash.device.ptx import rederived
-from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import Softmax
 from cute_flash.device.tile_scheduler import StaticTileScheduler, VarlenTileList
 from cute_flash.device.views import as_mn, as_operand_a
-from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.common.params import ScoreParams, kernel_symbol
+from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm80.fwd_storage import MainloopState, Params, allocate, gemm, gemm_rs, operands
-from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
-from cute_flash.spec.problem import Static
 
 
-class FwdSm80:
-    def __init__(self, static: Static, tile: FwdTileSm80):
-        self.static = static
-        self.tile = tile
-        self.dtype = CUTE_DTYPES[static.dtype]
-
-    @property
-    def name(self) -> str:
-        return kernel_symbol("fwd_sm80", self.static, self.tile)
-
+class FwdSm80(Kernel):
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads_per_l2_group: Int32,
-        softcap: Float32 | None,
-        alibi_slopes: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        dropout_threshold: Int32 | None,
-        dropout_scale: Float32 | None,
-        rng: cute.Tensor | None,
-        max_logit: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        captures: list | None,
-        scalars: list | None,
-        block_indices: list | None,
-        q_tile_list: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        tile, static = self.tile, self.static
-        score_params = ScoreParams.of(
-            static, scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            dropout_threshold=dropout_threshold, dropout_scale=dropout_scale, rng=rng, max_logit=max_logit,
-            bias=bias, captures=captures, scalars=scalars, block_indices=block_indices,
-        )  # fmt: skip
+    def __call__(self, stream: CUstream, **operands):
+        tile, static, args = self.tile, self.static, self.read_operands(operands)
+        score_params = ScoreParams.of(static, args)
         row_elements = tile.smem(tile.tile_m).copy_cols
-        if cutlass.const_expr(static.varlen):
-            q, k, v, out, lse = (with_batch_mode(x) for x in (q, k, v, out, lse))
-        batch, heads, seqlen_q, _ = q.shape
+        batch, heads, seqlen_q, _ = args.q.shape
         scheduler, tile_list = None, None
         if cutlass.const_expr(static.varlen):
-            num_m_blocks = q_tile_list.shape[0] - TILE_LIST_HEADER
-            tile_list = VarlenTileList(q_tile_list, heads, heads_per_l2_group)
+            num_m_blocks = args.q_tile_list.shape[0] - TILE_LIST_HEADER
+            tile_list = VarlenTileList(args.q_tile_list, heads, args.heads_per_l2_group)
         else:
             num_m_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
-            scheduler = StaticTileScheduler(num_m_blocks, heads, batch, heads_per_l2_group, static.has_right)
+            scheduler = StaticTileScheduler(num_m_blocks, heads, batch, args.heads_per_l2_group, static.has_right)
         params = Params(
-            mQ=q,
-            mK=k,
-            mV=v,
-            mO=out,
-            mLSE=lse,
-            scale_log2=score_params.softmax_scale(scale),
-            band=Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            mQ=args.q,
+            mK=args.k,
+            mV=args.v,
+            mO=args.out,
+            mLSE=args.lse,
+            scale_log2=score_params.softmax_scale(args.scale),
+            band=self.band(args),
             scheduler=scheduler,
             tile_list=tile_list,
             copy_in=async_row_copy(tile.num_threads, row_elements, self.dtype),
@@ -120,9 +78,8 @@ class FwdSm80:
             tiled_mma=self._tiled_mma(),
             score_params=score_params,
         )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         grid = (num_m_blocks * heads * batch, 1, 1)
-        self.kernel(params).launch(grid=grid, block=(tile.num_threads, 1, 1), stream=stream)
+        self.launch(self.symbol("fwd_sm80"), params, grid, tile.num_threads, stream)
 
     def _tiled_mma(self) -> cute.TiledMma:
         """Warps are stacked along the rows. One ldmatrix.x4 feeds two n8 tiles."""

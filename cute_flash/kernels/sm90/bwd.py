@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from cute_flash.device.band import Band
@@ -43,15 +43,17 @@ from cute_flash.device.mods_bwd import ModScores
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
 from cute_flash.device.semaphore import DQSemaphore
-from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.common.params import bwd_score_params, kernel_symbol
+from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.params import bwd_score_params
 from cute_flash.kernels.sm90 import bwd_producer as producer
-from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, Config, KVTile, Params, SharedStorage
+from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.features import MODS
@@ -85,11 +87,10 @@ class MmaState:
     dalibi: cute.Tensor | None  # (1), of the current head
 
 
-class BwdSm90:
+class BwdSm90(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm90):
-        self.static, self.tile = static, tile
+        super().__init__(static, tile)
         self.config = Config(static, tile)
-        self.dtype = self.config.dtype
         self.has_score_params = bool(static.features) or static.has_mods
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
         # A bias and user mods need the registers in which LSE would wait.
@@ -98,94 +99,47 @@ class BwdSm90:
         differs = static.is_bounded or static.varlen or static.block_sparse
         self.is_dynamic = differs and not static.deterministic
 
-    @property
-    def name(self) -> str:
-        return kernel_symbol("bwd_sm90", self.static, self.tile)
-
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        dout_cast: cute.Tensor,
-        lse_log2: cute.Tensor,
-        delta: cute.Tensor,
-        dq_accum: cute.Tensor,
-        dq_semaphore: cute.Tensor | None,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads_per_l2_group: Int32,
-        num_ctas: Int32,
-        tile_counter: Int64,
-        softcap: Float32 | None,
-        alibi_slopes: cute.Tensor | None,
-        dalibi_partial: cute.Tensor | None,
-        dropout_threshold: Int32 | None,
-        dropout_scale: Float32 | None,
-        rng: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        dbias: cute.Tensor | None,
-        captures: list | None,
-        scalars: list | None,
-        dcaptures: list | None,
-        block_indices: list | None,
-        kv_tile_list: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        tile, static = self.tile, self.static
-        score_params = bwd_score_params(
-            static, tile, q.shape[1], scale, softcap=softcap, alibi_slopes=alibi_slopes,
-            dalibi_partial=dalibi_partial, dropout_threshold=dropout_threshold, dropout_scale=dropout_scale,
-            rng=rng, bias=bias, dbias=dbias, captures=captures, scalars=scalars, dcaptures=dcaptures,
-            block_indices=block_indices,
-        )  # fmt: skip
-        load, tma, config = cpasync.CopyBulkTensorTileG2SOp(), TmaTiles, self.config
-        if cutlass.const_expr(static.varlen):
-            q, k, v, dout_cast, dk, dv = (with_batch_mode(x) for x in (q, k, v, dout_cast, dk, dv))
-            tma = VarlenTmaTiles
-        batch, heads_kv, seqlen_k, _ = k.shape
+    def __call__(self, stream: CUstream, **operands):
+        tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
+        load, tma = cpasync.CopyBulkTensorTileG2SOp(), VarlenTmaTiles if static.varlen else TmaTiles
+        (_, heads, seqlen_q, _), (batch, heads_kv, seqlen_k, _) = args.q.shape, args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
         # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
         descends = static.has_left or static.deterministic
-        left = window_left if static.has_left else None
-        right = window_right if static.has_right else None
-        semaphore = None
+        band, semaphore, tile_list = self.band(args), None, None
         if cutlass.const_expr(static.deterministic):
-            semaphore = DQSemaphore(dq_semaphore, Band(left, right), q.shape[2], seqlen_k, tile.tile_m, tile.tile_n)
+            semaphore = DQSemaphore(args.dq_semaphore, band, seqlen_q, seqlen_k, tile.tile_m, tile.tile_n)
+        if cutlass.const_expr(static.varlen):
+            tile_list = VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
             config=config,
-            q=tma.of(load, q, config.q),
-            do=tma.of(load, dout_cast, config.q),
-            k=tma.of(load, k, config.k),
-            v=tma.of(load, v, config.k),
-            mLSE=lse_log2,
-            mD=delta,
-            mdQ_accum=dq_accum,
+            q=tma.of(load, args.q, config.q),
+            do=tma.of(load, args.dout_cast, config.q),
+            k=tma.of(load, args.k, config.k),
+            v=tma.of(load, args.v, config.k),
+            mLSE=args.lse_log2,
+            mD=args.delta,
+            mdQ_accum=args.dq_accum,
             dq_semaphore=semaphore,
-            mdK=dk,
-            mdV=dv,
-            seqlen_q=q.shape[2],
+            mdK=args.dk,
+            mdV=args.dv,
+            seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            heads_per_kv=q.shape[1] // heads_kv,
-            scale=scale,
-            band=Band(right, left),
-            static_scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, heads_per_l2_group, descends),
-            scheduler=PersistentTileScheduler(num_n_blocks * heads_kv * batch, tile_counter, self.is_dynamic),
-            tile_list=VarlenTileList(kv_tile_list, heads_kv, heads_per_l2_group) if static.varlen else None,
+            heads_per_kv=heads // heads_kv,
+            scale=args.scale,
+            band=Band(band.right, band.left),
+            static_scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends),
+            scheduler=PersistentTileScheduler(num_n_blocks * heads_kv * batch, args.tile_counter, self.is_dynamic),
+            tile_list=tile_list,
             mma_s=make_mma(self.dtype, tile.tile_m, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.head_dim, True, K, MN),
             mma_dq=make_mma(self.dtype, tile.dq_part[1], False, MN, MN),
-            score_params=score_params,
+            score_params=bwd_score_params(static, tile, args),
         )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_ctas, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        options = {"min_blocks_per_mp": 1, "use_pdl": True}
+        self.launch(self.symbol("bwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):

@@ -11,8 +11,9 @@ from cute_flash.device.pipeline import Pipeline
 from cute_flash.device.ptx import rederived
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.kernels.sm90.bwd_storage import NO_TILE, NUM_WARPGROUPS, KVTile, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_storage import NUM_WARPGROUPS, KVTile, Params, SharedStorage
 from cute_flash.kernels.sm90.dq import bulk_add
+from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 
 @cute.jit
@@ -31,7 +32,7 @@ def load(p: Params, storage: SharedStorage):
                 load_sparse_block(p, storage, tile, iteration, Int32(0))
         load_kv(p, p.v, storage.v, storage.sV, tile)
         storage.k.wait_empty(count)
-        storage.publish_tile(count, coord)
+        storage.tiles.write(count, coord)
         load_kv(p, p.k, storage.k, storage.sK, tile)
         if cutlass.const_expr(p.block_indices is None):
             for g in cutlass.range(p.heads_per_kv, unroll=1):
@@ -47,7 +48,7 @@ def load(p: Params, storage: SharedStorage):
         count += 1
     p.tile_scheduler().finish(index)
     storage.k.wait_empty(count)
-    storage.publish_end(count)
+    storage.tiles.write_end(count)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(storage.k.full_barrier(count))
 

@@ -19,7 +19,8 @@ from cute_flash.device.smem import allocate_stages
 from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90
+from cute_flash.kernels.sm90.published_tiles import PublishedTiles
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.problem import Static
@@ -27,9 +28,6 @@ from cute_flash.spec.problem import Static
 NUM_WARPGROUPS = 2
 MMA_THREADS = NUM_WARPGROUPS * WARPGROUP_THREADS
 DS_STAGES = 2
-NO_TILE = -1
-# Slots of published tiles: the next tile is published while outputs of this one are still stored.
-TILE_SLOTS = 2
 # Warps that add dQ in deterministic order, every other block each: a warp can wait for the next phase of a barrier, but
 # not for the one after it.
 DETERMINISTIC_ADDERS = 2
@@ -40,7 +38,7 @@ class Config:
     """Compile-time facts of a kernel, and its tiles in shared memory."""
 
     static: Static
-    tile: BwdTileSm90
+    tile: BwdTileSm90 | BwdTileSm90Wide
 
     @property
     def dtype(self):
@@ -62,6 +60,11 @@ class Config:
     @property
     def ds(self) -> SmemTile:
         return SmemTile(self.tile.tile_n, self.tile.tile_m)
+
+    @property
+    def out(self) -> SmemTile:
+        """A warpgroup's columns of dK and dV, in the kernel of wide heads."""
+        return SmemTile(self.tile.tile_n, self.tile.head_dim // NUM_WARPGROUPS)
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,7 @@ class SharedStorage:
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    config: cutlass.Constexpr  # Config
-    tiles: cute.Tensor  # (n_block, head, sequence...; slot), published by k.full
+    tiles: PublishedTiles  # n_block, head, sequence...; published by k.full
     k: Pipeline  # empty: the last product has read K, and all have read the tile
     v: Pipeline
     q: Pipeline  # with LSE
@@ -202,12 +204,11 @@ class SharedStorage:
         registers = tile.tile_m * tile.head_dim // MMA_THREADS
         layout = cute.make_layout((4, WARPGROUP_THREADS, registers // 4, NUM_WARPGROUPS))
         sdQ = smem.allocate_tensor(Float32, layout, 128)
-        slot = -(-config.num_tile_values // 4) * 4
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((slot, TILE_SLOTS)), 16)
+        tiles = PublishedTiles.allocate(smem, config.num_tile_values)
         dq_stages = NUM_WARPGROUPS * DETERMINISTIC_ADDERS
         stages = (1, 1, tile.stages, tile.stages, dq_stages, DS_STAGES)
         k, v, q, do, dq, ds = [Pipeline.allocate(smem, number) for number in stages]
-        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, config, tiles, k, v, q, do, dq, ds)
+        return SharedStorage(sK, sV, sQ, sdO, sdS, sLSE, sD, sdQ, tiles, k, v, q, do, dq, ds)
 
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):
@@ -220,18 +221,6 @@ class SharedStorage:
         self.dq.init(WARPGROUP_THREADS, 1)
         self.ds.init(MMA_THREADS, 4 * NUM_WARPGROUPS)
 
-    @cute.jit
-    def publish_tile(self, count: Int32, coord: tuple):
-        """Write the tile whose K is loaded next; the arrival at k.full that follows publishes it."""
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(coord)):
-                self.tiles[i, count % TILE_SLOTS] = coord[i]
-
-    @cute.jit
-    def publish_end(self, count: Int32):
-        self.publish_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.config.num_tile_values - 1))))
-
     def read_tile(self, count: Int32) -> tuple:
         """After k.full: (n_block, head, sequence...); n_block is NO_TILE after the last tile."""
-        uniform = cute.arch.make_warp_uniform
-        return tuple(uniform(self.tiles[i, count % TILE_SLOTS]) for i in range(self.config.num_tile_values))
+        return tuple(self.tiles.read(i, count) for i in range(self.tiles.num))

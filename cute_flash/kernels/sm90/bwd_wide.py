@@ -53,10 +53,10 @@ from cute_flash.device.tile_scheduler import StaticTileScheduler
 from cute_flash.device.tma import TmaTiles
 from cute_flash.device.views import as_mn, transposed
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.common.params import kernel_symbol
+from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm90.bwd_producer import load_block, load_kv
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, KVTile
-from cute_flash.kernels.sm90.bwd_wide_storage import Config, Params, SharedStorage
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
+from cute_flash.kernels.sm90.bwd_wide_storage import Params, SharedStorage
 from cute_flash.kernels.sm90.dq import add_four, bulk_add
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
@@ -96,80 +96,50 @@ class MmaState:
     p_free: WarpgroupOrder  # the other warpgroup has read sP
 
 
-class BwdSm90Wide:
+class BwdSm90Wide(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
-        self.static, self.tile = static, tile
+        super().__init__(static, tile)
         self.config = Config(static, tile)
-        self.dtype = self.config.dtype
         self.keys = tile.tile_n // NUM_WARPGROUPS  # of a warpgroup
         # k-steps of S and dP, whose widths may differ.
         self.steps = tuple(None if x is None else range(max(len(x), MIN_STEPS)) for x in static.k_steps)
 
-    @property
-    def name(self) -> str:
-        return kernel_symbol("bwd_sm90_wide", self.static, self.tile)
-
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        dout_cast: cute.Tensor,
-        lse_log2: cute.Tensor,
-        delta: cute.Tensor,
-        dq_accum: cute.Tensor,
-        dq_semaphore: cute.Tensor | None,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads_per_l2_group: Int32,
-        num_ctas: Int32,
-        tile_counter: Int64,
-        stream: CUstream,
-    ):
-        """The first operands of `BwdSm90`. A CTA has one tile, and the order of additions to dQ is not fixed:
+    def __call__(self, stream: CUstream, **operands):
+        """Operands are those of `BwdSm90`. A CTA has one tile, and the order of additions to dQ is not fixed:
         `tile_counter` and `dq_semaphore` are not used.
         """
-        tile, static, config = self.tile, self.static, self.config
+        tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        batch, heads_kv, seqlen_k, _ = k.shape
+        batch, heads_kv, seqlen_k, _ = args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
+        # A missing right bound is replaced by one that masks nothing: without it ptxas is short of registers, and
+        # serialises the products.
+        band = self.band(args)
         MN, K = OperandMajorMode.MN, OperandMajorMode.K
         params = Params(
             config=config,
-            q=TmaTiles.of(load, q, config.q),
-            do=TmaTiles.of(load, dout_cast, config.q),
-            k=TmaTiles.of(load, k, config.k),
-            v=TmaTiles.of(load, v, config.k),
-            dk=TmaTiles.of(store, dk, config.out),
-            dv=TmaTiles.of(store, dv, config.out),
-            mLSE=lse_log2,
-            mD=delta,
-            mdQ_accum=dq_accum,
-            seqlen_q=q.shape[2],
+            q=TmaTiles.of(load, args.q, config.q),
+            do=TmaTiles.of(load, args.dout_cast, config.q),
+            k=TmaTiles.of(load, args.k, config.k),
+            v=TmaTiles.of(load, args.v, config.k),
+            dk=TmaTiles.of(store, args.dk, config.out),
+            dv=TmaTiles.of(store, args.dv, config.out),
+            mLSE=args.lse_log2,
+            mD=args.delta,
+            mdQ_accum=args.dq_accum,
+            seqlen_q=args.q.shape[2],
             seqlen_k=seqlen_k,
-            heads_per_kv=q.shape[1] // heads_kv,
-            scale=scale,
-            band=Band(*self.bounds(window_left, window_right)),
-            scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, heads_per_l2_group, static.has_left),
+            heads_per_kv=args.q.shape[1] // heads_kv,
+            scale=args.scale,
+            band=Band(band.left, Int32(FAR) if band.right is None else band.right),
+            scheduler=StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, static.has_left),
             mma_s=make_mma(self.dtype, self.keys, False, K, K),
             mma_dkv=make_mma(self.dtype, tile.tile_n, False, MN, K),
             mma_dq=make_mma(self.dtype, WARPGROUP_ROWS, False, MN, MN),
         )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_ctas, 1, 1), block=(tile.num_threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
-
-    def bounds(self, left: Int32, right: Int32) -> tuple:
-        """The bounds of the band. A missing right bound is replaced by one that masks nothing: without it ptxas
-        is short of registers, and serialises the products.
-        """
-        static = self.static
-        return left if static.has_left else None, right if static.has_right else Int32(FAR)
+        options = {"min_blocks_per_mp": 1, "use_pdl": True}
+        self.launch(self.symbol("bwd_sm90_wide"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):

@@ -1,4 +1,4 @@
-"""Configuration, parameters and shared memory of the wide Hopper backward."""
+"""Parameters and shared memory of the wide Hopper backward."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,40 +15,7 @@ from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.smem import allocate_stages
 from cute_flash.device.tile_scheduler import StaticTileScheduler
 from cute_flash.device.tma import TmaTiles
-from cute_flash.kernels.common.fakes import CUTE_DTYPES
-from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, KVTile
-from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90Wide
-from cute_flash.smem.tile import SmemTile
-from cute_flash.spec.problem import Static
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time facts of a kernel, and its tiles in shared memory."""
-
-    static: Static
-    tile: BwdTileSm90Wide
-
-    @property
-    def dtype(self):
-        return CUTE_DTYPES[self.static.dtype]
-
-    @property
-    def q(self) -> SmemTile:
-        return SmemTile(self.tile.tile_m, self.tile.head_dim)
-
-    @property
-    def k(self) -> SmemTile:
-        return SmemTile(self.tile.tile_n, self.tile.head_dim)
-
-    @property
-    def ds(self) -> SmemTile:
-        return SmemTile(self.tile.tile_n, self.tile.tile_m)
-
-    @property
-    def out(self) -> SmemTile:
-        """A warpgroup's part of dK and dV."""
-        return SmemTile(self.tile.tile_n, self.tile.head_dim // NUM_WARPGROUPS)
+from cute_flash.kernels.sm90.bwd_storage import MMA_THREADS, NUM_WARPGROUPS, Config, KVTile
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,9 @@ Within a warpgroup, Q Kj^T of a block and P V of the block before it run while t
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from cute_flash.device.band import Band
 from cute_flash.device.block_iterator import OutwardBlockIterator
 from cute_flash.device.copies import row_tile
 from cute_flash.device.dropout_mask import DropoutMaskPipeline, NoDropoutMasks
@@ -43,17 +42,19 @@ from cute_flash.device.epilogue import store_floats, store_lse, store_rounded, u
 from cute_flash.device.mask import Mask
 from cute_flash.device.pipeline import WARPGROUP_THREADS, WarpgroupOrder
 from cute_flash.device.ptx import rederived
-from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.softmax import EXACT_KEYS, Softmax
 from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTileScheduler, VarlenTileList
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.wgmma import convert, make_mma, start_gemm
-from cute_flash.kernels.common.params import ScoreParams, kernel_symbol
+from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.common.params import ScoreParams
 from cute_flash.kernels.sm90 import fwd_producer as producer
 from cute_flash.kernels.sm90 import fwd_scores as scores
 from cute_flash.kernels.sm90.fwd_scores import MmaState, MmaTile
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Config, Params, SharedStorage
+from cute_flash.kernels.sm90.fwd_storage import Config, Params, SharedStorage
+from cute_flash.kernels.sm90.published_tiles import NO_TILE
 from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
@@ -65,92 +66,48 @@ FIRST_ORDER_BARRIER = 1
 MAYBE = "maybe"
 
 
-class FwdSm90:
+class FwdSm90(Kernel):
     def __init__(self, static: Static, tile: FwdTileSm90):
-        self.static = static
-        self.tile = tile
+        super().__init__(static, tile)
         self.config = Config(static, tile)
 
-    @property
-    def name(self) -> str:
-        return kernel_symbol("fwd_sm90", self.static, self.tile)
-
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads_per_l2_group: Int32,
-        num_ctas: Int32,
-        seqlen_q: Int32,
-        tile_counter: Int64,
-        softcap: Float32 | None,
-        alibi_slopes: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        dropout_threshold: Int32 | None,
-        dropout_scale: Float32 | None,
-        rng: cute.Tensor | None,
-        max_logit: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        captures: list | None,
-        scalars: list | None,
-        block_indices: list | None,
-        q_tile_list: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """`seqlen_q`: queries of a head; with pack_gqa the rows of q are those of several heads."""
-        tile, static, config = self.tile, self.static, self.config
-        score_params = ScoreParams.of(
-            static, scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            dropout_threshold=dropout_threshold, dropout_scale=dropout_scale, rng=rng, max_logit=max_logit,
-            bias=bias, captures=captures, scalars=scalars, block_indices=block_indices,
-        )  # fmt: skip
+    def __call__(self, stream: CUstream, **operands):
+        tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
+        score_params = ScoreParams.of(static, args)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        batch, heads, num_rows, _ = args.q.shape
         tma, tile_list = TmaTiles, None
         if cutlass.const_expr(static.varlen):
-            q, k, v, out, lse = (with_batch_mode(x) for x in (q, k, v, out, lse))
-            tma, tile_list = VarlenTmaTiles, VarlenTileList(q_tile_list, q.shape[1], heads_per_l2_group)
-        batch, heads, num_rows, _ = q.shape
+            tma, tile_list = VarlenTmaTiles, VarlenTileList(args.q_tile_list, heads, args.heads_per_l2_group)
         num_m_blocks = cute.ceil_div(num_rows, tile.tile_m)
         batch_is_inner = score_params.batch_shares_bias()
         params = Params(
             config=config,
-            q=tma.of(load, q, config.q),
-            k=tma.of(load, k, config.k),
-            v=tma.of(load, v, config.v),
-            o=None if static.out_fp32 else tma.of(store, out, config.o),
-            bias=tma.of(load, bias, config.bias) if tile.bias_stages else None,
-            mO=out,
-            mLSE=lse,
+            q=tma.of(load, args.q, tile.operand_smem("Q")),
+            k=tma.of(load, args.k, tile.operand_smem("K")),
+            v=tma.of(load, args.v, tile.operand_smem("V")),
+            o=None if static.out_fp32 else tma.of(store, args.out, tile.operand_smem("O")),
+            bias=tma.of(load, args.bias, config.bias) if tile.bias_stages else None,
+            mO=args.out,
+            mLSE=args.lse,
             num_rows=num_rows,
-            seqlen_q=seqlen_q,
-            seqlen_k=k.shape[2],
-            heads_per_kv=heads // k.shape[1],
-            scale_log2=score_params.softmax_scale(scale),
-            band=Band(window_left if static.has_left else None, window_right if static.has_right else None),
+            seqlen_q=args.seqlen_q,
+            seqlen_k=args.k.shape[2],
+            heads_per_kv=heads // args.k.shape[1],
+            scale_log2=score_params.softmax_scale(args.scale),
+            band=self.band(args),
             static_scheduler=StaticTileScheduler(
-                num_m_blocks, heads, batch, heads_per_l2_group, static.has_right, batch_is_inner
+                num_m_blocks, heads, batch, args.heads_per_l2_group, static.has_right, batch_is_inner
             ),
-            scheduler=PersistentTileScheduler(num_m_blocks * heads * batch, tile_counter, config.is_dynamic),
+            scheduler=PersistentTileScheduler(num_m_blocks * heads * batch, args.tile_counter, config.is_dynamic),
             tile_list=tile_list,
-            mma_qk=make_mma(config.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
-            mma_pv=make_mma(config.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
+            mma_qk=make_mma(self.dtype, tile.tile_n, False, OperandMajorMode.K, OperandMajorMode.K),
+            mma_pv=make_mma(self.dtype, tile.columns_pv, True, OperandMajorMode.K, OperandMajorMode.MN),
             score_params=score_params,
         )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(params).launch(
-            grid=(num_ctas, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=static.varlen,
-        )
+        options = {"min_blocks_per_mp": 1, "use_pdl": static.varlen}
+        self.launch(self.symbol("fwd_sm90"), params, (args.num_ctas, 1, 1), tile.num_threads, stream, **options)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -260,7 +217,7 @@ class FwdSm90:
             rQ=rQ,
             rK=qk.make_fragment_B(qk.partition_B(storage.sK)),
             rV=pv.make_fragment_B(pv.partition_B(sVt)),
-            rP=cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.config.dtype),
+            rP=cute.make_rmem_tensor(self._shape_S(p.mma_qk), self.dtype),
             acc_O=acc_O,
             softmax=softmax,
             lse=cute.make_fragment_like(softmax.row_max),
@@ -513,7 +470,7 @@ class FwdSm90:
     def output(self, state: MmaState) -> cute.Tensor:
         """O / l in the type of the output."""
         state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
-        rO = cute.make_fragment_like(state.acc_O, self.config.dtype)
+        rO = cute.make_fragment_like(state.acc_O, self.dtype)
         convert(state.acc_O, rO, range(self.tile.width_v // 16))
         return rO
 
@@ -551,7 +508,7 @@ class FwdSm90:
     def stage_output(self, state: MmaState, tile: MmaTile):
         rO = self.output(state)
         sO = state.storage.output_stage(state.warpgroup, tile.count)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.config.dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, state.mma_pv).get_slice(self.thread_at_end(state))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")

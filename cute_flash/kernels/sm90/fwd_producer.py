@@ -16,7 +16,8 @@ from cute_flash.device.dropout_mask import RECTANGLES
 from cute_flash.device.pipeline import Pipeline
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
-from cute_flash.kernels.sm90.fwd_storage import NO_TILE, Params, SharedStorage
+from cute_flash.kernels.sm90.fwd_storage import Params, SharedStorage
+from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def load_qk(p: Params, storage: SharedStorage):
         count += 1
     p.tile_scheduler().finish(index)
     storage.q.wait_empty(count)
-    storage.publish_end(count)
+    storage.tiles.write_end(count)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(storage.q.full_barrier(count))
 
@@ -99,11 +100,12 @@ def load_bias(p: Params, storage: SharedStorage):
 
 @cute.jit
 def load_q(p: Params, storage: SharedStorage, count: Int32, coord: tuple, seqlen: SeqlenInfo, block_counts: tuple):
-    pipeline, num = storage.q, storage.config.tile.num_warpgroups
+    pipeline, tile = storage.q, storage.config.tile
+    num = tile.num_warpgroups
     m_block, head = coord
     pipeline.wait_empty(count)
-    storage.publish_tile(count, (*coord, *seqlen.values, *block_counts))
-    pipeline.expect_bytes(count, num * storage.config.q.bytes)
+    storage.tiles.write(count, (*coord, *seqlen.values, *block_counts))
+    pipeline.expect_bytes(count, num * tile.operand_smem("Q").bytes)
     for w in cutlass.range_constexpr(num):
         sQ = storage.sQ[None, None, (w, pipeline.stage(count))]
         p.q.load(sQ, m_block * num + w, head, seqlen.q_tma_coord, pipeline.full_barrier(count))

@@ -23,15 +23,13 @@ from cute_flash.device.tile_scheduler import PersistentTileScheduler, StaticTile
 from cute_flash.device.tma import TmaTiles, VarlenTmaTiles
 from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.kernels.common.params import ScoreParams
+from cute_flash.kernels.sm90.published_tiles import PublishedTiles
 from cute_flash.planning.tiles.common import COST_DROPOUT, WARPGROUP_ROWS
 from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange
 from cute_flash.spec.problem import Static
 
-NO_TILE = -1
-# Slots of published tiles. Two even with one stage of Q: the next tile is published before all have read this one.
-TILE_SLOTS = 2
 ALL_ROWS = 1 << 20
 
 
@@ -64,10 +62,6 @@ class Config:
         return 2 + (NUM_VALUES if self.static.varlen else 1)
 
     @property
-    def is_bounded(self) -> bool:
-        return self.static.has_left or self.static.has_right
-
-    @property
     def overlaps_tiles(self) -> bool:
         """With two stages of Q, whether the next tile starts while this one ends. There, user mods have the fewest
         registers.
@@ -94,7 +88,7 @@ class Config:
         if self.starts_near:
             return static.has_right, static.has_left or not static.has_right
         return static.has_left and static.has_right and not static.block_sparse, (
-            self.is_bounded or static.block_sparse
+            self.static.is_bounded or static.block_sparse
         )
 
     @property
@@ -103,7 +97,7 @@ class Config:
 
         Those of a varlen batch always do: see `Params.tile_scheduler`.
         """
-        return self.is_bounded or self.static.block_sparse
+        return self.static.is_bounded or self.static.block_sparse
 
     @property
     def steps(self) -> int:
@@ -142,22 +136,6 @@ class Config:
             return not self.is_crowded and self.static.mods.fuses_with_exp2
         has_one = self.has_alibi != self.has_softcap
         return has_one and (self.has_alibi or self.tile.num_warpgroups < 3)
-
-    @property
-    def q(self) -> SmemTile:
-        return self.tile.operand_smem("Q")
-
-    @property
-    def k(self) -> SmemTile:
-        return self.tile.operand_smem("K")
-
-    @property
-    def v(self) -> SmemTile:
-        return self.tile.operand_smem("V")
-
-    @property
-    def o(self) -> SmemTile:
-        return self.tile.operand_smem("O")
 
     @property
     def bias(self) -> SmemTile:
@@ -234,10 +212,10 @@ class Params:
         config, indices = self.config, self.score_params.block_indices
         if indices is not None:
             parts = config.static.mods.block_mask_tile[1] // config.tile.tile_n
-            blocks = self._blocks(m_block, seqlen) if config.is_bounded else None
+            blocks = self._blocks(m_block, seqlen) if config.static.is_bounded else None
             return BlockSparseIterator(indices, self._block_mask_coord(m_block, head, seqlen), counts, parts, blocks)
         blocks, static, tile = self._blocks(m_block, seqlen), config.static, config.tile
-        if config.starts_near and config.is_bounded:
+        if config.starts_near and config.static.is_bounded:
             return BlockIterator.of(blocks, False)
         is_outward = config.starts_near or config.has_alibi
         if not is_outward or static.batch_invariant:
@@ -265,16 +243,16 @@ class SharedStorage:
     k: Pipeline
     v: Pipeline
     o_full: cute.Pointer  # (warpgroup, q stage): the output is in the stage
-    tiles: cute.Tensor  # (m_block, head, sequence...; slot), published by q.full; NO_TILE: the end
+    tiles: PublishedTiles  # m_block, head, sequence...; published by q.full
     n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage, published by k.full
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
         smem, tile = SmemAllocator(), config.tile
         allocate = partial(allocate_stages, smem, config.dtype)
-        sQ = allocate(config.q, tile.num_warpgroups * tile.q_stages)
+        sQ = allocate(tile.operand_smem("Q"), tile.num_warpgroups * tile.q_stages)
         sQ = cute.logical_divide(sQ, (None, None, tile.num_warpgroups))
-        sK, sV = allocate(config.k, tile.stages), allocate(config.v, tile.stages)
+        sK, sV = (allocate(tile.operand_smem(name), tile.stages) for name in "KV")
         dropout_masks = None
         if tile.dropout_producer:
             dropout_masks = DropoutMaskPipeline.allocate(smem, tile.num_warpgroups, config.steps, tile.dropout_stages)
@@ -284,8 +262,7 @@ class SharedStorage:
             bias = BiasPipeline.allocate(smem, dtype, config.bias, tile.num_warpgroups, tile.bias_stages)
         q, k, v = [Pipeline.allocate(smem, stages) for stages in (tile.q_stages, tile.stages, tile.stages)]
         o_full = smem.allocate_array(cutlass.Int64, tile.num_warpgroups * tile.q_stages, byte_alignment=8)
-        slot = -(-config.num_tile_values // 4) * 4
-        tiles = smem.allocate_tensor(Int32, cute.make_layout((slot, TILE_SLOTS)), 16)
+        tiles = PublishedTiles.allocate(smem, config.num_tile_values)
         n_blocks = None
         if config.static.block_sparse:
             n_blocks = smem.allocate_tensor(Int32, cute.make_layout(tile.stages), 16)
@@ -311,35 +288,21 @@ class SharedStorage:
     # ---- the tile of each stage of Q. `count` is the number of tiles before it.
 
     @cute.jit
-    def publish_tile(self, count: Int32, values: tuple):
-        """Write the tile of a stage of Q; the arrival at q.full that follows publishes it."""
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(values)):
-                self.tiles[i, count % TILE_SLOTS] = values[i]
-
-    @cute.jit
-    def publish_end(self, count: Int32):
-        self.publish_tile(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.config.num_tile_values - 1))))
-
-    @cute.jit
     def m_block(self, count: Int32) -> Int32:
         """After q.full: the m_block of the tile, or NO_TILE."""
-        return self._read(0, count)
+        return self.tiles.read(0, count)
 
     @cute.jit
     def head(self, count: Int32):
-        return self._read(1, count)
+        return self.tiles.read(1, count)
 
     def seqlen_values(self, count: Int32) -> tuple:
         """The values of `SeqlenInfo`."""
-        return tuple(self._read(i, count) for i in range(2, self.config.seqlen_end))
+        return tuple(self.tiles.read(i, count) for i in range(2, self.config.seqlen_end))
 
     def block_counts(self, count: Int32) -> tuple:
         """With a block mask, the numbers of full and partial blocks."""
-        return tuple(self._read(i, count) for i in range(self.config.seqlen_end, self.config.num_tile_values))
-
-    def _read(self, i: int, count: Int32) -> Int32:
-        return cute.arch.make_warp_uniform(self.tiles[i, count % TILE_SLOTS])
+        return tuple(self.tiles.read(i, count) for i in range(self.config.seqlen_end, self.config.num_tile_values))
 
     # ---- with a block mask, the n_block of each stage of K
 
@@ -368,7 +331,7 @@ class SharedStorage:
     def output_stage(self, warpgroup: Int32, count: Int32) -> cute.Tensor:
         """(64, tile_dv) over the stage of Q"""
         sQ = self.sQ[None, None, (warpgroup, self.q.stage(count))]
-        return cute.make_tensor(sQ.iterator, affine_layout(self.config.o))
+        return cute.make_tensor(sQ.iterator, affine_layout(self.config.tile.operand_smem("O")))
 
     def output_barrier(self, warpgroup: Int32, count: Int32) -> cute.Pointer:
         return self.o_full + self.q.stage(count) * self.config.tile.num_warpgroups + warpgroup

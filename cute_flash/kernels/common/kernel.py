@@ -1,0 +1,91 @@
+"""What kernels have in common: their operands by name, and their launch."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32
+
+from cute_flash.device.band import Band
+from cute_flash.device.seqlen import SeqlenInfo, with_batch_mode
+from cute_flash.device.tile_scheduler import read_tile
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
+from cute_flash.planning.registry import KERNELS
+from cute_flash.planning.varlen import TILE_LIST_HEADER
+from cute_flash.spec.problem import Static
+
+# Operands that are (T, H, D) or (H, T) in a varlen batch.
+_WITH_ROWS = {
+    operand.name
+    for kernel in KERNELS.values()
+    for operand in kernel.operands
+    if operand.type.startswith(("rows", "statistics"))
+}
+
+
+class Kernel:
+    """A kernel of `planning.registry.KERNELS`.
+
+    Its `__call__` takes the stream, and the operands of its row by name. Its method `kernel` is the device code.
+    """
+
+    def __init__(self, static: Static, tile: Any):
+        self.static, self.tile, self.dtype = static, tile, CUTE_DTYPES[static.dtype]
+
+    def read_operands(self, operands: dict) -> SimpleNamespace:
+        """The operands as attributes. Tensors of a varlen batch get a batch mode: (1, H, T, D) and (1, H, T)."""
+        if self.static.varlen:
+            with_rows = {name: mX for name, mX in operands.items() if name in _WITH_ROWS and mX is not None}
+            operands = operands | {name: with_batch_mode(mX) for name, mX in with_rows.items()}
+        return SimpleNamespace(**operands)
+
+    def band(self, args: SimpleNamespace) -> Band:
+        """Of queries over keys."""
+        left, right = self.static.has_left, self.static.has_right
+        return Band(args.window_left if left else None, args.window_right if right else None)
+
+    def symbol(self, kernel: str) -> str:
+        """The symbol of an attention kernel."""
+        static, tile = self.static, self.tile
+        mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
+        layout = getattr(tile, "layout", "swizzled")
+        tags = "".join(f"_{tag}" for tag in (*static.tags, *(() if layout == "swizzled" else (layout,))))
+        return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"
+
+    def launch(self, symbol: str, params: Any, grid: tuple, num_threads: int, stream: CUstream, **options: Any):
+        """Launch `kernel`. ptxas compiles kernels with "cutlass" in their symbol differently."""
+        self.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(params).launch(grid=grid, block=(num_threads, 1, 1), stream=stream, **options)
+
+
+class MBlockKernel(Kernel):
+    """A kernel with a CTA for each m_block of a head: preprocess and postprocess of the backward."""
+
+    name: str
+    rows: str  # the operand that has the rows of queries
+    num_threads: int
+    overlaps_last = False  # the launch is early, and the kernel waits for the one before
+
+    @cute.jit
+    def __call__(self, stream: CUstream, **operands):
+        args = self.read_operands(operands)
+        batch, heads, num_blocks, _ = args.dq_accum.shape
+        if cutlass.const_expr(self.static.varlen):
+            num_blocks = args.q_tile_list.shape[0] - TILE_LIST_HEADER
+        params, grid = self.params(args), (num_blocks, heads, batch)
+        symbol = f"cute_flash_{self.name}_{self.static.dtype}"
+        self.launch(symbol, params, grid, self.num_threads, stream, use_pdl=self.overlaps_last)
+
+    @cute.jit
+    def process_cta(self, p: Any, coord: tuple, *thread):
+        """Call `process_block` for the block of a CTA, unless the grid is larger than the tile list."""
+        index, head, batch = coord
+        if cutlass.const_expr(self.static.varlen):
+            if index < p.q_tile_list[0, 0]:
+                m_block, seqlen_values = read_tile(p.q_tile_list, index)
+                self.process_block(p, m_block, head, SeqlenInfo.of_values(seqlen_values), *thread)
+        else:
+            seqlen = SeqlenInfo(batch, getattr(p, self.rows).shape[2], Int32(0))
+            self.process_block(p, index, head, seqlen, *thread)

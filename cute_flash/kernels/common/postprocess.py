@@ -1,0 +1,40 @@
+"""Postprocess of the backward: dQ in the type of q."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_flash.kernels.common.kernel import MBlockKernel
+
+
+@dataclass(frozen=True)
+class Params:
+    dq_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
+    dq: cute.Tensor  # (B, H, Sq, D)
+    dq_scale: Float32
+    tiled_mma: cute.TiledMma  # its accumulators define the order of dq_accum
+    q_tile_list: cute.Tensor | None  # of a varlen batch
+
+
+class BwdPostprocess(MBlockKernel):
+    """dQ = scale times the fp32 accumulators, from the order of the registers to rows in the type of q."""
+
+    rows = "dq"
+    arch: str
+
+    @property
+    def name(self) -> str:
+        return f"bwd_postprocess_{self.arch}_d{self.static.head_dim}"
+
+    def params(self, args: SimpleNamespace) -> Params:
+        return Params(**vars(args), tiled_mma=self.tiled_mma())
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        coord = cute.arch.block_idx()
+        if cutlass.const_expr(self.overlaps_last):
+            cute.arch.griddepcontrol_wait()
+        self.process_cta(p, coord)
