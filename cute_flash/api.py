@@ -105,7 +105,7 @@ def attn(
     shape = q.shape
     if scale is None:
         scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
-    left, right = window if window is UNBOUNDED else _checked(window)
+    left, right = window if window is UNBOUNDED else check_window(window)
     is_fp32 = out_dtype is not None and _is_fp32_output(q, out_dtype)
     args = _args(
         scale, left, 0 if causal else right, deterministic, softcap, return_max_logit, is_fp32, batch_invariant
@@ -134,7 +134,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
     call.apply_defaults()
     given = SimpleNamespace(**call.arguments)
     try:
-        left, right = _checked(given.window)
+        left, right = check_window(given.window)
         args = _args(
             _default_scale(q) if given.scale is None else given.scale, left, 0 if given.causal else right,
             given.deterministic, given.softcap, given.return_max_logit, _is_fp32_output(q, given.out_dtype),
@@ -205,7 +205,7 @@ def attn_varlen(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give an int32 tensor of B + 1 offsets")
-    left, right = _checked(window)
+    left, right = check_window(window)
     args = _args(
         _default_scale(q) if scale is None else scale, left, 0 if causal else right, deterministic, softcap,
         return_max_logit, _is_fp32_output(q, out_dtype), batch_invariant,
@@ -282,11 +282,6 @@ def _args(*values: Any) -> AttentionArgs:
     if _is_dynamo_compiling():
         return _cached_args.__wrapped__(*values, requested_family())
     return _cached_args(*values, current_family())
-
-
-def _checked(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    check_window(window)
-    return window
 
 
 def _default_scale(q: Tensor) -> float:

@@ -380,6 +380,3 @@ def _old_bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right, de
 
 LIBRARY.impl("fwd", _old_fwd, "CompositeImplicitAutograd")
 LIBRARY.impl("bwd", _old_bwd, "CompositeImplicitAutograd")
-
-fwd = torch.ops.cute_flash.fwd.default
-bwd = torch.ops.cute_flash.bwd.default

@@ -72,7 +72,7 @@ _HELPERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Function:
+class FunctionSource:
     """The source of one generated function, line by line, and the values of its free names."""
 
     def __init__(self, name: str, parameters: str, plan: Plan, device: torch.device) -> None:
@@ -226,11 +226,12 @@ def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_o
     `copies_inputs`, `copies_output`: kernels cannot read these strides of q, k, v, or write those of out.
     """
     problem = plan.problem
-    f = Function("forward", "q, k, v, args", plan, device)
+    f = FunctionSource("forward", "q, k, v, args", plan, device)
     f.assign("scale", "args.scale")
-    f.values["out_dtype"] = torch.float32 if problem.out_fp32 else getattr(torch, problem.dtype)
+    out_dtype = "float32" if problem.out_fp32 else problem.dtype
+    f.values["out_dtype"] = getattr(torch, out_dtype)
     if problem.varlen:
-        f.allocate(Buffer("out", (problem.seqlen_q, problem.heads, problem.width_v), _name(f.values["out_dtype"])))
+        f.allocate(Buffer("out", (problem.seqlen_q, problem.heads, problem.width_v), out_dtype))
         f.allocate(Buffer("lse", (problem.heads, problem.seqlen_q)))
     else:
         is_like_q = problem.head_dim_v is None and not problem.out_fp32
@@ -278,7 +279,7 @@ def bind_backward(
     `captures`: indices of the captured tensors that need a gradient.
     """
     problem = plan.problem
-    f = Function("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
+    f = FunctionSource("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
     f.assign("dq", "empty_like(q)")
     f.assign("dk", "empty_like(k)")
     f.assign("dv", "empty_like(v)")
@@ -292,9 +293,7 @@ def bind_backward(
     )
     _align(f, ("q", "k", "v", "out", "dout"), copies_inputs)
     f.assign("lse", "lse.contiguous()")
-    main = plan.main
-    has_dlse = plan.launch("bwd_preprocess").static.has_dlse
-    if has_dlse:
+    if plan.launch("bwd_preprocess").static.has_dlse:
         f.assign("dlse", "dlse.contiguous()")
     else:
         f.locals.discard("dlse")
@@ -311,7 +310,7 @@ def bind_backward(
         renamed["dbias"] = "dbias.expand(problem.batch, problem.heads, -1, -1)"
     if captures:
         f.assign("dcaptures", f"[{', '.join(f'dcapture_{i}' for i in captures)}]")
-    if "dropout" in main.static.features and "dropout" not in problem.features:
+    if "dropout" in plan.main.static.features and "dropout" not in problem.features:
         # The kernel is compiled with dropout, at probability 0; see `tiles.pads_with_dropout`.
         f.add("args = args._replace(rng=zeros(2, dtype=int64, device=device))")
     if problem.varlen:
@@ -326,7 +325,7 @@ def bind_backward(
     return f.bind()
 
 
-def _gradients(f: Function, captures: tuple[int, ...]) -> str:
+def _gradients(f: FunctionSource, captures: tuple[int, ...]) -> str:
     """The source of the gradients of `AttentionArgs.differentiable`."""
     features, names = f.plan.problem.features, {buffer.name for buffer in f.plan.workspace}
     if not f.plan.finalizers and "dbias" not in names and not captures:
@@ -344,7 +343,7 @@ def _gradients(f: Function, captures: tuple[int, ...]) -> str:
     )
 
 
-def _align(f: Function, names: tuple[str, ...], copies: bool) -> None:
+def _align(f: FunctionSource, names: tuple[str, ...], copies: bool) -> None:
     """Add the copies of misaligned inputs. `copies`: some strides are misaligned; else only addresses are checked."""
     aligned = f"{', '.join(names)} = {', '.join(f'ensure_aligned({name})' for name in names)}"
     if copies:
@@ -352,7 +351,3 @@ def _align(f: Function, names: tuple[str, ...], copies: bool) -> None:
     else:
         addresses = " | ".join(f"{name}.data_ptr()" for name in names)
         f.add(f"if ({addresses}) % {ROW_ALIGN_BYTES}:\n    {aligned}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -15,8 +15,7 @@ _forward_lists: TensorCache[list[Tensor]] = TensorCache(64)
 def forward_block_indices(args: AttentionArgs, problem: Problem) -> list[Tensor]:
     """The counts and indices of full blocks, then those of partial blocks, expanded to (B, H, ...)."""
     heads = problem.batch, problem.heads
-    partial, full = args.block_mask[:2], args.block_mask[2:4]
-    tensors = [*full, *partial]
+    tensors = [*args.block_mask[2:], *args.block_mask[:2]]
     lists = _forward_lists.get(tensors, heads)
     if lists is None:
         # Detached, because a view that autograd tracks would keep the block mask alive.

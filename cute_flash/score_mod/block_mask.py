@@ -28,10 +28,10 @@ Window = tuple[int | None, int | None]  # keys before and after its position tha
 
 
 class BlockIndices(NamedTuple):
-    """For each block of queries (or keys), the blocks of keys (or queries) to visit, ascending; int32."""
+    """For each block of queries, the blocks of keys to visit, ascending; int32."""
 
     num_blocks: Tensor  # (B or 1, H or 1, blocks)
-    indices: Tensor  # (B or 1, H or 1, blocks, blocks of the other side); only the first num_blocks are valid
+    indices: Tensor  # (B or 1, H or 1, blocks, K/V blocks); only the first num_blocks are valid
 
     @staticmethod
     def of(chosen: Tensor) -> BlockIndices:
@@ -41,11 +41,7 @@ class BlockIndices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The blocks of a mask that kernels visit.
-
-    They are listed as K/V blocks of each query block, for the forward, and query blocks of each K/V block, for the
-    backward.
-    """
+    """The K/V blocks that each query block of a mask visits."""
 
     tile_m: int
     tile_n: int
@@ -53,8 +49,6 @@ class BlockMask:
     seqlen_k: int
     partial_kv: BlockIndices
     full_kv: BlockIndices
-    partial_q: BlockIndices
-    full_q: BlockIndices
 
     @staticmethod
     def of_status(status: Tensor, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -67,8 +61,8 @@ class BlockMask:
             raise ValueError(f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, *{blocks})")
         if seqlen_k % tile_n and bool((status[..., -1] == FULL).any()):
             raise ValueError("the last block of keys is not whole: it cannot be full, call it partial")
-        indices = [BlockIndices.of(x == kind) for x in (status, status.mT) for kind in (PARTIAL, FULL)]
-        return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, *indices)
+        partial, full = (BlockIndices.of(status == kind) for kind in (PARTIAL, FULL))
+        return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full)
 
     @staticmethod
     def of(
@@ -104,8 +98,8 @@ class BlockMask:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """num_blocks and indices of partial_kv, full_kv, partial_q and full_q."""
-        return *self.partial_kv, *self.full_kv, *self.partial_q, *self.full_q
+        """num_blocks and indices of partial_kv, then of full_kv."""
+        return *self.partial_kv, *self.full_kv
 
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:

@@ -208,7 +208,7 @@ def check_heads(heads: int, heads_kv: int) -> None:
         raise ValueError(f"q has {heads} heads and k, v have {heads_kv}: the first must be a multiple of the second")
 
 
-def check_window(window: tuple[int | None, int | None]) -> None:
+def check_window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
     for side, value in zip(("left", "right"), window, strict=True):
@@ -216,6 +216,7 @@ def check_window(window: tuple[int | None, int | None]) -> None:
             raise ValueError(f"window {side}={value}: use a whole number of keys, or None for an unbounded side")
         if value is not None and value < 0:
             raise ValueError(f"window {side}={value} is negative: use None for an unbounded side, 0 for 'up to itself'")
+    return window
 
 
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
