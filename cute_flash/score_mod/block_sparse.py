@@ -32,14 +32,12 @@ def query_block_indices(
     `tensors` and `sizes` are those of a `BlockMask`; `tile` is the kernel's and divides the mask's. The result is
     computed without a host sync, and cached until the block mask is written to or freed.
     """
-    # Only the K/V blocks of query blocks are read: they determine the query blocks of K/V blocks.
-    kv_lists = tensors[:4]
     key = tuple(sizes), tile, batch, heads, heads_kv
 
     def compute() -> list[Tensor]:
         return _query_blocks(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
 
-    return _cache.of_contents(kv_lists, key, compute)
+    return _cache.of_contents(tensors, key, compute)
 
 
 def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:

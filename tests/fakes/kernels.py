@@ -102,8 +102,7 @@ def _fwd_block_mask(key: CompileKey, lists: list[Tensor] | None, shape: torch.Si
         return None
     tile = key.static.mods.block_mask_tile
     full, partial = (BlockIndices(*lists[i : i + 2]) for i in (0, 2))
-    # Query blocks of K/V blocks are the backward's.
-    return BlockMask(*tile, *shape[2:], partial, full, partial, full)
+    return BlockMask(*tile, *shape[2:], partial, full)
 
 
 def _varlen_forward(key: CompileKey, a: Arguments) -> None:
