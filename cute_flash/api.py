@@ -17,7 +17,8 @@ from cute_flash.runtime.rng import draw_seed
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
 from cute_flash.spec.family import current_family, requested_family
-from cute_flash.spec.problem import Support, check_window
+from cute_flash.spec.problem import Support
+from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
 if TYPE_CHECKING:
     from cute_flash.score_mod.block_mask import BlockMask
@@ -102,18 +103,24 @@ def attn(
         UnsupportedError: no kernel supports the arguments. Both are raised before any launch; `backward()` raises
             it for a gradient that no kernel computes.
     """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        check_are_tensors(q=q, k=k, v=v)
+    if q.is_nested:
+        _refuse_for_nested(bias=bias, block_mask=block_mask, block_map=block_map)
+        return attn_nested(
+            q, k, v, causal=causal, window=window, scale=scale, return_lse=return_lse, deterministic=deterministic,
+            softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout, return_max_logit=return_max_logit,
+            out_dtype=out_dtype, batch_invariant=batch_invariant, score_mod=score_mod, mask_mod=mask_mod,
+            score_mod_bwd=score_mod_bwd,
+        )  # fmt: skip
     shape = q.shape
-    if scale is None:
-        scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
-    left, right = window if window is UNBOUNDED else check_window(window)
-    is_fp32 = out_dtype is not None and _is_fp32_output(q, out_dtype)
-    args = _args(
-        scale, left, 0 if causal else right, deterministic, softcap, return_max_logit, is_fp32, batch_invariant
-    )
-    if alibi is not None or sinks is not None or dropout:
+    args = _args(q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant)
+    if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
     if not (bias is score_mod is mask_mod is score_mod_bwd is block_mask is block_map is None):
         block_mask = block_map if block_mask is None else block_mask
+        if bias is not None:
+            bias = _checked_bias(bias, q, k, layout)
         args = _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
     if layout == "bhsd" and len(shape) == 4:
         out, lse, max_logit = ops.attention(q, k, v, args)
@@ -130,19 +137,21 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
 
     The answer covers the forward pass and, with `deterministic`, the gradients.
     """
-    call = signature(attn).bind(q, k, v, **keywords)
-    call.apply_defaults()
-    given = SimpleNamespace(**call.arguments)
     try:
-        left, right = check_window(given.window)
+        call = signature(attn).bind(q, k, v, **keywords)
+        call.apply_defaults()
+        given = SimpleNamespace(**call.arguments)
+        check_are_tensors(q=q, k=k, v=v)
+        if q.is_nested:
+            raise UnsupportedError("supports of NestedTensors: pass dense tensors of the longest sequence")
         args = _args(
-            _default_scale(q) if given.scale is None else given.scale, left, 0 if given.causal else right,
-            given.deterministic, given.softcap, given.return_max_logit, _is_fp32_output(q, given.out_dtype),
-            given.batch_invariant,
+            q, given.causal, given.window, given.scale, given.deterministic, given.softcap, given.return_max_logit,
+            given.out_dtype, given.batch_invariant,
         )  # fmt: skip
         args = _with_features(args, q, given.alibi, given.sinks, given.dropout, draws_seed=False)
+        bias = None if given.bias is None else _checked_bias(given.bias, q, k, given.layout)
         block_mask = given.block_map if given.block_mask is None else given.block_mask
-        args = _with_mods(args, given.bias, given.score_mod, given.mask_mod, given.score_mod_bwd, block_mask)
+        args = _with_mods(args, bias, given.score_mod, given.mask_mod, given.score_mod_bwd, block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, given.layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
@@ -151,7 +160,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
             plan_forward(problem, detect(q.device.index), args.kernels)
             if args.deterministic:
                 plan_backward(problem, detect(q.device.index), True, family=args.kernels)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return Support(False, str(error))
     return Support(True)
 
@@ -202,21 +211,19 @@ def attn_varlen(
     Returns:
         out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also max_logit, (H).
     """
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}: give an int32 tensor of B + 1 offsets")
-    left, right = check_window(window)
+    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if seqused_k is not None:
+        check_are_tensors(seqused_k=seqused_k)
     args = _args(
-        _default_scale(q) if scale is None else scale, left, 0 if causal else right, deterministic, softcap,
-        return_max_logit, _is_fp32_output(q, out_dtype), batch_invariant,
+        q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant
     )._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
-        max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
-        max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
-    )  # fmt: skip
-    if alibi is not None or sinks is not None or dropout:
+        max_seqlen_q=_max_seqlen("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_max_seqlen("max_seqlen_k", max_seqlen_k),
+    )
+    if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
     if not (score_mod is mask_mod is score_mod_bwd is None):
         args = _with_mods(args, None, score_mod, mask_mod, score_mod_bwd, None)
@@ -225,25 +232,13 @@ def attn_varlen(
     return results if len(results) > 1 else out
 
 
-def attn_nested(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] = UNBOUNDED,
-    scale: float | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    softcap: float | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
     """`attn_varlen` on jagged NestedTensors: q, k, v all (B, H, j, D), as in torch SDPA, or all (B, j, H, D).
 
-    The output has the jagged layout of q, and so has the lse: (B, H, j), or (B, j, H).
+    It takes every keyword of `attn_varlen`. The output has the jagged layout of q, and so has the lse: (B, H, j), or
+    (B, j, H).
     """
+    check_are_tensors(q=q, k=k, v=v)
     ragged = _ragged_dim(q, "q")
     for name, x in (("k", k), ("v", v)):
         if _ragged_dim(x, name) != ragged:
@@ -252,14 +247,20 @@ def attn_nested(
         raise ValueError("k and v have sequences of different lengths")
     Q, K, V = (x.transpose(1, 2) if ragged == 2 else x for x in (q, k, v))
     offsets = q.offsets()
-    out, lse = attn_varlen(
-        Q.values(), K.values(), V.values(), offsets.int(), k.offsets().int(),
-        causal=causal, window=window, scale=scale, return_lse=True, deterministic=deterministic, softcap=softcap,
-        alibi=alibi, sinks=sinks, dropout=dropout,
-    )  # fmt: skip
+    returns_lse = as_bool("return_lse", keywords.pop("return_lse", False))
+    out, lse, *max_logit = attn_varlen(
+        Q.values(), K.values(), V.values(), offsets.int(), k.offsets().int(), return_lse=True, **keywords
+    )
     jagged = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in (out, lse.transpose(0, 1)))
     out, lse = (x.transpose(1, 2) if ragged == 2 else x for x in jagged)
-    return (out, lse) if return_lse else out
+    results = (out, *((lse,) if returns_lse else ()), *max_logit)
+    return results if len(results) > 1 else out
+
+
+def _refuse_for_nested(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(f"{name} with NestedTensors: use score_mod and mask_mod")
 
 
 def _ragged_dim(x: Any, name: str) -> int:
@@ -277,15 +278,45 @@ def _ragged_dim(x: Any, name: str) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _args(*values: Any) -> AttentionArgs:
+def _args(
+    q: Tensor,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    deterministic: Any,
+    softcap: Any,
+    return_max_logit: Any,
+    out_dtype: torch.dtype | None,
+    batch_invariant: Any,
+) -> AttentionArgs:
     """An `AttentionArgs` of the arguments that are not tensors, cached by value."""
+    if scale is None:
+        scale = (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
+    elif type(scale) is not float:
+        scale = as_float("scale", scale)
+    if softcap is not None and type(softcap) is not float:
+        softcap = as_float("softcap", softcap)
+    if type(causal) is not bool:
+        causal = as_bool("causal", causal)
+    left, right = UNBOUNDED if window is UNBOUNDED else as_window(window)
+    values = (
+        scale,
+        left,
+        0 if causal else right,
+        as_bool("deterministic", deterministic),
+        softcap,
+        as_bool("return_max_logit", return_max_logit),
+        out_dtype is not None and _is_fp32_output(q, out_dtype),
+        as_bool("batch_invariant", batch_invariant),
+    )
     if _is_dynamo_compiling():
         return _cached_args.__wrapped__(*values, requested_family())
     return _cached_args(*values, current_family())
 
 
-def _default_scale(q: Tensor) -> float:
-    return (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
+def _max_seqlen(name: str, value: Any) -> int | None:
+    """An upper bound of lengths. A tensor is not read: it may be on the GPU."""
+    return None if value is None or isinstance(value, Tensor) else as_int(name, value)
 
 
 @lru_cache(maxsize=1024)
@@ -327,8 +358,9 @@ def _with_features(
     for name, x in (("alibi", alibi), ("sinks", sinks)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: give a tensor with a value for each query head")
+    dropout = 0.0 if dropout is None else as_float("dropout", dropout)
     if not dropout:
-        return args._replace(alibi=alibi, sinks=sinks)
+        return args if alibi is sinks is None else args._replace(alibi=alibi, sinks=sinks)
     return args._replace(alibi=alibi, sinks=sinks, dropout=dropout, rng=draw_seed(q.device) if draws_seed else None)
 
 
@@ -343,8 +375,6 @@ def _with_mods(
     BlockMask, BoundMods = _mod_types.__wrapped__() if _is_dynamo_compiling() else _mod_types()
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
-    if bias is not None:
-        bias = _four_dimensional(bias)
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
     needs_grad: tuple[bool, ...] = ()
     if torch.is_grad_enabled() and (bias is not None or mods.captures):
@@ -366,12 +396,24 @@ def _mod_types() -> tuple[Any, Any]:
     return BlockMask, BoundMods
 
 
-def _four_dimensional(bias: Any) -> Tensor:
+def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:
+    """The bias with four dimensions."""
     if not isinstance(bias, Tensor):
         raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
-    if bias.dim() > 4:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}: expected at most four dimensions")
+    if bias.dtype == torch.bool:
+        raise ValueError(
+            "bias is torch.bool: a mask is a mask_mod, such as lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"
+        )
+    sizes = _score_shape(q, k, layout)
+    if bias.dim() > 4 or any(x not in (1, size) for x, size in zip(reversed(bias.shape), reversed(sizes))):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
     return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+
+
+def _score_shape(q: Tensor, k: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """(B, H, Sq, Sk) of tensors in the caller's layout."""
+    Q, K, _ = _to_bhsd(q, k, k, layout)
+    return Q.shape[0], Q.shape[1], Q.shape[2], K.shape[2]
 
 
 def _is_fp32_output(q: Tensor, out_dtype: torch.dtype | None) -> bool:

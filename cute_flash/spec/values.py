@@ -1,0 +1,76 @@
+"""Converts the arguments of a call that are not tensors. Wrong types raise a `ValueError` that names the argument."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.spec.problem import check_window
+
+# What to write for a number that is learned.
+_LEARNED = {
+    "scale": "multiply q by it, attn(q * scale, k, v, scale=1.0), and it gets its gradient from q",
+    "softcap": "capture it in score_mod=lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)",
+}
+
+
+def as_float(name: str, value: Any) -> float:
+    """A number as a float. A tensor must have one element; it must not need a gradient, which it would not get."""
+    if isinstance(value, Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            remedy = _LEARNED.get(name, "detach it")
+            raise UnsupportedError(f"{name} is a tensor that requires grad, and would get none: {remedy}")
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}: give a number")
+        return float(value)
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}: give a number")
+    return float(value)
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """A flag as a bool: True, False, 0, 1, or a numpy bool."""
+    if value is True or value is False:
+        return value
+    if type(value).__name__ in ("bool", "bool_") or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise ValueError(f"{name}={value!r}: give True or False")
+
+
+def as_int(name: str, value: Any, remedy: str = "give a whole number") -> int:
+    """An integer: anything with `__index__`, such as numpy integers and integer tensors of one element."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={value!r} is a {type(value).__name__}: {remedy}")
+
+
+def as_window(window: Any) -> tuple[int | None, int | None]:
+    """(left, right), with None for an unbounded side."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window={window!r}: give (left, right), a number of keys or None for each side")
+    remedy = "use a whole number of keys, or None for an unbounded side"
+    left, right = (
+        None if value is None else as_int(f"window {side}", value, remedy)
+        for side, value in zip(("left", "right"), window, strict=True)
+    )
+    check_window((left, right))
+    return left, right
+
+
+def check_are_tensors(**tensors: Any) -> None:
+    """Raise `ValueError` for the first argument that is not a tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__module__}.{type(x).__name__}: give a torch.Tensor")
