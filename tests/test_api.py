@@ -302,7 +302,7 @@ BAD = [
     bad("5-D", "must be 4-D", q=(1, 2, 4, 7, 8), k=(1, 2, 4, 7, 8)),
     bad("left", "window left=-1 is negative", **options(window=(-1, 2))),
     bad("right", "window right=-9 is negative", **options(window=(None, -9))),
-    bad("float", "window left=1.5: use a whole number", **options(window=(1.5, 2))),
+    bad("float", "window left=1.5 is a float: use a whole number", **options(window=(1.5, 2))),
     bad("triple", r"window=\(1, 2, 3\): give \(left, right\)", **options(window=(1, 2, 3))),
     bad("number", r"window=64: give \(left, right\)", **options(window=64)),
     bad("nan", "scale=nan is not finite", **options(scale=math.nan)),
