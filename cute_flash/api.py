@@ -79,7 +79,8 @@ def attn(
         mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether query q_idx sees key kv_idx; the window applies too.
         score_mod_bwd: score_mod_bwd(grad, score, b, h, q_idx, kv_idx) returns the gradient of the score. It replaces
             the derivative of score_mod.
-        block_mask: a `BlockMask` of mask_mod; blocks that it lists as empty are skipped. `block_map`: its former name.
+        block_mask: a `BlockMask`, which skips the blocks that its mask_mod and window leave empty, and applies both
+            inside the others; leave mask_mod out. `block_map`: its former name.
 
     Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left <= j
     <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
@@ -375,16 +376,27 @@ def _with_mods(
     BlockMask, BoundMods = _mod_types.__wrapped__() if _is_dynamo_compiling() else _mod_types()
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
+    if block_mask is not None:
+        mask_mod = block_mask.mask_for(mask_mod)
+        left, right = block_mask.window
+        args = args._replace(
+            block_mask=block_mask.tensors,
+            block_mask_sizes=block_mask.sizes,
+            window_left=_nearest(args.window_left, left),
+            window_right=_nearest(args.window_right, right),
+        )
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
     needs_grad: tuple[bool, ...] = ()
     if torch.is_grad_enabled() and (bias is not None or mods.captures):
         needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *mods.captures)])
-    args = args._replace(
+    return args._replace(
         bias=bias, score_mod=mods.graphs.text, captures=mods.captures, scalars=mods.scalars, needs_grad=needs_grad
     )
-    if block_mask is None:
-        return args
-    return args._replace(block_mask=block_mask.tensors, block_mask_sizes=block_mask.sizes)
+
+
+def _nearest(a: int | None, b: int | None) -> int | None:
+    """The tighter of two bounds of a window."""
+    return a if b is None else b if a is None else min(a, b)
 
 
 @cache

@@ -61,13 +61,9 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
     """
     if (ids is None) == (offsets is None):
         raise ValueError("document: give either ids or offsets")
-    if ids is None:
-        assert offsets is not None
-        if offsets.dim() != 1 or len(offsets) < 2:
-            raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
-        positions = torch.arange(int(offsets[-1]) + 1, device=offsets.device, dtype=offsets.dtype)
-        # Indices are clamped, so the last of these ids holds for all positions past the end.
-        ids = torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
+    if offsets is not None:
+        return _documents_of_offsets(offsets)
+    _check_whole_numbers("ids", ids)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")
     is_per_batch = ids.dim() == 2
@@ -76,6 +72,30 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
         return ids[b, q_idx] == ids[b, kv_idx] if is_per_batch else ids[q_idx] == ids[kv_idx]
 
     return mask
+
+
+def _documents_of_offsets(offsets: Tensor) -> Mask:
+    _check_whole_numbers("offsets", offsets)
+    if offsets.dim() != 1 or len(offsets) < 2:
+        raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
+    if offsets[0] < 0 or (offsets.diff() < 0).any():
+        raise ValueError("offsets fall, or start before 0: give the first position of each document, in order")
+    end = int(offsets[-1])
+    positions = torch.arange(end + 1, device=offsets.device, dtype=offsets.dtype)
+    # The last of these ids is that of all positions past the end.
+    ids = torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
+
+    def mask(b, h, q_idx, kv_idx):
+        return ids[torch.clamp(q_idx, max=end)] == ids[torch.clamp(kv_idx, max=end)]
+
+    return mask
+
+
+def _check_whole_numbers(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: give a tensor of ints")
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        raise ValueError(f"{name} is {x.dtype}: give ints")
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:

@@ -3,12 +3,15 @@
 A block is `tile_m` queries by `tile_n` keys. It is full if it has `tile_n` keys and every query sees all of them, empty
 if no query sees a key, else partial. The mask is a `mask_mod` and a window. The batch or head dimension has size 1 if
 the mask does not depend on it.
+
+A block mask keeps its mask_mod, with copies of the tensors and numbers that it captured, and its window: `attn` applies
+them inside partial blocks. It stays the mask that it was made of, whatever is written to those tensors later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -41,7 +44,7 @@ class BlockIndices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The K/V blocks that each query block of a mask visits."""
+    """The K/V blocks that each query block of a mask visits, and the mask."""
 
     tile_m: int
     tile_n: int
@@ -49,13 +52,19 @@ class BlockMask:
     seqlen_k: int
     partial_kv: BlockIndices
     full_kv: BlockIndices
+    window: Window = (None, None)
+    mask: BoundMod | None = None  # its captures are copies; None: the mask is the window alone, or is not known
+    is_mask_known: bool = False
+    captured: tuple[Tensor, ...] = ()  # the tensors of which `mask.captures` are copies
+    versions: tuple[int, ...] = ()  # of `captured`, when they were copied
 
     @staticmethod
     def of_status(status: Tensor, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> BlockMask:
         """Build a block mask from the EMPTY, PARTIAL or FULL of each block.
 
-        `status`: (B or 1, H or 1, query blocks, K/V blocks).
+        `status`: (B or 1, H or 1, query blocks, K/V blocks). Its mask is not known: give `attn` the mask_mod too.
         """
+        _check_sizes((1, 1, seqlen_q, seqlen_k), (tile_m, tile_n))
         blocks = _ceil_div(seqlen_q, tile_m), _ceil_div(seqlen_k, tile_n)
         if status.dim() != 4 or tuple(status.shape[2:]) != blocks:
             raise ValueError(f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, *{blocks})")
@@ -74,10 +83,12 @@ class BlockMask:
         window: Window = (None, None),
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The block mask of a mask_mod for (B, H, Sq, Sk).
+        """The block mask of a mask_mod, within a window, for (B, H, Sq, Sk).
 
-        It is cached until a tensor that the mask_mod captures is written to.
+        It evaluates the mask for all pairs, so make it once for all layers. That of a mask_mod without captured tensors
+        is cached.
         """
+        _check_sizes(shape, tile)
         mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
         captures = () if mask is None else mask.captures
         if device is None:
@@ -89,12 +100,46 @@ class BlockMask:
                 raise ValueError(f"mask_mod captures a tensor on {x.device}: expected {device}")
         left, right = window
         window = left, 0 if causal else right
-        key = None if mask is None else (mask.graph, mask.scalars), tuple(shape), tuple(tile), window, device
+        if any(x is not None and x < 0 for x in window):
+            raise ValueError(f"window={window}: a bound is negative; use None for an unbounded side")
+        versions = tuple(0 if x.is_inference() else x._version for x in captures)
+        if mask is not None:
+            mask = mask._replace(captures=tuple(x.detach().clone() for x in captures))
 
         def compute() -> BlockMask:
-            return BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
+            of_blocks = BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
+            return replace(
+                of_blocks, window=window, mask=mask, is_mask_known=True, captured=captures, versions=versions
+            )
 
-        return _cache.of_contents(captures, key, compute)
+        if captures:
+            return compute()
+        key = None if mask is None else (mask.graph, mask.scalars), tuple(shape), tuple(tile), window, device
+        return _cache.of_contents((), key, compute)
+
+    def mask_for(self, mask_mod: Callable | None) -> Callable | BoundMod | None:
+        """The mask to apply inside partial blocks; `mask_mod`: the one that a caller gives beside the block mask.
+
+        Raises `ValueError` for another mask than that of the block mask, because full blocks would ignore it, and if a
+        captured tensor was written to since. Writes through `.data` are noticed on the CPU only.
+        """
+        for x, version, copy in zip(self.captured, self.versions, () if self.mask is None else self.mask.captures):
+            is_written = not x.is_inference() and x._version != version
+            if is_written or (x.device.type == "cpu" and not torch.equal(x, copy)):
+                raise ValueError(
+                    f"block_mask: a captured tensor of its mask_mod, of shape {tuple(x.shape)}, was written to after "
+                    "the block mask was made: make a new one"
+                )
+        if not self.is_mask_known or mask_mod is None:
+            return mask_mod if mask_mod is not None else self.mask
+        given = bind(mask_mod, "mask_mod")
+        if self.mask is not None and given.graph == self.mask.graph and given.scalars == self.mask.scalars:
+            if all(_is_same(x, y) for x, y in zip(given.captures, self.captured)):
+                return self.mask
+        raise ValueError(
+            "mask_mod is not that of block_mask: leave mask_mod out, because a block mask carries its own, or make the "
+            "block mask of both with masks.and_"
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -145,6 +190,18 @@ class BlockMask:
         mask_device = self.partial_kv.num_blocks.device
         if mask_device != device:
             raise ValueError(f"block_mask is on {mask_device} and q is on {device}: they must agree")
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are views of the same elements."""
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+
+
+def _check_sizes(shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
+    if len(shape) != 4 or not all(isinstance(x, int) and x >= 0 for x in shape):
+        raise ValueError(f"shape={shape}: give (B, H, Sq, Sk), whole numbers that are not negative")
+    if len(tile) != 2 or not all(isinstance(x, int) and x > 0 for x in tile):
+        raise ValueError(f"tile={tile}: give the queries and keys of a block, positive whole numbers")
 
 
 def _ceil_div(a: int, b: int) -> int:

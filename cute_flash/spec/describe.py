@@ -156,6 +156,25 @@ def _check_float(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
 
 
+def _check_tables(args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
+    """Raise `ValueError` for a captured tensor that is indexed by a position and has too few elements for it."""
+    known = dict(zip(("b", "h", "q", "kv"), sizes))
+    if args.cu_seqlens_q is not None:
+        # Positions are within a sequence, and the host does not read its length.
+        del known["q"], known["kv"]
+    first = 0
+    for graph in (args.mods.score, args.mods.mask, args.mods.bwd):
+        for node in () if graph is None else graph.nodes:
+            for dim, index in enumerate(node.args if node.op == "load" else ()):
+                table, name = args.captures[first + node.value], graph.nodes[index].value
+                if graph.nodes[index].op == "input" and table.shape[dim] < known.get(name, 0):
+                    raise ValueError(
+                        f"a captured tensor of shape {tuple(table.shape)} is indexed by {name} in dimension {dim}: it "
+                        f"needs at least {known[name]} elements there"
+                    )
+        first += 0 if graph is None else len(graph.captures)
+
+
 def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
     if args.cu_seqlens_q is not None:
         for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
@@ -169,6 +188,7 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]
         _check_float("bias", bias)
     for x in args.captures:
         _check_device("a captured tensor", x, q)
+    _check_tables(args, sizes)
     if args.block_mask:
         from cute_flash.score_mod.block_mask import BlockMask
 
