@@ -122,7 +122,7 @@ def attn(
         block_mask = block_map if block_mask is None else block_mask
         if bias is not None:
             bias = _checked_bias(bias, q, k, layout)
-        args = _with_mods(args, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
+        args = _with_mods(args, q, bias, score_mod, mask_mod, score_mod_bwd, block_mask)
     if layout == "bhsd" and len(shape) == 4:
         out, lse, max_logit = ops.attention(q, k, v, args)
     else:
@@ -152,7 +152,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         args = _with_features(args, q, given.alibi, given.sinks, given.dropout, draws_seed=False)
         bias = None if given.bias is None else _checked_bias(given.bias, q, k, given.layout)
         block_mask = given.block_map if given.block_mask is None else given.block_mask
-        args = _with_mods(args, bias, given.score_mod, given.mask_mod, given.score_mod_bwd, block_mask)
+        args = _with_mods(args, q, bias, given.score_mod, given.mask_mod, given.score_mod_bwd, block_mask)
         problem = describe(*ops.autocast(*_to_bhsd(q, k, v, given.layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
@@ -226,8 +226,9 @@ def attn_varlen(
     )
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
-    if not (score_mod is mask_mod is score_mod_bwd is None):
-        args = _with_mods(args, None, score_mod, mask_mod, score_mod_bwd, None)
+    # Not a chain of `is`: Dynamo cannot compare two functions made inside what it compiles.
+    if score_mod is not None or mask_mod is not None or score_mod_bwd is not None:
+        args = _with_mods(args, q, None, score_mod, mask_mod, score_mod_bwd, None)
     out, lse, max_logit = ops.attention(q, k, v, args)
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
     return results if len(results) > 1 else out
@@ -367,13 +368,14 @@ def _with_features(
 
 def _with_mods(
     args: AttentionArgs,
+    q: Tensor,
     bias: Any,
     score_mod: Callable | None,
     mask_mod: Callable | None,
     score_mod_bwd: Callable | None,
     block_mask: BlockMask | None,
 ) -> AttentionArgs:
-    BlockMask, BoundMods = _mod_types.__wrapped__() if _is_dynamo_compiling() else _mod_types()
+    BlockMask, mod_arguments = _mod_parts.__wrapped__() if _is_dynamo_compiling() else _mod_parts()
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
     if block_mask is not None:
@@ -385,13 +387,11 @@ def _with_mods(
             window_left=_nearest(args.window_left, left),
             window_right=_nearest(args.window_right, right),
         )
-    mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
+    text, captures, scalars = mod_arguments(score_mod, mask_mod, score_mod_bwd, q.device)
     needs_grad: tuple[bool, ...] = ()
-    if torch.is_grad_enabled() and (bias is not None or mods.captures):
-        needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *mods.captures)])
-    return args._replace(
-        bias=bias, score_mod=mods.graphs.text, captures=mods.captures, scalars=mods.scalars, needs_grad=needs_grad
-    )
+    if torch.is_grad_enabled() and (bias is not None or captures):
+        needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
+    return args._replace(bias=bias, score_mod=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
 
 
 def _nearest(a: int | None, b: int | None) -> int | None:
@@ -400,12 +400,12 @@ def _nearest(a: int | None, b: int | None) -> int | None:
 
 
 @cache
-def _mod_types() -> tuple[Any, Any]:
-    """Import BlockMask and BoundMods at the first call with mods."""
+def _mod_parts() -> tuple[Any, Any]:
+    """Import BlockMask and mod_arguments at the first call with mods."""
     from cute_flash.score_mod.block_mask import BlockMask
-    from cute_flash.score_mod.bound import BoundMods
+    from cute_flash.score_mod.bound import mod_arguments
 
-    return BlockMask, BoundMods
+    return BlockMask, mod_arguments
 
 
 def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:

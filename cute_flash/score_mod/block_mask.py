@@ -123,6 +123,10 @@ class BlockMask:
         Raises `ValueError` for another mask than that of the block mask, because full blocks would ignore it, and if a
         captured tensor was written to since. Writes through `.data` are noticed on the CPU only.
         """
+        if torch.compiler.is_dynamo_compiling():
+            if mask_mod is not None and self.is_mask_known:
+                raise ValueError("mask_mod beside a block_mask in a compiled call: leave it out, block_mask carries it")
+            return mask_mod if self.mask is None else self.mask
         for x, version, copy in zip(self.captured, self.versions, () if self.mask is None else self.mask.captures):
             is_written = not x.is_inference() and x._version != version
             if is_written or (x.device.type == "cpu" and not torch.equal(x, copy)):

@@ -89,21 +89,29 @@ class BoundMods(NamedTuple):
     def of(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
         if score_mod is None and mask_mod is None and score_mod_bwd is None:
             return NO_MODS
-        if torch.compiler.is_dynamo_compiling():
-            from cute_flash.score_mod import opaque
+        check_mods(score_mod, score_mod_bwd)
+        mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
+        score, mask, bwd = (_NO_MOD if mod is None else bind(mod, role) for role, mod in mods.items())
+        graphs = _interned(score.graph, mask.graph, bwd.graph)
+        captures = score.captures + mask.captures + bwd.captures
+        return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)
 
-            return opaque.bind_mods(score_mod, mask_mod, score_mod_bwd)
-        return bind_mods(score_mod, mask_mod, score_mod_bwd)
 
-
-def bind_mods(score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None) -> BoundMods:
+def check_mods(score_mod: Callable | None, score_mod_bwd: Callable | None) -> None:
     if score_mod_bwd is not None and score_mod is None:
         raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
-    mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-    score, mask, bwd = (_NO_MOD if mod is None else bind(mod, role) for role, mod in mods.items())
-    graphs = _interned(score.graph, mask.graph, bwd.graph)
-    captures = score.captures + mask.captures + bwd.captures
-    return BoundMods(graphs, captures, score.scalars + mask.scalars + bwd.scalars)
+
+
+def mod_arguments(
+    score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None, device: torch.device
+) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+    """The fields score_mod, captures and scalars of `AttentionArgs`, for a call on a device."""
+    if torch.compiler.is_dynamo_compiling():
+        from cute_flash.score_mod import compiled
+
+        return compiled.mod_arguments(score_mod, mask_mod, score_mod_bwd, device)
+    mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
+    return mods.graphs.text, mods.captures, mods.scalars
 
 
 _NO_MOD: Any = BoundMod(None, (), ())  # type: ignore[arg-type]

@@ -97,17 +97,8 @@ class CaptureTracer:
         return self._function(value, source) if isinstance(value, FunctionType) else ObjectProxy(self, value, source)
 
     def _tensor(self, value: Tensor, source: int) -> Any:
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype not in CAPTURE_KINDS:
-            raise trace_error(f"a captured tensor is {dtype}: use one of {', '.join(CAPTURE_KINDS)}")
-        if value.dim() > MAX_CAPTURE_RANK:
-            raise trace_error(f"a captured tensor has {value.dim()} dimensions: at most {MAX_CAPTURE_RANK}")
-        self.builder.captures.append(CaptureSpec(dtype, value.dim()))
         self.captures.append(source)
-        capture = len(self.captures) - 1
-        if value.dim() == 0:
-            return ScalarProxy(self.builder, self.builder.load(capture, ()))
-        return TensorProxy(self.builder, capture, lambda: self.visit(source, _shape))
+        return capture(self.builder, value.dtype, value.dim(), lambda: self.visit(source, _shape))
 
     def _container(self, value: Any, source: int) -> Any:
         if len(value) > MAX_CONTAINER_SIZE:
@@ -141,6 +132,18 @@ class CaptureTracer:
                 setattr(new, name, self.visit(source, getattr, name))
         del self.rebuilding[id(value)]
         return new
+
+
+def capture(builder: Builder, dtype: torch.dtype, rank: int, sizes: Callable[[], tuple]) -> ScalarProxy | TensorProxy:
+    """Add a captured tensor to a graph."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in CAPTURE_KINDS:
+        raise trace_error(f"a captured tensor is {name}: use one of {', '.join(CAPTURE_KINDS)}")
+    if rank > MAX_CAPTURE_RANK:
+        raise trace_error(f"a captured tensor has {rank} dimensions: at most {MAX_CAPTURE_RANK}")
+    builder.captures.append(CaptureSpec(name, rank))
+    i = len(builder.captures) - 1
+    return TensorProxy(builder, i, sizes) if rank else ScalarProxy(builder, builder.load(i, ()))
 
 
 def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
@@ -196,8 +199,8 @@ def _is_fixed(value: Any) -> bool:
         module = value.__name__
     elif isinstance(value, (type, FunctionType)):
         module = value.__module__ or ""
-        if module.startswith("cute_flash.masks"):
-            return False
+        if module.startswith(("cute_flash.masks", "torch.nn.attention.flex_attention")):
+            return False  # their functions capture masks
     else:
         module = type(value).__module__ or ""
     return module.partition(".")[0] in FIXED_MODULES

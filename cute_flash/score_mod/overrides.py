@@ -86,6 +86,15 @@ def _full_like(value: Any) -> Callable:
     return like
 
 
+def _new(value: Any) -> Callable:
+    def new(x: ScalarProxy, size: Sequence[int], *args: Any, **kwargs: Any) -> ScalarProxy:
+        if size:
+            raise trace_error(f"a tensor of shape {size} made inside the function: make it outside and capture it")
+        return _full_like(value)(x, *args, **kwargs)
+
+    return new
+
+
 def _detached(x: ScalarProxy) -> ScalarProxy:
     raise trace_error("detach: write score_mod_bwd, which defines the gradient")
 
@@ -121,7 +130,8 @@ METHODS.update({
     "masked_fill": lambda x, mask, value: op("where", mask, value, x),
     "to": _to, "type": _to, "type_as": _to,
     "zeros_like": _full_like(0), "ones_like": _full_like(1), "full_like": _full_like(None),
-    "clone": lambda x, **_: x, "detach": _detached, "contiguous": lambda x: x,
+    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new(None),
+    "clone": lambda x, **_: x, "detach": _detached, "contiguous": lambda x: x, "positive": lambda x: x,
 })  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def _traced(mod: Callable, role: str) -> Trace:
         try:
             tracer = CaptureTracer(builder, mod, static)
             result = tracer.function(*inputs(builder, ROLES[role]))
-            graph, captures, scalars = drop_unused_arguments(builder.graph(_output(builder, result, role)))
+            graph, captures, scalars = drop_unused_arguments(builder.graph(output_node(builder, result, role)))
             return Trace(
                 graph,
                 tuple(tracer.sources),
@@ -130,7 +130,8 @@ def _traced(mod: Callable, role: str) -> Trace:
             raise TraceError(f"{role}: {type(error).__name__}: {error} ({line})") from error
 
 
-def _output(builder: Builder, result: Any, role: str) -> int:
+def output_node(builder: Builder, result: Any, role: str) -> int:
+    """The node of what a mod returns."""
     if isinstance(result, TensorProxy) or not isinstance(result, (ScalarProxy, bool, int, float, Tensor)):
         raise TraceError(f"it returns a {type(result).__name__}, not a value")
     node = node_of(builder, result)
