@@ -63,7 +63,7 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
         raise ValueError("document: give either ids or offsets")
     if offsets is not None:
         return _documents_of_offsets(offsets)
-    _check_whole_numbers("ids", ids)
+    _check_integers("ids", ids)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")
     is_per_batch = ids.dim() == 2
@@ -75,7 +75,7 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
 
 
 def _documents_of_offsets(offsets: Tensor) -> Mask:
-    _check_whole_numbers("offsets", offsets)
+    _check_integers("offsets", offsets)
     if offsets.dim() != 1 or len(offsets) < 2:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
     if offsets[0] < 0 or (offsets.diff() < 0).any():
@@ -91,7 +91,7 @@ def _documents_of_offsets(offsets: Tensor) -> Mask:
     return mask
 
 
-def _check_whole_numbers(name: str, x: Any) -> None:
+def _check_integers(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}: give a tensor of ints")
     if x.dtype.is_floating_point or x.dtype.is_complex:

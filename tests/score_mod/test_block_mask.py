@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash import BlockMask, masks
+from cute_flash import BlockMask, attn, masks
 from cute_flash.score_mod import trace
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, _cache, visible_pairs
 from cute_flash.score_mod.trace import bind
@@ -74,7 +74,7 @@ def test_masks_that_contradict_themselves() -> None:
     bad: list[Any] = [
         (lambda: masks.document(), "give either ids or offsets"),
         (lambda: masks.document(IDS, offsets=IDS), "give either ids or offsets"),
-        (lambda: masks.document(torch.zeros(1, 1, 1)), "ids have shape"),
+        (lambda: masks.document(torch.zeros(1, 1, 1, dtype=torch.int32)), "ids have shape"),
         (lambda: masks.document(offsets=torch.tensor([0])), "offsets have shape"),
         (lambda: masks.tree(torch.tensor([0])), r"parents\[0\]=0"),
         (lambda: masks.tree(torch.zeros(1, 1)), "parents have shape"),
@@ -131,15 +131,10 @@ def test_a_band_alone_is_what_kernels_visit() -> None:
                 assert (found == FULL) == (blocks.full_begin <= n < blocks.full_end)
 
 
-def test_block_masks_are_cached_until_a_capture_changes() -> None:
-    ids = IDS.clone()
-    shape, mask = (1, 1, 12, 12), masks.document(ids)
-    first = BlockMask.of(mask, shape, tile=(4, 4))
-    assert BlockMask.of(masks.document(ids), shape, tile=(4, 4)) is first
-    assert BlockMask.of(mask, shape, tile=(2, 4)) is not first
-    ids.fill_(0)
-    changed = BlockMask.of(mask, shape, tile=(4, 4))
-    assert changed is not first and changed.density == 1.0
+def test_block_masks_without_captured_tensors_are_cached() -> None:
+    shape, first = (1, 1, 12, 12), BlockMask.of(masks.causal(), (1, 1, 12, 12), tile=(4, 4))
+    assert BlockMask.of(masks.causal(), shape, tile=(4, 4)) is first
+    assert BlockMask.of(masks.causal(), shape, tile=(2, 4)) is not first
     window = BlockMask.of(masks.sliding_window(2), shape, tile=(4, 4))
     assert BlockMask.of(masks.sliding_window(9), shape, tile=(4, 4)) is not window
     for i in range(100):
@@ -190,3 +185,104 @@ def test_svg() -> None:
     sizes = (int(x["width"]) * int(x["height"]) for x in boxes if x["fill"] in ("#5faf5f", "#d7af5f"))
     assert sum(sizes) == 12 * 12 * int(seen(mask, 9, 12, (1, 0)).sum())
     assert "a &lt; b" in drawn
+
+
+# ---- the mask that a block mask carries
+
+
+ONE = torch.ones(1)
+
+
+def _qkv(seqlen: int = 256) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 2, seqlen, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+
+@pytest.mark.parametrize("name", ["block_mask", "block_map"])
+def test_attn_applies_the_mask_of_a_block_mask(name: str) -> None:
+    q, k, v = _qkv()
+    for mask, keywords in ((masks.causal(), {}), (None, {"causal": True})):
+        block_mask = BlockMask.of(mask, (1, 2, 256, 256), **keywords)
+        torch.testing.assert_close(attn(q, k, v, **{name: block_mask}), attn(q, k, v, causal=True))
+
+
+def test_windows_of_the_call_and_of_the_block_mask_both_hold() -> None:
+    q, k, v = _qkv()
+    block_mask = BlockMask.of(None, (1, 2, 256, 256), window=(40, None))
+    out = attn(q, k, v, block_mask=block_mask, causal=True, window=(100, None))
+    torch.testing.assert_close(out, attn(q, k, v, window=(40, 0)))
+
+
+def test_the_same_mask_beside_a_block_mask() -> None:
+    q, k, v = _qkv()
+    ids = torch.arange(256) // 100
+    for mask, same in ((masks.causal(), masks.causal()), (masks.document(ids), masks.document(ids[:]))):
+        out = attn(q, k, v, mask_mod=same, block_mask=BlockMask.of(mask, (1, 2, 256, 256)))
+        torch.testing.assert_close(out, attn(q, k, v, mask_mod=mask))
+
+
+@pytest.mark.parametrize("other", [masks.causal(1), masks.document(torch.arange(256) // 100), masks.prefix_lm(3)])
+def test_another_mask_beside_a_block_mask_is_refused(other) -> None:
+    documents = masks.document(torch.arange(256) // 100)
+    for block_mask in (
+        BlockMask.of(masks.causal(), (1, 2, 256, 256)),
+        BlockMask.of(documents, (1, 2, 256, 256)),
+        BlockMask.of(None, (1, 2, 256, 256), causal=True),
+    ):
+        with pytest.raises(ValueError, match=r"not that of block_mask.*masks\.and_"):
+            attn(*_qkv(), mask_mod=other, block_mask=block_mask)
+
+
+@pytest.mark.parametrize("write", [lambda x: x.fill_(0), lambda x: x.data.fill_(0)], ids=["in place", "data"])
+def test_writing_to_a_captured_tensor(write) -> None:
+    """The old block mask is refused, and a new one is of the new contents."""
+    q, k, v = _qkv()
+    ids = torch.arange(256) // 100
+    mask = masks.document(ids)
+    block_mask = BlockMask.of(mask, (1, 2, 256, 256))
+    write(ids)
+    with pytest.raises(ValueError, match="was written to after the block mask was made: make a new one"):
+        attn(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(attn(q, k, v, block_mask=BlockMask.of(mask, (1, 2, 256, 256))), attn(q, k, v))
+
+
+def test_numbers_are_those_of_the_time_it_was_made() -> None:
+    q, k, v = _qkv()
+    width = 3
+    block_mask = BlockMask.of(lambda b, h, i, j: (i - j < width) & (i >= j), (1, 2, 256, 256))
+    width = 100
+    torch.testing.assert_close(attn(q, k, v, block_mask=block_mask), attn(q, k, v, window=(2, 0)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(tile=(0, 0)), r"tile=\(0, 0\)"),
+        (dict(tile=(-128, 128)), "tile="),
+        (dict(tile=(1.5, 2)), "tile="),
+        (dict(shape=(1, 2, -1, 256)), r"shape=\(1, 2, -1, 256\)"),
+        (dict(shape=(256, 256)), "shape="),
+        (dict(window=(-1, None)), "window="),
+    ],
+)
+def test_wrong_sizes(arguments: dict, message: str) -> None:
+    shape = arguments.pop("shape", (1, 2, 256, 256))
+    with pytest.raises(ValueError, match=message):
+        BlockMask.of(masks.causal(), shape, **arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.document(torch.ones(4)),
+        lambda: masks.document([0, 1]),
+        lambda: masks.document(offsets=torch.tensor([0, 5, 3])),
+        lambda: masks.document(offsets=torch.tensor([-1, 5])),
+        lambda: masks.document(offsets=torch.tensor([0.0, 5.0])),
+        lambda: attn(*_qkv(), mask_mod=masks.document(torch.zeros(100, dtype=torch.int32))),
+        lambda: attn(*_qkv(), mask_mod=masks.tree(torch.full((100,), -1))),
+        lambda: attn(*_qkv(), score_mod=lambda s, b, h, i, j: s + ONE[h]),
+    ],
+)
+def test_wrong_tables(make) -> None:
+    with pytest.raises(ValueError, match=r"ints|offsets|needs at least"):
+        make()

@@ -270,8 +270,32 @@ def test_block_mask() -> None:
     q, k, v = qkv(grad=True)
     mask = masks.document(IDS)
     block_mask = BlockMask.of(mask, (B, H, S, S), tile=(4, 4))
-    check(lambda q, k, v: attn(q, k, v, mask_mod=mask, block_mask=block_mask), q, k, v, wrt=(q, k, v))
-    check(lambda q, k, v, m: attn(q, k, v, mask_mod=mask, block_mask=m), q, k, v, block_mask)
+    check(lambda q, k, v: attn(q, k, v, block_mask=block_mask), q, k, v, wrt=(q, k, v))
+    check(lambda q, k, v, m: attn(q, k, v, block_mask=m), q, k, v, block_mask)
+    check(
+        lambda q, k, v, m: attn(q, k, v, score_mod=lambda s, b, h, i, j: s + TABLE[h], block_mask=m),
+        q,
+        k,
+        v,
+        block_mask,
+    )
+    # With numbers, and a window alone.
+    for other in (
+        BlockMask.of(masks.causal(3), (B, H, S, S), tile=(4, 4)),
+        BlockMask.of(None, (B, H, S, S), causal=True),
+    ):
+        check(lambda q, k, v, m: attn(q, k, v, block_mask=m), q, k, v, other)
+
+
+def test_a_mask_mod_beside_a_block_mask_is_refused() -> None:
+    q, k, v = qkv()
+    mask = masks.document(IDS)
+    block_mask = BlockMask.of(mask, (B, H, S, S), tile=(4, 4))
+    compiled = torch.compile(
+        lambda q, k, v: attn(q, k, v, mask_mod=mask, block_mask=block_mask), backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="leave it out"):
+        compiled(q, k, v)
 
 
 @pytest.mark.parametrize("with_mod", [False, True])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_flash import BlockMask, masks
+from cute_flash import BlockMask
 from cute_flash.runtime import block_masks
-from cute_flash.score_mod import block_mask, block_sparse
+from cute_flash.score_mod import block_sparse
 from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.spec.args import AttentionArgs
 
@@ -135,14 +135,3 @@ def test_inference_block_masks_are_not_cached() -> None:
         made.partial_kv.num_blocks.zero_()
         assert not torch.equal(query_block_indices(made)[0], first[0])
         assert forward_block_indices(made) is forward_block_indices(made)
-
-
-def test_a_block_mask_is_freed_with_the_captures_of_its_mask() -> None:
-    block_mask._cache.clear()
-    ids = torch.arange(12) // 5
-    made = BlockMask.of(masks.document(ids), (1, 1, 12, 12), tile=(4, 4))
-    assert BlockMask.of(masks.document(ids), (1, 1, 12, 12), tile=(4, 4)) is made
-    assert len(block_mask._cache) == 1
-    del ids
-    gc.collect()
-    assert len(block_mask._cache) == 0
