@@ -106,6 +106,7 @@ class ScoreBlock:
         self.tanh: Tensor | None = None
         self.distance: Tensor | None = None
         self.before_mod: Tensor | None = None
+        self.mask: Tensor | None = None  # of `visible`, once it is known
 
     def by_head(self, block: Tensor) -> Tensor:
         """A view of a block as (batch, Hkv, group, rows, keys)."""
@@ -131,17 +132,41 @@ class ScoreBlock:
     def visible(self, device: torch.device) -> Tensor | None:
         """The mask, which broadcasts against `by_head`: false where a score is masked. None: no score is masked."""
         features = self.features
-        mask = None if features.mods is None else features.mods.visible(self.rows, self.keys, device)
-        if not self.in_band:
-            in_band = visible(features.band, self._distances(device))
-            mask = in_band if mask is None else mask & in_band
-        return mask
+        if self.mask is None:
+            self.mask = None if features.mods is None else features.mods.visible(self.rows, self.keys, device)
+            if not self.in_band:
+                in_band = visible(features.band, self._distances(device))
+                self.mask = in_band if self.mask is None else self.mask & in_band
+        return self.mask
 
     def apply_mask_(self, block: Tensor, value: float) -> None:
         """Overwrite the masked entries of a block, in place."""
         mask = self.visible(block.device)
         if mask is not None:
             self.by_head(block).masked_fill_(~mask, value)
+
+    def scores(self, Q: Tensor, K: Tensor) -> Tensor:
+        """Q Kᵀ, and 0 where it is masked: a masked key may be NaN, and has no influence on gradients."""
+        S = Q @ K.mT
+        self.apply_mask_(S, 0.0)
+        return S
+
+    def product(self, weights: Tensor, V: Tensor) -> Tensor:
+        """The product of weights, which are 0 where they are masked, with a row for each key.
+
+        A masked row has no influence, even if it is NaN or infinite.
+        """
+        mask = self.visible(V.device)
+        return weights @ V if mask is None else _product(weights, V, self._flat(mask, weights))
+
+    def product_t(self, weights: Tensor, rows: Tensor) -> Tensor:
+        """The product of transposed weights with the rows of queries; see `product`."""
+        mask = self.visible(rows.device)
+        return weights.mT @ rows if mask is None else _product(weights.mT, rows, self._flat(mask, weights).mT)
+
+    def _flat(self, mask: Tensor, block: Tensor) -> Tensor:
+        """The mask in the shape of a block."""
+        return mask.expand_as(self.by_head(block)).flatten(2, 3)
 
     def dropout_factors(self) -> Tensor | None:
         """The factors of the weights of a block: 0 for dropped ones, 1 / (1 - dropout) for the others."""
@@ -161,3 +186,16 @@ class ScoreBlock:
             assert grads.alibi is not None
             grads.alibi[features.slices] -= (self.by_head(dS) * self.distance).sum(dim=(-2, -1)).flatten(1, 2)
         return dS if self.tanh is None else dS * (1 - self.tanh.square())
+
+
+def _product(weights: Tensor, X: Tensor, mask: Tensor) -> Tensor:
+    """weights @ X, without the products of masked weights with elements of X that are not finite."""
+    is_finite = X.isfinite()
+    if is_finite.all():
+        return weights @ X
+    product = weights @ X.where(is_finite, 0.0)
+    others = X.masked_fill(is_finite, 0.0)
+    for j in (~is_finite).flatten(0, 1).any(dim=-1).any(dim=0).nonzero().flatten().tolist():
+        terms = weights[..., j : j + 1] * others[..., j : j + 1, :]
+        product += terms.masked_fill(~mask[..., j : j + 1], 0.0)
+    return product

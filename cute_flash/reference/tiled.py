@@ -144,7 +144,7 @@ def forward(
             for block in tile.blocks():
                 Kj, Vj = (x[:, :, block.keys.start : block.keys.stop].to(dtype) for x in (K, V))
                 # S = scale Q Kᵀ
-                S = block.apply(Qi @ Kj.mT)
+                S = block.apply(block.scores(Qi, Kj))
                 block.apply_mask_(S, -torch.inf)
                 if max_logit is not None:
                     # Raise (Hkv, group) to the largest scores of the block.
@@ -153,7 +153,7 @@ def forward(
                 P, alpha, m, l = softmax_step(S, m, l)
                 Z = block.dropout_factors()
                 # O = α O + (P ∘ Z) V
-                Oi.mul_(alpha).add_((P if Z is None else P.mul_(Z)) @ Vj)
+                Oi.mul_(alpha).add_(block.product(P if Z is None else P.mul_(Z), Vj))
             tile.store(O, Oi.div_(divisor(l)))
             tile.store(LSE, m + l.log())
 
@@ -215,17 +215,18 @@ def backward(
                 Kj, Vj = Kj.to(dtype), Vj.to(dtype)
                 Z = block.dropout_factors()
                 # P = exp(S - LSE)
-                P = block.apply(Qi @ Kj.mT).sub_(LSEi).exp_()
+                P = block.apply(block.scores(Qi, Kj)).sub_(LSEi).exp_()
                 block.apply_mask_(P, 0.0)
                 # dV += (P ∘ Z)ᵀ dO
-                dVj.add_((P if Z is None else P * Z).mT @ dOi)
+                dVj.add_(block.product_t(P if Z is None else P * Z, dOi))
                 # dS = P ∘ (Z ∘ dO Vᵀ - Δ)
                 dP = dOi @ Vj.mT
+                block.apply_mask_(dP, 0.0)
                 dS = (dP if Z is None else dP.mul_(Z)).sub_(delta).mul_(P)
                 dS = block.backward(dS, P, grads)
                 # dQ += scale dS K;  dK += dSᵀ (scale Q)
-                dQi.add_(dS @ Kj)
-                dKj.add_(dS.mT @ Qi)
+                dQi.add_(block.product(dS, Kj))
+                dKj.add_(block.product_t(dS, Qi))
             tile.store(dQ, dQi.mul_(args.scale))
         dk[b, h], dv[b, h] = dK, dV
     if grads.sinks is not None and dsinks is not None:
