@@ -300,7 +300,8 @@ def _args(
         softcap = as_float("softcap", softcap)
     if type(causal) is not bool:
         causal = as_bool("causal", causal)
-    left, right = UNBOUNDED if window is UNBOUNDED else as_window(window)
+    # Dynamo of torch 2.9 does not compare tuples by identity.
+    left, right = as_window(window) if _is_dynamo_compiling() or window is not UNBOUNDED else UNBOUNDED
     values = (
         scale,
         left,

@@ -59,10 +59,10 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
         offsets: instead of ids, (N + 1): the first position of each document, and the end of the last one.
             Positions past the end form another document.
     """
-    if (ids is None) == (offsets is None):
-        raise ValueError("document: give either ids or offsets")
-    if offsets is not None:
+    if offsets is not None and ids is None:
         return _documents_of_offsets(offsets)
+    if ids is None or offsets is not None:
+        raise ValueError("document: give either ids or offsets")
     _check_integers("ids", ids)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_schema
@@ -144,7 +145,8 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast floating-point tensors, except fp64, to the autocast dtype if autocast is enabled, as torch's SDPA does."""
     device = q.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Not `torch.amp.is_autocast_available`, which Dynamo of torch 2.9 does not trace.
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
@@ -169,19 +171,9 @@ class Attention(Function):
         """`run` computes the forward. `others` are `args.differentiable`, passed so that autograd records them; a call
         without tensor arguments leaves them out.
         """
-        out, lse, max_logit = run(q, k, v, args)
-        ctx.set_materialize_grads(False)
-        if max_logit is not None:
-            ctx.mark_non_differentiable(max_logit)
-        if args.has_tensors:
-            saved = [getattr(args, name) for name in SAVED]
-            ctx.save_for_backward(q, k, v, out, lse, *others, *saved, *args.block_mask)
-            empty: dict[str, Any] = dict.fromkeys((*SAVED, "alibi", "sinks", "bias"))
-            args = args._replace(captures=(), block_mask=(), **empty)
-        else:
-            ctx.save_for_backward(q, k, v, out, lse)
-        ctx.args, ctx.num_others = args, len(others)
-        return out, lse, max_logit
+        results = run(q, k, v, args)
+        _save(ctx, args, (q, k, v), others, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: Any) -> Any:
@@ -195,9 +187,40 @@ class Attention(Function):
         return None, None, dq, dk, dv, *grads[: ctx.num_others]
 
 
+class TransformedAttention(_SingleLevelFunction):
+    """`Attention` inside one level of functorch transforms, which requires `setup_context`."""
+
+    @staticmethod
+    def forward(run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+        return run(q, k, v, args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _run, args, q, k, v, *others = inputs
+        _save(ctx, args, (q, k, v), tuple(others), output)
+
+    backward = Attention.backward
+
+
 # Bypasses `Function.apply`, which checks for functorch transforms: a direct call has none, and the dispatcher handles
 # them before the Autograd key.
 _apply = super(Function, Attention).apply
+
+
+def _save(ctx: Any, args: AttentionArgs, qkv: tuple[Tensor, ...], others: tuple[Any, ...], results: Any) -> None:
+    """Save what the backward needs."""
+    out, lse, max_logit = results
+    ctx.set_materialize_grads(False)
+    if max_logit is not None:
+        ctx.mark_non_differentiable(max_logit)
+    if args.has_tensors:
+        saved = [getattr(args, name) for name in SAVED]
+        ctx.save_for_backward(*qkv, out, lse, *others, *saved, *args.block_mask)
+        empty: dict[str, Any] = dict.fromkeys((*SAVED, "alibi", "sinks", "bias"))
+        args = args._replace(captures=(), block_mask=(), **empty)
+    else:
+        ctx.save_for_backward(*qkv, out, lse)
+    ctx.args, ctx.num_others = args, len(others)
 
 
 def _with_saved(args: AttentionArgs, saved: list[Any], num_others: int) -> AttentionArgs:
@@ -301,7 +324,7 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     from torch._functorch.autograd_function import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return _apply(below_autograd, args, q, k, v, *args.differentiable)
+        return TransformedAttention.apply(below_autograd, args, q, k, v, *args.differentiable)  # type: ignore[attr-defined]
 
 
 # ---- vmap

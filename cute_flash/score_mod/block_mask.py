@@ -154,8 +154,8 @@ class BlockMask:
     def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
         """The inverse of `tensors` and `sizes`."""
         tile_m, tile_n, seqlen_q, seqlen_k = sizes
-        pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, *(BlockIndices(*pair) for pair in pairs))
+        partial, full = (BlockIndices(*tensors[i : i + 2]) for i in (0, 2))
+        return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

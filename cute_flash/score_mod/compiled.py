@@ -15,7 +15,7 @@ Only calls that are compiled import this module, because importing torch._dynamo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,7 @@ def mod_arguments(
     texts: list[str] = []
     captures: list[Tensor] = []
     scalars: tuple[float, ...] = ()
+    tensors: Sequence[Tensor]
     for mod, role in mods:
         if isinstance(mod, BoundMod):  # that of a block mask
             text, tensors, scalars = mod.graph.text, mod.captures, mod.scalars

@@ -163,8 +163,8 @@ def _check_tables(args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None
         # Positions are within a sequence, and the host does not read its length.
         del known["q"], known["kv"]
     first = 0
-    for graph in (args.mods.score, args.mods.mask, args.mods.bwd):
-        for node in () if graph is None else graph.nodes:
+    for graph in filter(None, (args.mods.score, args.mods.mask, args.mods.bwd)):
+        for node in graph.nodes:
             for dim, index in enumerate(node.args if node.op == "load" else ()):
                 table, name = args.captures[first + node.value], graph.nodes[index].value
                 if graph.nodes[index].op == "input" and table.shape[dim] < known.get(name, 0):
@@ -172,7 +172,7 @@ def _check_tables(args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None
                         f"a captured tensor of shape {tuple(table.shape)} is indexed by {name} in dimension {dim}: it "
                         f"needs at least {known[name]} elements there"
                     )
-        first += 0 if graph is None else len(graph.captures)
+        first += len(graph.captures)
 
 
 def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
