@@ -137,8 +137,8 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
     """Call the operator through the dispatcher. Autocast and tangents are handled here: operators do not see them."""
     if _autocasting():
         q, k, v = autocast(q, k, v)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, *args.differentiable)
+    if _transform() is not None:
+        _refuse_mapped(*args.captures, *args.block_mask)
     return attention_fwd(q, k, v, *to_schema(args))
 
 
@@ -155,8 +155,22 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _refuse_tangents(*inputs: Tensor | None) -> None:
     """Raise `UnsupportedError` for forward-mode tangents: torch would drop them silently, a derivative of 0."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
+    if forward_ad._current_level >= 0:
+        if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+            raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
+
+
+def _refuse_mapped(*tensors: Tensor) -> None:
+    """Raise `UnsupportedError` for tensors of mods that `vmap` maps: it does not unwrap lists of tensors."""
+    functorch = torch._C._functorch
+    for x in tensors:
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                raise UnsupportedError(
+                    "vmap over a tensor that score_mod, mask_mod or a block_mask captures: call attn in a loop, or "
+                    "give the tensor a batch dimension and index it with b"
+                )
+            x = functorch.get_unwrapped(x)
 
 
 # ---- autograd
@@ -311,6 +325,7 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     args = from_schema(values)
+    _refuse_tangents(q, k, v, *args.differentiable)
 
     def below_autograd(q: Tensor, k: Tensor, v: Tensor, _args: AttentionArgs) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -320,11 +335,50 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
         return below_autograd(q, k, v, args)
     if _transform() is None:
         return _apply(below_autograd, args, q, k, v, *args.differentiable)
-    # functorch runs this kernel once for each level of grad, so each run records one level of autograd.
+    with _one_level_of_autograd():
+        return TransformedAttention.apply(below_autograd, args, q, k, v, *args.differentiable)  # type: ignore[attr-defined]
+
+
+def _one_level_of_autograd() -> AbstractContextManager:
+    """functorch runs a kernel of the Autograd key once for each level of grad, so each run records one level."""
     from torch._functorch.autograd_function import enable_single_level_autograd_function
 
-    with enable_single_level_autograd_function():
-        return TransformedAttention.apply(below_autograd, args, q, k, v, *args.differentiable)  # type: ignore[attr-defined]
+    return enable_single_level_autograd_function()
+
+
+class FirstGradients(_SingleLevelFunction):
+    """The results of `attention_bwd`, which have no gradient: a gradient of them would be silently 0."""
+
+    @staticmethod
+    def forward(run: Any, *tensors: Any) -> Any:
+        return run()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            "gradients of gradients of attn: only first ones exist; use torch's SDPA with SDPBackend.MATH"
+        )
+
+
+def _bwd_autograd(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
+    tensors = dout, dlse, q, k, v, *from_schema(values).differentiable
+    _refuse_tangents(*tensors)
+
+    def below_autograd() -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *values)
+        return dq, dk, dv, *grads
+
+    if _is_grad_enabled() and _requires_grad(*tensors):
+        with nullcontext() if _transform() is None else _one_level_of_autograd():
+            dq, dk, dv, *grads = FirstGradients.apply(below_autograd, *tensors)  # type: ignore[attr-defined]
+    else:
+        dq, dk, dv, *grads = below_autograd()
+    return dq, dk, dv, grads
 
 
 # ---- vmap
@@ -370,6 +424,7 @@ LIBRARY.impl("attention_fwd", _fwd_cuda, "CUDA")
 LIBRARY.impl("attention_fwd", _fwd_autograd, "Autograd")
 LIBRARY.impl("attention_bwd", _bwd_cpu, "CPU")
 LIBRARY.impl("attention_bwd", _bwd_cuda, "CUDA")
+LIBRARY.impl("attention_bwd", _bwd_autograd, "Autograd")
 torch.library.register_fake("cute_flash::attention_fwd", _fwd_fake, lib=LIBRARY)
 torch.library.register_fake("cute_flash::attention_bwd", _bwd_fake, lib=LIBRARY)
 torch.library.register_vmap("cute_flash::attention_fwd", _fwd_vmap, lib=LIBRARY)

@@ -484,6 +484,36 @@ def test_jacobians() -> None:
     torch.testing.assert_close(torch.func.jacrev(rows)(q), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"score_mod": lambda s, b, h, i, j: s * 2}], ids=str)
+def test_gradients_of_gradients_are_refused(options: dict[str, Any]) -> None:
+    q, k, v = inputs(5, 6)
+    (dq,) = torch.autograd.grad(attn(q, k, v, **options).sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="gradients of gradients of attn"):
+        torch.autograd.grad(dq.square().sum(), k)
+    for transform in (torch.func.hessian, torch.func.jacfwd):
+        with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+            transform(lambda x: attn(x, k.detach(), v.detach(), **options).sum())(q.detach())  # type: ignore[union-attr]
+
+
+def test_functorch_of_mods() -> None:
+    """Gradients of captured tensors are right; vmap over them is refused."""
+    q, k, v = (x.detach() for x in inputs(5, 6))
+    table = normal(3, 4, 6, seed=8)
+
+    def loss(table: Tensor) -> Tensor:
+        return attn(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, j]).sin().sum()  # type: ignore[union-attr]
+
+    leaf = table[0].clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(table[0]), torch.autograd.grad(loss(leaf), leaf)[0])
+    with pytest.raises(UnsupportedError, match="vmap over a tensor that score_mod"):
+        torch.func.vmap(loss)(table)
+    with pytest.raises(UnsupportedError, match="vmap over a tensor that score_mod"):
+        torch.func.vmap(torch.func.grad(loss))(table)
+    bias = normal(3, 5, 6, seed=9)
+    found = torch.func.vmap(lambda x: attn(q, k, v, bias=x))(bias)
+    torch.testing.assert_close(found, torch.stack([attn(q, k, v, bias=x) for x in bias]))
+
+
 # ---- fake tensors
 
 
