@@ -24,8 +24,6 @@ PASSES = ("forward", "backward")
 MASKS = ("full", "causal", "window", "left")
 BATCHES = ("dense", "varlen")
 FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
-# Long enough to select the tile of long sequences. Lengths are not compiled in.
-LENGTH = 1 << 16
 
 
 class UsageError(Exception):
@@ -253,6 +251,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.spec.family import requested_family
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import aligned
+    from cute_flash.tools.precompile import LENGTH
 
     if args.sass and resources.nvdisasm() is None:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from cute_flash.planning.plan import CompileKey, plan_backward, plan_forward
+from cute_flash.planning.plan import CompileKey, SchedulerTile, plan_backward, plan_forward
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import NARROW, Band
@@ -55,8 +55,8 @@ def kernel_keys(
 
 def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[CompileKey]:
     for seqlen_k, (heads, seqlen_q), seqused_k in itertools.product(LENGTHS, SHAPES, _seqused_k(problem)):
-        sizes = {"heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "seqused_k": seqused_k}
-        yield from plan_forward(replace(problem, **sizes), arch, requested_family(), can_pack_gqa=True).launches
+        sized = replace(problem, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqused_k=seqused_k)
+        yield from plan_forward(sized, arch, requested_family(), can_pack_gqa=True).launches
 
 
 def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[CompileKey]:
@@ -74,7 +74,7 @@ def _seqused_k(problem: Problem) -> tuple[bool, ...]:
 def describe_key(key: CompileKey) -> str:
     """A kernel in a line: its name, what it is compiled for, and its tile."""
     static, tile = key.static, key.tile
-    if key.kernel.startswith("varlen_scheduler"):
+    if isinstance(tile, SchedulerTile):
         return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"
     bounds = [name for name in ("left", "right") if getattr(static, f"has_{name}")]
     flags = [name for name in ("pack_gqa", "has_dlse") if getattr(static, name)]

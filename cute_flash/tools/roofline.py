@@ -242,6 +242,6 @@ class Occupancy:
         return [
             f"occupancy   {self.busy_sms} of {self.plan.arch.num_sms} SMs have a CTA, "
             f"{self.used_rows:.0%} of the tiles' rows are queries",
-            f"units       {', '.join(of_sm)} on the busiest SM; {memory}",
+            f"units       {', '.join(of_sm)} on the busiest SM ({L2_BYTES_PER_CLOCK} B a clock from L2); {memory}",
             f"time        at least {1e6 * self.seconds:.2f} us with this grid, by {self.bound}",
         ]

@@ -25,8 +25,9 @@ from cute_flash.spec import arch
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import use_kernels
+from cute_flash.spec.features import FEATURES, MODS
 from cute_flash.spec.problem import Problem
-from cute_flash.tools import demo, explain, roofline
+from cute_flash.tools import cli, demo, explain, precompile, roofline
 from cute_flash.tools.cli import main
 from tests.fakes.recording import backward_keys, forward_keys
 
@@ -400,6 +401,12 @@ def test_precompile_covers_gradients_features_and_varlen(
                 own = args._replace(deterministic=deterministic)
                 needed |= {*backward_keys(*inputs, own, arch.ARCHS[name], has_dlse)}
     assert needed <= set(keys)
+
+
+def test_options_name_what_planning_knows() -> None:
+    """The parser has its own lists, because it must not import planning."""
+    assert list(cli.MASKS) == list(precompile.BANDS)
+    assert list(cli.FEATURES) == [feature.name for feature in FEATURES if feature.name not in MODS]
 
 
 def test_precompile_covers_gradients_by_default(
