@@ -9,7 +9,8 @@ from cute_flash.version import __version__
 
 def _is_command() -> bool:
     """Whether this process is the command `cute-flash` or `python -m cute_flash`, whose `--help` needs no torch."""
-    program, arguments = sys.argv[0] if sys.argv else "", sys.orig_argv
+    # An embedded interpreter may have no argv.
+    program, arguments = (getattr(sys, "argv", None) or [""])[0], sys.orig_argv
     if program == "-m":  # while Python locates the module
         module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
         return module.partition(".")[0] == __name__
