@@ -2,12 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DEMO_INSTALLED := .venv/.installed-demo
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
 .PHONY: demo test test-fast lint lock gpu-test bench plots clean
 
-demo: $(INSTALLED)
+# Installs the package alone, without the tools of developers.
+demo: $(DEMO_INSTALLED)
 	$(BIN)/cute-flash demo
 
 # Tests that need no GPU. One thread of torch in each worker: more would wait for each other's cores.
@@ -45,7 +47,13 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# pip shows its progress: torch is large.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench,cu13]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench]'
+	touch $@ $(DEMO_INSTALLED)
+
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e .
 	touch $@

@@ -1,12 +1,27 @@
 """Exact attention for NVIDIA Ampere and Hopper GPUs, in Python: `cute_flash.attn(q, k, v)`."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from cute_flash.api import attn, attn_nested, attn_varlen, supports
 from cute_flash.errors import TraceError, UnsupportedError
-from cute_flash.spec.family import use_kernels
-from cute_flash.spec.problem import Support
 from cute_flash.version import __version__
+
+
+def _is_command() -> bool:
+    """Whether this process is the command `cute-flash` or `python -m cute_flash`, whose `--help` needs no torch."""
+    # An embedded interpreter may have no argv.
+    program, arguments = (getattr(sys, "argv", None) or [""])[0], sys.orig_argv
+    if program == "-m":  # while Python locates the module
+        module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
+        return module.partition(".")[0] == __name__
+    return program.rpartition("/")[2] == "cute-flash"
+
+
+if TYPE_CHECKING or not _is_command():
+    # Registers the operators `torch.ops.cute_flash`.
+    from cute_flash.api import attn, attn_nested, attn_varlen, supports
+    from cute_flash.spec.family import use_kernels
+    from cute_flash.spec.problem import Support
 
 if TYPE_CHECKING:
     from cute_flash import masks
@@ -31,18 +46,35 @@ __all__ = [
     "use_kernels",
 ]
 
-# Imported on first use, so that `import cute_flash` stays light.
-_ON_DEMAND = {"BlockMask": "score_mod.block_mask", "attention_probs": "reference.merge", "merge": "reference.merge"}
+# Modules of the names that are imported on first use: those that `import cute_flash` does without, to stay light, and
+# in the command line all.
+_MODULES = {
+    "BlockMask": "score_mod.block_mask",
+    "Support": "spec.problem",
+    "attention_probs": "reference.merge",
+    "attn": "api",
+    "attn_nested": "api",
+    "attn_varlen": "api",
+    "merge": "reference.merge",
+    "supports": "api",
+    "use_kernels": "spec.family",
+}
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
 
-    if name == "BlockMap":  # the former name of BlockMask, for one release
-        name = "BlockMask"
-    if name == "masks":
-        return import_module("cute_flash.masks")
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f"cute_flash.{_ON_DEMAND[name]}"), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name == "BlockMap":  # the former name of BlockMask, for one release
+            name = "BlockMask"
+        if name == "masks":
+            return import_module("cute_flash.masks")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(f"cute_flash.{_MODULES[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

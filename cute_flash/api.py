@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from inspect import signature
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,13 +21,43 @@ from cute_flash.spec.problem import Support
 from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from cute_flash.score_mod.block_mask import BlockMask
+    from cute_flash.spec.keywords import AttnKeywords, VarlenKeywords
 
 LAYOUTS = ("bhsd", "bshd")
 UNBOUNDED = (None, None)
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
+# fmt: off
+@overload
+def attn(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: Literal[False] = ..., return_max_logit: Literal[False] = ..., **keywords: Unpack[AttnKeywords],
+) -> Tensor: ...
+@overload
+def attn(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: Literal[True], return_max_logit: Literal[False] = ..., **keywords: Unpack[AttnKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: Literal[False] = ..., return_max_logit: Literal[True], **keywords: Unpack[AttnKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: Literal[True], return_max_logit: Literal[True], **keywords: Unpack[AttnKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attn(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: bool = ..., return_max_logit: bool = ..., **keywords: Unpack[AttnKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...
+# fmt: on
 def attn(
     q: Tensor,
     k: Tensor,
@@ -166,6 +196,33 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
     return Support(True)
 
 
+# fmt: off
+@overload
+def attn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[False] = ..., return_max_logit: Literal[False] = ..., **keywords: Unpack[VarlenKeywords],
+) -> Tensor: ...
+@overload
+def attn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[True], return_max_logit: Literal[False] = ..., **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[False] = ..., return_max_logit: Literal[True], **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[True], return_max_logit: Literal[True], **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: bool = ..., return_max_logit: bool = ..., **keywords: Unpack[VarlenKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...
+# fmt: on
 def attn_varlen(
     q: Tensor,
     k: Tensor,
@@ -234,6 +291,33 @@ def attn_varlen(
     return results if len(results) > 1 else out
 
 
+# fmt: off
+@overload
+def attn_nested(
+    q: Any, k: Any, v: Any, *,
+    return_lse: Literal[False] = ..., return_max_logit: Literal[False] = ..., **keywords: Unpack[VarlenKeywords],
+) -> Tensor: ...
+@overload
+def attn_nested(
+    q: Any, k: Any, v: Any, *,
+    return_lse: Literal[True], return_max_logit: Literal[False] = ..., **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_nested(
+    q: Any, k: Any, v: Any, *,
+    return_lse: Literal[False] = ..., return_max_logit: Literal[True], **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_nested(
+    q: Any, k: Any, v: Any, *,
+    return_lse: Literal[True], return_max_logit: Literal[True], **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attn_nested(
+    q: Any, k: Any, v: Any, *,
+    return_lse: bool = ..., return_max_logit: bool = ..., **keywords: Unpack[VarlenKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...
+# fmt: on
 def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
     """`attn_varlen` on jagged NestedTensors: q, k, v all (B, H, j, D), as in torch SDPA, or all (B, j, H, D).
 

@@ -190,8 +190,12 @@ def _load_cached(cache: DiskCache, key: CompileKey) -> Callable[..., None] | Non
 
 
 def _compile_object(key: CompileKey) -> tuple[bytes, str]:
-    """Compile a kernel to a shared object, or to an object file if there is no linker; return (content, suffix)."""
-    function = cute_compile(key)
+    """Compile a kernel to an entry of the disk cache; return (content, suffix)."""
+    return export(cute_compile(key))
+
+
+def export(function: Any) -> tuple[bytes, str]:
+    """A compiled kernel as a shared object, or as an object file if there is no linker; return (content, suffix)."""
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
         object_file = Path(folder, "kernel.o")
         function.export_to_c(str(object_file), function_name=SYMBOL, export_only_tvm_ffi_symbols=True)

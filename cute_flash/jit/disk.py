@@ -22,6 +22,8 @@ from pathlib import Path
 
 # Of shared objects, and of object files on a machine without a linker.
 SUFFIXES = (".so", ".o")
+# Of the resources that `jit.resources` read from a kernel's machine code.
+RESOURCES = ".resources"
 
 
 class CacheWarning(UserWarning):
@@ -86,8 +88,8 @@ class DiskCache:
         return f"{len(files)} kernel(s), {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
 
     def clear(self) -> None:
-        """Delete all kernels."""
-        for path in self.files():
+        """Delete all kernels, and what was read from them."""
+        for path in [*self.files(), *self.folder.glob(f"*{RESOURCES}")]:
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
 

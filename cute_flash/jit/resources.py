@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import io
+import pickle
 import re
 import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from cute_flash.jit import compile as compiling
+from cute_flash.jit.disk import RESOURCES, SUFFIXES, DiskCache
 from cute_flash.planning.plan import CompileKey
 
 _SPILLS = re.compile(
@@ -76,10 +80,39 @@ class Resources:
         ]
 
 
+def cached_resources(key: CompileKey) -> Resources:
+    """The resources of a kernel, from the disk cache. The first call compiles it, and stores it for launches too."""
+    cache, kernel = DiskCache.default(), compiling.digest(key)
+    name = f"{kernel}.{_reader_digest()}"
+    with compiling.lock, cache.locked(kernel):
+        path = cache.find(name, RESOURCES)
+        if path is not None:
+            resources = pickle.loads(path.read_bytes())
+            # The kernel may be older than the disassembler.
+            return resources if resources.sass else replace(resources, sass=_instructions(resources.cubin))
+        resources, function = _compile(key)
+        if not any(cache.find(kernel, suffix) for suffix in SUFFIXES):
+            cache.store(kernel, *compiling.export(function))
+        cache.store(name, pickle.dumps(resources), RESOURCES)
+        return resources
+
+
+@lru_cache(maxsize=1)
+def _reader_digest() -> str:
+    """A digest of this file, which decides what `Resources` hold."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
+
 def kernel_resources(key: CompileKey) -> Resources:
     """Compile a kernel and return its resources. It takes seconds, and nothing is cached."""
+    with compiling.lock:
+        return _compile(key)[0]
+
+
+def _compile(key: CompileKey) -> tuple[Resources, Any]:
+    """The resources of a kernel, and the compiled function; the caller must hold the lock."""
     remarks = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder, compiling.lock:
+    with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
         with contextlib.redirect_stderr(remarks):
             function = compiling.cute_compile(key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}")
         cubin, ptx = function.__cubin__, function.__ptx__
@@ -88,7 +121,7 @@ def kernel_resources(key: CompileKey) -> Resources:
     symbol = re.search(r"\.entry (\S+?)\(", ptx)
     if spills is None or registers is None or symbol is None:
         raise RuntimeError(f"ptxas printed no resource usage for {key}:\n{log}")
-    return Resources(
+    resources = Resources(
         symbol=symbol[1],
         target=key.target,
         registers=int(registers[1]),
@@ -97,10 +130,15 @@ def kernel_resources(key: CompileKey) -> Resources:
         spill_load_bytes=int(spills[3]),
         smem_bytes=key.tile.smem_bytes,
         serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
-        sass=Counter(_INSTRUCTION.findall(disassemble(cubin))),
+        sass=_instructions(cubin),
         cubin=cubin,
         ptx=ptx,
     )
+    return resources, function
+
+
+def _instructions(cubin: bytes) -> Counter[str]:
+    return Counter(_INSTRUCTION.findall(disassemble(cubin)))
 
 
 def disassemble(cubin: bytes) -> str:

@@ -1,40 +1,29 @@
-"""`cute-flash`: run the kernels, check an installation, and show the plan and the cost of a shape."""
+"""`cute-flash`: run the kernels, check an installation, and show the plan and the cost of a shape.
+
+Each command imports what it needs, so that `--help` and `--version` import neither torch nor the DSL.
+"""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cute_flash.jit import resources
-from cute_flash.jit.compile import precompile_all
-from cute_flash.jit.disk import DiskCache
-from cute_flash.jit.progress import progress
-from cute_flash.planning.plan import CompileKey, Plan, plan_forward
-from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
-from cute_flash.spec import arch
-from cute_flash.spec.band import Band
-from cute_flash.spec.family import requested_family
-from cute_flash.spec.problem import Problem
-from cute_flash.tools import doctor
-from cute_flash.tools.demo import demo
-from cute_flash.tools.explain import Explanation, aligned
 from cute_flash.version import __version__
 
+if TYPE_CHECKING:
+    from cute_flash.spec.arch import ArchSpec
+
+DESCRIPTION = "Run the kernels, check an installation, and show the plan and the cost of a shape."
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# A kernel is compiled for the presence of a bound, not for its value, so 0 is as good as any.
-MASKS: dict[str, tuple[int | None, int | None]] = {
-    "full": (None, None),
-    "causal": (None, 0),
-    "window": (0, 0),
-    "left": (0, None),
-}
-# Long enough to select the tile of long sequences. Lengths are not compiled in.
-LENGTH = 1 << 16
+PASSES = ("forward", "backward")
+MASKS = ("full", "causal", "window", "left")
+BATCHES = ("dense", "varlen")
+FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
 
 
 class UsageError(Exception):
@@ -105,6 +94,20 @@ def _list_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _feature_sets(text: str) -> list[tuple[str, ...]]:
+    """Parse "plain,softcap,alibi+dropout": the features of each kernel, in the order of `FEATURES`."""
+    sets = []
+    for item in text.split(","):
+        names = () if item == "plain" else tuple(item.split("+"))
+        for name in names:
+            if name not in FEATURES:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r}: write plain, some of {','.join(FEATURES)}, or several together as alibi+dropout"
+                )
+        sets.append(tuple(name for name in FEATURES if name in names))
+    return sets
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
@@ -129,7 +132,7 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cute-flash", description=__doc__)
+    parser = argparse.ArgumentParser(prog="cute-flash", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"cute-flash {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -138,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    add("demo", lambda args: demo(), "run attention, check it against torch, and show what the kernels cost")
+    add("demo", _demo, "run attention, check it against torch, and show what the kernels cost")
 
     sub = add("doctor", _doctor, "check the installation, with a remedy for each problem")
     sub.add_argument("--json", action="store_true", help="print JSON")
@@ -170,6 +173,24 @@ def _parser() -> argparse.ArgumentParser:
         default="full,causal,window",
         help=f"of {', '.join(MASKS)} (default: %(default)s); window: both bounds, left: the left bound alone",
     )
+    sub.add_argument(
+        "--passes", type=_list_of(PASSES), default="forward,backward", help="default: %(default)s; inference: forward"
+    )
+    sub.add_argument(
+        "--features",
+        type=_feature_sets,
+        default="plain",
+        metavar="SETS",
+        help=f"plain, or of {', '.join(FEATURES)}; + joins those of one call, such as plain,softcap,alibi+dropout "
+        "(default: %(default)s). Kernels with a bias, a score_mod or a mask_mod are compiled by their first call",
+    )
+    sub.add_argument(
+        "--batches",
+        type=_list_of(BATCHES),
+        default="dense",
+        help="of dense (attn) and varlen (attn_varlen, attn_nested); default: %(default)s",
+    )
+    sub.add_argument("--deterministic", action="store_true", help="also the kernels of deterministic gradients")
     sub.add_argument("--jobs", type=_positive, default=1, help="processes, about 1 GB each (default: 1)")
 
     sub = add("cache", _cache, "folder and size of the kernel cache")
@@ -177,35 +198,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arch(name: str | None) -> arch.ArchSpec | None:
+def _arch(name: str | None) -> ArchSpec | None:
     """The architecture `name`, else that of CUTE_FLASH_ARCH, else that of the first GPU, else None."""
+    from cute_flash.spec import arch
+
     if name is not None:
         return arch.by_name(name)
     return arch.override() or (arch.detect(0) if arch.has_gpu() else None)
 
 
-def _kernels(spec: arch.ArchSpec, head_dim: int, dtype: str, band: Band) -> list[Plan]:
-    """A plan for each forward kernel that problems with this head dim, dtype and kind of mask can use."""
-    # Short sequences may use another tile; one query of many heads is packed (pack_gqa).
-    lengths = [LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys})]
-    plans: dict[CompileKey, Plan] = {}
-    for seqlen_k, (heads, seqlen_q) in itertools.product(lengths, ((1, LENGTH), (64, 1))):
-        problem = Problem(1, heads, 1, seqlen_q, seqlen_k, head_dim, dtype, band)
-        plan = plan_forward(problem, spec, requested_family(), can_pack_gqa=True)
-        plans.setdefault(plan.main, plan)
-    return list(plans.values())
+def _demo(args: argparse.Namespace) -> int:
+    from cute_flash.tools import demo
+
+    return demo.demo()
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from cute_flash.tools import doctor
+
     checks = doctor.examine()
     print(json.dumps(doctor.as_dict(checks), indent=2) if args.json else "\n".join(doctor.lines(checks)))
     return 0 if doctor.is_sound(checks) else 1
 
 
 def _explain(args: argparse.Namespace) -> int:
+    from cute_flash.spec.arch import SM_80
+    from cute_flash.spec.band import Band
+    from cute_flash.spec.problem import Problem
+    from cute_flash.tools.explain import Explanation
+
     explanations = []
     with _usage_errors():
-        spec, band = _arch(args.gpu) or arch.SM_80, Band.of(args.causal, args.window)
+        spec, band = _arch(args.gpu) or SM_80, Band.of(args.causal, args.window)
         for batch, heads, length, head_dim in args.shapes:
             sizes = (batch, heads, args.kv_heads or heads, length, args.seqlen_k or length, head_dim)
             value_dim = None if args.value_dim == head_dim else args.value_dim
@@ -219,12 +243,22 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from cute_flash.jit import resources
+    from cute_flash.jit.progress import progress
+    from cute_flash.planning.plan import plan_forward
+    from cute_flash.spec.arch import SM_80
+    from cute_flash.spec.band import Band
+    from cute_flash.spec.family import requested_family
+    from cute_flash.spec.problem import Problem
+    from cute_flash.tools.explain import aligned
+    from cute_flash.tools.precompile import LENGTH
+
     if args.sass and resources.nvdisasm() is None:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
     with _usage_errors():
         sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
         problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
-        key = plan_forward(problem, _arch(args.arch) or arch.SM_80, requested_family()).main
+        key = plan_forward(problem, _arch(args.arch) or SM_80, requested_family()).main
     with progress(f"compiling {key.kernel} for {key.target}"):
         used = resources.kernel_resources(key)
     lines = [f"kernel {key.kernel}", f"tile {key.tile}", *used.lines()]
@@ -241,34 +275,43 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
+    from cute_flash.jit.compile import precompile_all
+    from cute_flash.jit.disk import DiskCache
+    from cute_flash.tools.precompile import describe_key, kernel_keys
+
     with _usage_errors():
         spec = _arch(args.arch)
         if spec is None:
             raise UsageError("no GPU here: name an architecture, such as --arch sm_80")
         # All plans come first, so that an unsupported head dim is an error before anything is compiled.
-        plans = [
-            (f"D={dim} {dtype} {mask}", plan)
-            for dim, dtype, mask in itertools.product(args.head_dims, args.dtypes, args.masks)
-            for plan in _kernels(spec, dim, DTYPES[dtype], Band(*MASKS[mask]))
-        ]
+        keys = kernel_keys(
+            spec,
+            args.head_dims,
+            [DTYPES[name] for name in args.dtypes],
+            args.masks,
+            args.passes,
+            args.features,
+            args.batches,
+            args.deterministic,
+        )
     cache = DiskCache.default()
     if not cache.is_persistent:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
         return 1
     num_compiled = 0
-    targets = ", ".join(sorted({plan.main.target for _, plan in plans}))
-    print(f"{len(plans)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
-    results = precompile_all([plan.main for _, plan in plans], args.jobs)
-    for i, (is_new, (name, plan)) in enumerate(zip(results, plans), 1):
+    targets = ", ".join(sorted({key.target for key in keys}))
+    print(f"{len(keys)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
+    for i, (is_new, key) in enumerate(zip(precompile_all(keys, args.jobs), keys), 1):
         num_compiled += is_new
-        tile = f"{plan.tile.tile_m}x{plan.tile.tile_n}{' pack_gqa' if plan.pack_gqa else ''}"
         state = "compiled" if is_new else "already there"
-        print(f"[{i}/{len(plans)}] {name} {tile}: {state}", file=sys.stderr, flush=True)
-    print(f"{cache.folder}: {num_compiled} kernel(s) compiled, {len(plans) - num_compiled} already there")
+        print(f"[{i}/{len(keys)}] {describe_key(key)}: {state}", file=sys.stderr, flush=True)
+    print(f"{cache.folder}: {num_compiled} kernel(s) compiled, {len(keys) - num_compiled} already there")
     return 0
 
 
 def _cache(args: argparse.Namespace) -> int:
+    from cute_flash.jit.disk import DiskCache
+
     cache = DiskCache.default()
     print(f"{cache.folder}: {cache.contents()}{' deleted' if args.clear else ''}")
     if args.clear:

@@ -53,7 +53,7 @@ class Check:
 
 def examine() -> list[Check]:
     """Run all checks. Nothing is compiled or launched."""
-    return [*_packages(), _flavours(), _driver(), *_gpus(), *_programs(), _cache(), *_environment()]
+    return [*_packages(), _flavours(), _driver(), _cuda_versions(), *_gpus(), *_programs(), _cache(), *_environment()]
 
 
 def is_sound(checks: list[Check]) -> bool:
@@ -153,10 +153,44 @@ def _flavours() -> Check:
     try:
         chosen = compiling.runtime_library().parents[1].name
     except ModuleNotFoundError as error:
-        return Check("DSL flavours", BROKEN, f"{detail}: {error}", "pip install 'cute-flash[cu13]' brings both")
+        return Check("DSL flavours", BROKEN, f"{detail}: {error}", _install_flavours())
     if compiling.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
-        return Check("DSL flavours", NOTE, f"{detail}; the driver serves cu13 too", "pip install 'cute-flash[cu13]'")
+        return Check("DSL flavours", NOTE, f"{detail}; the driver serves cu13 too", _install_flavours())
     return Check("DSL flavours", OK, f"{detail}; {chosen} is used")
+
+
+def _install_flavours() -> str:
+    dsl = _version("nvidia-cutlass-dsl")
+    return f"pip install 'nvidia-cutlass-dsl[cu13]{f'=={dsl}' if dsl else ''}' brings both"
+
+
+def _cuda_versions() -> Check:
+    """Whether the driver serves torch's CUDA version, and the DSL has the flavour of that version."""
+    name, driver, flavours = "CUDA versions", compiling.driver_cuda_version(), _installed_flavours()
+    driver_text = f"driver {_cuda_text(driver)}" if driver else "no driver"
+    detail = f"{driver_text}, torch {torch.version.cuda or 'for the CPU'}, DSL {' and '.join(flavours) or 'none'}"
+    if torch.version.cuda is None:
+        return Check(name, OK, detail)
+    major = int(torch.version.cuda.partition(".")[0])
+    if driver and major > driver // 1000:
+        _, release = FLAVOURS.get(f"cu{major}", (0, f"for CUDA {major}"))
+        remedy = f"install driver {release} or newer, or a torch for CUDA {driver // 1000}: {PYTORCH_PAGE}"
+        return Check(name, BROKEN, f"{detail}: the driver is too old for this torch", remedy)
+    if f"cu{major}" not in flavours:
+        if f"cu{major}" in FLAVOURS:
+            return Check(name, BROKEN, f"{detail}: the DSL lacks cu{major}", _install_flavours())
+        remedy = f"install a torch for CUDA {' or '.join(x.removeprefix('cu') for x in FLAVOURS)}: {PYTORCH_PAGE}"
+        return Check(name, NOTE, f"{detail}: the DSL has no cu{major}", remedy)
+    return Check(name, OK, detail)
+
+
+def _installed_flavours() -> list[str]:
+    return [name for name in FLAVOURS if _version(f"nvidia-cutlass-dsl-libs-{name}")]
+
+
+def _cuda_text(version: int) -> str:
+    """13020 as "13.2"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _driver() -> Check:
@@ -164,7 +198,7 @@ def _driver() -> Check:
     if not version:
         remedy = "on a machine with a GPU: install its driver"
         return Check("driver", NOTE, "no NVIDIA driver: attention runs on the CPU", remedy)
-    detail = f"{_driver_release()}CUDA {version // 1000}.{version % 1000 // 10}"
+    detail = f"{_driver_release()}CUDA {_cuda_text(version)}"
     least, release = FLAVOURS["cu12"]
     if version < least:
         return Check("driver", BROKEN, f"{detail} is too old", f"install driver {release} or newer")

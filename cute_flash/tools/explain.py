@@ -23,7 +23,8 @@ def aligned(lines: list[str]) -> list[str]:
 @dataclass(frozen=True)
 class Explanation:
     plan: Plan
-    least: roofline.Roofline  # every tensor is read or written once
+    least: roofline.Roofline  # every tensor is read or written once, and all SMs are busy
+    occupancy: roofline.Occupancy
     reread_bytes: int  # if every query tile reads K and V from memory, as without L2
     max_rescales: int
     papers_sram_bytes: int  # shared memory of this tile by the papers' formula, which includes S and O
@@ -36,7 +37,8 @@ class Explanation:
         return Explanation(
             plan,
             roofline.roofline(problem, arch),
-            reread_bytes=roofline.fa_bytes(problem, tile_m),
+            roofline.Occupancy(plan),
+            reread_bytes=roofline.fa_bytes(problem, tile_m, plan.pack_gqa),
             max_rescales=roofline.max_rescales(problem, tile_m, tile_n),
             papers_sram_bytes=roofline.sram_bytes(tile_m, tile_n, plan.tile.head_dim, DTYPE_BYTES[problem.dtype]),
         )
@@ -49,6 +51,7 @@ class Explanation:
             [
                 *self.plan.lines(),
                 *self.least.lines(),
+                *self.occupancy.lines(),
                 f"re-reads    {self.reread_bytes / 1e6:.3f} MB if each query tile reads K and V from memory, "
                 f"{intensity:.1f} FLOP/B",
                 f"rescales    at most {self.max_rescales} per row",
@@ -58,7 +61,11 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The explanation for JSON, in bytes, seconds and counts. "blocks" is the number of CTAs of the grid."""
+        """The explanation for JSON, in bytes, seconds and counts.
+
+        "blocks" is the number of CTAs of the grid. "seconds" and "bound" are those of this grid; "roofline_seconds"
+        and "attainable_tflops" those of a GPU whose SMs are all busy.
+        """
         plan, least = self.plan, self.least
         return {
             "problem": asdict(plan.problem),
@@ -80,8 +87,12 @@ class Explanation:
             "reread_bytes": self.reread_bytes,
             "intensity": least.intensity,
             "ridge": plan.arch.ridge,
-            "bound": least.bound,
-            "seconds": least.seconds,
+            "busy_sms": self.occupancy.busy_sms,
+            "used_rows": self.occupancy.used_rows,
+            "bound": self.occupancy.bound,
+            "seconds": self.occupancy.seconds,
+            "roofline_bound": least.bound,
+            "roofline_seconds": least.seconds,
             "attainable_tflops": least.attainable_tflops,
             "max_rescales": self.max_rescales,
         }

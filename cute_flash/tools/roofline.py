@@ -8,7 +8,9 @@ tile), and the exponential units (one exp2 per visible pair), which bound small 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from cute_flash.planning.plan import Plan
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
@@ -16,6 +18,8 @@ from cute_flash.spec.problem import Problem
 
 # m, l and the LSE are fp32.
 STATISTIC_BYTES = 4
+# Bytes that L2 delivers to one SM in a clock.
+L2_BYTES_PER_CLOCK = 64
 
 
 def visible_pairs(problem: Problem) -> int:
@@ -76,16 +80,21 @@ def standard_bytes(problem: Problem) -> int:
     return hbm_bytes(p) - _lse_bytes(p) + 4 * matrix
 
 
-def fa_bytes(problem: Problem, tile_m: int) -> int:
+def fa_bytes(problem: Problem, tile_m: int, pack_gqa: bool = False) -> int:
     """Bytes of FlashAttention without a cache: each head reads its visible K and V once per query tile.
 
     The traffic of a kernel is between `hbm_bytes` and this: if the tiles of a head run at the same time, L2 serves
-    most reads.
+    most reads. With `pack_gqa` the query heads of a K/V head share tiles, each of which reads all keys that a query
+    sees.
     """
     p, sq, sk, band = problem, problem.seqlen_q, problem.seqlen_k, problem.band
-    tiles = ((first, min(first + tile_m, sq) - 1) for first in range(0, sq, tile_m))
-    keys_read = sum(band.hi(last, sq, sk) - band.lo(first, sq, sk) for first, last in tiles)
-    rows = p.heads * (sq + keys_read)
+    if pack_gqa:
+        keys_read = ceil_div(p.group * sq, tile_m) * (band.hi(sq - 1, sq, sk) - band.lo(0, sq, sk))
+        rows = p.heads * sq + p.heads_kv * keys_read
+    else:
+        tiles = ((first, min(first + tile_m, sq) - 1) for first in range(0, sq, tile_m))
+        keys_read = sum(band.hi(last, sq, sk) - band.lo(first, sq, sk) for first, last in tiles)
+        rows = p.heads * (sq + keys_read)
     return p.batch * rows * _widths(p) * DTYPE_BYTES[p.dtype] + _lse_bytes(p)
 
 
@@ -158,9 +167,81 @@ class Roofline:
             f"tensor      {tensor_us:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
             f"memory      {memory_us:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
             f"exp2        {exp2_us:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
-            f"bound       {self.bound}: {self.seconds * 1e6:.2f} us, {self.attainable_tflops:.0f} TFLOP/s",
+            f"bound       {self.bound}: {self.seconds * 1e6:.2f} us, {self.attainable_tflops:.0f} TFLOP/s, "
+            "if all SMs are busy",
         ]
 
 
 def roofline(problem: Problem, arch: ArchSpec) -> Roofline:
     return Roofline(arch, flops(problem), hbm_bytes(problem), exp_count(problem), standard_bytes(problem))
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """The least time of a forward plan on the SMs that have a CTA.
+
+    A CTA computes whole tiles: rows beyond the last query cost as much as others. The busiest SM decides. Its tensor
+    cores, its exponential units and its path from L2 (`L2_BYTES_PER_CLOCK`) bound the time, and so does the memory of
+    the GPU.
+    """
+
+    plan: Plan
+
+    @property
+    def busy_sms(self) -> int:
+        return min(self.plan.sizes["num_ctas"], self.plan.arch.num_sms)
+
+    @property
+    def used_rows(self) -> float:
+        """The part of the tiles' rows that are queries."""
+        problem = self.plan.problem
+        rows = self.plan.sizes["num_tiles"] * self.plan.tile.tile_m
+        return problem.batch * problem.heads * problem.seqlen_q / rows if rows else 0.0
+
+    @cached_property
+    def busiest_sm_blocks(self) -> float:
+        """The fewest K/V blocks that the SM with the most work visits, however tiles are distributed."""
+        if not self.busy_sms:
+            return 0.0
+        problem, tile_m, tile_n = self.plan.problem, self.plan.tile.tile_m, self.plan.tile.tile_n
+        sq, sk, band = problem.seqlen_q, problem.seqlen_k, problem.band
+        if self.plan.pack_gqa:
+            # A packed tile has rows of all queries.
+            num_blocks = [band.blocks(0, sq, tile_n, sq, sk)] * ceil_div(problem.group * sq, tile_m)
+        else:
+            num_blocks = [band.blocks(m_block, tile_m, tile_n, sq, sk) for m_block in range(ceil_div(sq, tile_m))]
+        lengths = [max(blocks.end - blocks.begin, 0) for blocks in num_blocks]
+        num_tiles = self.plan.sizes["num_tiles"]
+        total = sum(lengths) * (num_tiles // len(lengths))
+        return max(total / self.busy_sms, max(lengths), ceil_div(num_tiles, self.busy_sms) * min(lengths))
+
+    @property
+    def unit_seconds(self) -> dict[str, float]:
+        arch, problem, tile = self.plan.arch, self.plan.problem, self.plan.tile
+        keys = self.busiest_sm_blocks * tile.tile_n
+        pairs = keys * tile.tile_m
+        clock = arch.clock_ghz * 1e9
+        return {
+            "tensor": 2 * pairs * _widths(problem) / (arch.tensor_tflops * 1e12 / arch.num_sms),
+            "load": keys * _widths(problem) * DTYPE_BYTES[problem.dtype] / (L2_BYTES_PER_CLOCK * clock),
+            "exp2": pairs / (arch.exp2_per_clock * clock),
+            "memory": hbm_bytes(problem) / (arch.hbm_tbps * 1e12),
+        }
+
+    @property
+    def seconds(self) -> float:
+        return max(self.unit_seconds.values())
+
+    @property
+    def bound(self) -> str:
+        """The slowest unit: "tensor", "load" (K and V from L2 into the SMs), "exp2" or "memory"."""
+        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
+
+    def lines(self) -> list[str]:
+        *of_sm, memory = (f"{name} {1e6 * seconds:.2f} us" for name, seconds in self.unit_seconds.items())
+        return [
+            f"occupancy   {self.busy_sms} of {self.plan.arch.num_sms} SMs have a CTA, "
+            f"{self.used_rows:.0%} of the tiles' rows are queries",
+            f"units       {', '.join(of_sm)} on the busiest SM ({L2_BYTES_PER_CLOCK} B a clock from L2); {memory}",
+            f"time        at least {1e6 * self.seconds:.2f} us with this grid, by {self.bound}",
+        ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from cute_flash.jit import compile as compiling
 from cute_flash.jit import resources as reading
+from cute_flash.jit.disk import DiskCache
 from cute_flash.jit.resources import Resources, disassemble, kernel_resources
-from cute_flash.planning.plan import Plan, plan_forward
+from cute_flash.planning.plan import CompileKey, Plan, plan_forward
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.problem import Problem
 
@@ -79,3 +82,27 @@ def test_without_a_disassembler_nothing_is_counted(monkeypatch: pytest.MonkeyPat
     found = Resources("fwd", "sm_90a", 168, 0, 0, 0, 1024, ())
     assert found.mma == "MMAs not counted (no nvdisasm)"
     assert "pip install nvidia-cuda-nvdisasm" in "\n".join(found.lines())
+
+
+def test_cached_resources_compile_once(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call reads the disk cache, which has the kernel too, for launches."""
+    compiled = []
+
+    def compile_with_remarks(key: CompileKey, options: str) -> FakeKernel:
+        compiled.append(key)
+        print(REMARKS, file=sys.stderr)
+        return FakeKernel()
+
+    monkeypatch.setattr(compiling, "cute_compile", compile_with_remarks)
+    monkeypatch.setattr(compiling, "export", lambda function: (b"shared object", ".so"))
+    monkeypatch.setattr(reading, "disassemble", lambda cubin: "")
+    key, cache = plan_of().main, DiskCache(fresh_cache)
+    first = reading.cached_resources(key)
+    assert (first.registers, first.cubin, first.sass) == (168, FakeKernel.__cubin__, Counter())
+    assert reading.cached_resources(key) == first and compiled == [key]
+    assert [path.stem for path in cache.files()] == [compiling.digest(key)] and not compiling.precompile(key)
+    # Instructions are counted as soon as there is a disassembler.
+    monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
+    assert reading.cached_resources(key).sass["HMMA"] == 2 and compiled == [key]
+    cache.clear()
+    assert {path.suffix for path in fresh_cache.iterdir()} == {".lock"}

@@ -1,8 +1,9 @@
-"""CONTRIBUTING.md names targets, files and folders that exist."""
+"""CONTRIBUTING.md names targets, files and folders that exist, and targets install what they need."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,3 +31,15 @@ def test_the_number_of_kernels_of_the_lock() -> None:
 
     recorded = json.loads((ROOT / "tests" / "lock" / "digests.json").read_text(encoding="utf-8"))
     assert all(f"{len(digests)} " in PAGE for digests in recorded.values())
+
+
+def test_the_demo_installs_no_tools() -> None:
+    """`make demo` installs the package; other targets also install the extras of developers."""
+    commands = {}
+    for target in ("demo", "lint"):
+        argv = ["make", "-n", "-B", "-C", str(ROOT), target]
+        lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+        commands[target] = [line for line in lines if "pip install" in line]
+    assert [line.split()[-1] for line in commands["demo"]] == ["."]
+    assert [line.split()[-1] for line in commands["lint"]] == ["'.[dev,bench]'"]
+    assert not any("--quiet" in line for lines in commands.values() for line in lines)

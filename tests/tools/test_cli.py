@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import cute_flash
 from cute_flash.jit import compile as compiling
@@ -18,12 +22,16 @@ from cute_flash.jit import resources
 from cute_flash.jit.disk import DiskCache
 from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.spec import arch
+from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import use_kernels
+from cute_flash.spec.features import FEATURES, MODS
 from cute_flash.spec.problem import Problem
-from cute_flash.tools import demo, explain, roofline
+from cute_flash.tools import cli, demo, explain, precompile, roofline
 from cute_flash.tools.cli import main
+from tests.fakes.recording import backward_keys, forward_keys
 
+ROOT = Path(__file__).parents[2]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
 
@@ -58,6 +66,36 @@ def test_installed_command_and_light_import() -> None:
     assert found.stdout == "light\n"
 
 
+@pytest.mark.parametrize("argv", ["--help", "--version", "doctor --help", "precompile --help", "explain --help"])
+def test_help_and_version_do_not_import_torch(argv: str) -> None:
+    """The installed script, and `python -m cute_flash`."""
+    script = Path(sys.executable).with_name("cute-flash")
+    for command in ([str(script)], ["-m", "cute_flash"]):
+        found = subprocess.run(
+            [sys.executable, "-X", "importtime", *command, *argv.split()],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd="/",
+        )
+        imported = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+        assert "cute_flash.tools.cli" in imported
+        assert not {"torch", "cutlass", "tvm_ffi"} & imported
+        assert "cute-flash" in found.stdout
+
+
+def test_python_m_runs_the_commands() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "cute_flash", "explain", "2,16,4096,128", "--gpu", "A100"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert "fwd_sm80" in found.stdout
+
+
 def test_no_command_and_unknown_command_are_refused(capsys: pytest.CaptureFixture) -> None:
     assert exit_status([]) == 2
     assert exit_status(["flash"]) == 2
@@ -74,7 +112,7 @@ def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture
     problem = Problem(2, 16, 4, 4096, 8192, 128, "bfloat16", Band(1000, 0))
     plan = plan_forward(problem, arch.SM_80)
     tile = plan.tile
-    expected = roofline.roofline(problem, arch.SM_80)
+    expected, occupancy = roofline.roofline(problem, arch.SM_80), roofline.Occupancy(plan)
     assert found["problem"]["band"] == {"left": 1000, "right": 0}
     assert (found["arch"], found["kernel"], found["target"]) == ("sm_80", "fwd_sm80", "sm_80")
     assert found["blocks"] == found["tiles"] == plan.sizes["num_tiles"]
@@ -89,8 +127,10 @@ def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture
     assert found["max_rescales"] == roofline.max_rescales(problem, tile.tile_m, tile.tile_n)
     assert found["papers_sram_bytes"] == roofline.sram_bytes(tile.tile_m, tile.tile_n, tile.head_dim, 2)
     assert found["intensity"] == pytest.approx(expected.intensity)
-    assert (found["ridge"], found["bound"]) == (pytest.approx(156), expected.bound)
-    assert found["seconds"] == pytest.approx(expected.seconds)
+    assert (found["ridge"], found["roofline_bound"]) == (pytest.approx(156), expected.bound)
+    assert found["roofline_seconds"] == pytest.approx(expected.seconds)
+    assert (found["busy_sms"], found["used_rows"]) == (108, 1.0)
+    assert (found["seconds"], found["bound"]) == (pytest.approx(occupancy.seconds), occupancy.bound)
 
 
 def test_explain_text_holds_plan_and_roofline_of_every_shape(capsys: pytest.CaptureFixture) -> None:
@@ -99,10 +139,25 @@ def test_explain_text_holds_plan_and_roofline_of_every_shape(capsys: pytest.Capt
     for text, batch in ((first, 1), (second, 3)):
         problem = Problem(batch, 1, 1, 1024, 1024, 64, "float16", Band(None, 0))
         plan, bound = plan_forward(problem, arch.SM_90), roofline.roofline(problem, arch.SM_90)
-        for line in [*plan.lines(), *bound.lines()]:
+        for line in [*plan.lines(), *bound.lines(), *roofline.Occupancy(plan).lines()]:
             assert line.split(None, 1)[1] in text
         labels = [line[: explain.LABEL_WIDTH].strip() for line in text.splitlines()]
         assert {"re-reads", "rescales", "SRAM"} < set(labels) and "" not in labels
+
+
+def test_explain_of_few_queries_counts_the_sms_that_have_a_cta(capsys: pytest.CaptureFixture) -> None:
+    argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["blocks"], found["busy_sms"], found["used_rows"]) == (8, 8, 64 / (8 * 128))
+    # Every packed tile reads K and V of its head once.
+    assert found["reread_bytes"] == found["least_bytes"]
+    assert found["roofline_seconds"] == pytest.approx(40e-6, rel=0.01) and found["roofline_bound"] == "memory"
+    # Each of the 8 SMs computes 128 rows against 32768 keys.
+    assert found["seconds"] == pytest.approx(4 * 128 * 128 * 32768 / (989e12 / 132)) and found["bound"] == "tensor"
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "8 of 132 SMs have a CTA, 6% of the tiles' rows are queries" in out and "at least 286.62 us" in out
 
 
 def test_explain_knows_the_hopper_kernel(capsys: pytest.CaptureFixture) -> None:
@@ -170,6 +225,10 @@ def test_refusals_of_the_library_exit_2(argv: str, message: str, capsys: pytest.
         "explain 2,16,4096,128 --dtype fp8",
         "precompile --masks full,diagonal",
         "precompile --head-dims 64,,128",
+        "precompile --passes forwards",
+        "precompile --features softcap+score_mod",
+        "precompile --features softcap,,alibi",
+        "precompile --batches ragged",
         "inspect --head-dim 0",
     ],
 )
@@ -246,7 +305,7 @@ def test_inspect_writes_the_code_it_counted(
 
 @pytest.mark.compiles
 def test_precompile_fills_the_cache_once(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
-    argv = "precompile --arch sm_80 --head-dims 64 --dtypes bf16 --masks full".split()
+    argv = "precompile --arch sm_80 --head-dims 64 --dtypes bf16 --masks full --passes forward".split()
     assert main(argv) == 0
     out, error = capsys.readouterr()
     assert "1 kernel(s) compiled, 0 already there" in out and "[1/1]" in error
@@ -262,7 +321,7 @@ def test_precompile_fills_the_cache_once(fresh_cache: Path, capsys: pytest.Captu
 
 @pytest.mark.compiles
 def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.CaptureFixture) -> None:
-    argv = "precompile --arch sm_86 --head-dims 32 --dtypes bf16,fp16 --masks full --jobs 2".split()
+    argv = "precompile --arch sm_86 --head-dims 32 --dtypes bf16,fp16 --masks full --passes forward --jobs 2".split()
     assert main(argv) == 0
     assert "2 kernel(s) compiled, 0 already there" in capsys.readouterr().out
     problems = [Problem(1, 1, 1, 5, 5, 32, dtype) for dtype in ("bfloat16", "float16")]
@@ -270,10 +329,8 @@ def test_precompile_in_several_processes(fresh_cache: Path, capsys: pytest.Captu
     assert {path.stem for path in DiskCache(fresh_cache).files()} == set(map(compiling.digest, keys))
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
-def test_precompile_leaves_nothing_to_compile(
-    name: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def precompiled(argv: str, monkeypatch: pytest.MonkeyPatch) -> list[CompileKey]:
+    """The kernels that `cute-flash precompile` would compile."""
     keys = []
 
     def precompile(key: CompileKey) -> bool:
@@ -281,13 +338,21 @@ def test_precompile_leaves_nothing_to_compile(
         return True
 
     monkeypatch.setattr(compiling, "precompile", precompile)
-    assert main(["precompile", "--arch", name, "--head-dims", "64,128,256"]) == 0
+    assert main(["precompile", *argv.split()]) == 0
+    return keys
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_precompile_leaves_nothing_to_compile(
+    name: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    keys = precompiled(f"--arch {name} --head-dims 64,128,256 --passes forward", monkeypatch)
     out, error = capsys.readouterr()
     target = {"sm_80": "sm_80", "sm_90": "sm_90a"}[name]
     assert f"{len(keys)} kernel(s) compiled" in out and f"{len(keys)} kernel(s) for {target}," in error
     assert len(set(keys)) == len(keys) and {key.target for key in keys} == {target}
     # Problems of these head dims, of any dtype, mask, lengths and heads, need exactly these kernels.
-    bands = (Band(), Band(None, 0), Band(100, 3))
+    bands = (Band(), Band(None, 0), Band(100, 3), Band(5000, 3))
     lengths = list(itertools.product((1, 100, 5000), (1, 1000, 1024, 1025, 2048, 2049, 1 << 20)))
     needed = {
         plan_forward(Problem(1, heads, 1, *length, dim, dtype, band), arch.ARCHS[name], can_pack_gqa=can_pack_gqa).main
@@ -296,6 +361,59 @@ def test_precompile_leaves_nothing_to_compile(
     }
     assert needed == set(keys)
     assert len(keys) == 18 if name == "sm_80" else len(keys) > 18
+
+
+def calls(head_dim: int, varlen: bool) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], AttentionArgs]]:
+    """Calls with features and masks, dense or varlen, and with `seqused_k`."""
+    shape = (300, 2, head_dim) if varlen else (2, 2, 300, head_dim)
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3))
+    offsets, used = torch.tensor([0, 100, 300], dtype=torch.int32), torch.tensor([90, 100], dtype=torch.int32)
+    slopes = torch.ones(2)
+    features: list[dict[str, Any]] = [
+        {},
+        {"softcap": 30.0},
+        {"alibi": slopes, "dropout": 0.1, "rng": torch.zeros(2, dtype=torch.int64)},
+        {"sinks": slopes, "return_max_logit": True},
+    ]
+    lengths: list[dict[str, Any]] = [{}]
+    if varlen:
+        lengths = [{"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "seqused_k": x} for x in (None, used)]
+    for named, given, right in itertools.product(features, lengths, (None, 0)):
+        yield (q, k, v), AttentionArgs(scale=0.1, window_right=right, **named, **given)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_precompile_covers_gradients_features_and_varlen(
+    name: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    features = "--features plain,softcap,dropout+alibi,sinks+return_max_logit"
+    argv = f"--arch {name} --head-dims 64,128 --dtypes bf16 --masks full,causal {features} --batches dense,varlen"
+    keys = precompiled(f"{argv} --deterministic", monkeypatch)
+    error = capsys.readouterr().err
+    assert f"[{len(keys)}/{len(keys)}]" in error and len(set(keys)) == len(keys)
+    for part in ("bwd_", "varlen softcap", "alibi dropout", "varlen_scheduler_fwd seqused_k", "deterministic"):
+        assert part in error
+    needed = set()
+    for head_dim, varlen in itertools.product((64, 128), (False, True)):
+        for inputs, args in calls(head_dim, varlen):
+            needed |= {*forward_keys(*inputs, args, arch.ARCHS[name])}
+            for deterministic, has_dlse in itertools.product((False, True), (False, True)):
+                own = args._replace(deterministic=deterministic)
+                needed |= {*backward_keys(*inputs, own, arch.ARCHS[name], has_dlse)}
+    assert needed <= set(keys)
+
+
+def test_options_name_what_planning_knows() -> None:
+    """The parser has its own lists, because it must not import planning."""
+    assert list(cli.MASKS) == list(precompile.BANDS)
+    assert list(cli.FEATURES) == [feature.name for feature in FEATURES if feature.name not in MODS]
+
+
+def test_precompile_covers_gradients_by_default(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    kernels = {key.kernel for key in precompiled("--arch sm_90", monkeypatch)}
+    assert kernels == {"fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_postprocess_sm90"}
 
 
 @needs_no_gpu
@@ -319,8 +437,8 @@ def test_precompile_into_a_folder_that_is_not_kept_fails(fresh_cache: Path, caps
 
 @needs_no_gpu
 def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    kernel_resources, keys = fake_resources()
-    monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
+    cached_resources, keys = fake_resources()
+    monkeypatch.setattr(resources, "cached_resources", cached_resources)
     assert main(["demo"]) == 0
     out, error = capsys.readouterr()
     assert out.startswith("CPU path: torch sees no CUDA GPU")
@@ -332,12 +450,12 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert out.count(hopper) == 2
     for line in explain.Explanation.of(demo.PROBLEM, arch.SM_90).lines():
         assert line in out
-    assert error.count("took") == 4
+    assert error.count("took") == 5
 
 
 @needs_no_gpu
 def test_demo_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(resources, "kernel_resources", fake_resources()[0])
+    monkeypatch.setattr(resources, "cached_resources", fake_resources()[0])
     # Every row gets the result of the row before it.
     monkeypatch.setattr(demo, "attn", lambda q, k, v, causal: cute_flash.attn(q, k, v, causal=causal).roll(1, dims=2))
     assert main(["demo"]) == 1

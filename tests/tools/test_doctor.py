@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.jit import compile as compiling
@@ -26,7 +28,7 @@ def test_doctor_lists_all_parts(fresh_cache: Path, capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in found["checks"]]
     packages = {"torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "nvtx"}
-    assert {"Python", "DSL flavours", "driver", "linker", "nvdisasm"} | packages < set(names)
+    assert {"Python", "DSL flavours", "driver", "CUDA versions", "linker", "nvdisasm"} | packages < set(names)
     assert {"kernel cache", "CUTE_FLASH_CACHE_DIR"} < set(names)
     assert found["ok"] and found["path"] == ("gpu" if torch.cuda.is_available() else "cpu")
     assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
@@ -95,6 +97,46 @@ def test_doctor_compares_driver_and_flavour(
     found = {check.name: check for check in [doctor._driver(), doctor._flavours()]}
     assert (found["driver"].status, found["DSL flavours"].status) == (driver_status, flavour_status)
     assert ("575.51" in found["driver"].remedy) == (driver_status == doctor.BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "flavours", "status", "remedy"),
+    [
+        (13000, "13.0", ("cu12", "cu13"), doctor.OK, ""),
+        # Minor versions of one major version fit.
+        (13000, "13.2", ("cu12", "cu13"), doctor.OK, ""),
+        # Newer drivers serve older CUDA versions.
+        (13020, "12.8", ("cu12", "cu13"), doctor.OK, ""),
+        (12090, "12.9", ("cu12",), doctor.OK, ""),
+        (12090, None, ("cu12", "cu13"), doctor.OK, ""),
+        (0, "13.2", ("cu12", "cu13"), doctor.OK, ""),
+        # What a plain installation brought before it had both flavours.
+        (13020, "13.2", ("cu12",), doctor.BROKEN, "pip install 'nvidia-cutlass-dsl[cu13]=="),
+        (0, "13.2", ("cu12",), doctor.BROKEN, "pip install 'nvidia-cutlass-dsl[cu13]=="),
+        (12090, "13.2", ("cu12", "cu13"), doctor.BROKEN, "install driver 580.65 or newer, or a torch for CUDA 12"),
+        (12090, "14.0", ("cu12", "cu13"), doctor.BROKEN, "install driver for CUDA 14 or newer, or a torch for CUDA 12"),
+        (14000, "14.0", ("cu12", "cu13"), doctor.NOTE, "install a torch for CUDA 12 or 13"),
+    ],
+)
+def test_doctor_compares_driver_torch_and_flavours(
+    driver: int, cuda: str | None, flavours: tuple[str, ...], status: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {f"nvidia-cutlass-dsl-libs-{name}": "4.8.1" if name in flavours else None for name in doctor.FLAVOURS}
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions[name] if name in versions else known(name))
+    monkeypatch.setattr(compiling, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    check = doctor._cuda_versions()
+    assert check.status == status, check
+    assert remedy in check.remedy and bool(check.remedy) == (status != doctor.OK)
+    assert (cuda or "for the CPU") in check.detail and all(name in check.detail for name in flavours)
+
+
+def test_the_requirements_have_both_flavours() -> None:
+    """`pip install` without an extra brings the flavour of each torch that it may find."""
+    page = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (requirement,) = re.findall(r'"(nvidia-cutlass-dsl\S*)"', page)
+    assert Requirement(requirement).extras == {"cu13"}
 
 
 @needs_no_gpu

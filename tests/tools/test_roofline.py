@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cute_flash import reference
-from cute_flash.spec.arch import ARCHS, SM_80, SM_90
+from cute_flash.planning.plan import plan_forward
+from cute_flash.spec.arch import ARCHS, SM_80, SM_90, ArchSpec
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
@@ -109,6 +110,53 @@ def test_decoding_is_bound_by_memory() -> None:
     assert found.bound == "memory"
     assert found.seconds == pytest.approx(roofline.hbm_bytes(decode) / 3.35e12)
     assert found.intensity < SM_90.ridge
+
+
+def occupancy_of(problem: Problem, arch: ArchSpec) -> roofline.Occupancy:
+    return roofline.Occupancy(plan_forward(problem, arch, can_pack_gqa=True))
+
+
+def test_few_ctas_reach_a_part_of_the_gpu() -> None:
+    keys, tile_m = 8192, 128
+    found = occupancy_of(Problem(1, 4, 4, 1, keys, 128), SM_90)
+    assert (found.busy_sms, found.used_rows) == (4, 1 / tile_m)
+    seconds = found.unit_seconds
+    # Each CTA computes a whole tile against all keys, with the units of one SM.
+    assert seconds["tensor"] == pytest.approx(4 * 128 * tile_m * keys / (989e12 / 132))
+    assert seconds["exp2"] == pytest.approx(tile_m * keys / (16 * 1.83e9))
+    assert seconds["load"] == pytest.approx(2 * 128 * 2 * keys / (64 * 1.83e9))
+    assert seconds["memory"] == roofline.roofline(found.plan.problem, SM_90).unit_seconds["memory"]
+    assert found.seconds == max(seconds.values()) > 10 * roofline.roofline(found.plan.problem, SM_90).seconds
+    # With as many heads as SMs, each SM has one tile; with one head more, an SM has two.
+    assert found.busiest_sm_blocks == keys // 128
+    assert occupancy_of(Problem(1, 132, 132, 1, keys, 128), SM_90).busiest_sm_blocks == keys // 128
+    assert occupancy_of(Problem(1, 133, 133, 1, keys, 128), SM_90).busiest_sm_blocks == 2 * keys // 128
+
+
+def test_packed_heads_share_the_reads_of_keys() -> None:
+    problem = Problem(2, 32, 4, 3, 4096, 128, band=Band(1000, 0))
+    found = occupancy_of(problem, SM_90)
+    # 8 heads of 3 queries in each tile of 128 rows.
+    assert found.plan.pack_gqa and found.busy_sms == 8 and found.used_rows == 24 / 128
+    # The first query sees the keys from 4096 - 3 - 1000 on, which is in block 24 of 32.
+    assert found.busiest_sm_blocks == 32 - 24
+    rows = 32 * 3 + 4 * 1003
+    assert roofline.fa_bytes(problem, 128, pack_gqa=True) == 2 * rows * 2 * 128 * 2 + 2 * 32 * 3 * 4
+
+
+def test_the_longest_tile_bounds_the_time() -> None:
+    # Causal: the four tiles of a head visit 1, 2, 3 and 4 blocks, each on its own SM.
+    assert occupancy_of(Problem(1, 1, 1, 512, 512, 128, band=Band(None, 0)), SM_90).busiest_sm_blocks == 4
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(1000, 0)], ids=str)
+def test_full_gpus_take_about_the_roofline(band: Band, arch: ArchSpec) -> None:
+    problem = replace(LARGE, batch=8, band=band)
+    found, least = occupancy_of(problem, arch), roofline.roofline(problem, arch)
+    assert found.busy_sms == arch.num_sms and found.bound == least.bound
+    # Blocks at the edge of the band are computed whole.
+    assert least.seconds <= found.seconds <= (1.25 if band.left else 1.1) * least.seconds
 
 
 def test_tile_adds_traffic_and_rescales() -> None:

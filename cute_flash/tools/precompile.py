@@ -1,0 +1,82 @@
+"""`cute-flash precompile`: the kernels that calls of some head dims, dtypes, masks and features launch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from cute_flash.planning.plan import CompileKey, SchedulerTile, plan_backward, plan_forward
+from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import NARROW, Band
+from cute_flash.spec.family import requested_family
+from cute_flash.spec.problem import Problem
+
+# A kernel is compiled for the presence of a bound. Its value matters only for the tile: narrow windows have their own.
+BANDS = {
+    "full": (Band(),),
+    "causal": (Band(None, 0),),
+    "window": (Band(0, 0), Band(NARROW, 0)),
+    "left": (Band(0, None),),
+}
+# Long enough to select the tile of long sequences. Lengths are not compiled in.
+LENGTH = 1 << 16
+# Short sequences may use another tile.
+LENGTHS = (LENGTH, *sorted({row.max_keys for row in SM90_FWD if row.max_keys}))
+# Heads and queries: one query of many heads is packed (pack_gqa).
+SHAPES = ((1, LENGTH), (64, 1))
+
+
+def kernel_keys(
+    arch: ArchSpec,
+    head_dims: Iterable[int],
+    dtypes: Iterable[str],
+    masks: Iterable[str],
+    passes: Iterable[str],
+    feature_sets: Iterable[tuple[str, ...]],
+    batches: Iterable[str],
+    deterministic: bool,
+) -> list[CompileKey]:
+    """The kernels of all combinations, each once; raise `UnsupportedError` if there is none for one of them."""
+    problems = [
+        Problem(1, 1, 1, LENGTH, LENGTH, head_dim, dtype, band, features=features, varlen=batch == "varlen")
+        for head_dim, dtype, mask, features, batch in itertools.product(head_dims, dtypes, masks, feature_sets, batches)
+        for band in BANDS[mask]
+    ]
+    keys: dict[CompileKey, None] = {}
+    for name in passes:
+        for problem in problems:
+            keys |= dict.fromkeys(
+                _forward_keys(problem, arch) if name == "forward" else _backward_keys(problem, arch, deterministic)
+            )
+    return list(keys)
+
+
+def _forward_keys(problem: Problem, arch: ArchSpec) -> Iterator[CompileKey]:
+    for seqlen_k, (heads, seqlen_q), seqused_k in itertools.product(LENGTHS, SHAPES, _seqused_k(problem)):
+        sized = replace(problem, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqused_k=seqused_k)
+        yield from plan_forward(sized, arch, requested_family(), can_pack_gqa=True).launches
+
+
+def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Iterator[CompileKey]:
+    """Gradients through the output, and through the LSE too."""
+    orders = (False, True) if deterministic else (False,)
+    for order, has_dlse, seqused_k in itertools.product(orders, (False, True), _seqused_k(problem)):
+        with_lengths = replace(problem, seqused_k=seqused_k)
+        yield from plan_backward(with_lengths, arch, order, has_dlse, requested_family()).launches
+
+
+def _seqused_k(problem: Problem) -> tuple[bool, ...]:
+    return (False, True) if problem.varlen else (False,)
+
+
+def describe_key(key: CompileKey) -> str:
+    """A kernel in a line: its name, what it is compiled for, and its tile."""
+    static, tile = key.static, key.tile
+    if isinstance(tile, SchedulerTile):
+        return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"
+    bounds = [name for name in ("left", "right") if getattr(static, f"has_{name}")]
+    flags = [name for name in ("pack_gqa", "has_dlse") if getattr(static, name)]
+    parts = [key.kernel, f"D={static.widths}", static.dtype, *bounds, *static.tags, *flags]
+    return f"{' '.join(parts)} {tile.tile_m}x{tile.tile_n}"
