@@ -316,6 +316,7 @@ def test_precompile_into_a_folder_that_is_not_kept_fails(fresh_cache: Path, caps
 
 @needs_no_gpu
 def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(demo, "PROBLEM", replace(demo.PROBLEM, seqlen_q=512, seqlen_k=512))
     kernel_resources, keys = fake_resources()
     monkeypatch.setattr(resources, "kernel_resources", kernel_resources)
     assert main(["demo"]) == 0
