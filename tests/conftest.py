@@ -72,6 +72,14 @@ def _refuse_to_compile(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention calls its operator without torch.compile. Forward calls compute the same."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
+@pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty kernel cache for one test, and no kernel in memory from the tests before."""
     from cute_flash.jit import compile as compiling

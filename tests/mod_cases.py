@@ -147,10 +147,18 @@ class Case:
         )
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        s, d = self.sizes, self.kind.head_dim
-        shapes = ((s.heads, s.seqlen_q), (s.heads_kv, s.seqlen_k), (s.heads_kv, s.seqlen_k))
-        q, k, v = (self.make.normal(s.batch, *shape, d).to(self.kind.dtype) for shape in shapes)
+        q, k, v = (self.make.normal(*shape).to(self.kind.dtype) for shape in self._shapes())
         return q, k, v
+
+    def uninitialized_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors like `inputs`, for calls that only choose kernels."""
+        q, k, v = (torch.empty(shape, dtype=self.kind.dtype, device=self.device) for shape in self._shapes())
+        return q, k, v
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        s, d = self.sizes, self.kind.head_dim
+        sizes = ((s.heads, s.seqlen_q), (s.heads_kv, s.seqlen_k), (s.heads_kv, s.seqlen_k))
+        return [(s.batch, *size, d) for size in sizes]
 
     @cached_property
     def options(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def keys_of(
     """The kernels of the gradients of all leaves; the case's device is the CPU."""
     others_of(case)
     args = case.args(kernels=family, deterministic=deterministic)
-    return backward_keys(*case.inputs(), args, arch, has_dlse)
+    return backward_keys(*case.uninitialized_inputs(), args, arch, has_dlse)
 
 
 def chosen(

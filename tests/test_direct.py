@@ -366,9 +366,13 @@ OBSERVERS: dict[str, Callable[[Call, dict[str, Tensor]], None]] = {
     "func.grad": transformed(lambda f: torch.func.grad(lambda q: f(q[0]))),
     "func.vmap": transformed(torch.func.vmap),
 }
+OBSERVER_PARAMS = [
+    pytest.param(observer, id=name, marks=[pytest.mark.compiles] if observer is compiled else [])
+    for name, observer in OBSERVERS.items()
+]
 
 
-@pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
+@pytest.mark.parametrize("observer", OBSERVER_PARAMS)
 @pytest.mark.parametrize("name", ["plain", "softcap", "bias of keys", "all"])
 def test_observed_calls_go_through_the_operators(gpu: FakeGpu, name: str, observer: Callable) -> None:
     with warnings.catch_warnings():

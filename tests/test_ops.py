@@ -23,6 +23,7 @@ from tests.combinations import RNG, Combination, VarlenCombination, gradients, n
 from tests.fakes.cuda import launching_operators
 from tests.fakes.gpu import fake_gpu
 from tests.lengths import Lengths
+from tests.opchecks import assert_opcheck, each_part
 
 
 def inputs(sq: int, sk: int, dtype: torch.dtype = torch.float64, heads: int = 4, heads_kv: int = 2) -> list[Tensor]:
@@ -33,10 +34,6 @@ def inputs(sq: int, sk: int, dtype: torch.dtype = torch.float64, heads: int = 4,
 
 def plain(left: int | None = None, right: int | None = None, **fields: Any) -> AttentionArgs:
     return AttentionArgs(scale=0.3, window_left=left, window_right=right, **fields)
-
-
-def assert_opcheck(op: Any, *values: Any) -> None:
-    assert set(torch.library.opcheck(op, values).values()) == {"SUCCESS"}
 
 
 # ---- registration
@@ -68,23 +65,25 @@ PLAIN = {
 }
 
 
+@each_part
 @pytest.mark.parametrize("name", PLAIN)
-def test_opcheck_fwd(name: str) -> None:
+def test_opcheck_fwd(name: str, part: tuple[str, ...]) -> None:
     make, args = PLAIN[name]
-    assert_opcheck(ops.attention_fwd, *make(), *to_schema(args))
+    assert_opcheck(part, ops.attention_fwd, *make(), *to_schema(args))
 
 
+@each_part
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("has_dlse", [False, True])
-def test_opcheck_bwd(name: str, has_dlse: bool) -> None:
+def test_opcheck_bwd(name: str, has_dlse: bool, part: tuple[str, ...]) -> None:
     make, args = PLAIN[name]
-    check_bwd([x.detach() for x in make()], args, has_dlse)
+    check_bwd(part, [x.detach() for x in make()], args, has_dlse)
 
 
-def check_bwd(qkv: list[Tensor], args: AttentionArgs, has_dlse: bool = False) -> None:
+def check_bwd(part: tuple[str, ...], qkv: list[Tensor], args: AttentionArgs, has_dlse: bool = False) -> None:
     out, lse, _ = ops.attention_fwd(*qkv, *to_schema(args))
     dlse = torch.ones_like(lse) if has_dlse else None
-    assert_opcheck(ops.attention_bwd, torch.ones_like(out), dlse, *qkv, out, lse, *to_schema(args))
+    assert_opcheck(part, ops.attention_bwd, torch.ones_like(out), dlse, *qkv, out, lse, *to_schema(args))
 
 
 TOGETHER = {"softcap": 2.0, "alibi": 2, "sinks": True, "dropout": 0.3}
@@ -98,22 +97,24 @@ FEATURES: list[tuple[dict[str, Any], bool, bool]] = [
 ]
 
 
+@each_part
 @pytest.mark.parametrize(
     ("features", "requires_grad", "varlen"), FEATURES, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )
-def test_opcheck_features(features: dict[str, Any], requires_grad: bool, varlen: bool) -> None:
+def test_opcheck_features(features: dict[str, Any], requires_grad: bool, varlen: bool, part: tuple[str, ...]) -> None:
     lengths = Lengths([4, 5], [2, 9], [1, 7], (2, 1)) if varlen else None
     one = Combination(2, 2, 2, 5, 6, 3, 3, torch.float64, 3, 1, features)
     case = one if lengths is None else VarlenCombination(one, lengths)
     tensors = {name: x.nan_to_num().requires_grad_(requires_grad) for name, x in case.tensors().items()}
     qkv, args = [tensors[name] for name in "qkv"], case.args(tensors, 0.3)._replace(return_max_logit=True)
-    assert_opcheck(ops.attention_fwd, *qkv, *to_schema(args))
+    assert_opcheck(part, ops.attention_fwd, *qkv, *to_schema(args))
     if not requires_grad:
-        check_bwd(qkv, args, has_dlse=lengths is not None)
+        check_bwd(part, qkv, args, has_dlse=lengths is not None)
 
 
+@each_part
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck_mods(requires_grad: bool) -> None:
+def test_opcheck_mods(requires_grad: bool, part: tuple[str, ...]) -> None:
     tensors = [x.detach().requires_grad_(requires_grad) for x in inputs(5, 6)]
     bias, table = (normal(*shape, seed=9).requires_grad_(requires_grad) for shape in ((1, 4, 5, 1), (4, 6)))
     shift = 2.5
@@ -126,9 +127,9 @@ def test_opcheck_mods(requires_grad: bool) -> None:
     calls.append({name: value for options in calls for name, value in options.items()})
     for options in calls:
         args = call_args(tensors[0], **options)
-        assert_opcheck(ops.attention_fwd, *tensors, *to_schema(args))
+        assert_opcheck(part, ops.attention_fwd, *tensors, *to_schema(args))
         if not requires_grad:
-            check_bwd(tensors, args)
+            check_bwd(part, tensors, args)
 
 
 class Seen(TorchDispatchMode):

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from cutlass import BFloat16, cute
 from cutlass.cute.nvgpu import warpgroup
@@ -269,9 +266,3 @@ def test_rejects(arguments: tuple, message: str) -> None:
 def test_rejects_no_stages() -> None:
     with pytest.raises(ValueError, match="stages=0"):
         SmemTile(64, 64).staged(0)
-
-
-def test_importing_needs_no_dsl() -> None:
-    code = "import sys, layouts.__main__; print([name for name in sys.modules if name == 'cutlass'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -224,29 +223,43 @@ def test_use_kernels_refuses_an_unknown_family_at_once() -> None:
     assert requested_family() == ""
 
 
-def test_the_environment_chooses_the_family_of_a_process() -> None:
-    code = """
-from cute_flash.planning.plan import plan_forward
-from cute_flash.spec.arch import ARCHS
-from cute_flash.spec.family import requested_family, use_kernels
-from cute_flash.spec.problem import Problem
-problem = Problem(1, 1, 1, 10, 10, 64)
-def family(arch):
-    try:
-        return plan_forward(problem, ARCHS[arch], requested_family()).family
-    except ValueError as error:
-        return str(error)
-print(family("sm_90"), family("sm_80"), sep="; ")
-with use_kernels("sm80"):
-    print(family("sm_90"))
+# The variable is read at import. Processes that differ in it are forks of one that has loaded torch.
+FAMILY_OF_PROCESS = """
+import os, sys, torch
+
+def show():
+    from cute_flash.planning.plan import plan_forward
+    from cute_flash.spec.arch import ARCHS
+    from cute_flash.spec.family import requested_family, use_kernels
+    from cute_flash.spec.problem import Problem
+
+    def family(arch):
+        try:
+            return plan_forward(Problem(1, 1, 1, 10, 10, 64), ARCHS[arch], requested_family()).family
+        except ValueError as error:
+            return str(error)
+
+    print(family("sm_90"), family("sm_80"), sep="; ")
+    with use_kernels("sm80"):
+        print(family("sm_90"), flush=True)
+
+for value in sys.argv[1:]:
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        os.environ["CUTE_FLASH_KERNELS"] = value
+        show()
+        break
 """
+
+
+def test_the_environment_chooses_the_family_of_a_process() -> None:
     unknown = "kernel family 'sm99': there is sm90, sm80"
     expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}
-    for value, answers in expected.items():
-        environment = {**os.environ, "CUTE_FLASH_KERNELS": value}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        # `use_kernels` is stronger.
-        assert done.stdout.splitlines() == [answers, "sm80"]
+    command = [sys.executable, "-c", FAMILY_OF_PROCESS, *expected]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # `use_kernels` is stronger.
+    assert done.stdout.splitlines() == [line for answers in expected.values() for line in (answers, "sm80")]
 
 
 def test_a_family_that_the_gpu_cannot_run() -> None:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def without_fa4(monkeypatch):
+def without_fa4(monkeypatch, eager_flex):
     monkeypatch.setattr(mods_fa4, "missing", lambda: "ImportError: none here")
 
 

@@ -105,7 +105,7 @@ def test_sdpa_is_attention(causal, heads_kv):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [4, 2])
-def test_flex_is_attention(monkeypatch, causal, heads_kv):
+def test_flex_is_attention(monkeypatch, eager_flex, causal, heads_kv):
     """As it is without being compiled, which is for a GPU."""
     monkeypatch.setattr(providers, "_compiled_flex", lambda: flex_attention)
     provider, tensors = Flex(), inputs(heads_kv)

@@ -83,12 +83,12 @@ def largest_within_budget(q: Tensor, k: Tensor, v: Tensor, band: Band, budget: i
     return max(forward.largest, backward.largest)
 
 
-@pytest.mark.parametrize("budget", [4 << 20, 64 << 20])
+@pytest.mark.parametrize("budget", [4 << 20, 16 << 20])
 @pytest.mark.parametrize("heads_kv", [8, 1])
 def test_memory_is_bounded(budget: int, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "MAX_TEMPORARY_BYTES", budget)
-    seqlen = 2048
-    case = Case(1, 8, heads_kv, seqlen, seqlen, 8, Band(600, 0))
+    seqlen = 1024
+    case = Case(1, 8, heads_kv, seqlen, seqlen, 8, Band(300, 0))
     q, k, v = make_inputs(case, torch.float32)
     # No tensor as large as the scores of even one of the eight heads.
     assert largest_within_budget(q, k, v, case.band, budget) < seqlen * seqlen * 4
@@ -124,18 +124,20 @@ def oracle_gradients(
     return torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "with_lse"),
     [
-        Case(1, 2, 2, 5, 5, 3),
-        Case(2, 2, 1, 4, 7, 3, CAUSAL),
-        Case(1, 2, 2, 7, 4, 3, CAUSAL),
-        Case(1, 4, 2, 5, 6, 2, Band(1, 2)),
-        Case(1, 1, 1, 6, 3, 2, Band(0, 0)),
-        Case(1, 1, 1, 3, 6, 2, Band(2, None)),
+        (Case(1, 2, 2, 5, 5, 3), True),
+        (Case(2, 2, 1, 4, 7, 2, CAUSAL), True),
+        (Case(1, 2, 2, 7, 4, 2, CAUSAL), True),
+        (Case(1, 4, 2, 5, 6, 2, Band(1, 2)), True),
+        (Case(1, 1, 1, 6, 3, 2, Band(0, 0)), True),
+        (Case(1, 1, 1, 3, 6, 2, Band(2, None)), True),
+        # The LSE has no gradient. Some rows see no key.
+        (Case(1, 2, 1, 7, 4, 2, CAUSAL), False),
+        (Case(1, 1, 1, 3, 6, 2, Band(2, None)), False),
     ],
-    ids=lambda case: case.id,
+    ids=lambda x: x.id if isinstance(x, Case) else "lse" if x else "",
 )
 def test_gradcheck(case: Case, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "MAX_ROWS", 2)
