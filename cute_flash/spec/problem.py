@@ -242,16 +242,6 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
         )
 
 
-def check_varlen_mods_backward(problem: Problem) -> None:
-    """Raise `UnsupportedError` for a varlen problem with user mods: no backward kernel supports it."""
-    if problem.varlen and problem.static.has_mods:
-        name = next((name for name in problem.features if name in MODS), "block_mask")
-        raise UnsupportedError(
-            f"the gradient of attn_varlen with {name} on cuda: there is no backward kernel; move the "
-            "tensors to the CPU, or call it under torch.no_grad()"
-        )
-
-
 def check_softcap(softcap: float) -> None:
     if softcap > MAX_SOFTCAP:
         raise UnsupportedError(

@@ -246,7 +246,7 @@ def _varlen_backward(key: CompileKey, a: Arguments) -> None:
             x[rows].transpose(0, 1)[None]
             for x, rows in ((a["q"], queries), (a["k"], keys), (a["v"], keys), (a["dout_cast"], queries))
         ]
-        grads = FeatureGrads()
+        grads = FeatureGrads(captures={i: torch.zeros(args.captures[i].shape) for i in args.captures_needing_grad})
         if dalibi is not None:
             grads.alibi = torch.zeros(tile.sequence + 1, a["q"].shape[1])
         statistics = a["lse_log2"][:, :, padded], a["delta"][:, :, padded]
@@ -256,6 +256,8 @@ def _varlen_backward(key: CompileKey, a: Arguments) -> None:
         a["dv"][keys] = dv[0].transpose(0, 1).to(a["dv"].dtype)
         if tile.q_len:
             dq_rows[:, :, padded, : dq.shape[3]] += dq
+        for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
+            into += grad.view_as(into)
         if dalibi is not None and tile.q_len:
             # All of it in one of the tile's parts.
             warps, block = dalibi_warps(key), padded_block(tile.k_begin, tile.sequence, tile_n)

@@ -278,13 +278,45 @@ def test_block_indices_are_computed_once(gpu: FakeGpu) -> None:
     assert lists[0] is lists[2] and lists[1] is lists[3]
 
 
-def test_varlen_gradients_with_mods_are_refused(gpu: FakeGpu) -> None:
-    lengths = Lengths([5, 6], [7, 8])
-    q, k, v = (normal(n, 2, 16, seed=i) for i, n in enumerate((11, 15, 15)))
-    args = call_args(q, mask_mod=masks.causal(), **lengths.args())
-    run_forward([q, k, v], args)
-    with pytest.raises(UnsupportedError, match="the gradient of attn_varlen with mask_mod on cuda"):
-        run_backward([q, k, v], args)
+def of_sequence(score, b, h, q, kv):
+    return score * FACTORS[b] + TABLE[h, (q - kv).abs() // STEP] - OF_KEYS[kv] * ONE
+
+
+def in_sequence(b, h, q, kv):
+    return FLAGS[kv] & (kv <= q + 10 * b)
+
+
+VARLEN_CASES = {
+    "capped": Case(capped),
+    "tables": Case(of_sequence, window=(None, 0)),
+    "own gradient": Case(capped, score_mod_bwd=doubled),
+    "mask": Case(None, in_sequence),
+    "mask and window": Case(of_sequence, in_sequence, window=(100, 20)),
+    "all": Case(of_sequence, in_sequence, fields=FEATURES, window=(100, 20)),
+}
+
+
+@pytest.mark.parametrize("case", VARLEN_CASES.values(), ids=VARLEN_CASES)
+def test_varlen_gradients(gpu: FakeGpu, case: Case) -> None:
+    """Positions count from the start of the sequence, and b is its index; tables get the sum over all sequences."""
+    for lengths in (
+        Lengths([150, 0, 33, 1], [200, 7, 0, 130], None, (5, 9)),
+        Lengths([40, 129, 64], [333, 64, 70], [300, 0, 70]),
+    ):
+        (sq, sk), width = lengths.totals, 16
+        inputs = [normal(n, heads, width, seed=i) for i, (n, heads) in enumerate(((sq, H), (sk, HKV), (sk, HKV)))]
+        for has_dlse in (False, True):
+            dlse = normal(H, sq, seed=6, dtype=torch.float32) if has_dlse else None
+            run_backward(inputs, case.args(inputs, **lengths.args()), dlse=dlse, atol=0.03)
+        assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main.key.static.varlen
+        assert gpu.main.key.static.has_mods
+
+
+def test_varlen_gradients_of_wide_heads(gpu: FakeGpu) -> None:
+    lengths = Lengths([30, 0, 50], [40, 5, 50])
+    inputs = [normal(n, 2, 192, seed=i) for i, n in enumerate((80, 95, 95))]
+    run_backward(inputs, VARLEN_CASES["tables"].args(inputs, **lengths.args()), atol=0.03)
+    assert gpu.main.kernel == "bwd_sm80"
 
 
 # ---- signatures
