@@ -76,11 +76,11 @@ def by_cpu(
     return {name: named[name].view_as(x) for name, x in leaves.items()}
 
 
-def assert_gradients(case: Case) -> dict[str, Tensor]:
-    """Of the case's own device; they are returned."""
+def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
+    """Of the case's own device; they are returned. `more`: keywords of the call."""
     leaves, douts = leaves_of(case), douts_of(case)
     q, k, v = (leaves[name] for name in "qkv")
-    outs = case.attend(q, k, v)
+    outs = case.attend(q, k, v, **more)
     mine = gradients(outs, douts, leaves)
     fused = by_cpu(case, leaves, outs, douts)
     double = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -154,9 +154,13 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
 
 
 def deterministic_cases(device: str = "cpu") -> list[Case]:
-    """Cases whose gradients are also compared bit by bit."""
+    """Cases whose gradients are also compared bit by bit: without a block mask, with one, and of varlen batches."""
     kinds = [kind for kind in mod_cases.KINDS if not kind.has_block_mask and not kind.score and kind.head_dim <= 128]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
     dense = [Case(kind, sizes, 3, device) for kind in itertools.islice(kinds, 0, None, 2)]
+    # More tiles than SMs.
+    sizes = mod_cases.Sizes(2, 16, 8, 1000, 2000)
+    kinds = [kind for kind in mod_cases.KINDS if kind.has_block_mask and not kind.score]
+    dense += [Case(kind, sizes, 3, device) for kind in kinds]
     kinds = [kind for kind in mod_cases.VARLEN_KINDS if not kind.score]
     return dense + [case for case in mod_cases.varlen_cases(device, kinds) if not case.lengths.used]

@@ -173,7 +173,7 @@ class FunctionSource:
             from cute_flash.runtime.block_masks import backward_block_indices, forward_block_indices
 
             lists = backward_block_indices if backward else forward_block_indices
-            self.assign("block_indices", self.call(lists))
+            self.assign("block_indices", self.call(lists, deterministic=str(self.plan.deterministic)))
 
     def offsets(self) -> None:
         """Add the operands of the varlen scheduler: offsets and window bounds."""

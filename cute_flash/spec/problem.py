@@ -223,13 +223,12 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
     """Raise `UnsupportedError` for user mods and block masks that a kernel with this tile does not support.
 
     Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. Gradients
-    of block masks and of captured tensors are not deterministic.
+    of captured tensors are not deterministic.
     """
-    if deterministic and (problem.block_sparse or (problem.mods and problem.mods.captures_needing_grad)):
-        what = "a block_mask" if problem.block_sparse else "the captured tensors of score_mod"
+    if deterministic and problem.mods and problem.mods.captures_needing_grad:
         raise UnsupportedError(
-            f"deterministic gradients with {what} on cuda: kernels add them in no fixed order; leave out "
-            "deterministic, or move the tensors to the CPU"
+            "deterministic gradients with the captured tensors of score_mod on cuda: kernels add them in no fixed "
+            "order; leave out deterministic, or move the tensors to the CPU"
         )
     for name in ("seqlen_q", "seqlen_k"):
         if problem.static.has_mods and getattr(problem, name) >= MAX_INDEX:

@@ -202,10 +202,13 @@ class Checker:
 
     def bwd_block_indices(self, operand: Operand, value: list[Tensor]) -> None:
         """Counts and indices of the m_blocks of each K/V tile."""
-        num, indices = value
+        num, indices, *ranks = value
+        assert len(ranks) == self.static.deterministic
         tiles = -(-self.sizes["Sk"] // self.key.tile.tile_n)  # type: ignore[union-attr]
         assert num.shape == (self.sizes["B"], self.sizes["Hkv"], tiles) == indices.shape[:3]
-        assert num.dtype == indices.dtype == torch.int32
+        assert all(x.dtype == torch.int32 for x in value)
+        blocks = -(-self.sizes["Sq"] // self.key.tile.tile_m)  # type: ignore[union-attr]
+        assert all(x.shape == (self.sizes["B"], self.sizes["H"], blocks, tiles) for x in ranks)
 
 
 def _check_values(key: CompileKey, a: dict[str, Any]) -> None:

@@ -301,8 +301,9 @@ def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
     one.copy_(one + total if accumulates else total)
 
 
-def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, shape: torch.Size) -> BlockMask:
+def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, *ranks_and_shape: Any) -> BlockMask:
     """Of tiles of the kernel, from the list of each K/V tile; see `score_mod.block_sparse`."""
+    *ranks, shape = ranks_and_shape
     (batch, heads, sq, sk), tile = shape, (key.tile.tile_m, key.tile.tile_n)
     m_blocks, group = -(-sq // tile[0]), heads // num.shape[1]
     status = torch.full((batch, heads, m_blocks, num.shape[2]), EMPTY, dtype=torch.uint8)
@@ -316,6 +317,11 @@ def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, shape: torch.
             m_block = (one >> M_BLOCK_SHIFT) & ((1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1)
             assert status[b, h * group + head, m_block, n] == EMPTY, "a block is listed twice"
             status[b, h * group + head, m_block, n] = PARTIAL if one & IS_PARTIAL else FULL
+    for rank in ranks:
+        is_listed = status != EMPTY
+        for coord in is_listed.nonzero().tolist():
+            b, h, m, n = coord
+            assert rank[b, h, m, n] == is_listed[b, h, m, n + 1 :].sum(), "later tiles add first"
     return BlockMask.of_status(status, *tile, sq, sk)
 
 

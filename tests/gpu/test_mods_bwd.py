@@ -78,6 +78,11 @@ def test_a_table_by_sequence_gets_nothing_from_other_sequences(family):
 
 @pytest.mark.parametrize("case", mod_gradients.deterministic_cases("cuda"), ids=lambda case: case.id)
 def test_deterministic_gradients_have_the_same_bits(case, family):
+    if family == "sm90" and case.kind.head_dim > 128:
+        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+            mod_gradients.assert_gradients(case, deterministic=True)
+        return
+    mod_gradients.assert_gradients(case, deterministic=True)
     leaves, douts = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
     first = None
     for _ in range(5):

@@ -163,9 +163,15 @@ class Fakes:
         return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile."""
+        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile.
+
+        With deterministic gradients also the ranks (B, H, m_blocks, tiles).
+        """
         heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
-        return [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
+        lists = [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
+        if self.static.deterministic:
+            lists.append(_strided(Int32, (*self.shape(("B", "H")), cute.sym_int(), tiles)))
+        return lists
 
     def graphs(self) -> list:
         """Those of the user mods; the forward has none of score_mod_bwd."""
