@@ -154,7 +154,10 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
 
 
 def deterministic_cases(device: str = "cpu") -> list[Case]:
-    """Cases whose gradients are also compared bit by bit: without a block mask, with one, and of varlen batches."""
+    """Cases whose gradients are also compared bit by bit.
+
+    Without a block mask, with one, with gradients of tables, and of varlen batches.
+    """
     kinds = [kind for kind in mod_cases.KINDS if not kind.has_block_mask and not kind.score and kind.head_dim <= 128]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
     dense = [Case(kind, sizes, 3, device) for kind in itertools.islice(kinds, 0, None, 2)]
@@ -162,5 +165,7 @@ def deterministic_cases(device: str = "cpu") -> list[Case]:
     sizes = mod_cases.Sizes(2, 16, 8, 1000, 2000)
     kinds = [kind for kind in mod_cases.KINDS if kind.has_block_mask and not kind.score]
     dense += [Case(kind, sizes, 3, device) for kind in kinds]
+    sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
+    dense += [Case(kind, sizes, 3, device) for kind in mod_cases.KINDS if kind.score]
     kinds = [kind for kind in mod_cases.VARLEN_KINDS if not kind.score]
     return dense + [case for case in mod_cases.varlen_cases(device, kinds) if not case.lengths.used]

@@ -372,6 +372,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     names = "".join(f"{name} and " for name in (*backward_features(problem.features), *blocks))
     what = "deterministic gradients" if deterministic else "the gradient"
     least = "only on sm_90" + (", up to head_dim=128" if deterministic or problem.varlen or names else "")
+    if deterministic and problem.mods is not None and problem.mods.captures_needing_grad:
+        least += ", and without gradients of captured tensors"
     return (
         f"{what} of {'attn_varlen' if problem.varlen else 'attn'} with {names}head_dim={problem.head_dim}"
         f"{of_values} on {arch.name} by kernel family {family!r}: it has no kernel for it ({least}); "

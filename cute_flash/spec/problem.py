@@ -222,13 +222,14 @@ def check_window(window: tuple[int | None, int | None]) -> tuple[int | None, int
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
     """Raise `UnsupportedError` for user mods and block masks that a kernel with this tile does not support.
 
-    Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. Gradients
-    of captured tensors are not deterministic.
+    Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. The
+    gradients of captured tensors of a varlen batch are not deterministic.
     """
-    if deterministic and problem.mods and problem.mods.captures_needing_grad:
+    if deterministic and problem.varlen and problem.mods and problem.mods.captures_needing_grad:
         raise UnsupportedError(
-            "deterministic gradients with the captured tensors of score_mod on cuda: kernels add them in no fixed "
-            "order; leave out deterministic, or move the tensors to the CPU"
+            "deterministic gradients of tensors that score_mod captures, of attn_varlen on cuda: they are summed from "
+            "one number per score, and the host does not know how many scores there are; leave out deterministic, "
+            "call attn for each sequence, or move the tensors to the CPU"
         )
     for name in ("seqlen_q", "seqlen_k"):
         if problem.static.has_mods and getattr(problem, name) >= MAX_INDEX:

@@ -66,6 +66,8 @@ def is_present(operand: Operand, static: Static) -> bool:
         return bool(mods.dbias_dtype)
     if name == "dcaptures":
         return bool(mods.captures_needing_grad)
+    if name == "dcapture_terms":
+        return static.deterministic and bool(mods.captures_needing_grad)
     if name in ("captures", "scalars"):
         return any(getattr(graph, name) for graph in graphs_of(static))
     return True
@@ -191,6 +193,11 @@ class Checker:
         for i, x in zip(mods.captures_needing_grad, value, strict=True):
             assert x.dtype == torch.float32 and x.is_contiguous() and not x.any()
             assert x.dim() == max(1, mods.graphs.score.captures[i].rank)
+
+    def dcapture_terms(self, operand: Operand, value: list[Tensor]) -> None:
+        for x, dtype in zip(value, (torch.float32, torch.int32), strict=True):
+            self.shape(operand, x, operand.dims)
+            assert x.dtype == dtype and x.is_contiguous() and not x.any()
 
     def fwd_block_indices(self, operand: Operand, value: list[Tensor]) -> None:
         """Counts and indices of full blocks, then of partial ones."""

@@ -244,13 +244,32 @@ def test_wide_heads_are_computed_by_mma_sync(gpu: FakeGpu) -> None:
 
 
 def test_deterministic(gpu: FakeGpu) -> None:
-    names = "bias of keys", "bias of heads", "full bias", "documents", "documents, block mask", "heads, block mask"
-    for name in names:
+    for name in (
+        "bias of keys", "bias of heads", "full bias", "documents", "documents, block mask", "heads, block mask",
+    ):  # fmt: skip
         run_gradients(CASES[name], deterministic=True)
         assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_semaphore"] is not None
         assert not gpu.main.key.static.mods.dbias_accumulates
-    with pytest.raises(UnsupportedError, match="deterministic gradients with the captured tensors of score_mod"):
-        run_gradients(CASES["tables"], deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["capped", "tables", "own gradient", "all"])
+def test_deterministic_gradients_of_tables(gpu: FakeGpu, name: str) -> None:
+    """The kernel stores a term for each score, and torch adds them up."""
+    run_gradients(CASES[name], deterministic=True)
+    terms, elements = gpu.main["dcapture_terms"]
+    assert gpu.main.kernel == "bwd_sm80" and terms.shape == elements.shape == (len(terms), B, H, SQ, SK)
+    if gpu.family == "sm90":
+        with pytest.raises(UnsupportedError, match="without gradients of captured tensors"):
+            run_gradients(CASES[name], deterministic=True, kernels="sm90")
+
+
+def test_deterministic_gradients_of_tables_of_varlen_batches_are_refused(gpu: FakeGpu) -> None:
+    lengths = Lengths([30, 0, 50], [40, 5, 50])
+    inputs = [normal(n, 2, 16, seed=i) for i, n in enumerate((80, 95, 95))]
+    args = VARLEN_CASES["tables"].args(inputs, **lengths.args(), deterministic=True)
+    with pytest.raises(UnsupportedError, match="deterministic gradients of tensors that score_mod captures"):
+        run_backward(inputs, args)
+    run_backward(inputs, VARLEN_CASES["mask"].args(inputs, **lengths.args(), deterministic=True))
 
 
 def test_nothing_to_launch(gpu: FakeGpu) -> None:

@@ -157,6 +157,12 @@ class Fakes:
         shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 
+    def dcapture_terms(self, operand: Operand) -> list[cute.Tensor] | None:
+        """For each load of those tensors, what a score adds, and the element that it is added to."""
+        if not (self.static.deterministic and self.static.mods.captures_needing_grad):
+            return None
+        return [_compact(dtype, self.shape(operand.dims)) for dtype in (Float32, Int32)]
+
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
         """Number (B, H, blocks) and indices (B, H, blocks, others) of full blocks, then of partial ones."""
         heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
