@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import BlockMask, masks
+from cute_flash import BlockMask, attn, attn_varlen, masks
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from tests.arguments import call_args
+from tests.lengths import Lengths
 
 BLOCK = (128, 128)
 NUM_DISTANCES = 32  # of a table of distances
@@ -146,6 +147,20 @@ class Case:
             drawn.randrange(bound) if left else None, drawn.choice((0, drawn.randrange(bound))) if right else None
         )
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of the LSE."""
+        return self.sizes.batch, self.sizes.heads, self.sizes.seqlen_q
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return *self.row_shape, self.kind.head_dim
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        """The call: out and LSE."""
+        out, lse, *_ = attn(q, k, v, **self.options, **more, return_lse=True)
+        return out, lse
+
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self.make.normal(*shape).to(self.kind.dtype) for shape in self._shapes())
         return q, k, v
@@ -206,6 +221,47 @@ class Case:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class VarlenCase(Case):
+    """A call of `attn_varlen`; `sizes` has the longest lengths."""
+
+    lengths: Lengths = field(default_factory=lambda: Lengths([1], [1]))
+
+    @staticmethod
+    def of(kind: Kind, lengths: Lengths, heads: int, heads_kv: int, seed: int, device: str) -> VarlenCase:
+        longest = max(1, *lengths.queries), max(1, *lengths.keys)
+        return VarlenCase(kind, Sizes(len(lengths.keys), heads, heads_kv, *longest), seed, device, lengths)
+
+    @property
+    def id(self) -> str:
+        return f"{super().id}-{'-'.join(map(str, self.lengths.queries[:5]))}" + "-used" * bool(self.lengths.used)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.sizes.heads, self.lengths.totals[0]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.lengths.totals[0], self.sizes.heads, self.kind.head_dim
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        options = {**self.options, **self.lengths.args(q.device), **more}
+        out, lse, *_ = attn_varlen(q, k, v, **options, return_lse=True)
+        return out, lse
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that belong to no sequence hold NaN."""
+        (sq, sk), s = self.lengths.totals, self.sizes
+        q, k, v = (self.make.normal(*shape, self.kind.head_dim) for shape in ((sq, s.heads), *((sk, s.heads_kv),) * 2))
+        q[sum(self.lengths.queries) :] = torch.nan
+        for x in (k, v):
+            x[self.lengths.unused_keys().to(x.device)] = torch.nan
+        return q.to(self.kind.dtype), k.to(self.kind.dtype), v.to(self.kind.dtype)
+
+    def args(self, **fields: Any) -> AttentionArgs:
+        return super().args(**self.lengths.args(self.device), **fields)
+
+
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = [
     Kind(64, score="alibi"),
@@ -259,3 +315,33 @@ def cases(device: str = "cuda", kinds: list[Kind] = KINDS) -> list[Case]:
         # Many more tiles than SMs.
         found.append(Case(kind, Sizes(4, 40, 8, 300, 150), CASES_OF_KIND, device))
     return found
+
+
+VARLEN_KINDS = [
+    Kind(64, score="alibi"),
+    Kind(128, score="relative", bounds=(False, True)),
+    Kind(128, score="capped"),
+    Kind(64, score="gated", mask="by_head"),
+    Kind(128, score="hiding", bounds=(False, True), dtype=fp16),
+    Kind(256, score="relative", bounds=(True, True)),
+    Kind(64, mask="document"),
+    Kind(128, score="relative", mask="window", bounds=(True, True)),
+    Kind(96, mask="prefix", bounds=(True, False), dtype=fp16),
+    Kind(64, score="alibi", mask="by_head", more={"softcap": 4.0, "sinks": True}),
+]
+VARLEN_LENGTHS = (
+    Lengths([257, 1, 0, 130, 64, 500], [391, 3, 77, 0, 64, 129], None, (70, 33)),
+    Lengths([200, 50, 0, 129, 40], [300, 64, 50, 129, 40], [250, 0, 20, 128, 40], (3, 200)),
+    # More tiles than SMs.
+    Lengths([300, 40, 999, 128] * 4, [300, 40, 999, 128] * 4),
+)
+
+
+def varlen_cases(device: str = "cuda", kinds: list[Kind] = VARLEN_KINDS) -> list[VarlenCase]:
+    """Every kind with every batch of `VARLEN_LENGTHS`: odd lengths, empty sequences, padding, grouped heads."""
+    heads = ((4, 2), (6, 2), (8, 8))
+    return [
+        VarlenCase.of(kind, lengths, *heads[seed], seed, device)
+        for kind in kinds
+        for seed, lengths in enumerate(VARLEN_LENGTHS)
+    ]

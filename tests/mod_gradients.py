@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_flash import attn, reference
+from cute_flash import reference
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
 from cute_flash.spec.arch import ArchSpec
@@ -47,9 +47,8 @@ def others_of(case: Case) -> dict[str, Tensor]:
 
 def douts_of(case: Case) -> tuple[Tensor, Tensor]:
     """The gradients of out, which its dtype holds exactly, and of the LSE, of every other case."""
-    s = case.sizes
-    dout = case.make.normal(s.batch, s.heads, s.seqlen_q, case.kind.head_dim).to(case.kind.dtype)
-    return dout, case.make.normal(s.batch, s.heads, s.seqlen_q) * (case.seed % 2)
+    dout = case.make.normal(*case.out_shape).to(case.kind.dtype)
+    return dout, case.make.normal(*case.row_shape) * (case.seed % 2)
 
 
 def gradients(outs: Any, douts: tuple[Tensor, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,14 +76,11 @@ def by_cpu(
     return {name: named[name].view_as(x) for name, x in leaves.items()}
 
 
-def assert_gradients(case: Case) -> dict[str, Tensor]:
-    """Of the case's own device; they are returned."""
+def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
+    """Of the case's own device; they are returned. `more`: keywords of the call."""
     leaves, douts = leaves_of(case), douts_of(case)
     q, k, v = (leaves[name] for name in "qkv")
-    options = dict(case.options)
-    has_logit = options.get("return_max_logit", False)
-    outs = attn(q, k, v, **options, return_lse=True)
-    outs = outs[:2] if has_logit else outs
+    outs = case.attend(q, k, v, **more)
     mine = gradients(outs, douts, leaves)
     fused = by_cpu(case, leaves, outs, douts)
     double = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -144,19 +140,32 @@ def chosen(
 
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
-    """The kernels of all gradients of `chosen` and `deterministic_cases`."""
+    """The kernels of all gradients of `chosen`, `deterministic_cases` and `mod_cases.varlen_cases`."""
     for family in runnable:
         for _, found in chosen(arch, family, "cpu"):
             yield from found
-        for case in deterministic_cases():
+        wanted = [(case, True) for case in deterministic_cases()]
+        wanted += [(case, False) for case in mod_cases.varlen_cases("cpu")]
+        for case, deterministic in wanted:
             try:
-                yield from keys_of(case, arch, family, deterministic=True)
+                yield from keys_of(case, arch, family, deterministic)
             except UnsupportedError:
                 continue
 
 
 def deterministic_cases(device: str = "cpu") -> list[Case]:
-    """Cases whose gradients are also compared bit by bit."""
+    """Cases whose gradients are also compared bit by bit.
+
+    Without a block mask, with one, with gradients of tables, and of varlen batches.
+    """
     kinds = [kind for kind in mod_cases.KINDS if not kind.has_block_mask and not kind.score and kind.head_dim <= 128]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
-    return [Case(kind, sizes, 3, device) for kind in itertools.islice(kinds, 0, None, 2)]
+    dense = [Case(kind, sizes, 3, device) for kind in itertools.islice(kinds, 0, None, 2)]
+    # More tiles than SMs.
+    sizes = mod_cases.Sizes(2, 16, 8, 1000, 2000)
+    kinds = [kind for kind in mod_cases.KINDS if kind.has_block_mask and not kind.score]
+    dense += [Case(kind, sizes, 3, device) for kind in kinds]
+    sizes = mod_cases.Sizes(2, 6, 3, 333, 640)
+    dense += [Case(kind, sizes, 3, device) for kind in mod_cases.KINDS if kind.score]
+    kinds = [kind for kind in mod_cases.VARLEN_KINDS if not kind.score]
+    return dense + [case for case in mod_cases.varlen_cases(device, kinds) if not case.lengths.used]

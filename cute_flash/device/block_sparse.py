@@ -95,6 +95,11 @@ class BwdBlockIndices:
 
     mCount: cute.Tensor  # (B, Hkv, n_blocks)
     mIndices: cute.Tensor  # (B, Hkv, n_blocks, query blocks)
+    mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), of deterministic gradients
+
+    def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
+        """How many K/V tiles add to dQ of the m_block before this one: the later tiles that list it."""
+        return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit
     def count(self, batch: Int32, head_kv: Int32, n_block: Int32) -> Int32:

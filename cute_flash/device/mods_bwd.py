@@ -25,7 +25,7 @@ from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mod_arithmetic import CuteArithmetic, clamp_indices
 from cute_flash.device.position import BwdBlockPosition
-from cute_flash.device.ptx import bits_and, pack, select_if, tanh_derivative
+from cute_flash.device.ptx import bits_and, pack, select_if, store_if, tanh_derivative
 from cute_flash.device.score_bwd import BlockScores
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
@@ -97,6 +97,7 @@ class BwdModParams:
     dcaptures: tuple | None  # fp32 sums, of the captured tensors that need a gradient
     block_indices: BwdBlockIndices | None = None  # of a block mask
     prefetches_bias: cutlass.Constexpr = True  # there are registers for the bias of a block while S is computed
+    dcapture_terms: tuple | None = None  # of deterministic gradients: terms fp32 and elements, (loads, B, H, Sq, Sk)
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
         coords = as_mn(mask.tScS)
@@ -328,7 +329,7 @@ class ModScores:
                     outputs = gradient.at(r, column, S, dS)
                     is_zero = P == 0.0
                     dS = self.graphs.output(outputs, 0, is_zero)
-                    self.add_capture_gradients(sums, outputs, is_zero, r)
+                    again.add_capture_gradients(sums, outputs, is_zero, r, c)
                 if cutlass.const_expr(self.has_alibi):
                     dalibi[0] = dalibi[0] - dS * again.plain.distance(r, c)
                 if cutlass.const_expr(self.bias is not None):
@@ -337,13 +338,26 @@ class ModScores:
             sums.finish_column()
         return sums
 
-    def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int) -> None:
-        """Add the gradients of the captured tensors of score_mod."""
+    def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int, c: int) -> None:
+        """Add the gradients of the captured tensors of score_mod, or store them for a sum in a fixed order."""
         for i, load in enumerate(self.graphs.loads):
             grad = self.graphs.output(outputs, load.output, is_zero)
             dcapture = self.params.dcaptures[self.graphs.captures_needing_grad.index(load.capture)]
             coord = clamp_indices(dcapture, [outputs[j] for j in load.indices])
-            sums.add(i, self.graphs.depends(load), r, grad, dcapture, coord)
+            if self.params.dcapture_terms is None:
+                sums.add(i, self.graphs.depends(load), r, grad, dcapture, coord)
+            else:
+                self.store_term(i, grad, cute.crd2idx(coord, dcapture.layout), r, c)
+
+    def store_term(self, i: int, grad: Float32, element: Int32, r: int, c: int) -> None:
+        """Store what a score adds to the gradient of the i-th load, and the element that it is added to."""
+        position, (mTerms, mElements) = self.position, self.params.dcapture_terms
+        query, key = position.query + column_offset(c), position.key + position.row_offset(r)
+        gTerms, gElements = (mX[i, position.batch, position.head, None, None] for mX in (mTerms, mElements))
+        exists = Int32((query < gTerms.shape[0]) & (key < gTerms.shape[1]))
+        offset = cute.crd2idx((query, key), gTerms.layout)
+        store_if(exists, (gTerms.iterator + offset).toint(), grad, Float32)
+        store_if(exists, (gElements.iterator + offset).toint(), Int32(element), Int32)
 
     def opaque(self, dP_mn: cute.Tensor) -> tuple:
         """The same scores at a position that the compiler does not recognise, and a 0 that it does not know.

@@ -70,9 +70,9 @@ def add_if(condition: Int32, address: Int64, value: Float32):
     cute.arch.inline_ptx(text, read_only_args=[condition, address, value])
 
 
-def store_if(condition: Int32, address: Int64, value: Float32, dtype):
+def store_if(condition: Int32, address: Int64, value: Float32 | Int32, dtype):
     """Store a value to global memory in a type if the condition is not 0, without a branch."""
-    store = "@p st.global.f32 [{$r1}], {$r2};"
+    store = f"@p st.global.{'s32' if dtype is Int32 else 'f32'} [{{$r1}}], {{$r2}};"
     if dtype in _ROUND:
         store = f".reg .b16 h;\n\t{_ROUND[dtype].format('')} h, {{$r2}};\n\t@p st.global.b16 [{{$r1}}], h;"
     text = "{\n\t" + _PREDICATE + store + "\n\t}"

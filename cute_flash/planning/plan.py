@@ -17,7 +17,7 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.family import FAMILIES, check_family
 from cute_flash.spec.features import backward_features
-from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods, check_varlen_mods_backward
+from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods
 
 # Fraction of L2 for the K and V of one L2 group of heads; the rest is for Q, O and data in flight.
 L2_SHARE = 0.4
@@ -265,7 +265,6 @@ def plan_backward(
     Without a requested family, the first one with a tile for the problem is chosen.
     """
     problem.check("cuda")
-    check_varlen_mods_backward(problem)
     check_family(family)
     for name, least in FAMILIES.items():
         if arch.capability < least or family not in ("", name):
@@ -373,6 +372,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     names = "".join(f"{name} and " for name in (*backward_features(problem.features), *blocks))
     what = "deterministic gradients" if deterministic else "the gradient"
     least = "only on sm_90" + (", up to head_dim=128" if deterministic or problem.varlen or names else "")
+    if deterministic and problem.mods is not None and problem.mods.captures_needing_grad:
+        least += ", and without gradients of captured tensors"
     return (
         f"{what} of {'attn_varlen' if problem.varlen else 'attn'} with {names}head_dim={problem.head_dim}"
         f"{of_values} on {arch.name} by kernel family {family!r}: it has no kernel for it ({least}); "

@@ -173,7 +173,7 @@ class FunctionSource:
             from cute_flash.runtime.block_masks import backward_block_indices, forward_block_indices
 
             lists = backward_block_indices if backward else forward_block_indices
-            self.assign("block_indices", self.call(lists))
+            self.assign("block_indices", self.call(lists, deterministic=str(self.plan.deterministic)))
 
     def offsets(self) -> None:
         """Add the operands of the varlen scheduler: offsets and window bounds."""
@@ -310,6 +310,8 @@ def bind_backward(
         renamed["dbias"] = "dbias.expand(problem.batch, problem.heads, -1, -1)"
     if captures:
         f.assign("dcaptures", f"[{', '.join(f'dcapture_{i}' for i in captures)}]")
+        if plan.deterministic:
+            f.assign("dcapture_terms", "[terms, elements]")
     if "dropout" in plan.main.static.features and "dropout" not in problem.features:
         # The kernel is compiled with dropout, at probability 0; see `tiles.pads_with_dropout`.
         f.add("args = args._replace(rng=zeros(2, dtype=int64, device=device))")
@@ -332,6 +334,8 @@ def _gradients(f: FunctionSource, captures: tuple[int, ...]) -> str:
         return "None, None, None, *(None,) * len(args.captures)" if f.plan.problem.mods else "None, None, None"
     dlse = "dlse" if "dlse" in f.locals else "None"
     f.values["capture_indices"] = captures
+    if captures and f.plan.deterministic:
+        f.add(f.call(finalizers.sum_capture_terms))
     of_captures = "*captures_gradient(args, capture_indices, dcaptures)" if captures else ""
     return ", ".join(
         (

@@ -26,7 +26,9 @@ def forward_block_indices(args: AttentionArgs, problem: Problem) -> list[Tensor]
     return lists
 
 
-def backward_block_indices(args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int) -> list[Tensor]:
+def backward_block_indices(
+    args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int, deterministic: bool
+) -> list[Tensor]:
     """For every K/V tile, the query blocks of all heads that share the K/V head; see `score_mod.block_sparse`."""
     return query_block_indices(
         list(args.block_mask),
@@ -35,4 +37,5 @@ def backward_block_indices(args: AttentionArgs, problem: Problem, tile_m: int, t
         heads=problem.heads,
         heads_kv=problem.heads_kv,
         tile=(tile_m, tile_n),
+        has_ranks=deterministic,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cute_flash.planning.varlen import padded_block
 from cute_flash.runtime.operands import MAX_WINDOW
+from cute_flash.score_mod.graph import COLUMN, ROW
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.problem import Problem
 from cute_flash.spec.shapes import like
@@ -123,6 +124,26 @@ def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
     assert args.bias is not None
     broadcast = [i for i in range(4) if dbias.shape[i] != args.bias.shape[i]]
     return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
+
+
+def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:
+    """Add the terms of deterministic gradients of captured tensors to `dcaptures`.
+
+    `dcapture_terms`: for each load, what each score adds, and the element that it is added to; (loads, B, H, Sq, Sk).
+    Scores that no kernel visited are 0 in both. `index_put_` sorts elements, so its sums have a fixed order.
+    """
+    mods = problem.mods
+    for (capture, depends), terms, elements in zip(mods.capture_loads, *dcapture_terms, strict=True):
+        total = dcaptures[mods.captures_needing_grad.index(capture)].view(-1)
+        shared = [dim for dim, bit in ((2, ROW), (3, COLUMN)) if not depends & bit]
+        if shared:
+            # Visited scores that differ in these dimensions have one element, and the others have 0.
+            terms, elements = terms.sum(shared)[None], elements.amax(shared)[None]
+        else:
+            # One head at a time: sorting takes several times the memory of what is sorted.
+            terms, elements = terms.flatten(0, 1), elements.flatten(0, 1)
+        for values, places in zip(terms, elements, strict=True):
+            total.index_put_((places.flatten().long(),), values.flatten(), accumulate=True)
 
 
 def captures_gradient(args: AttentionArgs, indices: tuple[int, ...], dcaptures: list[Tensor]) -> list[Tensor | None]:

@@ -192,6 +192,10 @@ def _bind_backward(
     buffers = [] if dbias is None else [dbias]
     for i in captures:
         buffers.append(Buffer(f"dcapture_{i}", tuple(args.captures[i].shape) or (1,), init="zeros"))
+    if captures and deterministic:
+        # Zeros, because scores of skipped blocks are not written.
+        shape = (len(problem.mods.capture_loads), problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        buffers += [Buffer("terms", shape, init="zeros"), Buffer("elements", shape, "int32", "zeros")]
     return binder.bind_backward(
         replace(plan, workspace=(*plan.workspace, *buffers)),
         q.device,

@@ -7,6 +7,9 @@ is an int32 of bit fields:
     bit 1           the last entry of its head
     from bit 2      the query block (m_block)
     from bit 20     the query head, counted within those that share the K/V head
+
+Deterministic gradients add to dQ of a query block from the last K/V tile that lists it down to the first. The rank of a
+tile is the number of tiles before it in this order.
 """
 
 from __future__ import annotations
@@ -25,33 +28,53 @@ _cache: TensorCache[list[Tensor]] = TensorCache(64)
 
 
 def query_block_indices(
-    tensors: Sequence[Tensor], sizes: Sequence[int], *, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    *,
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    tile: tuple[int, int],
+    has_ranks: bool = False,
 ) -> list[Tensor]:
     """The number of entries (B, Hkv, K/V tiles), and the entries (B, Hkv, K/V tiles, maximal number).
 
+    With `has_ranks`, also the ranks (B, H, query blocks, K/V tiles), of which those of listed blocks are read.
     `tensors` and `sizes` are those of a `BlockMask`; `tile` is the kernel's and divides the mask's. The result is
     computed without a host sync, and cached until the block mask is written to or freed.
     """
-    key = tuple(sizes), tile, batch, heads, heads_kv
+    key = tuple(sizes), tile, batch, heads, heads_kv, has_ranks
 
     def compute() -> list[Tensor]:
-        return _query_blocks(BlockMask.of_tensors(tensors, sizes), batch, heads, heads_kv, tile)
+        mask = BlockMask.of_tensors(tensors, sizes)
+        lists = _query_blocks(mask, batch, heads, heads_kv, tile)
+        return [*lists, _ranks(mask, batch, heads, tile)] if has_ranks else lists
 
     return _cache.of_contents(tensors, key, compute)
 
 
-def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
+def _status_of_tiles(mask: BlockMask, tile: tuple[int, int]) -> Tensor:
+    """(B or 1, H or 1, query blocks, K/V tiles): EMPTY, PARTIAL or FULL for each tile of the kernel."""
     m_blocks, n_blocks = -(-mask.seqlen_q // tile[0]), -(-mask.seqlen_k // tile[1])
-    group = heads // heads_kv
+    status = mask.status.repeat_interleave(mask.tile_m // tile[0], 2)[:, :, :m_blocks]
+    return status.repeat_interleave(mask.tile_n // tile[1], 3)[..., :n_blocks]
+
+
+def _ranks(mask: BlockMask, batch: int, heads: int, tile: tuple[int, int]) -> Tensor:
+    """For each query block and K/V tile, the number of later K/V tiles that list the query block."""
+    is_listed = (_status_of_tiles(mask, tile) != EMPTY).int()
+    upwards = is_listed.flip(3).cumsum(3, dtype=torch.int32).flip(3)
+    return (upwards - is_listed).expand(batch, heads, -1, -1)
+
+
+def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
+    m_blocks, group = -(-mask.seqlen_q // tile[0]), heads // heads_kv
     if m_blocks >= 1 << (HEAD_SHIFT - M_BLOCK_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
         raise UnsupportedError(
             f"block_mask of {m_blocks} query blocks and {group} query heads per K/V head: at most "
             f"{(1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1} and {(1 << (31 - HEAD_SHIFT)) - 1}"
         )
-    # From blocks of the mask to tiles of the kernel.
-    status, parts = mask.status, (mask.tile_m // tile[0], mask.tile_n // tile[1])
-    status = status.repeat_interleave(parts[0], 2)[:, :, :m_blocks]
-    status = status.repeat_interleave(parts[1], 3)[..., :n_blocks]
+    status = _status_of_tiles(mask, tile)
     if status.shape[1] == 1:
         by_group = status[:, :, None].expand(-1, -1, group, -1, -1)
     else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from cute_flash.score_mod.bound import Graphs
-from cute_flash.score_mod.graph import ROW, Graph
+from cute_flash.score_mod.graph import COLUMN, ROW, Graph
 from cute_flash.score_mod.limits import LONG_MOD_OPS
 from cute_flash.score_mod.lower import lowered
 
@@ -67,6 +67,19 @@ class ModSpec:
         if score is None:
             return self.bias_pairs_are_shared
         return score.ops_per_score <= CHEAP_OPS and all(node.op in _ONE_INSTRUCTION for node in score.per_score)
+
+    @property
+    def capture_loads(self) -> tuple[tuple[int, int], ...]:
+        """For each load that has a gradient, its capture, and bits of ROW and COLUMN that its indices depend on."""
+        gradient = self.graphs.gradient(self.captures_needing_grad)
+        depends, outputs = gradient.graph.depends, gradient.graph.outputs
+        found = []
+        for load in gradient.loads:
+            bits = 0
+            for i in load.indices:
+                bits |= depends[outputs[i]]
+            found.append((load.capture, bits & (ROW | COLUMN)))
+        return tuple(found)
 
     @property
     def bwd_ops_per_score(self) -> int:

@@ -113,6 +113,8 @@ DBIAS = Operand("dbias", "dbias", ("B", "H", "dbias rows", "dbias columns"))
 # Tensors and numbers captured by score_mod and mask_mod; in the backward also by score_mod_bwd.
 CAPTURED = (Operand("captures", "captures"), Operand("scalars", "scalars"))
 DCAPTURES = Operand("dcaptures", "dcaptures")
+# Deterministic gradients of captured tensors: what each score adds, and to which element.
+DCAPTURE_TERMS = Operand("dcapture_terms", "dcapture_terms", ("loads", "B", "H", "Sq", "Sk"))
 
 FEATURES = (
     FeatureSpec("softcap", lambda args: args.softcap != 0, 3, (SOFTCAP,), (SOFTCAP,)),
@@ -122,7 +124,9 @@ FEATURES = (
     FeatureSpec("dropout", lambda args: args.dropout != 0, 4, DROPOUT, DROPOUT),
     FeatureSpec("return_max_logit", lambda args: args.return_max_logit, 1, (MAX_LOGIT,)),
     FeatureSpec("bias", lambda args: args.bias is not None, 4, (BIAS,), (BIAS, DBIAS)),
-    FeatureSpec("score_mod", lambda args: args.mods.score is not None, 4, CAPTURED, (*CAPTURED, DCAPTURES)),
+    FeatureSpec(
+        "score_mod", lambda args: args.mods.score is not None, 4, CAPTURED, (*CAPTURED, DCAPTURES, DCAPTURE_TERMS)
+    ),
     FeatureSpec("mask_mod", lambda args: args.mods.mask is not None, 4, CAPTURED, CAPTURED),
 )
 FEATURE = {feature.name: feature for feature in FEATURES}

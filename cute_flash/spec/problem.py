@@ -222,14 +222,14 @@ def check_window(window: tuple[int | None, int | None]) -> tuple[int | None, int
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
     """Raise `UnsupportedError` for user mods and block masks that a kernel with this tile does not support.
 
-    Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. Gradients
-    of block masks and of captured tensors are not deterministic.
+    Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. The
+    gradients of captured tensors of a varlen batch are not deterministic.
     """
-    if deterministic and (problem.block_sparse or (problem.mods and problem.mods.captures_needing_grad)):
-        what = "a block_mask" if problem.block_sparse else "the captured tensors of score_mod"
+    if deterministic and problem.varlen and problem.mods and problem.mods.captures_needing_grad:
         raise UnsupportedError(
-            f"deterministic gradients with {what} on cuda: kernels add them in no fixed order; leave out "
-            "deterministic, or move the tensors to the CPU"
+            "deterministic gradients of tensors that score_mod captures, of attn_varlen on cuda: they are summed from "
+            "one number per score, and the host does not know how many scores there are; leave out deterministic, "
+            "call attn for each sequence, or move the tensors to the CPU"
         )
     for name in ("seqlen_q", "seqlen_k"):
         if problem.static.has_mods and getattr(problem, name) >= MAX_INDEX:
@@ -239,16 +239,6 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
         raise UnsupportedError(
             f"block_mask of blocks of {rows} x {keys} on cuda: kernels have tiles of {tile_m} x {tile_n}; "
             f"use blocks that are multiples of {BLOCK_MASK_MULTIPLE} x {BLOCK_MASK_MULTIPLE}"
-        )
-
-
-def check_varlen_mods_backward(problem: Problem) -> None:
-    """Raise `UnsupportedError` for a varlen problem with user mods: no backward kernel supports it."""
-    if problem.varlen and problem.static.has_mods:
-        name = next((name for name in problem.features if name in MODS), "block_mask")
-        raise UnsupportedError(
-            f"the gradient of attn_varlen with {name} on cuda: there is no backward kernel; move the "
-            "tensors to the CPU, or call it under torch.no_grad()"
         )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Callable
+from typing import Any
 
 import cutlass.cute as cute
 import pytest
@@ -19,6 +21,8 @@ from cute_flash.kernels.sm90.bwd_storage import KVTile
 from cute_flash.planning.plan import plan_backward
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE
 from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE
+from cute_flash.score_mod.block_mask import BlockMask
+from cute_flash.score_mod.block_sparse import HEAD_SHIFT, M_BLOCK_SHIFT, query_block_indices
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import FAR, BlockRange, ceil_div
 from cute_flash.spec.problem import Problem
@@ -82,7 +86,34 @@ def test_every_tile_adds_once_and_none_waits_forever(band: Band, tile_m: int, ti
             assert simulated_steps(visits, ranks, num_n) == max(map(len, visits))
 
 
-def simulated_steps(visits: list[list[int]], ranks: dict[tuple[int, int], int], slots: int) -> int | None:
+@pytest.mark.parametrize("seed", range(12))
+def test_no_tile_of_a_block_mask_waits_forever(seed: int) -> None:
+    """Each listed m_block gets ranks 0, 1, ... without a gap, whatever blocks a mask leaves out."""
+    pick = random.Random(seed)
+    batch, heads, heads_kv = pick.choice(((1, 1, 1), (2, 4, 2), (2, 6, 1)))
+    tile, shape = (
+        pick.choice(((64, 128), (128, 128), (64, 32))),
+        (pick.choice((1, heads)), *pick.choices(range(1, 9), k=2)),
+    )
+    status = torch.randint(0, 3, (1, *shape), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    mask = BlockMask.of_status(status, 128, 128, shape[1] * 128 - pick.randrange(128), shape[2] * 128)
+    sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv, "tile": tile}
+    num, entries, ranks = query_block_indices(mask.tensors, mask.sizes, **sizes, has_ranks=True)
+    group = heads // heads_kv
+    for b, head_kv in itertools.product(range(batch), range(heads_kv)):
+        visits: list[list[tuple[int, int]]] = []
+        for listed, many in zip(entries[b, head_kv].tolist(), num[b, head_kv].tolist(), strict=True):
+            in_list = [(x >> HEAD_SHIFT, (x & ((1 << HEAD_SHIFT) - 1)) >> M_BLOCK_SHIFT) for x in listed[:many]]
+            visits.append([(head_kv * group + head, m) for head, m in in_list])
+        found = {(n, at): int(ranks[b, at[0], at[1], n]) for n, visited in enumerate(visits) for at in visited}
+        for at in {at for visited in visits for at in visited}:
+            here = [found[n, at] for n, visited in enumerate(visits) if at in visited]
+            assert here == list(reversed(range(len(here)))), "the last tile first"
+        for slots in (1, 2, len(visits)):
+            assert simulated_steps(visits, found, slots) is not None
+
+
+def simulated_steps(visits: list[list[Any]], ranks: dict[tuple[int, Any], int], slots: int) -> int | None:
     """Steps until all tiles are done, if `slots` K/V tiles run at a time, begun from the last down."""
     done, passed, steps = [0] * len(visits), dict.fromkeys((m for visited in visits for m in visited), 0), 0
     waiting, running = list(reversed(range(len(visits)))), []

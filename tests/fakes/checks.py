@@ -66,6 +66,8 @@ def is_present(operand: Operand, static: Static) -> bool:
         return bool(mods.dbias_dtype)
     if name == "dcaptures":
         return bool(mods.captures_needing_grad)
+    if name == "dcapture_terms":
+        return static.deterministic and bool(mods.captures_needing_grad)
     if name in ("captures", "scalars"):
         return any(getattr(graph, name) for graph in graphs_of(static))
     return True
@@ -192,6 +194,11 @@ class Checker:
             assert x.dtype == torch.float32 and x.is_contiguous() and not x.any()
             assert x.dim() == max(1, mods.graphs.score.captures[i].rank)
 
+    def dcapture_terms(self, operand: Operand, value: list[Tensor]) -> None:
+        for x, dtype in zip(value, (torch.float32, torch.int32), strict=True):
+            self.shape(operand, x, operand.dims)
+            assert x.dtype == dtype and x.is_contiguous() and not x.any()
+
     def fwd_block_indices(self, operand: Operand, value: list[Tensor]) -> None:
         """Counts and indices of full blocks, then of partial ones."""
         tile = self.static.mods.block_mask_tile
@@ -202,10 +209,13 @@ class Checker:
 
     def bwd_block_indices(self, operand: Operand, value: list[Tensor]) -> None:
         """Counts and indices of the m_blocks of each K/V tile."""
-        num, indices = value
+        num, indices, *ranks = value
+        assert len(ranks) == self.static.deterministic
         tiles = -(-self.sizes["Sk"] // self.key.tile.tile_n)  # type: ignore[union-attr]
         assert num.shape == (self.sizes["B"], self.sizes["Hkv"], tiles) == indices.shape[:3]
-        assert num.dtype == indices.dtype == torch.int32
+        assert all(x.dtype == torch.int32 for x in value)
+        blocks = -(-self.sizes["Sq"] // self.key.tile.tile_m)  # type: ignore[union-attr]
+        assert all(x.shape == (self.sizes["B"], self.sizes["H"], blocks, tiles) for x in ranks)
 
 
 def _check_values(key: CompileKey, a: dict[str, Any]) -> None:

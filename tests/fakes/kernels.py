@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.varlen import padded_block
-from cute_flash.reference import tiled
+from cute_flash.reference import tiled, user_mods
 from cute_flash.reference.grads import FeatureGrads
 from cute_flash.reference.score import ScoreFeatures
+from cute_flash.runtime.binder import compact_strides
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockIndices, BlockMask
 from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
+from cute_flash.score_mod.evaluate import clamp_indices
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from tests.fakes import varlen_model
@@ -216,10 +220,11 @@ def _dense_backward(key: CompileKey, a: Arguments) -> None:
         grads.alibi = torch.zeros(batch, heads)
     if a["dbias"] is not None:
         grads.bias = torch.zeros(batch, heads, sq, sk)
-    dq, dk, dv = _gradients(
-        args, grads, range(batch), (q, k, a["v"], a["dout_cast"]), a["lse_log2"][:, :, :sq], a["delta"][:, :, :sq],
-        range(sk), sk,
-    )  # fmt: skip
+    with _stored_terms(a["dcapture_terms"]):
+        dq, dk, dv = _gradients(
+            args, grads, range(batch), (q, k, a["v"], a["dout_cast"]), a["lse_log2"][:, :, :sq], a["delta"][:, :, :sq],
+            range(sk), sk,
+        )  # fmt: skip
     _accumulated_rows(key, a)[:, :, :sq, :width] += dq
     a["dk"].copy_(dk)
     a["dv"].copy_(dv)
@@ -230,6 +235,26 @@ def _dense_backward(key: CompileKey, a: Arguments) -> None:
         _store_dbias(a["dbias"], grads.bias, key.static.mods.dbias_accumulates)
     for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
         into += grad.view_as(into)
+
+
+@contextmanager
+def _stored_terms(dcapture_terms: list[Tensor] | None) -> Iterator[None]:
+    """With deterministic gradients, what scores add to captured tensors is stored, and not added."""
+    if dcapture_terms is None:
+        yield
+        return
+    loads = zip(*dcapture_terms, strict=True)
+
+    def store(total: Tensor, indices: list[Tensor], grad: Tensor) -> None:
+        terms, elements = next(loads)
+        terms.copy_(grad.flatten(1, 2))
+        strides = compact_strides(total.shape)
+        for index, stride in zip(clamp_indices(total, indices), strides, strict=True):
+            elements += (index.expand_as(grad) * stride).flatten(1, 2).int()
+
+    with mock.patch.object(user_mods, "_add_at", store):
+        yield
+    assert next(loads, None) is None
 
 
 def _varlen_backward(key: CompileKey, a: Arguments) -> None:
@@ -246,7 +271,7 @@ def _varlen_backward(key: CompileKey, a: Arguments) -> None:
             x[rows].transpose(0, 1)[None]
             for x, rows in ((a["q"], queries), (a["k"], keys), (a["v"], keys), (a["dout_cast"], queries))
         ]
-        grads = FeatureGrads()
+        grads = FeatureGrads(captures={i: torch.zeros(args.captures[i].shape) for i in args.captures_needing_grad})
         if dalibi is not None:
             grads.alibi = torch.zeros(tile.sequence + 1, a["q"].shape[1])
         statistics = a["lse_log2"][:, :, padded], a["delta"][:, :, padded]
@@ -256,6 +281,8 @@ def _varlen_backward(key: CompileKey, a: Arguments) -> None:
         a["dv"][keys] = dv[0].transpose(0, 1).to(a["dv"].dtype)
         if tile.q_len:
             dq_rows[:, :, padded, : dq.shape[3]] += dq
+        for into, grad in zip(a["dcaptures"] or (), grads.captures.values(), strict=True):
+            into += grad.view_as(into)
         if dalibi is not None and tile.q_len:
             # All of it in one of the tile's parts.
             warps, block = dalibi_warps(key), padded_block(tile.k_begin, tile.sequence, tile_n)
@@ -299,8 +326,9 @@ def _store_dbias(dbias: Tensor, grad: Tensor, accumulates: bool) -> None:
     one.copy_(one + total if accumulates else total)
 
 
-def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, shape: torch.Size) -> BlockMask:
+def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, *ranks_and_shape: Any) -> BlockMask:
     """Of tiles of the kernel, from the list of each K/V tile; see `score_mod.block_sparse`."""
+    *ranks, shape = ranks_and_shape
     (batch, heads, sq, sk), tile = shape, (key.tile.tile_m, key.tile.tile_n)
     m_blocks, group = -(-sq // tile[0]), heads // num.shape[1]
     status = torch.full((batch, heads, m_blocks, num.shape[2]), EMPTY, dtype=torch.uint8)
@@ -314,6 +342,11 @@ def _bwd_block_mask(key: CompileKey, num: Tensor, indices: Tensor, shape: torch.
             m_block = (one >> M_BLOCK_SHIFT) & ((1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1)
             assert status[b, h * group + head, m_block, n] == EMPTY, "a block is listed twice"
             status[b, h * group + head, m_block, n] = PARTIAL if one & IS_PARTIAL else FULL
+    for rank in ranks:
+        is_listed = status != EMPTY
+        for coord in is_listed.nonzero().tolist():
+            b, h, m, n = coord
+            assert rank[b, h, m, n] == is_listed[b, h, m, n + 1 :].sum(), "later tiles add first"
     return BlockMask.of_status(status, *tile, sq, sk)
 
 

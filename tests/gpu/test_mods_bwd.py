@@ -2,6 +2,8 @@
 torch's FlexAttention.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -10,6 +12,7 @@ import cute_flash
 from cute_flash.spec.arch import detect
 from tests import mod_cases, mod_gradients
 from tests.gpu.captured import Captured
+from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
@@ -32,14 +35,67 @@ def test_sampled_cases(family, record_property):
     assert not failed, "\n".join([ran, *failed[:20]])
 
 
-@pytest.mark.parametrize("case", mod_gradients.deterministic_cases("cuda"), ids=lambda case: case.kind.id)
+def has_kernel(case, family, deterministic=False):
+    try:
+        return bool(mod_gradients.keys_of(replace(case, device="cpu"), detect(0), family, deterministic))
+    except cute_flash.UnsupportedError:
+        return False
+
+
+@pytest.mark.parametrize("case", mod_cases.varlen_cases(), ids=lambda case: case.id)
+def test_varlen_cases(case, family):
+    """Odd lengths, empty sequences, padding, grouped heads; rows that belong to no sequence hold NaN."""
+    if not has_kernel(case, family):
+        # Wide heads, and long score_mods.
+        assert family == "sm90" and (case.kind.head_dim > 128 or case.kind.score in ("gated", "hiding"))
+        with pytest.raises(cute_flash.UnsupportedError, match="the gradient of attn_varlen with score_mod"):
+            mod_gradients.assert_gradients(case)
+        return
+    found = mod_gradients.assert_gradients(case)
+    real, unused = sum(case.lengths.queries), case.lengths.unused_keys().cuda()
+    assert not found["q"][real:].any(), "dq of padding"
+    assert not found["k"][unused].any() and not found["v"][unused].any(), "dk, dv of keys that belong to no sequence"
+
+
+def test_a_table_by_sequence_gets_nothing_from_other_sequences(family):
+    """NaN in one sequence reaches its own entry of the table, and no other."""
+    lengths = Lengths([100, 0, 257, 31], [90, 4, 300, 0])
+    q, k, v = (torch.randn(n, 2, 64, device="cuda").bfloat16() for n in (388, 394, 394))
+    table = torch.randn(4, 2, device="cuda")
+
+    def grads(dout):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, table)]
+        gate = leaves[3]
+        options = {**lengths.args("cuda"), "score_mod": lambda score, b, h, q, kv: score * gate[b, h]}
+        out = cute_flash.attn_varlen(*leaves[:3], **options)
+        return torch.autograd.grad(out, leaves, dout)
+
+    dout = torch.randn_like(q)
+    *_, expected = grads(dout)
+    poisoned = dout.clone()
+    poisoned[100:] = torch.nan
+    dq, dk, dv, found = grads(poisoned)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=1e-3)
+    assert found[2].isnan().all() and expected[0].any() and expected[2].any()
+    # Sequences without queries, or without keys.
+    assert not expected[1].any() and not expected[3].any() and not found[1].any() and not found[3].any()
+    assert all(x[:90].isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("case", mod_gradients.deterministic_cases("cuda"), ids=lambda case: case.id)
 def test_deterministic_gradients_have_the_same_bits(case, family):
-    case.options["deterministic"] = True
+    if not has_kernel(case, family, deterministic=True):
+        # Wide heads, gradients of captured tensors, and long score_mods.
+        assert family == "sm90" and (case.kind.head_dim > 128 or case.kind.score)
+        with pytest.raises(cute_flash.UnsupportedError, match="deterministic"):
+            mod_gradients.assert_gradients(case, deterministic=True)
+        return
+    mod_gradients.assert_gradients(case, deterministic=True)
     leaves, douts = mod_gradients.leaves_of(case), mod_gradients.douts_of(case)
     first = None
     for _ in range(5):
-        outs = cute_flash.attn(*(leaves[name] for name in "qkv"), **case.options, return_lse=True)
-        found = mod_gradients.gradients(outs[:2], douts, leaves)
+        outs = case.attend(*(leaves[name] for name in "qkv"), deterministic=True)
+        found = mod_gradients.gradients(outs, douts, leaves)
         first = first or found
         assert all(torch.equal(found[name], first[name]) for name in leaves)
 
@@ -98,3 +154,26 @@ def test_captured_training_step(family):
     for _ in range(2):
         for x, y in zip(captured.replay(), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())
+
+
+def test_captured_varlen_training_step(family):
+    """A graph of a step with a learned table; offsets are written in place between replays."""
+    batches = Lengths([200, 0, 56], [150, 30, 76]), Lengths([1, 250, 5], [1, 255, 0])
+    q, k, v = (torch.randn(256, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    table = torch.randn(4, 64, device="cuda", requires_grad=True)
+    cu_q, cu_k = batches[0].cu_q.cuda(), batches[0].cu_k.cuda()
+
+    def score_mod(score, b, h, q, kv):
+        return score + table[h, (q - kv).abs()]
+
+    def step():
+        out = cute_flash.attn_varlen(q, k, v, cu_q, cu_k, score_mod=score_mod, causal=True)
+        return torch.autograd.grad(out.float().square().sum(), (q, k, v, table))
+
+    captured = Captured.of(step)
+    for lengths in batches:
+        cu_q.copy_(lengths.cu_q)
+        cu_k.copy_(lengths.cu_k)
+        replayed = [x.clone() for x in captured.replay()]
+        for x, y in zip(replayed, step(), strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item() + 1e-6)

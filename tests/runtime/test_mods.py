@@ -244,13 +244,32 @@ def test_wide_heads_are_computed_by_mma_sync(gpu: FakeGpu) -> None:
 
 
 def test_deterministic(gpu: FakeGpu) -> None:
-    for name in ("bias of keys", "bias of heads", "full bias", "documents"):
+    for name in (
+        "bias of keys", "bias of heads", "full bias", "documents", "documents, block mask", "heads, block mask",
+    ):  # fmt: skip
         run_gradients(CASES[name], deterministic=True)
         assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main["dq_semaphore"] is not None
         assert not gpu.main.key.static.mods.dbias_accumulates
-    for name, what in (("tables", "the captured tensors of score_mod"), ("documents, block mask", "a block_mask")):
-        with pytest.raises(UnsupportedError, match=f"deterministic gradients with {what}"):
-            run_gradients(CASES[name], deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["capped", "tables", "own gradient", "all"])
+def test_deterministic_gradients_of_tables(gpu: FakeGpu, name: str) -> None:
+    """The kernel stores a term for each score, and torch adds them up."""
+    run_gradients(CASES[name], deterministic=True)
+    terms, elements = gpu.main["dcapture_terms"]
+    assert gpu.main.kernel == "bwd_sm80" and terms.shape == elements.shape == (len(terms), B, H, SQ, SK)
+    if gpu.family == "sm90":
+        with pytest.raises(UnsupportedError, match="without gradients of captured tensors"):
+            run_gradients(CASES[name], deterministic=True, kernels="sm90")
+
+
+def test_deterministic_gradients_of_tables_of_varlen_batches_are_refused(gpu: FakeGpu) -> None:
+    lengths = Lengths([30, 0, 50], [40, 5, 50])
+    inputs = [normal(n, 2, 16, seed=i) for i, n in enumerate((80, 95, 95))]
+    args = VARLEN_CASES["tables"].args(inputs, **lengths.args(), deterministic=True)
+    with pytest.raises(UnsupportedError, match="deterministic gradients of tensors that score_mod captures"):
+        run_backward(inputs, args)
+    run_backward(inputs, VARLEN_CASES["mask"].args(inputs, **lengths.args(), deterministic=True))
 
 
 def test_nothing_to_launch(gpu: FakeGpu) -> None:
@@ -278,13 +297,45 @@ def test_block_indices_are_computed_once(gpu: FakeGpu) -> None:
     assert lists[0] is lists[2] and lists[1] is lists[3]
 
 
-def test_varlen_gradients_with_mods_are_refused(gpu: FakeGpu) -> None:
-    lengths = Lengths([5, 6], [7, 8])
-    q, k, v = (normal(n, 2, 16, seed=i) for i, n in enumerate((11, 15, 15)))
-    args = call_args(q, mask_mod=masks.causal(), **lengths.args())
-    run_forward([q, k, v], args)
-    with pytest.raises(UnsupportedError, match="the gradient of attn_varlen with mask_mod on cuda"):
-        run_backward([q, k, v], args)
+def of_sequence(score, b, h, q, kv):
+    return score * FACTORS[b] + TABLE[h, (q - kv).abs() // STEP] - OF_KEYS[kv] * ONE
+
+
+def in_sequence(b, h, q, kv):
+    return FLAGS[kv] & (kv <= q + 10 * b)
+
+
+VARLEN_CASES = {
+    "capped": Case(capped),
+    "tables": Case(of_sequence, window=(None, 0)),
+    "own gradient": Case(capped, score_mod_bwd=doubled),
+    "mask": Case(None, in_sequence),
+    "mask and window": Case(of_sequence, in_sequence, window=(100, 20)),
+    "all": Case(of_sequence, in_sequence, fields=FEATURES, window=(100, 20)),
+}
+
+
+@pytest.mark.parametrize("case", VARLEN_CASES.values(), ids=VARLEN_CASES)
+def test_varlen_gradients(gpu: FakeGpu, case: Case) -> None:
+    """Positions count from the start of the sequence, and b is its index; tables get the sum over all sequences."""
+    for lengths in (
+        Lengths([150, 0, 33, 1], [200, 7, 0, 130], None, (5, 9)),
+        Lengths([40, 129, 64], [333, 64, 70], [300, 0, 70]),
+    ):
+        (sq, sk), width = lengths.totals, 16
+        inputs = [normal(n, heads, width, seed=i) for i, (n, heads) in enumerate(((sq, H), (sk, HKV), (sk, HKV)))]
+        for has_dlse in (False, True):
+            dlse = normal(H, sq, seed=6, dtype=torch.float32) if has_dlse else None
+            run_backward(inputs, case.args(inputs, **lengths.args()), dlse=dlse, atol=0.03)
+        assert gpu.main.kernel == f"bwd_{gpu.family}" and gpu.main.key.static.varlen
+        assert gpu.main.key.static.has_mods
+
+
+def test_varlen_gradients_of_wide_heads(gpu: FakeGpu) -> None:
+    lengths = Lengths([30, 0, 50], [40, 5, 50])
+    inputs = [normal(n, 2, 192, seed=i) for i, n in enumerate((80, 95, 95))]
+    run_backward(inputs, VARLEN_CASES["tables"].args(inputs, **lengths.args()), atol=0.03)
+    assert gpu.main.kernel == "bwd_sm80"
 
 
 # ---- signatures

@@ -157,15 +157,27 @@ class Fakes:
         shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 
+    def dcapture_terms(self, operand: Operand) -> list[cute.Tensor] | None:
+        """For each load of those tensors, what a score adds, and the element that it is added to."""
+        if not (self.static.deterministic and self.static.mods.captures_needing_grad):
+            return None
+        return [_compact(dtype, self.shape(operand.dims)) for dtype in (Float32, Int32)]
+
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
         """Number (B, H, blocks) and indices (B, H, blocks, others) of full blocks, then of partial ones."""
         heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
         return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile."""
+        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile.
+
+        With deterministic gradients also the ranks (B, H, m_blocks, tiles).
+        """
         heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
-        return [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
+        lists = [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
+        if self.static.deterministic:
+            lists.append(_strided(Int32, (*self.shape(("B", "H")), cute.sym_int(), tiles)))
+        return lists
 
     def graphs(self) -> list:
         """Those of the user mods; the forward has none of score_mod_bwd."""

@@ -393,6 +393,8 @@ class BwdSm80(Kernel):
         head = rederived(head)
         coord = (head, 0 if seqlen.is_varlen else seqlen.batch, seqlen.padded_q_block(m_block, self.tile.tile_m))
         n_block = rederived(state.first_row) // self.tile.tile_n
+        if self.static.block_sparse:
+            return coord, p.score_params.mods.block_indices.rank(seqlen.batch, head, m_block, n_block)
         return coord, p.dq_semaphore.rank(n_block, m_block, seqlen if seqlen.is_varlen else None)
 
     def accumulator(self, mma: cute.TiledMma, shape: tuple) -> cute.Tensor:

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.pipeline import Pipeline
 from cute_flash.device.ptx import rederived
 from cute_flash.device.seqlen import SeqlenInfo
@@ -124,9 +125,12 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
                     iteration += 1
         else:
             for i in cutlass.range(p.num_m_blocks(tile), unroll=1):
-                index = p.block_index(tile, i)
-                head = tile.head_kv * p.heads_per_kv + index.head
-                add_parts(p, storage, accumulators(p, tile.seqlen, head, index.m_block), iteration)
+                if cutlass.const_expr(p.num_adders == 1):
+                    index = p.block_index(tile, i)
+                    head = tile.head_kv * p.heads_per_kv + index.head
+                    add_parts(p, storage, accumulators(p, tile.seqlen, head, index.m_block), iteration)
+                elif iteration % p.num_adders == adder:
+                    add_sparse_in_order(p, storage, tile, i, iteration)
                 iteration += 1
         count += 1
         coord = read_tile(storage, count)
@@ -164,6 +168,32 @@ def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m
         cute.arch.cp_async_bulk_wait_group(0)
         p.dq_semaphore.arrive(coord, rank)
     cute.arch.sync_warp()
+
+
+@cute.jit
+def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int32, iteration: Int32):
+    """`add_in_order` for the i-th m_block that a block mask lists."""
+    # Few registers: the coordinate and the rank are read again for each step.
+    with cute.arch.elect_one():
+        coord, rank = sparse_rank(p, tile, i)
+        p.dq_semaphore.wait(coord, rank)
+    cute.arch.sync_warp()
+    (head, _, m_block), _ = sparse_rank(p, tile, rederived(i))
+    add_parts(p, storage, accumulators(p, tile.seqlen, head, m_block), iteration)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0)
+        coord, rank = sparse_rank(p, tile, rederived(i))
+        p.dq_semaphore.arrive(coord, rank)
+    cute.arch.sync_warp()
+
+
+def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
+    """Coordinate of the semaphore of the i-th listed m_block, and the rank of this tile; one lane may call it."""
+    batch = tile.seqlen.batch
+    # Without the shuffle of `BwdBlockIndices.read`, in which all lanes take part.
+    index = BwdBlockIndex(p.block_indices.mIndices[batch, tile.head_kv, tile.n_block, i])
+    head = tile.head_kv * p.heads_per_kv + index.head
+    return (head, batch, index.m_block), p.block_indices.rank(batch, head, index.m_block, tile.n_block)
 
 
 @cute.jit

@@ -69,6 +69,9 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         is_small = cost > 0 or (deterministic and static.varlen)
         rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
         return (SM80_BWD_LONG_MOD, *rows) if mod_ops > MAX_MOD_OPS[0] else rows
+    if deterministic and static.mods is not None and static.mods.captures_needing_grad:
+        # Storing what each score adds to a captured tensor takes too many registers.
+        return ()
     candidates: tuple[AnyBwdTile, ...] = SM90_BWD_SCORE if cost else SM90_BWD
     if cost and static.has_mods:
         # The first two rows have no registers for user mods.
