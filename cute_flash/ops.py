@@ -137,7 +137,7 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
     """Call the operator through the dispatcher. Autocast and tangents are handled here: operators do not see them."""
     if _autocasting():
         q, k, v = autocast(q, k, v)
-    if _transform() is not None:
+    if not _is_dynamo_compiling() and _transform() is not None:
         _refuse_mapped(*args.captures, *args.block_mask)
     return attention_fwd(q, k, v, *to_schema(args))
 

@@ -251,12 +251,15 @@ class VarlenCase(Case):
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows that belong to no sequence hold NaN."""
-        (sq, sk), s = self.lengths.totals, self.sizes
-        q, k, v = (self.make.normal(*shape, self.kind.head_dim) for shape in ((sq, s.heads), *((sk, s.heads_kv),) * 2))
+        q, k, v = (self.make.normal(*shape) for shape in self._shapes())
         q[sum(self.lengths.queries) :] = torch.nan
         for x in (k, v):
             x[self.lengths.unused_keys().to(x.device)] = torch.nan
         return q.to(self.kind.dtype), k.to(self.kind.dtype), v.to(self.kind.dtype)
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        (sq, sk), s, d = self.lengths.totals, self.sizes, self.kind.head_dim
+        return [(sq, s.heads, d), (sk, s.heads_kv, d), (sk, s.heads_kv, d)]
 
     def args(self, **fields: Any) -> AttentionArgs:
         return super().args(**self.lengths.args(self.device), **fields)

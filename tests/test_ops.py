@@ -485,7 +485,9 @@ def test_jacobians() -> None:
     torch.testing.assert_close(torch.func.jacrev(rows)(q), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"score_mod": lambda s, b, h, i, j: s * 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0}, {"score_mod": lambda s, b, h, i, j: s * 2}], ids=["plain", "softcap", "score_mod"]
+)
 def test_gradients_of_gradients_are_refused(options: dict[str, Any]) -> None:
     q, k, v = inputs(5, 6)
     (dq,) = torch.autograd.grad(attn(q, k, v, **options).sum(), q, create_graph=True)

@@ -123,6 +123,43 @@ def test_torch_compile_with_cuda_graphs(qkv):
             torch.testing.assert_close(attend(*qkv).clone(), expected, rtol=0, atol=0)
 
 
+def test_torch_compile_with_mods(qkv):
+    """Captured tensors and numbers change between calls; a block mask carries its mask. Forward and gradients."""
+    qkv = [x[:, :, :640].requires_grad_() for x in qkv]
+    table = torch.randn(8, 640, device="cuda", requires_grad=True)
+    bias = torch.randn(640, 640, device="cuda", requires_grad=True)
+    ids = torch.arange(640, device="cuda") // 150
+    block_mask = cute_flash.BlockMask.of(cute_flash.masks.document(ids), (2, 8, 640, 640))
+
+    def plain(q, k, v, table, width):
+        def near(b, h, i, j):
+            return (i >= j) & (i - j < width)
+
+        out = cute_flash.attn(q, k, v, bias=bias, score_mod=lambda s, b, h, i, j: s + table[h, j], mask_mod=near)
+        return out + cute_flash.attn(q, k, v, score_mod=lambda s, b, h, i, j: s * 0.5, block_mask=block_mask)
+
+    attend = torch.compile(plain, fullgraph=True)
+    for width in (100, 37, 500):
+        got, want = attend(*qkv, table, width), plain(*qkv, table, width)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        inputs = [*qkv, table, bias]
+        grads = [torch.autograd.grad(x.float().square().sum(), inputs) for x in (got, want)]
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+        with torch.no_grad():
+            table.copy_(torch.randn(8, 640, device="cuda"))
+
+
+def test_nan_in_blocks_that_no_query_visits(qkv):
+    """Keys and values past those that a tile sees may hold anything."""
+    q, k, v = (torch.randn(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    clean = cute_flash.attn(q, k, v, causal=True)
+    k[:, :, 768:] = v[:, :, 768:] = torch.nan
+    dirty = cute_flash.attn(q, k, v, causal=True)
+    torch.testing.assert_close(dirty[:, :, :512], clean[:, :, :512], rtol=0, atol=0)
+    assert dirty[:, :, 768:].isnan().all()
+
+
 def test_opcheck(qkv):
     args = to_schema(AttentionArgs(scale=0.1, window_right=0))
     torch.library.opcheck(torch.ops.cute_flash.attention_fwd.default, (*qkv, *args))
