@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ from cute_flash.device.score_bwd import BwdScoreParams
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.reference import dropout as philox
+from cute_flash.runtime.finalizers import sum_capture_terms
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.graph import COLUMN, ROW
+from cute_flash.score_mod.mod_spec import ModSpec
+from cute_flash.spec.dropout import threshold
 from tests.combinations import RNG
 from tests.device.test_score import on_one_thread as on_one_thread
 from tests.device.test_score_bwd import FOR_HOPPER, SHAPES
@@ -87,6 +91,12 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> Non
         at = cutlass.min(query, SQ - 1), cutlass.min(key, SK - 1)
         gdBias[at] = gdBias[at] + dS
 
+    @cute.jit
+    def store_if(condition, address, value, dtype: cutlass.Constexpr):  # type: ignore[no-untyped-def]
+        if condition != 0:
+            cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=4).store(value)
+
+    monkeypatch.setattr(mods_bwd, "store_if", store_if)
     monkeypatch.setattr(gradient_sums, "add_at", add_at)
     monkeypatch.setattr(gradient_sums, "add_once", lambda gradient, coord, value, lanes: add_at(gradient, coord, value))
     monkeypatch.setattr(gradient_sums, "is_first", lambda lanes: cutlass.Boolean(True))
@@ -116,9 +126,12 @@ def bias_of(kind: str) -> torch.Tensor | None:
 
 
 def block(  # type: ignore[no-untyped-def]
-    shape, names, call: BoundMods, wanted, bias, first, products, dP, statistics
+    shape, names, call: BoundMods, wanted, bias, first, products, dP, statistics, stores_terms=False
 ) -> dict[str, Any]:
-    """P in 16 bits, dS and the other gradients of a block of keys by queries that begins there."""
+    """P in 16 bits, dS and the other gradients of a block of keys by queries that begins there.
+
+    `stores_terms`: gradients of captured tensors are stored by score, and summed afterwards.
+    """
     keys, queries, threads, row_step, mma_of = shape
     graphs = BwdGraphs.of(call.graphs, wanted)
     varies = 0 if bias is None else (ROW if bias.shape[2] > 1 else 0) | (COLUMN if bias.shape[3] > 1 else 0)
@@ -128,7 +141,7 @@ def block(  # type: ignore[no-untyped-def]
 
     @cute.jit
     def program(P, dS, dalibi, products, dP, statistics, numbers, slopes, rng, threshold, captures, floats,
-                dcaptures, mBias, mdBias):  # type: ignore[no-untyped-def]  # fmt: skip
+                dcaptures, mBias, mdBias, terms):  # type: ignore[no-untyped-def]  # fmt: skip
         mma = mma_of()
         softcap = numbers[1] if "softcap" in names else None
         dropout = (threshold, numbers[2], rng) if "dropout" in names else (None, None, None)
@@ -137,7 +150,10 @@ def block(  # type: ignore[no-untyped-def]
         of_score = captures[: split[0]], floats[: num[0]]
         of_mask = captures[split[0] : sum(split)], floats[num[0] :]
         bias_params = None if mBias is None else BwdBiasParams(mBias, mdBias, varies, accumulates)
-        mods = BwdModParams(graphs, numbers[0], softcap, of_score, of_mask, of_score, bias_params, dcaptures)
+        mods = BwdModParams(
+            graphs, numbers[0], softcap, of_score, of_mask, of_score, bias_params, dcaptures,
+            dcapture_terms=None if terms is None else tuple(terms),
+        )  # fmt: skip
         score = Score.of(numbers[0], softcap, True)
         params = BwdScoreParams(score, Int32(HEADS), slopes if "alibi" in names else None, None, *dropout, mods)
         band = Band(Int32(100), Int32(50))
@@ -183,12 +199,19 @@ def block(  # type: ignore[no-untyped-def]
     biases = [None if bias is None else from_dlpack(expanded(bias)), None]
     if dbias is not None:
         biases[1] = from_dlpack(dbias.expand(BATCH + 1, HEADS, -1, -1))
+    places = (len(graphs.loads), BATCH + 1, HEADS, SQ, SK)
+    terms = [torch.zeros(places), torch.zeros(places, dtype=torch.int32)]
     floats = [Float32(x) if isinstance(x, float) else Int32(x) for x in call.scalars]
     arguments = (
-        *given, Int32(philox.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.captures] or None,
+        *given, Int32(threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.captures] or None,
         floats or None, [from_dlpack(x) for x in dcaptures] or None, *biases,
+        [from_dlpack(x) for x in terms] if stores_terms else None,
     )  # fmt: skip
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
+    if stores_terms:
+        assert not any(x.any() for x in dcaptures)
+        spec = ModSpec(call.graphs, captures_needing_grad=wanted)
+        sum_capture_terms(SimpleNamespace(mods=spec), dcaptures, terms)  # type: ignore[arg-type]
     dalibi = outs[2].double().sum().item()
     return {"P": outs[0], "dS": outs[1], "dalibi": dalibi, "dcaptures": dcaptures, "dbias": dbias}
 
@@ -212,6 +235,16 @@ CASES: list[tuple[str, str, Any, Any, str]] = [
 @pytest.mark.compiles
 @pytest.mark.parametrize(("name", "features", "score_mod", "mask_mod", "kind"), CASES)
 def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: str) -> None:
+    check_block(name, features, score_mod, mask_mod, kind)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("name", "score_mod"), [("d128 sm_80", everywhere), ("d96 sm_80", buckets)])
+def test_a_block_with_deterministic_gradients_of_tables(name: str, score_mod: Any) -> None:
+    check_block(name, "", score_mod, documents, "", stores_terms=True)
+
+
+def check_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: str, stores_terms: bool = False) -> None:
     shape, names, bias = SHAPES[name], features.split(), bias_of(kind)
     keys, queries, *_ = shape
     generator = torch.Generator().manual_seed(1)
@@ -222,7 +255,7 @@ def test_a_block(name: str, features: str, score_mod: Any, mask_mod: Any, kind: 
     call = BoundMods.of(score_mod, mask_mod, None)
     num_tables = 0 if call.graphs.score is None else len(call.graphs.score.captures)
     wanted = tuple(i for i in range(num_tables) if call.captures[i].is_floating_point())
-    found = block(shape, names, call, wanted, bias, first, products, dP, statistics)
+    found = block(shape, names, call, wanted, bias, first, products, dP, statistics, stores_terms)
 
     lse, delta = statistics.double()
     j = torch.arange(first[0], first[0] + keys)[:, None]

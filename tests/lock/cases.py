@@ -336,8 +336,12 @@ def bwd_mods() -> Iterator[Case]:
         yield bwd(place, 128, bias=Bias(dims="hqk"), deterministic=True)
         yield bwd(place, 64, mask="full", mask_mod="window", deterministic=True)
         yield bwd(place, 64, "softcap", "dropout", score_mod="alibi", mask="full")
+        yield bwd(place, 128, "varlen", score_mod="relative", has_table_gradients=True)
+        yield bwd(place, 64, "varlen", mask="window", score_mod="alibi", mask_mod="window")
+        yield bwd(place, 128, mask_mod="document", block_map=True, deterministic=True)
     gated = {"score_mod": "gated", "mask_mod": "by_head", "mask": "full", "has_table_gradients": True}
     yield bwd(AMPERE, 64, **gated)
+    yield bwd(AMPERE, 128, score_mod="relative", has_table_gradients=True, deterministic=True)
     yield bwd(AMPERE_ON_90, 256, mask="full", score_mod="relative", has_table_gradients=True)
     yield bwd(AMPERE, 128, mask="window", score_mod="alibi", mask_mod="window", bias=Bias())
     yield bwd(AMPERE, 128, dtype="fp16", score_mod="hiding")

@@ -16,7 +16,7 @@ from cute_flash.spec.problem import Problem
 SCALARS = ("f32", "i32", "i64")
 LAYOUTS = ("rows", "statistics", "compact", "strided")
 KINDS = (
-    "tile_list", "dq_accum", "bias", "dbias", "captures", "scalars", "dcaptures", "fwd_block_indices",
+    "tile_list", "dq_accum", "bias", "dbias", "captures", "scalars", "dcaptures", "dcapture_terms", "fwd_block_indices",
     "bwd_block_indices",
 )  # fmt: skip
 
