@@ -21,6 +21,7 @@ from cute_flash.device.position import TilePosition
 from cute_flash.device.views import as_operand_a
 from cute_flash.device.wgmma import make_mma
 from cute_flash.reference import dropout as philox
+from cute_flash.spec.dropout import threshold as dropout_threshold
 from tests.combinations import RNG
 from tests.device.test_score import FOR_HOPPER, shapes
 from tests.device.test_score import on_one_thread as on_one_thread
@@ -69,7 +70,7 @@ def after_dropout(shape: Any, draws: list[Draw]) -> Iterator[torch.Tensor]:
     compiled = None
     for first, p in draws:
         out = torch.full((rows, columns), torch.nan)
-        threshold = Int32(philox.threshold(p) * 0x10001)
+        threshold = Int32(dropout_threshold(p) * 0x10001)
         arguments = (from_dlpack(out), from_dlpack(torch.tensor(RNG)), *map(Int32, first), threshold)
         compiled = compiled or cute.compile(program, *arguments, options=FOR_HOPPER)
         compiled(*arguments)
@@ -123,7 +124,7 @@ def produced_masks(draws: list[Draw]) -> Iterator[torch.Tensor]:
         out = torch.full((128, columns), torch.nan)
         # The first mode is the innermost.
         words = torch.zeros(2, 2, STEPS, 128, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0)
-        threshold = Int32(philox.threshold(p) * 0x10001)
+        threshold = Int32(dropout_threshold(p) * 0x10001)
         given = (from_dlpack(out), from_dlpack(words, assumed_align=16), from_dlpack(torch.tensor(RNG)))
         arguments = (*given, *map(Int32, first), threshold)
         compiled = compiled or cute.compile(program, *arguments, options=FOR_HOPPER)

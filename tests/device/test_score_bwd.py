@@ -26,6 +26,7 @@ from cute_flash.device.wgmma import make_mma
 from cute_flash.kernels.sm80.bwd import BwdSm80
 from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.reference import dropout as philox
+from cute_flash.spec.dropout import threshold as dropout_threshold
 from cute_flash.spec.problem import Static
 from tests.combinations import RNG
 from tests.device.test_score import on_one_thread as on_one_thread
@@ -126,7 +127,7 @@ def block(
     slopes = torch.zeros(BATCH + 1, HEADS)
     slopes[BATCH, HEAD] = 0.02
     given = (*outs, products, dP, statistics, numbers, slopes, torch.tensor(RNG))
-    arguments = (*map(from_dlpack, given), Int32(philox.threshold(0.3) * 0x10001))
+    arguments = (*map(from_dlpack, given), Int32(dropout_threshold(0.3) * 0x10001))
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)
     return outs[0], outs[1], outs[2].double().sum().item()
 
