@@ -32,8 +32,11 @@ class Arithmetic(Protocol):
     def constant(self, value: Any, kind: str) -> Any:
         """A constant or a captured number."""
 
-    def load(self, capture: Any, indices: Sequence[Any], kind: str) -> Any:
-        """An element of a captured tensor; an index out of bounds is clamped."""
+    def load(self, capture: Any, indices: Sequence[Any], is_nonnegative: Sequence[bool], kind: str) -> Any:
+        """An element of a captured tensor; a negative index counts from the end, one out of bounds is clamped.
+
+        `is_nonnegative`: which indices are known not to be negative.
+        """
 
     def op(self, node: Node, *args: Any) -> Any: ...
 
@@ -121,7 +124,8 @@ class Evaluator:
             elif node.op == "scalar":
                 values[i] = arithmetic.constant(self.scalars[node.value], node.kind)
             elif node.op == "load":
-                values[i] = arithmetic.load(self.captures[node.value], args, node.kind)
+                is_nonnegative = [self.graph.is_nonnegative[j] for j in node.args]
+                values[i] = arithmetic.load(self.captures[node.value], args, is_nonnegative, node.kind)
             elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
                 values[i] = self._converted_input(node, inputs)
             else:
@@ -148,12 +152,12 @@ class TorchArithmetic:
     def constant(self, value: Any, kind: str) -> Tensor:
         return torch.tensor(value, dtype=self._dtype(kind), device=self.device)
 
-    def load(self, capture: Tensor, indices: Sequence[Tensor], kind: str) -> Tensor:
+    def load(self, capture: Tensor, indices: Sequence[Tensor], is_nonnegative: Sequence[bool], kind: str) -> Tensor:
         if not indices:
             return capture.to(self._dtype(kind))
         if 0 in capture.shape:
             raise ValueError(f"a captured tensor has shape {tuple(capture.shape)}: there is nothing to read")
-        return capture[clamp_indices(capture, indices)].to(self._dtype(kind))
+        return capture[indices_in_bounds(capture, indices)].to(self._dtype(kind))
 
     def op(self, node: Node, *args: Tensor) -> Tensor:
         if node.op in CASTS:
@@ -161,9 +165,10 @@ class TorchArithmetic:
         return TORCH_OPS[node.op](*args)
 
 
-def clamp_indices(capture: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Indices, clamped to the bounds of a captured tensor."""
-    return tuple(i.clamp(0, size - 1) for i, size in zip(indices, capture.shape, strict=True))
+def indices_in_bounds(capture: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The indices of the elements that are loaded: negative ones count from the end, others are clamped."""
+    sizes = zip(indices, capture.shape, strict=True)
+    return tuple(torch.where(i < 0, i + size, i).clamp(0, size - 1) for i, size in sizes)
 
 
 def evaluate(
