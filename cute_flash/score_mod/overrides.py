@@ -77,8 +77,8 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
         return op("floordiv" if rounding_mode else "div", a, b)
     if not (_is_int(a) and _is_int(b)):
         return _trunc(op("div", a, b))
-    quotient = op("floordiv", op("abs", a), op("abs", b))
-    return op("where", op("xor", op("lt", a, 0), op("lt", b, 0)), op("neg", quotient), quotient)
+    quotient = abs(a) // abs(b)
+    return op("where", (a < 0) ^ (b < 0), -quotient, quotient)
 
 
 def _ceil(x: ScalarProxy) -> ScalarProxy:
@@ -101,8 +101,8 @@ def _round(x: ScalarProxy, *, decimals: int = 0) -> ScalarProxy:
 
 
 def _fmod(a: Any, b: Any) -> ScalarProxy:
-    rest = op("mod", op("abs", a), op("abs", b))
-    return op("where", op("lt", a, 0), op("neg", rest), rest)
+    rest = abs(a) % abs(b)
+    return op("where", a < 0, -rest, rest)
 
 
 def _sign(x: ScalarProxy) -> ScalarProxy:
