@@ -62,7 +62,7 @@ _RULES: dict[str, Callable[..., tuple]] = {
     "sigmoid": lambda g, y, a: (g * (y * (1.0 - y)),),
     "sin": lambda g, y, a: (g * op("cos", a),),
     "cos": lambda g, y, a: (-(g * op("sin", a)),),
-    "erf": lambda g, y, a: (g * (op("exp", -(a * a)) * (2 / math.sqrt(math.pi))),),
+    "erf": lambda g, y, a: (g * (2 / math.sqrt(math.pi)) * op("exp", -(a * a)),),
     "atan": lambda g, y, a: (g / (1.0 + a * a),),
     "pow": lambda g, y, a, b: (
         g * op("where", b == 0.0, 0.0, b * op("pow", a, b - 1.0)),

@@ -41,8 +41,8 @@ class ObjectProxy:
         for name, x in (("tracer", tracer), ("value", value), ("source", source)):
             object.__setattr__(self, f"_ObjectProxy__{name}", x)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return self.__read(_type)
 
     def __read(self, read: Callable[[Any, Any], Any], key: Any = None) -> Any:

@@ -81,7 +81,7 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
     return op("where", (a < 0) ^ (b < 0), -quotient, quotient)
 
 
-def _ceil(x: ScalarProxy) -> ScalarProxy:
+def _ceil(x: Any) -> ScalarProxy:
     return op("neg", op("floor", op("neg", x)))
 
 
@@ -90,11 +90,11 @@ def _of_floats(function: Callable[[ScalarProxy], ScalarProxy]) -> Callable:
     return lambda x: x if _is_int(x) else function(x)
 
 
-def _trunc(x: ScalarProxy) -> ScalarProxy:
+def _trunc(x: Any) -> ScalarProxy:
     return op("where", op("lt", x, 0.0), _ceil(x), op("floor", x))
 
 
-def _round(x: ScalarProxy, *, decimals: int = 0) -> ScalarProxy:
+def _round(x: Any, *, decimals: int = 0) -> ScalarProxy:
     if decimals:
         raise trace_error(f"round with decimals={decimals}: round to integers")
     return x if _is_int(x) else op("round", x)
@@ -105,29 +105,30 @@ def _fmod(a: Any, b: Any) -> ScalarProxy:
     return op("where", a < 0, -rest, rest)
 
 
-def _sign(x: ScalarProxy) -> ScalarProxy:
+def _sign(x: Any) -> ScalarProxy:
     return x if x._kind == "bool" else op("sub", op(f"to_{x._kind}", x > 0), op(f"to_{x._kind}", x < 0))
 
 
-def _gelu(x: ScalarProxy, approximate: str = "none") -> ScalarProxy:
+def _gelu(x: Any, approximate: str = "none") -> ScalarProxy:
     if approximate == "tanh":
         inner = op("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))
     else:
         inner = op("erf", x * math.sqrt(0.5))
-    return 0.5 * x * (1.0 + inner)
+    return 0.5 * x * op("add", 1.0, inner)
 
 
-def _softplus(x: ScalarProxy, beta: float = 1.0, threshold: float = 20.0) -> ScalarProxy:
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> ScalarProxy:
     # The exponent is bounded, so that the gradient of the branch that is not taken is no NaN.
     product = x * beta
-    return op("where", product > threshold, x, op("log", 1.0 + op("exp", _clamp(product, max=threshold))) / beta)
+    power = op("exp", _clamp(product, max=threshold))
+    return op("where", product > threshold, x, op("div", op("log", op("add", 1.0, power)), beta))
 
 
-def _is_finite(x: ScalarProxy) -> Any:
+def _is_finite(x: Any) -> Any:
     return _full_like(True)(x, dtype=torch.bool) if _is_int(x) else op("lt", op("abs", x), math.inf)
 
 
-def _is_infinite(x: ScalarProxy) -> Any:
+def _is_infinite(x: Any) -> Any:
     return _full_like(False)(x, dtype=torch.bool) if _is_int(x) else op("eq", op("abs", x), math.inf)
 
 
