@@ -13,6 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import arith
 
 from cute_flash.device.softmax import LN_2, LOG2_E
 from cute_flash.score_mod.graph import Node
@@ -93,7 +94,7 @@ class CuteArithmetic:
         element = capture[indices_in_bounds(capture, indices, is_nonnegative)]
         return element != 0 if kind == "bool" else TYPES[kind](element)
 
-    def op(self, node: Node, *args: Any) -> Any:
+    def op(self, node: Node, args: Sequence[Any], is_nonnegative: Sequence[bool]) -> Any:
         dtype = TYPES[node.kind]
         if node.op == "where":
             return dtype(cutlass.select_(args[0], dtype(args[1]), dtype(args[2])))
@@ -103,6 +104,9 @@ class CuteArithmetic:
             return dtype(args[0])
         if node.op == "not" and node.kind == "bool":
             return args[0] == Boolean(False)
+        if node.op in ("floordiv", "mod") and node.kind == "int" and not all(is_nonnegative):
+            quotient = _floordiv_ints(*args)
+            return quotient if node.op == "floordiv" else args[0] - quotient * args[1]
         if node.op in INT_OPS:
             return (FLOAT_OPS if node.kind == "float" else INT_OPS)[node.op](*args)
         return dtype(OPS[node.op](*args))
@@ -116,6 +120,11 @@ def indices_in_bounds(capture: cute.Tensor, indices: Sequence[Int32], is_nonnega
     wrapped = (i if known else _from_end(i, n) for i, n, known in zip(indices, sizes, is_nonnegative))
     coord = tuple(cutlass.max(cutlass.min(i, n - 1), 0) for i, n in zip(wrapped, sizes))
     return coord if len(coord) > 1 else coord[0]
+
+
+def _floordiv_ints(a: Int32, b: Int32) -> Int32:
+    """a // b, rounded down. The operator rounds towards 0 if an operand is a coordinate, an int of a layout."""
+    return Int32(arith.floordivsi(Int32(a).ir_value(), Int32(b).ir_value()))
 
 
 def _from_end(i: Int32, size: Int32) -> Int32:

@@ -38,7 +38,8 @@ class Arithmetic(Protocol):
         `is_nonnegative`: which indices are known not to be negative.
         """
 
-    def op(self, node: Node, *args: Any) -> Any: ...
+    def op(self, node: Node, args: Sequence[Any], is_nonnegative: Sequence[bool]) -> Any:
+        """The result of an operation. `is_nonnegative`: which operands are known not to be negative."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Evaluator:
         for i in self.stages.nodes[stage]:
             node, arithmetic = self.graph.nodes[i], self.arithmetic
             args = [self._value(values, j) for j in node.args]
+            is_nonnegative = [self.graph.is_nonnegative[j] for j in node.args]
             if node.op == "constant":
                 continue
             if node.op == "input":
@@ -124,12 +126,11 @@ class Evaluator:
             elif node.op == "scalar":
                 values[i] = arithmetic.constant(self.scalars[node.value], node.kind)
             elif node.op == "load":
-                is_nonnegative = [self.graph.is_nonnegative[j] for j in node.args]
                 values[i] = arithmetic.load(self.captures[node.value], args, is_nonnegative, node.kind)
             elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
                 values[i] = self._converted_input(node, inputs)
             else:
-                values[i] = arithmetic.op(node, *args)
+                values[i] = arithmetic.op(node, args, is_nonnegative)
         return values
 
     def _converted_input(self, node: Node, inputs: dict[str, Any]) -> Any:
@@ -159,7 +160,7 @@ class TorchArithmetic:
             raise ValueError(f"a captured tensor has shape {tuple(capture.shape)}: there is nothing to read")
         return capture[indices_in_bounds(capture, indices)].to(self._dtype(kind))
 
-    def op(self, node: Node, *args: Tensor) -> Tensor:
+    def op(self, node: Node, args: Sequence[Tensor], is_nonnegative: Sequence[bool]) -> Tensor:
         if node.op in CASTS:
             return args[0].to(self._dtype(node.kind))
         return TORCH_OPS[node.op](*args)

@@ -25,6 +25,7 @@ from cute_flash.device.views import as_mn
 from cute_flash.reference import dropout as philox
 from cute_flash.score_mod.bound import BoundMods
 from cute_flash.score_mod.graph import COLUMN, ROW
+from cute_flash.spec import dropout as dropout_spec
 from tests.combinations import RNG
 from tests.device.test_score import on_one_thread as on_one_thread
 from tests.device.test_score_bwd import FOR_HOPPER, SHAPES
@@ -190,7 +191,7 @@ def block(  # type: ignore[no-untyped-def]
         biases[1] = from_dlpack(dbias.expand(BATCH + 1, HEADS, -1, -1))
     floats = [Float32(x) if isinstance(x, float) else Int32(x) for x in call.scalars]
     arguments = (
-        *given, Int32(philox.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.captures] or None,
+        *given, Int32(dropout_spec.threshold(0.3) * 0x10001), [from_dlpack(x) for x in call.captures] or None,
         floats or None, [from_dlpack(x) for x in dcaptures] or None, *biases,
     )  # fmt: skip
     cute.compile(program, *arguments, options=FOR_HOPPER)(*arguments)

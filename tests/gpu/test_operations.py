@@ -53,20 +53,21 @@ def test_gradients(name) -> None:
         assert (mine - theirs).norm() < 2e-2 * theirs.norm() + 1e-3
 
 
-def test_negative_indices_wrap() -> None:
-    """The values, and the gradient of the table."""
+@pytest.mark.parametrize("step", [1, 2, 64])
+def test_negative_indices_wrap(step) -> None:
+    """The values, and the gradient of the table. Division rounds down."""
     table = torch.randn(HEADS, SEQLEN, generator=torch.Generator().manual_seed(2))
     found = []
     for device in ("cuda", "cpu"):
         own = table.to(device).requires_grad_()
-        out = cute_flash.attn(*inputs(device), score_mod=lambda s, b, h, q, kv, own=own: s + own[h, q - kv])
+        out = cute_flash.attn(*inputs(device), score_mod=lambda s, b, h, q, kv, own=own: s + own[h, (q - kv) // step])
         (grad,) = torch.autograd.grad(out.float().square().sum(), own)
         found.append((out.detach().cpu().float(), grad.cpu()))
     (out, grad), (expected_out, expected_grad) = found
     torch.testing.assert_close(out, expected_out, rtol=2e-2, atol=1e-2)
     assert (grad - expected_grad).norm() < 2e-2 * expected_grad.norm()
     i = torch.arange(SEQLEN)
-    bias = table[:, i[:, None] - i]
+    bias = table[:, (i[:, None] - i) // step]
     torch.testing.assert_close(expected_out, cute_flash.attn(*inputs("cpu"), bias=bias), rtol=1e-4, atol=1e-4)
 
 
