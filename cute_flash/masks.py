@@ -109,7 +109,7 @@ def tree(parents: Tensor, prefix: int = 0) -> Mask:
     ancestors = _ancestors(parents.tolist()).to(parents.device)
 
     def mask(b, h, q_idx, kv_idx):
-        # A negative index is clamped to 0; `kv_idx < prefix` is true then, so the loaded element does not matter.
+        # Where kv_idx < prefix the index is negative, and the loaded element does not matter.
         return (kv_idx < prefix) | ancestors[q_idx, kv_idx - prefix]
 
     return mask

@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cu_q": offsets([4, 5])[None]}, r"cu_seqlens_q has shape \(1, 3\): expected \(B \+ 1\)"),
     ({"cu_q": torch.empty(0).int()}, r"cu_seqlens_q has shape \(0,\)"),
     ({"cu_q": offsets([4, 5]).to("meta")}, "cu_seqlens_q is on meta and q is on cpu"),
-    ({"cu_q": [0, 4, 9]}, "cu_seqlens_q is a list: give an int32 tensor"),
+    ({"cu_q": [0, 4, 9]}, "cu_seqlens_q is a builtins.list: give a torch.Tensor"),
     ({"seqused_k": torch.tensor([2, 11]).int()}, r"seqused_k\[1\]=11: sequence 1 has 10 keys"),
     ({"seqused_k": torch.tensor([-1, 1]).int()}, r"seqused_k\[0\]=-1"),
     ({"seqused_k": torch.tensor([3]).int()}, "seqused_k has 1 lengths for 2 sequences"),

@@ -1,8 +1,8 @@
 """The operations of user mods in a kernel: the arithmetic of `score_mod.evaluate.Evaluator` on DSL scalars.
 
 Floats are fp32, ints int32, and captured tensors CuTe tensors of any strides. Approximations err by a few units in the
-last place. An index outside a captured tensor loads the nearest element, also at positions past the last row or key.
-Graphs must be lowered (`score_mod.lower`).
+last place. A negative index of a captured tensor counts from its end, and an index out of bounds loads the nearest
+element, also at positions past the last row or key. Graphs must be lowered (`score_mod.lower`).
 """
 
 import operator
@@ -13,6 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import arith
 
 from cute_flash.device.softmax import LN_2, LOG2_E
 from cute_flash.score_mod.graph import Node
@@ -33,6 +34,19 @@ def _tanh(x: Float32) -> Float32:
     return 1.0 - 2.0 * cute.arch.rcp_approx(_exp2(x * (2 * LOG2_E)) + 1.0)
 
 
+def _mod(a: Float32, b: Float32) -> Float32:
+    """The remainder with the sign of the divisor, exactly, as in Python."""
+    rest = cute.math.rem(a, b)
+    is_other_sign = (rest * b) < 0.0
+    return Float32(cutlass.select_(is_other_sign, rest + b, rest))
+
+
+def _floordiv(a: Float32, b: Float32) -> Float32:
+    """(a - a % b) / b is an integer, but for rounding."""
+    quotient = Float32(cute.math.roundeven((a - _mod(a, b)) / b))
+    return Float32(cutlass.select_(b == 0.0, a / b, quotient))
+
+
 # Operations that have the same name in `operator`, and approximations that have it in `cute.math`.
 OPERATORS = ("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "xor")
 FUNCTIONS = ("exp2", "log2", "sqrt", "rsqrt", "sin", "cos")
@@ -49,6 +63,10 @@ OPS: dict[str, Any] = {
     "tanh": _tanh,
     "sigmoid": lambda a: cute.arch.rcp_approx(1.0 + _exp2(-a * LOG2_E)),
     "floor": cute.math.floor,
+    "round": cute.math.roundeven,
+    "erf": cute.math.erf,
+    "atan": cute.math.atan,
+    "pow": cute.math.pow,
 }
 # Operations that differ between ints and floats.
 INT_OPS: dict[str, Any] = {
@@ -60,8 +78,8 @@ INT_OPS: dict[str, Any] = {
     "not": lambda a: a ^ -1,
 }
 FLOAT_OPS: dict[str, Any] = {
-    "floordiv": lambda a, b: cute.math.floor(a / b),
-    "mod": lambda a, b: a - cute.math.floor(a / b) * b,
+    "floordiv": _floordiv,
+    "mod": _mod,
     "min": lambda a, b: cute.arch.fmin(a, b, nan=True),
     "max": lambda a, b: cute.arch.fmax(a, b, nan=True),
     "abs": cute.math.absf,
@@ -72,11 +90,11 @@ class CuteArithmetic:
     def constant(self, value: Any, kind: str) -> Any:
         return TYPES[kind](value)
 
-    def load(self, capture: cute.Tensor, indices: Sequence[Int32], kind: str) -> Any:
-        element = capture[clamp_indices(capture, indices)]
+    def load(self, capture: cute.Tensor, indices: Sequence[Int32], is_nonnegative: Sequence[bool], kind: str) -> Any:
+        element = capture[indices_in_bounds(capture, indices, is_nonnegative)]
         return element != 0 if kind == "bool" else TYPES[kind](element)
 
-    def op(self, node: Node, *args: Any) -> Any:
+    def op(self, node: Node, args: Sequence[Any], is_nonnegative: Sequence[bool]) -> Any:
         dtype = TYPES[node.kind]
         if node.op == "where":
             return dtype(cutlass.select_(args[0], dtype(args[1]), dtype(args[2])))
@@ -86,15 +104,29 @@ class CuteArithmetic:
             return dtype(args[0])
         if node.op == "not" and node.kind == "bool":
             return args[0] == Boolean(False)
+        if node.op in ("floordiv", "mod") and node.kind == "int" and not all(is_nonnegative):
+            quotient = _floordiv_ints(*args)
+            return quotient if node.op == "floordiv" else args[0] - quotient * args[1]
         if node.op in INT_OPS:
             return (FLOAT_OPS if node.kind == "float" else INT_OPS)[node.op](*args)
         return dtype(OPS[node.op](*args))
 
 
-def clamp_indices(capture: cute.Tensor, indices: Sequence[Int32]) -> Any:
-    """The coordinate of the nearest element."""
+def indices_in_bounds(capture: cute.Tensor, indices: Sequence[Int32], is_nonnegative: Sequence[bool]) -> Any:
+    """The coordinate of the element that is loaded."""
     if not indices:
         return 0
     sizes = capture.shape if len(indices) > 1 else (cute.size(capture),)
-    coord = tuple(cutlass.max(cutlass.min(i, n - 1), 0) for i, n in zip(indices, sizes))
+    wrapped = (i if known else _from_end(i, n) for i, n, known in zip(indices, sizes, is_nonnegative))
+    coord = tuple(cutlass.max(cutlass.min(i, n - 1), 0) for i, n in zip(wrapped, sizes))
     return coord if len(coord) > 1 else coord[0]
+
+
+def _floordiv_ints(a: Int32, b: Int32) -> Int32:
+    """a // b, rounded down. The operator rounds towards 0 if an operand is a coordinate, an int of a layout."""
+    return Int32(arith.floordivsi(Int32(a).ir_value(), Int32(b).ir_value()))
+
+
+def _from_end(i: Int32, size: Int32) -> Int32:
+    """The index, plus the size if it is negative: the sign bits of a number select the size."""
+    return i + ((i >> 31) & size)

@@ -23,7 +23,7 @@ from cute_flash.device.bias_bwd import BwdBiasParams, BwdBlockBias
 from cute_flash.device.block_sparse import BwdBlockIndices
 from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.mask import Mask, column_offset
-from cute_flash.device.mod_arithmetic import CuteArithmetic, clamp_indices
+from cute_flash.device.mod_arithmetic import CuteArithmetic, indices_in_bounds
 from cute_flash.device.position import BwdBlockPosition
 from cute_flash.device.ptx import bits_and, pack, select_if, store_if, tanh_derivative
 from cute_flash.device.score_bwd import BlockScores
@@ -71,6 +71,11 @@ class BwdGraphs:
         # The incoming gradient is already 0 there.
         is_incoming = node.op == "input" and node.value == "grad"
         return value if is_incoming else cutlass.select_(is_zero, Float32(0.0), value)
+
+    def nonnegative(self, load: LoadGradient) -> list[bool]:
+        """Which indices of a load are known not to be negative."""
+        assert self.gradient is not None
+        return [self.gradient.is_nonnegative[self.gradient.outputs[i]] for i in load.indices]
 
     def depends(self, load: LoadGradient) -> int:
         """Bits of ROW and COLUMN that the indices of a load depend on."""
@@ -343,7 +348,7 @@ class ModScores:
         for i, load in enumerate(self.graphs.loads):
             grad = self.graphs.output(outputs, load.output, is_zero)
             dcapture = self.params.dcaptures[self.graphs.captures_needing_grad.index(load.capture)]
-            coord = clamp_indices(dcapture, [outputs[j] for j in load.indices])
+            coord = indices_in_bounds(dcapture, [outputs[j] for j in load.indices], self.graphs.nonnegative(load))
             if self.params.dcapture_terms is None:
                 sums.add(i, self.graphs.depends(load), r, grad, dcapture, coord)
             else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_flash.reference.grads import FeatureGrads
 from cute_flash.score_mod.block_mask import FULL, PARTIAL, BlockMask
-from cute_flash.score_mod.evaluate import clamp_indices, evaluate
+from cute_flash.score_mod.evaluate import evaluate, indices_in_bounds
 from cute_flash.spec.args import AttentionArgs
 
 
@@ -102,7 +102,7 @@ def _add_at(total: Tensor, indices: list[Tensor], grad: Tensor) -> None:
     if not indices:
         total += grad.sum()
         return
-    places = torch.broadcast_tensors(*clamp_indices(total, indices))
+    places = torch.broadcast_tensors(*indices_in_bounds(total, indices))
     shape = (1,) * (grad.dim() - places[0].dim()) + tuple(places[0].shape)
     grad = grad.sum_to_size(shape)
     total.index_put_([x.reshape(shape) for x in places], grad, accumulate=True)

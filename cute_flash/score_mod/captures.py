@@ -8,9 +8,9 @@ still valid.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
-import sys
 from collections.abc import Callable
 from operator import getitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -19,11 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_flash.score_mod.constants import (
+    bound_to,
+    is_compiled_in,
+    is_fixed,
+    is_fixed_module,
+    is_impure,
+    is_key,
+    is_numpy,
+)
 from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
+from cute_flash.score_mod.objects import BUILTINS, ModuleProxy, ObjectProxy, is_container, plain
 from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 
-# Modules whose contents do not change: their functions and classes are used as they are.
-FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
 MAX_CONTAINER_SIZE = 256
 
 
@@ -62,7 +70,8 @@ class CaptureTracer:
         self.scalars: list[int] = []  # the source of each scalar of the builder
         self.proxies: dict[tuple, Any] = {}  # by path
         self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # by id; functions may refer to themselves
-        self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function
+        self.objects: dict[int, tuple[ObjectProxy, int]] = {}  # by id, with their sources
+        self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function or object
         self.function = self._proxy(mod, 0)
 
     def visit(self, parent: int, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
@@ -79,22 +88,45 @@ class CaptureTracer:
     def _proxy(self, value: Any, source: int) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, source)
-        if _is_compiled_in(value) or self.paths[source] in self.static:
+        if is_impure(value):
+            name = f"{value.__module__}.{value.__name__}"
+            raise trace_error(f"{name} depends on more than its arguments: call it outside, and capture the result")
+        if is_compiled_in(value) or is_fixed(value) or self.paths[source] in self.static:
             return value
-        if isinstance(value, (int, float)):
-            self.builder.scalars.append("int" if isinstance(value, int) else "float")
+        if type(value) in (int, float):
+            self.builder.scalars.append("int" if type(value) is int else "float")
             self.scalars.append(source)
             return ScalarProxy(self.builder, self.builder.scalar(len(self.scalars) - 1))
+        if isinstance(value, (int, float)) or is_numpy(value, "generic"):
+            return self.visit(source, _number)
         if isinstance(value, MethodType):
             return functools.partial(self.visit(source, getattr, "__func__"), self.visit(source, getattr, "__self__"))
+        if bound_to(value) is not None:
+            return getattr(self.visit(source, getattr, "__self__"), value.__name__)
         if isinstance(value, functools.partial):
             func, args, keywords = (self.visit(source, getattr, name) for name in ("func", "args", "keywords"))
             return functools.partial(func, *args, **keywords)
-        if type(value) in (tuple, list, dict):
+        if isinstance(value, functools._lru_cache_wrapper):
+            return self.visit(source, getattr, "__wrapped__")
+        if type(value) in (tuple, list, dict, set, frozenset):
             return self._container(value, source)
-        if _is_fixed(value):
-            return value
-        return self._function(value, source) if isinstance(value, FunctionType) else ObjectProxy(self, value, source)
+        if is_fixed_module(value):
+            return ModuleProxy(self, value)
+        if isinstance(value, FunctionType):
+            return self._function(value, source)
+        if is_container(value) and is_fixed(type(value)):
+            return self.visit(source, plain)
+        return self._object(value, source)
+
+    def _object(self, value: Any, source: int) -> ObjectProxy:
+        """One proxy for each object, so that `is` and == of objects are those of the originals."""
+        if id(value) in self.objects:
+            proxy, first = self.objects[id(value)]
+            self.aliases.append((first, source))
+            return proxy
+        proxy = ObjectProxy(self, value, source)
+        self.objects[id(value)] = proxy, source
+        return proxy
 
     def _tensor(self, value: Tensor, source: int) -> Any:
         self.captures.append(source)
@@ -103,6 +135,11 @@ class CaptureTracer:
     def _container(self, value: Any, source: int) -> Any:
         if len(value) > MAX_CONTAINER_SIZE:
             raise trace_error(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
+        if isinstance(value, (dict, set, frozenset)) and not all(map(is_key, value)):
+            what = "key" if isinstance(value, dict) else "element"
+            raise trace_error(f"a captured {type(value).__name__} has a {what} that is no number and no string")
+        if isinstance(value, (set, frozenset)):
+            return type(value)(value)
         keys = value if isinstance(value, dict) else range(len(value))
         proxies = {key: self.visit(source, getitem, key) for key in keys}
         return proxies if isinstance(value, dict) else type(value)(proxies.values())
@@ -122,11 +159,17 @@ class CaptureTracer:
         # Registered before its captures are visited, because it may capture itself.
         self.rebuilding[id(value)] = new, source
         for i, (cell, old) in enumerate(zip(cells, value.__closure__ or ())):
-            if old != CellType():  # it is assigned
+            if old == CellType():  # it is not assigned
+                self.visit(source, _has_cell, i)
+            else:
                 cell.cell_contents = self.visit(source, _cell, i)
         for name in _global_names(code):
             if name in value.__globals__:
                 names[name] = self.visit(source, _global, name)
+            elif name in BUILTINS:
+                names[name] = BUILTINS[name]
+            elif not hasattr(builtins, name):
+                self.visit(source, _has_global, name)
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(value, name):
                 setattr(new, name, self.visit(source, getattr, name))
@@ -152,85 +195,56 @@ def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
     if isinstance(value, Tensor):
         dtype, rank = value.dtype, value.dim()
         return lambda x: isinstance(x, Tensor) and x.dtype == dtype and x.dim() == rank
-    if _is_compiled_in(value) or is_static:
+    if is_static and (value == 0 or value != value):
+        text = repr(value)  # -0.0 is not 0.0, and NaN is NaN
+        return lambda x: type(x) is kind and repr(x) == text
+    if is_compiled_in(value) or is_static:
         return lambda x: type(x) is kind and x == value
     if isinstance(value, FunctionType):
         code = value.__code__
         return lambda x: type(x) is FunctionType and x.__code__ is code
-    if isinstance(value, (tuple, list)):
+    if kind in (tuple, list):
         size = len(value)
         return lambda x: type(x) is kind and len(x) == size
-    if isinstance(value, dict):
+    if kind is dict:
         names = tuple(value)
         return lambda x: type(x) is kind and tuple(x) == names
-    if isinstance(value, (int, float, functools.partial, MethodType)) or not _is_fixed(value):
-        return lambda x: type(x) is kind
-    return lambda x: x is value
+    if kind in (set, frozenset):
+        elements = frozenset(value)
+        return lambda x: type(x) is kind and x == elements
+    if bound_to(value) is not None:
+        name = value.__name__
+        return lambda x: type(x) is kind and x.__name__ == name
+    if is_fixed(value) or isinstance(value, ModuleType):
+        return lambda x: x is value
+    return lambda x: type(x) is kind
 
 
-# Readers of captured values; `getattr` and `getitem` are the others.
+# Readers of captured values; `getattr`, `getitem` and those of `objects` are the others.
 
 
 def _cell(function: FunctionType, i: int) -> Any:
     return function.__closure__[i].cell_contents  # type: ignore[index]
 
 
+def _has_cell(function: FunctionType, i: int) -> bool:
+    return function.__closure__[i] != CellType()  # type: ignore[index]
+
+
 def _global(function: FunctionType, name: str) -> Any:
     return function.__globals__[name]
 
 
-def _method(owner: Any, name: str) -> FunctionType:
-    return getattr(owner, name).__func__
+def _has_global(function: FunctionType, name: str) -> bool:
+    return name in function.__globals__
 
 
 def _shape(x: Tensor, _: None) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _is_compiled_in(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, str, bytes))
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether a value is a part of torch or Python that never changes, and needs no proxy."""
-    if isinstance(value, torch.nn.Module):
-        return False
-    if isinstance(value, ModuleType):
-        module = value.__name__
-    elif isinstance(value, (type, FunctionType)):
-        module = value.__module__ or ""
-        if module.startswith(("cute_flash.masks", "torch.nn.attention.flex_attention")):
-            return False  # their functions capture masks
-    else:
-        module = type(value).__module__ or ""
-    return module.partition(".")[0] in FIXED_MODULES
-
-
-class ObjectProxy:
-    """A captured object: its attributes are captured too, and its methods are traced."""
-
-    def __init__(self, tracer: CaptureTracer, value: Any, source: int) -> None:
-        self.__dict__.update(_tracer=tracer, _value=value, _source=source)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._value, name)
-        if isinstance(value, MethodType) and value.__self__ is self._value:
-            return functools.partial(self._tracer.visit(self._source, _method, name), self)
-        return self._tracer.visit(self._source, getattr, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise trace_error(f"writing .{name} of a captured object")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._value, torch.nn.Module):
-            return self.forward(*args, **kwargs)
-        if isinstance(self._value, type):
-            raise trace_error(f"making a {self._value.__name__} inside the function")
-        if not isinstance(getattr(type(self._value), "__call__", None), FunctionType):  # noqa: B004
-            raise trace_error(f"calling a captured {type(self._value).__name__}")
-        return self.__getattr__("__call__")(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, (int, str)) and isinstance(self._value, (tuple, list, dict)):
-            return self._tracer.visit(self._source, getitem, key)
-        return self.__getattr__("__getitem__")(key)
+def _number(x: Any, _: None) -> Any:
+    """An int, a float or a bool from an instance of a subclass, or from a numpy scalar."""
+    if is_numpy(x, "generic"):
+        return x.item()
+    return int(x) if isinstance(x, int) else float(x)

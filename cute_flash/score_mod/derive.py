@@ -46,7 +46,7 @@ _RULES: dict[str, Callable[..., tuple]] = {
     "sub": lambda g, y, a, b: (g, -g),
     "mul": lambda g, y, a, b: (g * b, g * a),
     "div": lambda g, y, a, b: (g / b, -(g / b * y)),
-    "mod": lambda g, y, a, b: (g, -(g * op("floor", a / b))),  # a % b = a - floor(a / b) b
+    "mod": lambda g, y, a, b: (g, -(g * (a // b))),  # a % b = a - a // b * b
     "neg": lambda g, y, a: (-g,),
     "abs": lambda g, y, a: (op("where", a > 0.0, g, op("where", a < 0.0, -g, 0.0)),),
     "min": lambda g, y, a, b: _chosen(g, a < b),
@@ -62,7 +62,14 @@ _RULES: dict[str, Callable[..., tuple]] = {
     "sigmoid": lambda g, y, a: (g * (y * (1.0 - y)),),
     "sin": lambda g, y, a: (g * op("cos", a),),
     "cos": lambda g, y, a: (-(g * op("sin", a)),),
+    "erf": lambda g, y, a: (g * (2 / math.sqrt(math.pi)) * op("exp", -(a * a)),),
+    "atan": lambda g, y, a: (g / (1.0 + a * a),),
+    "pow": lambda g, y, a, b: (
+        g * op("where", b == 0.0, 0.0, b * op("pow", a, b - 1.0)),
+        g * op("where", a == 0.0, 0.0, y * op("log", a)),
+    ),
     "floor": lambda g, y, a: (None,),
+    "round": lambda g, y, a: (None,),
 }
 
 

@@ -32,10 +32,14 @@ class Arithmetic(Protocol):
     def constant(self, value: Any, kind: str) -> Any:
         """A constant or a captured number."""
 
-    def load(self, capture: Any, indices: Sequence[Any], kind: str) -> Any:
-        """An element of a captured tensor; an index out of bounds is clamped."""
+    def load(self, capture: Any, indices: Sequence[Any], is_nonnegative: Sequence[bool], kind: str) -> Any:
+        """An element of a captured tensor; a negative index counts from the end, one out of bounds is clamped.
 
-    def op(self, node: Node, *args: Any) -> Any: ...
+        `is_nonnegative`: which indices are known not to be negative.
+        """
+
+    def op(self, node: Node, args: Sequence[Any], is_nonnegative: Sequence[bool]) -> Any:
+        """The result of an operation. `is_nonnegative`: which operands are known not to be negative."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class Evaluator:
         for i in self.stages.nodes[stage]:
             node, arithmetic = self.graph.nodes[i], self.arithmetic
             args = [self._value(values, j) for j in node.args]
+            is_nonnegative = [self.graph.is_nonnegative[j] for j in node.args]
             if node.op == "constant":
                 continue
             if node.op == "input":
@@ -121,11 +126,11 @@ class Evaluator:
             elif node.op == "scalar":
                 values[i] = arithmetic.constant(self.scalars[node.value], node.kind)
             elif node.op == "load":
-                values[i] = arithmetic.load(self.captures[node.value], args, node.kind)
+                values[i] = arithmetic.load(self.captures[node.value], args, is_nonnegative, node.kind)
             elif node.op == "to_float" and self._converted_input(node, inputs) is not None:
                 values[i] = self._converted_input(node, inputs)
             else:
-                values[i] = arithmetic.op(node, *args)
+                values[i] = arithmetic.op(node, args, is_nonnegative)
         return values
 
     def _converted_input(self, node: Node, inputs: dict[str, Any]) -> Any:
@@ -148,22 +153,23 @@ class TorchArithmetic:
     def constant(self, value: Any, kind: str) -> Tensor:
         return torch.tensor(value, dtype=self._dtype(kind), device=self.device)
 
-    def load(self, capture: Tensor, indices: Sequence[Tensor], kind: str) -> Tensor:
+    def load(self, capture: Tensor, indices: Sequence[Tensor], is_nonnegative: Sequence[bool], kind: str) -> Tensor:
         if not indices:
             return capture.to(self._dtype(kind))
         if 0 in capture.shape:
             raise ValueError(f"a captured tensor has shape {tuple(capture.shape)}: there is nothing to read")
-        return capture[clamp_indices(capture, indices)].to(self._dtype(kind))
+        return capture[indices_in_bounds(capture, indices)].to(self._dtype(kind))
 
-    def op(self, node: Node, *args: Tensor) -> Tensor:
+    def op(self, node: Node, args: Sequence[Tensor], is_nonnegative: Sequence[bool]) -> Tensor:
         if node.op in CASTS:
             return args[0].to(self._dtype(node.kind))
         return TORCH_OPS[node.op](*args)
 
 
-def clamp_indices(capture: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Indices, clamped to the bounds of a captured tensor."""
-    return tuple(i.clamp(0, size - 1) for i, size in zip(indices, capture.shape, strict=True))
+def indices_in_bounds(capture: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The indices of the elements that are loaded: negative ones count from the end, others are clamped."""
+    sizes = zip(indices, capture.shape, strict=True)
+    return tuple(torch.where(i < 0, i + size, i).clamp(0, size - 1) for i, size in sizes)
 
 
 def evaluate(

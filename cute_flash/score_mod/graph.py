@@ -33,7 +33,7 @@ INPUTS = {
 TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # of constants, by kind, narrowest first
 CAPTURE_KINDS = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
-    **dict.fromkeys(("int32", "int64"), "int"),
+    **dict.fromkeys(("int8", "uint8", "int16", "int32", "int64"), "int"),
     "bool": "bool",
 }
 MAX_CAPTURE_RANK = 4
@@ -56,7 +56,9 @@ LOGIC: dict[str, Callable] = {"and": operator.and_, "or": operator.or_, "xor": o
 SHIFTS: dict[str, Callable] = {"shl": operator.lshift, "shr": operator.rshift}  # of ints
 FLOATING: dict[str, Callable] = {  # of floats
     **{name: getattr(math, name) for name in ("exp", "log", "log2", "tanh", "sqrt", "floor", "sin", "cos")},
+    **{name: getattr(math, name) for name in ("erf", "atan", "pow")},
     "div": operator.truediv,
+    "round": round,  # a half to the even neighbour
     "exp2": lambda x: 2.0**x,
     "rsqrt": lambda x: 1 / math.sqrt(x),
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
@@ -65,6 +67,10 @@ CASTS: dict[str, Callable] = {f"to_{kind}": cast for kind, cast in TYPES.items()
 OPERATIONS: dict[str, Callable] = {
     **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS, "where": lambda c, a, b: a if c else b,
 }  # fmt: skip
+# What bools do in the place of arithmetic, as in torch.
+OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
+# Operations of floats that take many instructions, and how many operations they count as.
+LONG_OPERATIONS = {"erf": 10, "atan": 10, "pow": 30, "floordiv": 20, "mod": 20}
 # The torch functions of operations, where their names differ.
 TORCH_NAMES = {
     **{"floordiv": "floor_divide", "mod": "remainder", "min": "minimum", "max": "maximum"},
@@ -89,6 +95,13 @@ class Node:
     kind: str
     args: tuple[int, ...] = ()  # operands; the indices of a load
     value: Any = None  # name of an input; value of a constant; index of a scalar or of a loaded capture
+
+    @property
+    def weight(self) -> int:
+        """The number of operations that this one counts as."""
+        if self.op == "input":
+            return 0
+        return LONG_OPERATIONS.get(self.op, 1) if self.kind == "float" else 1
 
     def moved(self, indices: Any) -> Node:
         """The node with its operands at other indices: those of the operands' former ones in a list or dict."""
@@ -166,8 +179,34 @@ class Graph:
 
     @property
     def ops_per_score(self) -> int:
-        """The number of operations that run once per score."""
-        return sum(node.op != "input" for node in self.per_score)
+        """The number of operations that run once per score; long ones count as several."""
+        return sum(node.weight for node in self.per_score)
+
+    @cached_property
+    def is_nonnegative(self) -> tuple[bool, ...]:
+        """Which nodes are known to be at least 0, or NaN."""
+        known: list[bool] = []
+        for node in self.nodes:
+            known.append(_is_nonnegative(node, [known[i] for i in node.args], self))
+        return tuple(known)
+
+
+def _is_nonnegative(node: Node, operands: list[bool], graph: Graph) -> bool:
+    if node.kind == "bool" or node.op == "abs":
+        return True
+    if node.op == "input":
+        return node.kind == "int"  # b, h, q and kv
+    if node.op == "constant":
+        return node.value >= 0
+    if node.op == "load":
+        return graph.captures[node.value].dtype == "uint8"
+    if node.op in ("max", "and"):
+        return any(operands)
+    if node.op in ("where", "mod", "shl", "shr"):
+        # A remainder has the sign of the divisor, and a shift that of the number.
+        return {"where": all(operands[1:]), "mod": operands[-1]}.get(node.op, operands[0])
+    closed = "add", "mul", "min", "floordiv", "div", "or", "xor", "to_int", "to_float", "floor", "round"
+    return node.op in closed and all(operands)
 
 
 def is_per_score(bits: int) -> bool:
@@ -209,7 +248,7 @@ class Builder:
         return self.add(Node("scalar", self.scalars[i], value=i))
 
     def load(self, capture: int, indices: Sequence[int]) -> int:
-        """An element of a captured tensor; an index out of bounds is clamped."""
+        """An element of a captured tensor; a negative index counts from the end, one out of bounds is clamped."""
         spec = self.captures[capture]
         assert len(indices) == spec.rank
         return self.add(Node("load", spec.kind, tuple(self.cast(i, "int") for i in indices), capture))
@@ -219,6 +258,8 @@ class Builder:
 
     def op(self, name: str, *args: int) -> int:
         """The index of an operation's result."""
+        if name in OF_BOOLS and self._widest(args) == "bool":
+            name = OF_BOOLS[name]
         args, kind = self.typed(name, args)
         operands = [self.nodes[i] for i in args]
         if all(node.op == "constant" for node in operands):

@@ -12,6 +12,8 @@ from torch import Tensor
 from cute_flash.score_mod.graph import CASTS, COMPARISONS, LOGIC, OPERATIONS, TORCH_NAMES, Builder
 from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, node_of, op, trace_error
 
+# The largest integer exponent for which a power is computed by products.
+MAX_PRODUCT = 64
 KINDS = {torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float32: "float", torch.float64: "float"}
 
 
@@ -37,16 +39,22 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _pow(a: Any, b: Any) -> ScalarProxy:
-    if isinstance(b, ScalarProxy) and not isinstance(a, (int, float)):
+    if isinstance(b, ScalarProxy) and b._python_type is not None and not isinstance(a, (int, float)):
         b = b._python_value("an exponent")
     if isinstance(b, (int, float)):
         if b == 0.5 or b == -0.5:
             return op("sqrt" if b > 0 else "rsqrt", a)
-        if b == int(b) and abs(b) <= 16:
+        if abs(b) <= MAX_PRODUCT and b == int(b):
             return _power(a, int(b))
     if isinstance(a, (int, float)) and a > 0:
         return op("exp2", op("mul", b, math.log2(a)))
-    raise trace_error("** with this exponent: use an integer up to 16, 0.5, or exp2 and log2")
+    if _is_int(a) and _is_int(b):
+        raise trace_error("** of ints with an exponent that is known only in a kernel: cast one with .float()")
+    return op("pow", a, b)
+
+
+def _is_int(x: Any) -> bool:
+    return x._kind != "float" if isinstance(x, ScalarProxy) else isinstance(x, int)
 
 
 def _power(a: ScalarProxy, n: int) -> ScalarProxy:
@@ -65,9 +73,74 @@ def _with_alpha(name: str) -> Callable:
 
 
 def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> ScalarProxy:
-    if rounding_mode == "trunc":
-        raise trace_error("div with rounding_mode='trunc': use 'floor'")
-    return op("floordiv" if rounding_mode else "div", a, b)
+    if rounding_mode != "trunc":
+        return op("floordiv" if rounding_mode else "div", a, b)
+    if not (_is_int(a) and _is_int(b)):
+        return _trunc(op("div", a, b))
+    quotient = abs(a) // abs(b)
+    return op("where", (a < 0) ^ (b < 0), -quotient, quotient)
+
+
+def _ceil(x: Any) -> ScalarProxy:
+    return op("neg", op("floor", op("neg", x)))
+
+
+def _of_floats(function: Callable[[ScalarProxy], ScalarProxy]) -> Callable:
+    """A rounding function, which leaves ints as they are."""
+    return lambda x: x if _is_int(x) else function(x)
+
+
+def _trunc(x: Any) -> ScalarProxy:
+    return op("where", op("lt", x, 0.0), _ceil(x), op("floor", x))
+
+
+def _round(x: Any, *, decimals: int = 0) -> ScalarProxy:
+    if decimals:
+        raise trace_error(f"round with decimals={decimals}: round to integers")
+    return x if _is_int(x) else op("round", x)
+
+
+def _fmod(a: Any, b: Any) -> ScalarProxy:
+    rest = abs(a) % abs(b)
+    return op("where", a < 0, -rest, rest)
+
+
+def _sign(x: Any) -> ScalarProxy:
+    return x if x._kind == "bool" else op("sub", op(f"to_{x._kind}", x > 0), op(f"to_{x._kind}", x < 0))
+
+
+def _gelu(x: Any, approximate: str = "none") -> ScalarProxy:
+    if approximate == "tanh":
+        inner = op("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))
+    else:
+        inner = op("erf", x * math.sqrt(0.5))
+    return 0.5 * x * op("add", 1.0, inner)
+
+
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> ScalarProxy:
+    # The exponent is bounded, so that the gradient of the branch that is not taken is no NaN.
+    product = x * beta
+    power = op("exp", _clamp(product, max=threshold))
+    return op("where", product > threshold, x, op("div", op("log", op("add", 1.0, power)), beta))
+
+
+def _is_finite(x: Any) -> Any:
+    return _full_like(True)(x, dtype=torch.bool) if _is_int(x) else op("lt", op("abs", x), math.inf)
+
+
+def _is_infinite(x: Any) -> Any:
+    return _full_like(False)(x, dtype=torch.bool) if _is_int(x) else op("eq", op("abs", x), math.inf)
+
+
+def _new_full(value: Any) -> Callable:
+    """`new_ones` and the like: a value of no dimension and of the proxy's kind, or of another dtype."""
+
+    def new(x: ScalarProxy, size: Any, fill_value: Any = value, **kwargs: Any) -> ScalarProxy:
+        if tuple(size):
+            raise trace_error(f"a new tensor of shape {tuple(size)}: make it outside, and capture it")
+        return _full_like(fill_value)(x, dtype=kwargs.get("dtype"))
+
+    return new
 
 
 def _logical(name: str) -> Callable:
@@ -78,21 +151,13 @@ def _logical(name: str) -> Callable:
 
 
 def _full_like(value: Any) -> Callable:
+    """A value of the proxy's kind, or of another dtype. None: it is the second argument."""
+
     def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
-        kwargs.pop("device", None)
         node = node_of(x._builder, args[0] if value is None else value)
-        return _to(op(f"to_{x._kind}", ScalarProxy(x._builder, node)), **kwargs)
+        return _to(ScalarProxy(x._builder, node), kwargs.get("dtype") or x.dtype)
 
     return like
-
-
-def _new(value: Any) -> Callable:
-    def new(x: ScalarProxy, size: Sequence[int], *args: Any, **kwargs: Any) -> ScalarProxy:
-        if size:
-            raise trace_error(f"a tensor of shape {size} made inside the function: make it outside and capture it")
-        return _full_like(value)(x, *args, **kwargs)
-
-    return new
 
 
 def _detached(x: ScalarProxy) -> ScalarProxy:
@@ -110,7 +175,7 @@ def _reflected(name: str) -> Callable:
 _ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "negative": "neg",
     "absolute": "abs", "fmin": "min", "fmax": "max", "multiply": "mul", "true_divide": "div",
-    "float": "to_float", "int": "to_int", "long": "to_int", "bool": "to_bool",
+    "float": "to_float", "double": "to_float", "int": "to_int", "long": "to_int", "bool": "to_bool",
 }  # fmt: skip
 # By name, for both torch functions and tensor methods.
 METHODS.update({
@@ -122,6 +187,18 @@ METHODS.update({
     "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: _clamp(x, min=min),
     "clamp_max": lambda x, max: _clamp(x, max=max),
     "square": lambda x: op("mul", x, x),
+    "sign": _sign, "sgn": _sign,
+    "isfinite": _is_finite, "isinf": _is_infinite, "isnan": lambda x: op("ne", x, x),
+    "ceil": _of_floats(_ceil), "trunc": _of_floats(_trunc), "fix": _of_floats(_trunc), "round": _round,
+    "floor": _of_floats(_of("floor")), "fmod": _fmod,
+    "max": lambda a, b: op("max", a, b), "min": lambda a, b: op("min", a, b),
+    "arctan": _of("atan"), "erfc": lambda x: op("sub", 1.0, op("erf", x)),
+    "tan": lambda x: op("div", op("sin", x), op("cos", x)),
+    "log10": lambda x: op("mul", op("log2", x), math.log10(2)),
+    "gelu": _gelu, "softplus": _softplus, "logsigmoid": lambda x: op("neg", _softplus(op("neg", x))),
+    "leaky_relu": lambda x, negative_slope=0.01, inplace=False: op("where", x > 0, x, x * negative_slope),
+    "new_ones": _new_full(1), "new_zeros": _new_full(0), "new_full": _new_full(None),
+    "is_floating_point": lambda x: x._kind == "float",
     "reciprocal": lambda x: op("div", 1.0, x),
     "log1p": lambda x: op("log", op("add", x, 1.0)),
     "expm1": lambda x: op("sub", op("exp", x), 1.0),
@@ -130,7 +207,6 @@ METHODS.update({
     "masked_fill": lambda x, mask, value: op("where", mask, value, x),
     "to": _to, "type": _to, "type_as": _to,
     "zeros_like": _full_like(0), "ones_like": _full_like(1), "full_like": _full_like(None),
-    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new(None),
     "clone": lambda x, **_: x, "detach": _detached, "contiguous": lambda x: x, "positive": lambda x: x,
 })  # fmt: skip
 
@@ -139,6 +215,8 @@ for _method, _handler in METHODS.items():
     for _owner in (torch, Tensor, torch.nn.functional, torch.special):
         if hasattr(_owner, _method):
             TORCH[getattr(_owner, _method)] = _handler
+# The method's condition is the second operand.
+METHODS["where"] = TORCH[Tensor.where] = lambda x, condition, other: op("where", condition, x, other)
 # Python operators of proxies, and of a tensor made inside the mod with a proxy on the right.
 _OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",

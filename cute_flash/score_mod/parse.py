@@ -22,7 +22,7 @@ from cute_flash.score_mod.graph import (
     Node,
 )
 
-UNARY = {"neg", "abs", "not", *CASTS, *FLOATING} - {"div"}
+UNARY = {"neg", "abs", "not", *CASTS, *FLOATING} - {"div", "pow"}
 
 
 def parse_graph(value: Any) -> Graph:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.graph import Builder
+from cute_flash.score_mod.constants import is_numpy
+from cute_flash.score_mod.graph import TYPES, Builder, Node
 
 DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 USE_WHERE = "a value is known only in a kernel: use torch.where(condition, a, b), & and | and ~"
@@ -75,7 +76,16 @@ class ScalarProxy:
     def __repr__(self) -> str:
         return f"ScalarProxy({self._builder.nodes[self._node]})"
 
-    __hash__ = object.__hash__
+    __array_ufunc__ = None  # numpy scalars leave operators to the proxy
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self._python_type is None else hash(self._python_value("a hash"))
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self._python_type is None else format(self._python_value("text"), spec)
+
+    def __str__(self) -> str:
+        return format(self, "")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,19 +104,28 @@ class ScalarProxy:
 
     # Conversions to Python values, which are possible only for constants and captured numbers
 
-    def _python_value(self, what: str) -> Any:
+    def _leaves(self) -> list[Node]:
+        """The inputs, loads, scalars and constants that the value depends on."""
         nodes = self._builder.nodes
-        scalars, todo = set(), [self._node]
+        leaves, todo = [], [self._node]
         while todo:
             node = nodes[todo.pop()]
-            if node.op in ("input", "load"):
-                raise trace_error(f"{what} is not known when a function is traced; {USE_WHERE}")
-            if node.op == "scalar":
-                scalars.add(node.value)
+            if node.op == "load" or not node.args:
+                leaves.append(node)
             todo.extend(node.args)
-        if scalars:
+        return leaves
+
+    @property
+    def _python_type(self) -> type | None:
+        """The type of a value that depends on constants and captured numbers only; None: it is a tensor's."""
+        return None if any(node.op in ("input", "load") for node in self._leaves()) else TYPES[self._kind]
+
+    def _python_value(self, what: str) -> Any:
+        if self._python_type is None:
+            raise trace_error(f"{what} is not known when a function is traced; {USE_WHERE}")
+        if scalars := {node.value for node in self._leaves() if node.op == "scalar"}:
             raise Specialise(scalars)
-        return nodes[self._node].value
+        return self._builder.nodes[self._node].value
 
     def __bool__(self) -> bool:
         return bool(self._python_value("whether this is true (if, and, or, not, min, max)"))
@@ -140,6 +159,10 @@ def node_of(builder: Builder, x: Any) -> int:
         return x._node
     if isinstance(x, (bool, int, float)):
         return builder.constant(x)
+    if is_numpy(x, "generic"):
+        return node_of(builder, x.item())
+    if is_numpy(x, "ndarray"):
+        raise trace_error("a numpy array: capture torch.from_numpy(array)")
     if isinstance(x, TensorProxy):
         raise trace_error(f"a captured tensor of {x.ndim} dimension(s) as a value: index it")
     if isinstance(x, Tensor):
@@ -148,7 +171,7 @@ def node_of(builder: Builder, x: Any) -> int:
         raise trace_error(
             f"a tensor of shape {tuple(x.shape)} made inside the function: make it outside and capture it"
         )
-    raise trace_error(f"a {type(x).__name__} as an operand")
+    raise trace_error(f"{x!r} as an operand: expected a number or a tensor")
 
 
 def op(name: str, *operands: Any) -> ScalarProxy:
@@ -187,8 +210,6 @@ class TensorProxy:
         for index in keys:
             if index is None or index is Ellipsis or isinstance(index, slice):
                 raise trace_error(f"indexing a captured tensor with {index}: give an index for each dimension")
-            if isinstance(index, int) and index < 0:
-                raise trace_error(f"index {index} of a captured tensor: count from the front")
         nodes = tuple(node_of(self._builder, index) for index in keys)
         if any(self._builder.kind(i) != "int" for i in nodes):
             raise trace_error("an index of a captured tensor that is no int: cast it with .int()")

@@ -14,12 +14,14 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cute_flash.device.mod_arithmetic import CuteArithmetic
+from cute_flash.device.mod_arithmetic import OPS, CuteArithmetic
+from cute_flash.kernels.common.fakes import CUTE_DTYPES
 from cute_flash.score_mod.derive import gradient
 from cute_flash.score_mod.evaluate import Evaluator, Stages, evaluate
 from cute_flash.score_mod.graph import Graph
 from cute_flash.score_mod.lower import lowered
 from cute_flash.score_mod.trace import BoundMod, bind
+from tests.operations import SCORE_MODS, places, scores
 
 SIZE, HEAD, BATCH, GRAD = 7, 2, 1, 1.7
 TABLE = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -35,6 +37,17 @@ def host_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan: cutlass.min(a, b))
     monkeypatch.setattr(cute.arch, "fmax", lambda a, b, nan: cutlass.max(a, b))
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
+    monkeypatch.setitem(OPS, "erf", host_erf)
+
+
+def host_erf(x: Float32) -> Float32:
+    """Within 2e-7 (Abramowitz and Stegun, 7.1.26); the CPU has no erf."""
+    size, total = cute.math.absf(x), Float32(0.0)
+    t = Float32(1.0) / (1.0 + 0.3275911 * size)
+    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        total = (total + factor) * t
+    result = 1.0 - total * cute.math.exp(-size * size)
+    return Float32(cutlass.select_(x < 0.0, -result, result))
 
 
 def everything(score, b, h, q, kv):
@@ -72,7 +85,8 @@ def on_the_host(found: BoundMod, graph: Graph, score: torch.Tensor) -> torch.Ten
     out = torch.full((num, SIZE, SIZE), torch.nan)
     captures = [from_dlpack(x.to(torch.uint8) if x.dtype == torch.bool else x) for x in found.captures]
     scalars = [Float32(x) if isinstance(x, float) else Int32(x) for x in found.scalars]
-    program(from_dlpack(out), from_dlpack(score), captures, scalars)
+    # The DSL takes no empty lists.
+    program(from_dlpack(out), from_dlpack(score), captures or [from_dlpack(score)], scalars or [Int32(0)])
     return out
 
 
@@ -96,6 +110,21 @@ def test_values(function: Any, way: str) -> None:
         torch.testing.assert_close(one.double(), other.double().expand(SIZE, SIZE), rtol=3e-6, atol=3e-5)
 
 
+@pytest.mark.compiles
+@pytest.mark.usefixtures("host_instructions")
+@pytest.mark.parametrize("way", ["lowered", "gradient"])
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_each_operation(name: str, way: str) -> None:
+    """fp32 in a kernel against fp32 of torch: 0.1 and its multiples are not those of fp64."""
+    found = bind(SCORE_MODS[name], "score_mod")
+    graph = lowered(gradient(found.graph).graph if way == "gradient" else found.graph)
+    score, grad = scores(SIZE).float(), torch.tensor(GRAD)
+    arguments = found.captures, found.scalars
+    expected = evaluate(graph, arguments, torch.float32, places(SIZE, BATCH, HEAD), score, grad)
+    (value,) = on_the_host(found, graph, score)
+    torch.testing.assert_close(value, expected[0].expand(SIZE, SIZE), rtol=1e-5, atol=3e-5)
+
+
 def test_lowered_graphs_convert_rows_and_columns_only() -> None:
     found = bind(lambda s, b, h, q, kv: s / RATE - SLOPES[h] * (q - kv).abs(), "score_mod")
     graph = lowered(found.graph)
@@ -112,7 +141,40 @@ def test_lowered_graphs_convert_rows_and_columns_only() -> None:
 def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
     """Parts of a head and a row are carried into a loop; a table is read once for a head."""
     found = bind(lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs() + TABLE[h, kv] * RATE, "score_mod")
-    graph, keys = lowered(found.graph), 8
+    made = compiled(found.graph, arch, tmp_path)
+    assert made.__cubin__
+    loads = made.__ptx__.count("ld.global")
+    # A slope; a score and an element of the table for each column.
+    assert loads == 1 + 2 * COLUMNS, made.__ptx__
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_all_operations_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
+    def mod(score, b, h, q, kv):
+        return sum(one(score, b, h, q, kv) for one in SCORE_MODS.values())
+
+    graph = bind(mod, "score_mod").graph
+    for one in (graph, gradient(graph).graph):
+        assert compiled(one, arch, tmp_path).__cubin__
+
+
+@pytest.mark.compiles
+def test_only_indices_that_may_be_negative_pay_for_wrapping(tmp_path: Path) -> None:
+    """The sign bits of such an index are shifted into a mask, once per column."""
+    shifts = []
+    for index in (lambda q, kv: (q - kv).abs(), lambda q, kv: q - kv):
+        found = bind(lambda s, b, h, q, kv: s + SLOPES[index(q, kv)], "score_mod")  # noqa: B023
+        shifts.append(compiled(found.graph, "sm_80", tmp_path).__ptx__.count("shr.s32"))
+    assert shifts[1] - shifts[0] == COLUMNS
+
+
+COLUMNS = 8
+
+
+def compiled(graph: Graph, arch: str, folder: Path) -> Any:
+    """A kernel that evaluates the lowered graph for a row of scores."""
+    graph, keys = lowered(graph), COLUMNS
 
     @cute.kernel
     def kernel(score, captures, scalars):  # type: ignore[no-untyped-def]
@@ -122,7 +184,8 @@ def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
         for n in cutlass.range(score.shape[0] // keys, unroll=1):
             for c in cutlass.range_constexpr(keys):
                 column = evaluator.at_column(head, n * keys + c)
-                score[n * keys + c] = evaluator.at(head, row, column, score[n * keys + c])[0]
+                x = score[n * keys + c]
+                score[n * keys + c] = evaluator.at(head, row, column, x, x)[0]
 
     @cute.jit
     def program(score, captures, scalars, stream):  # type: ignore[no-untyped-def]
@@ -130,7 +193,7 @@ def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
 
     captures = [
         make_fake_tensor(
-            Float32,
+            CUTE_DTYPES[table.dtype],
             tuple(cute.sym_int() for _ in range(table.rank)),
             tuple(cute.sym_int64() for _ in range(table.rank)),
         )
@@ -138,11 +201,8 @@ def test_compiled_for_a_gpu(arch: str, tmp_path: Path) -> None:
     ]
     scalars = [Float32(1.0) if kind == "float" else Int32(1) for kind in graph.scalars]
     score = make_fake_compact_tensor(Float32, (cute.sym_int(),))
-    made = cute.compile(
+    scalars = scalars or [Int32(0)]  # the DSL takes no empty lists
+    return cute.compile(
         program, score, captures, scalars, make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir={tmp_path}",
+        options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir={folder}",
     )  # fmt: skip
-    assert made.__cubin__
-    loads = made.__ptx__.count("ld.global")
-    # A slope; a score and an element of the table for each column.
-    assert loads == 1 + 2 * keys, made.__ptx__

@@ -50,6 +50,11 @@ def buckets(score, b, h, q, kv):
     return score + BUCKETS[h, (q - kv).abs() // 16]
 
 
+def wrapping(score, b, h, q, kv):
+    """Negative indices count from the end of the table."""
+    return score + BUCKETS[-h, (q - kv) // 64]
+
+
 def everywhere(score, b, h, q, kv):
     return score * WEIGHTS[h] + OF_QUERIES[q] - OF_KEYS[kv] * 0.5 + score.abs() * (q - kv) * 0.001
 
@@ -219,6 +224,7 @@ def block(  # type: ignore[no-untyped-def]
 CASES: list[tuple[str, str, Any, Any, str]] = [
     ("wgmma 64", "", tangent, None, ""),
     ("wgmma 64", "", buckets, documents, "with holes"),
+    ("wgmma 64", "", wrapping, documents, ""),
     ("wgmma 64", "alibi", everywhere, documents, "of heads"),
     ("wgmma 64", "", None, None, "with holes"),
     ("wgmma 64", "", None, documents, ""),

@@ -142,7 +142,7 @@ def bad_texts() -> Iterator[tuple[str, str]]:
     yield "one of three", json.dumps([None])
     yield "no list", json.dumps({"score": None})
     yield "parts", json.dumps([[[], [], []], None, None])
-    yield "operation", of(["erf", "float", [0]])
+    yield "operation", of(["gamma", "float", [0]])
     yield "no name", of([["add"], "float", [0, 0]])
     yield "operand", of(["exp", "float", [2]])
     yield "bool operand", of(["exp", "float", [True]])

@@ -1,0 +1,82 @@
+"""Which captured values never change, so that a mod may use them as they are: parts of Python, torch and numpy."""
+
+from __future__ import annotations
+
+import enum
+import operator
+import re
+import sys
+import types
+from types import BuiltinFunctionType, FunctionType, MethodWrapperType, ModuleType
+from typing import Any
+
+import torch
+
+# Modules whose contents do not change: their functions and classes are used as they are.
+FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
+# Of these, modules whose functions return something else at each call.
+IMPURE_MODULES = frozenset({"datetime", "os", "platform", "posix", "secrets", "socket", "time", "uuid"})
+# Modules whose numbers and strings are constants, such as math.pi.
+MODULES_OF_CONSTANTS = ("cmath", "math", "numpy", "string", "torch")
+_IMMUTABLE = (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
+    operator.attrgetter, operator.itemgetter, operator.methodcaller, re.Pattern,
+    types.EllipsisType, types.NotImplementedType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.GenericAlias,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
+_BOUND = (BuiltinFunctionType, MethodWrapperType)
+
+
+def is_compiled_in(value: Any) -> bool:
+    """Whether the value is part of a trace, which is valid only for an equal value."""
+    return value is None or isinstance(value, (bool, str, bytes, range))
+
+
+def is_key(value: Any) -> bool:
+    """Whether a key of a dict, or an element of a set, can be compiled in."""
+    if isinstance(value, tuple):
+        return all(map(is_key, value))
+    return is_compiled_in(value) or isinstance(value, (int, float)) or is_fixed(value)
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a value is a part of Python, torch or numpy that never changes, and needs no proxy."""
+    if isinstance(value, enum.Enum):
+        return is_key(value.value)
+    if isinstance(value, (type, FunctionType)):
+        # A function made by another one has captured values of its own, such as those of torch's `and_masks`.
+        is_inner = isinstance(value, FunctionType) and "<locals>" in value.__qualname__
+        module = value.__module__ or ""
+        return _root(module) in FIXED_MODULES and not module.startswith("cute_flash.masks") and not is_inner
+    if isinstance(value, _BOUND):
+        return bound_to(value) is None and _root(value.__module__ or "builtins") in FIXED_MODULES
+    return isinstance(value, _IMMUTABLE) or type(value) is object or is_numpy(value, "ufunc", "dtype")
+
+
+def is_fixed_module(value: Any) -> bool:
+    return isinstance(value, ModuleType) and _root(value.__name__) in FIXED_MODULES
+
+
+def is_impure(function: Any) -> bool:
+    """Whether a function or a class of Python, torch or numpy depends on a clock, the system or random numbers."""
+    if not isinstance(function, (type, FunctionType, BuiltinFunctionType)) or bound_to(function) is not None:
+        return False
+    root, name = _root(function.__module__ or ""), function.__name__
+    return root in IMPURE_MODULES or (root in ("torch", "numpy") and name.startswith(("rand", "bernoulli", "normal")))
+
+
+def bound_to(value: Any) -> Any:
+    """The object whose built-in method this is; None: it is a function of a module or of a class."""
+    owner = getattr(value, "__self__", None) if isinstance(value, _BOUND) else None
+    return None if isinstance(owner, (ModuleType, type)) else owner
+
+
+def is_numpy(value: Any, *classes: str) -> bool:
+    """Whether a value is an instance of a class of numpy, which this module does not import."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, tuple(getattr(numpy, name) for name in classes))
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]

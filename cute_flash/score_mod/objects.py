@@ -1,0 +1,265 @@
+"""Proxies of captured objects and modules, whose attributes and elements are captured values too.
+
+Python methods are traced with the proxy in place of `self`. What C code computes from an object is either read again at
+each call, as the elements of a container and the value of a `ContextVar` are, or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextvars import ContextVar
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import TraceError
+from cute_flash.score_mod.constants import (
+    MODULES_OF_CONSTANTS,
+    bound_to,
+    is_fixed,
+    is_fixed_module,
+    is_impure,
+    is_numpy,
+)
+from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
+
+if TYPE_CHECKING:
+    from cute_flash.score_mod.captures import CaptureTracer
+
+INSTEAD = "do it outside the function, and capture the number or the tensor"
+
+
+class ObjectProxy:
+    """A captured object: its attributes are captured too, and its methods are traced."""
+
+    __slots__ = ("__source", "__tracer", "__value")
+
+    def __init__(self, tracer: CaptureTracer, value: Any, source: int) -> None:
+        for name, x in (("tracer", tracer), ("value", value), ("source", source)):
+            object.__setattr__(self, f"_ObjectProxy__{name}", x)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.__read(_type)
+
+    def __read(self, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
+        return self.__tracer.visit(self.__source, read, key)
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.__value
+        if is_numpy(value, "ndarray"):
+            raise trace_error("a captured numpy array: capture torch.from_numpy(array)")
+        try:
+            attribute = getattr(value, name)
+        except AttributeError:
+            self.__read(_has_attribute, name)  # the trace is valid while it has none
+            raise
+        if isinstance(attribute, MethodType) and attribute.__self__ is value:
+            return functools.partial(self.__read(_method, name), self)
+        return self.__builtin_method(name) if bound_to(attribute) is value else self.__read(getattr, name)
+
+    def __builtin_method(self, name: str) -> Callable:
+        if isinstance(self.__value, ContextVar) and name == "get":
+            return self.__context_value
+        if is_container(self.__value):
+            return getattr(self.__read(plain), name)
+
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise trace_error(f".{name} of {describe(self)}: {INSTEAD}")
+
+        return refused
+
+    def __context_value(self, *default: Any) -> Any:
+        try:
+            return self.__read(_context_value)
+        except LookupError:
+            if not default:
+                raise
+            self.__read(_is_set)  # the trace is valid while it is not
+            return default[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise trace_error(f"writing .{name} of a captured object")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self.__value
+        if isinstance(value, torch.nn.Module):
+            if value._forward_hooks or value._forward_pre_hooks:
+                raise trace_error(f"calling {describe(self)}, which has hooks")
+            return self.forward(*args, **kwargs)
+        if isinstance(value, type):
+            raise trace_error(f"making a {value.__name__} inside the function")
+        if not isinstance(getattr(type(value), "__call__", None), FunctionType):  # noqa: B004
+            raise trace_error(f"calling {describe(self)}: {INSTEAD}")
+        return self.__special("__call__", *args, **kwargs)
+
+    def __special(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A special method of the object's class, which operators and built-in functions call."""
+        value = self.__value
+        if isinstance(getattr(type(value), name, None), FunctionType):
+            return functools.partial(self.__read(_special, name), self)(*args, **kwargs)
+        if is_container(value) and hasattr(plain(value), name):
+            return getattr(self.__read(plain), name)(*args)
+        what = "a captured numpy array" if is_numpy(value, "ndarray") else f"{name} of {describe(self)}"
+        raise trace_error(f"{what}: {'capture torch.from_numpy(array)' if is_numpy(value, 'ndarray') else INSTEAD}")
+
+    def __bool__(self) -> bool:
+        value = self.__value
+        if isinstance(getattr(type(value), "__bool__", None), FunctionType):
+            return bool(self.__special("__bool__"))
+        if hasattr(type(value), "__len__"):
+            return len(self) > 0
+        return self.__read(_truth)
+
+    def __len__(self) -> int:
+        return self.__special("__len__")
+
+    def __iter__(self) -> Any:
+        return iter(self.__special("__iter__"))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__special("__getitem__", key)
+
+    def __contains__(self, key: Any) -> bool:
+        value = self.__value
+        if hasattr(type(value), "__contains__"):
+            return bool(self.__special("__contains__", key))
+        return any(bool(x == key) for x in self)
+
+    def __eq__(self, other: Any) -> Any:
+        if self is other:
+            return True
+        return self.__special("__eq__", other)
+
+    def __ne__(self, other: Any) -> Any:
+        return not self == other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+class ModuleProxy:
+    """A module of Python, torch or numpy: functions, classes and constants as they are, other values are read again."""
+
+    __slots__ = ("__module", "__tracer")
+
+    def __init__(self, tracer: CaptureTracer, module: ModuleType) -> None:
+        self.__tracer, self.__module = tracer, module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__module, name)
+        if is_fixed_module(value):
+            return ModuleProxy(self.__tracer, value)
+        is_constant = self.__module.__name__ in MODULES_OF_CONSTANTS and isinstance(value, (int, float, str))
+        if is_constant or (is_fixed(value) and not is_impure(value)):
+            return value
+        return self.__tracer.visit(0, _module_attribute, (self.__module, name))
+
+
+def describe(x: Any) -> str:
+    """A captured object, in an error message."""
+    value = original(x)
+    return f"the captured class {value.__name__}" if type(value) is type else f"a captured {type(value).__name__}"
+
+
+def original(x: Any) -> Any:
+    """The object of a proxy; other values are returned as they are."""
+    return x._ObjectProxy__value if type(x) is ObjectProxy else x
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, (Mapping, Sequence, Set)) and not isinstance(value, type)
+
+
+# Readers of captured values
+
+
+def plain(value: Any, _: None = None) -> Any:
+    """The elements of a container of any class as a dict, a list, a tuple or a frozenset."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set):
+        return frozenset(value)
+    return tuple(value) if isinstance(value, tuple) else list(value)
+
+
+def _type(value: Any, _: None) -> type:
+    return type(value)
+
+
+def _truth(value: Any, _: None) -> bool:
+    return bool(value)
+
+
+def _has_attribute(value: Any, name: str) -> bool:
+    return hasattr(value, name)
+
+
+def _method(owner: Any, name: str) -> FunctionType:
+    return getattr(owner, name).__func__
+
+
+def _special(owner: Any, name: str) -> FunctionType:
+    return getattr(type(owner), name)
+
+
+def _module_attribute(_: Any, key: tuple[ModuleType, str]) -> Any:
+    return getattr(*key)
+
+
+def _context_value(variable: ContextVar, _: None) -> Any:
+    return variable.get()
+
+
+def _is_set(variable: ContextVar, _: None) -> bool:
+    return variable.get(_UNSET) is not _UNSET
+
+
+_UNSET = object()
+
+# Built-in functions that ask for the class of a value, for which a proxy answers as its value would.
+
+
+def _isinstance(x: Any, classes: Any) -> bool:
+    is_proxy = type(x) is ObjectProxy or isinstance(x, (ScalarProxy, TensorProxy))
+    return issubclass(_class_of(x), _originals(classes)) if is_proxy else isinstance(x, _originals(classes))
+
+
+def _issubclass(cls: Any, classes: Any) -> bool:
+    return issubclass(original(cls), _originals(classes))
+
+
+def _class(x: Any, *others: Any) -> Any:
+    if others:
+        raise TraceError("making a class inside the function")
+    return x.__class__ if type(x) is ObjectProxy else _class_of(x)
+
+
+def _callable(x: Any) -> bool:
+    return callable(original(x))
+
+
+def _vars(*args: Any) -> Any:
+    if not args:
+        raise TraceError("vars() inside the function")
+    return args[0].__dict__
+
+
+def _class_of(x: Any) -> type:
+    if isinstance(x, ScalarProxy):
+        return x._python_type or Tensor
+    return Tensor if isinstance(x, TensorProxy) else type(original(x))
+
+
+def _originals(classes: Any) -> Any:
+    return tuple(map(_originals, classes)) if isinstance(classes, tuple) else original(classes)
+
+
+BUILTINS: dict[str, Callable] = {
+    "isinstance": _isinstance, "issubclass": _issubclass, "type": _class, "callable": _callable, "vars": _vars,
+}  # fmt: skip
