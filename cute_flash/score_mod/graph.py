@@ -97,7 +97,7 @@ class Node:
     value: Any = None  # name of an input; value of a constant; index of a scalar or of a loaded capture
 
     @property
-    def weight(self) -> int:
+    def num_ops(self) -> int:
         """The number of operations that this one counts as."""
         if self.op == "input":
             return 0
@@ -180,7 +180,7 @@ class Graph:
     @property
     def ops_per_score(self) -> int:
         """The number of operations that run once per score; long ones count as several."""
-        return sum(node.weight for node in self.per_score)
+        return sum(node.num_ops for node in self.per_score)
 
     @cached_property
     def is_nonnegative(self) -> tuple[bool, ...]:

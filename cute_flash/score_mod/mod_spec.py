@@ -124,7 +124,7 @@ _SLOW = {"mod": 10, "floordiv": 10}
 @lru_cache(maxsize=1024)
 def _weighted_ops(graph: Graph) -> int:
     """Operations per score of the lowered graph; slow ones count as several."""
-    return sum(max(node.weight, _SLOW.get(node.op, 0)) for node in lowered(graph).per_score)
+    return sum(max(node.num_ops, _SLOW.get(node.op, 0)) for node in lowered(graph).per_score)
 
 
 def _loads_per_row(graph: Graph) -> bool:
