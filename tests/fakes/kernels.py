@@ -23,7 +23,7 @@ from cute_flash.reference.score import ScoreFeatures
 from cute_flash.runtime.binder import compact_strides
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockIndices, BlockMask
 from cute_flash.score_mod.block_sparse import HEAD_SHIFT, IS_LAST, IS_PARTIAL, M_BLOCK_SHIFT
-from cute_flash.score_mod.evaluate import clamp_indices
+from cute_flash.score_mod.evaluate import indices_in_bounds
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from tests.fakes import varlen_model
@@ -249,7 +249,7 @@ def _stored_terms(dcapture_terms: list[Tensor] | None) -> Iterator[None]:
         terms, elements = next(loads)
         terms.copy_(grad.flatten(1, 2))
         strides = compact_strides(total.shape)
-        for index, stride in zip(clamp_indices(total, indices), strides, strict=True):
+        for index, stride in zip(indices_in_bounds(total, indices), strides, strict=True):
             elements += (index.expand_as(grad) * stride).flatten(1, 2).int()
 
     with mock.patch.object(user_mods, "_add_at", store):
