@@ -6,7 +6,7 @@ DEMO_INSTALLED := .venv/.installed-demo
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast lint lock gpu-test bench plots clean
+.PHONY: demo test test-fast test-floor nightly lint lock gpu-test bench plots clean
 
 # Installs the package alone, without the tools of developers.
 demo: $(DEMO_INSTALLED)
@@ -17,10 +17,29 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: lint
 	$(PYTEST) -m "not gpu"
+	$(MAKE) test-floor
 
 # Those that compile nothing.
 test-fast: $(INSTALLED)
 	$(PYTEST) -m "not compiles and not gpu"
+
+# Contracts with torch (compile, functorch, autocast, arguments) on the oldest torch of pyproject.toml. The wheel of
+# PyPI is for CUDA on x86_64: there, let pip find CPU builds first, for example by PIP_INDEX_URL.
+FLOOR := .venv-floor
+CONTRACTS := tests/score_mod/test_compile.py tests/score_mod/test_operations.py tests/test_ops.py tests/test_api.py \
+  tests/test_bad_input.py tests/test_fuzz.py
+
+test-floor: $(FLOOR)/.installed
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" $(CONTRACTS)
+
+$(FLOOR)/.installed: Makefile
+	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
+	touch $@
+
+# Random arguments, right and wrong, for a minute.
+nightly: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py --fuzz-seconds=60
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -44,7 +63,7 @@ plots: $(INSTALLED)
 	$(BIN)/python -m profiling plots
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip shows its progress: torch is large.

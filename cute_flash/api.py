@@ -144,6 +144,7 @@ def attn(
             out_dtype=out_dtype, batch_invariant=batch_invariant, score_mod=score_mod, mask_mod=mask_mod,
             score_mod_bwd=score_mod_bwd,
         )  # fmt: skip
+    return_lse = as_bool("return_lse", return_lse)
     shape = q.shape
     args = _args(q, causal, window, scale, deterministic, softcap, return_max_logit, out_dtype, batch_invariant)
     if alibi is not None or sinks is not None or dropout is not None:
@@ -173,6 +174,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
         call.apply_defaults()
         given = SimpleNamespace(**call.arguments)
         check_are_tensors(q=q, k=k, v=v)
+        as_bool("return_lse", given.return_lse)
         if q.is_nested:
             raise UnsupportedError("supports of NestedTensors: pass dense tensors of the longest sequence")
         args = _args(
@@ -269,6 +271,7 @@ def attn_varlen(
     Returns:
         out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also max_logit, (H).
     """
+    return_lse = as_bool("return_lse", return_lse)
     check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if seqused_k is not None:
         check_are_tensors(seqused_k=seqused_k)

@@ -26,6 +26,7 @@ _folder = pytest.StashKey[str]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-cache", metavar="DIR", help="keep the kernels that tests compile in DIR")
     parser.addoption("--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU")
+    parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="how long to draw random arguments")
     parser.addoption("--support", metavar="FOLDER", help="write down which random calls were right")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cute_flash
+from cute_flash import UnsupportedError
 from tests.operations import SCORE_MODS, score_mods
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
@@ -48,7 +49,11 @@ def test_gradients(name) -> None:
         q, k, v = inputs(device)
         mod = score_mods(device)[name]
         out = cute_flash.attn(q, k, v, score_mod=lambda s, b, h, i, j, mod=mod: mod(s, b, h, i, j) * 0.2)
-        found.append([x.cpu().float() for x in torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+        try:
+            grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        except UnsupportedError as error:
+            pytest.skip(str(error))  # no tile of this family has the registers for it
+        found.append([x.cpu().float() for x in grads])
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm() < 2e-2 * theirs.norm() + 1e-3
 

@@ -328,7 +328,7 @@ def test_varlen() -> None:
 # Refusals
 
 REFUSED = {
-    "a function without a kernel": lambda score, b, h, i, j: torch.erf(score),
+    "a function without a kernel": lambda score, b, h, i, j: torch.lgamma(score),
     "a branch": lambda score, b, h, i, j: score if i > j else 2 * score,
     "a Python number of a value": lambda score, b, h, i, j: score * int(i),
     "a captured tensor as a value": lambda score, b, h, i, j: score * TABLE,
@@ -345,7 +345,7 @@ def test_refused(name: str) -> None:
 
 def test_an_error_names_the_function() -> None:
     call, _ = compiled(lambda q, k, v: attn(q, k, v, score_mod=REFUSED["a function without a kernel"]))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="score_mod: erf has no place in a kernel"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="score_mod: lgamma has no place in a kernel"):
         call(*qkv())
 
 
