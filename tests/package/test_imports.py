@@ -151,6 +151,7 @@ before, start = set(sys.modules), time.process_time()
 import cute_flash
 seconds = time.process_time() - start
 package = set(sys.modules) - before
+assert torch.ops.cute_flash.attention_fwd.default.name() == "cute_flash::attention_fwd"
 import cute_flash.tools.cli, layouts.__main__
 tools = set(sys.modules) - before - package
 print(json.dumps({"seconds": seconds, "package": sorted(package), "tools": sorted(tools)}))

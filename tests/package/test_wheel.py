@@ -46,24 +46,28 @@ def test_the_wheel_installs_cute_flash_only(wheel: Path) -> None:
     assert "Typing :: Typed" in headers.get_all("Classifier")
 
 
+# A child is forked for each folder after torch, because importing torch takes most of the time.
 IMPORT = """
-import torch, cute_flash, layouts
+import os, sys, torch
+sys.path[:0] = FOREIGN[:1] if os.fork() == 0 else FOREIGN[1:]
+import cute_flash, layouts
 q = torch.ones(1, 1, 4, 8)
 assert cute_flash.attn(q, q, q).shape == q.shape
 assert cute_flash.__file__.startswith(FOLDER), cute_flash.__file__
-assert layouts.MINE == 1
-print("imported")
+assert layouts.__file__ == f"{sys.path[0]}/{layouts.NAME}"
+os.write(1, f"imported beside {layouts.NAME}\\n".encode())
 """
 
 
-@pytest.mark.parametrize("path", ["layouts.py", "layouts/__init__.py"])
-def test_a_foreign_module_called_layouts_does_not_matter(wheel: Path, path: str, tmp_path: Path) -> None:
-    installed, foreign = tmp_path / "installed", tmp_path / "foreign"
+def test_a_foreign_module_called_layouts_does_not_matter(wheel: Path, tmp_path: Path) -> None:
+    installed, names = tmp_path / "installed", ["layouts.py", "layouts/__init__.py"]
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    (foreign / path).parent.mkdir(parents=True)
-    (foreign / path).write_text("MINE = 1\n")
-    environment = {**os.environ, "PYTHONPATH": f"{foreign}{os.pathsep}{installed}"}
-    code = f"FOLDER = {str(installed)!r}\n{IMPORT}"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=foreign, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("imported\n", 0), done.stderr
+    folders = [tmp_path / "module", tmp_path / "package"]
+    for folder, name in zip(folders, names):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(f"NAME = {name!r}\n")
+    code = f"FOLDER, FOREIGN = {str(installed)!r}, {list(map(str, folders))!r}\n{IMPORT}"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert sorted(done.stdout.splitlines()) == [f"imported beside {name}" for name in names], done.stderr
