@@ -120,9 +120,10 @@ def attn(
     last dimension is contiguous and rows start at multiples of 16 bytes; other tensors are copied first. The output
     has the dimensions and the stride order of q.
 
-    Gradients: through out and lse, on the CPU and on CUDA; with wgmma on sm_90, otherwise with mma.sync. On CUDA dq is
-    accumulated with atomic additions in no fixed order, so its bits may differ between calls unless `deterministic`.
-    Deterministic gradients with D > 128 use mma.sync on sm_90 too, which is several times slower.
+    Gradients: through out and lse, on the CPU and on CUDA. On CUDA dq is accumulated with atomic additions in no fixed
+    order, so its bits may differ between calls unless `deterministic`. On sm_90 gradients use wgmma. They use mma.sync,
+    which is slower, with D > 128 and softcap, alibi, dropout, mods, a bias, varlen or `deterministic`; for long mods;
+    and for deterministic gradients of captured tensors.
 
     Returns:
         out, shaped like q with head dim Dv; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural
@@ -465,15 +466,16 @@ def _with_mods(
 ) -> AttentionArgs:
     BlockMask, mod_arguments = _mod_parts.__wrapped__() if _is_dynamo_compiling() else _mod_parts()
     if block_mask is not None and not isinstance(block_mask, BlockMask):
-        raise ValueError(f"block_mask is a {type(block_mask).__name__}: give a cute_flash.BlockMask")
+        kind = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
+        raise ValueError(f"block_mask is a {kind}: make one with cute_flash.BlockMask.of(mask_mod, (B, H, Sq, Sk))")
     if block_mask is not None:
         mask_mod = block_mask.mask_for(mask_mod)
         left, right = block_mask.window
         args = args._replace(
             block_mask=block_mask.tensors,
             block_mask_sizes=block_mask.sizes,
-            window_left=_nearest(args.window_left, left),
-            window_right=_nearest(args.window_right, right),
+            window_left=_tighter_bound(args.window_left, left),
+            window_right=_tighter_bound(args.window_right, right),
         )
     text, captures, scalars = mod_arguments(score_mod, mask_mod, score_mod_bwd, q.device)
     needs_grad: tuple[bool, ...] = ()
@@ -482,7 +484,7 @@ def _with_mods(
     return args._replace(bias=bias, score_mod=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
 
 
-def _nearest(a: int | None, b: int | None) -> int | None:
+def _tighter_bound(a: int | None, b: int | None) -> int | None:
     """The tighter of two bounds of a window."""
     return a if b is None else b if a is None else min(a, b)
 

@@ -8,9 +8,9 @@ Tensors are (B, H, S, D) of any strides or, with `cu_seqlens_q`, (T, H, D). `out
 `AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors. Results that a call does not request are empty
 tensors.
 
-Both operators have kernels for CPU (`reference`), CUDA (`runtime.launcher`), fake tensors and vmap; `attention_fwd`
-has one for the Autograd key too. That one is registered directly, because `torch.library.register_autograd` takes
-time quadratic in the number of arguments.
+Both operators have kernels for CPU (`reference`), CUDA (`runtime.launcher`), Autograd, fake tensors and vmap. The
+Autograd kernel of `attention_bwd` refuses a second backward. They are registered directly, because
+`torch.library.register_autograd` takes time quadratic in the number of arguments.
 
 `attention` is the entry of `api.py`. It bypasses the dispatcher for a CUDA call that nothing observes, and calls the
 operator's CUDA implementation with the same arguments.
@@ -134,7 +134,7 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Call the operator through the dispatcher. Autocast and tangents are handled here: operators do not see them."""
+    """Call the operator through the dispatcher. It does not see autocast, nor a vmap over captured tensors."""
     if _autocasting():
         q, k, v = autocast(q, k, v)
     if not _is_dynamo_compiling() and _transform() is not None:
@@ -346,8 +346,8 @@ def _one_level_of_autograd() -> AbstractContextManager:
     return enable_single_level_autograd_function()
 
 
-class FirstGradients(_SingleLevelFunction):
-    """The results of `attention_bwd`, which have no gradient: a gradient of them would be silently 0."""
+class NoDoubleBackward(_SingleLevelFunction):
+    """Runs `attention_bwd`. Its own backward raises, because second derivatives would silently be 0."""
 
     @staticmethod
     def forward(run: Any, *tensors: Any) -> Any:
@@ -375,7 +375,7 @@ def _bwd_autograd(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
 
     if _is_grad_enabled() and _requires_grad(*tensors):
         with nullcontext() if _transform() is None else _one_level_of_autograd():
-            dq, dk, dv, *grads = FirstGradients.apply(below_autograd, *tensors)  # type: ignore[attr-defined]
+            dq, dk, dv, *grads = NoDoubleBackward.apply(below_autograd, *tensors)  # type: ignore[attr-defined]
     else:
         dq, dk, dv, *grads = below_autograd()
     return dq, dk, dv, grads

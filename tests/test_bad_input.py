@@ -58,7 +58,7 @@ WRONG = [
     (dict(score_mod=3), "score_mod"),
     (dict(mask_mod="causal"), "mask_mod"),
     (dict(score_mod_bwd=lambda g, s, b, h, i, j: g), "score_mod_bwd without score_mod"),
-    (dict(block_mask=torch.ones(2, 2)), "block_mask is a Tensor: give a cute_flash.BlockMask"),
+    (dict(block_mask=torch.ones(2, 2)), r"block_mask is a torch.Tensor: make one with cute_flash.BlockMask.of\("),
     (dict(block_map="x"), "block_m"),
 ]
 

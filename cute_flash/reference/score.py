@@ -106,7 +106,7 @@ class ScoreBlock:
         self.tanh: Tensor | None = None
         self.distance: Tensor | None = None
         self.before_mod: Tensor | None = None
-        self.mask: Tensor | None = None  # of `visible`, once it is known
+        self.mask: Tensor | None = None  # the cached result of `visible`
 
     def by_head(self, block: Tensor) -> Tensor:
         """A view of a block as (batch, Hkv, group, rows, keys)."""

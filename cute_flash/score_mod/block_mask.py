@@ -5,7 +5,8 @@ if no query sees a key, else partial. The mask is a `mask_mod` and a window. The
 the mask does not depend on it.
 
 A block mask keeps its mask_mod, with copies of the tensors and numbers that it captured, and its window: `attn` applies
-them inside partial blocks. It stays the mask that it was made of, whatever is written to those tensors later.
+them inside partial blocks. It is a snapshot: `attn` raises a `ValueError` if a captured tensor was written to since. A
+write through `.data` to a CUDA tensor is not detected; the snapshot is used.
 """
 
 from __future__ import annotations

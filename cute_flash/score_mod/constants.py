@@ -14,7 +14,7 @@ import torch
 
 # Modules whose contents do not change: their functions and classes are used as they are.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
-# Of these, modules whose functions return something else at each call.
+# Of these, modules whose functions depend on a clock, the system or random numbers.
 IMPURE_MODULES = frozenset({"datetime", "os", "platform", "posix", "secrets", "socket", "time", "uuid"})
 # Modules whose numbers and strings are constants, such as math.pi.
 MODULES_OF_CONSTANTS = ("cmath", "math", "numpy", "string", "torch")

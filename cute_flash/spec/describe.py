@@ -168,9 +168,10 @@ def _check_tables(args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None
             for dim, index in enumerate(node.args if node.op == "load" else ()):
                 table, name = args.captures[first + node.value], graph.nodes[index].value
                 if graph.nodes[index].op == "input" and table.shape[dim] < known.get(name, 0):
+                    name, least = {"q": "q_idx", "kv": "kv_idx"}.get(name, name), known[name]
                     raise ValueError(
                         f"a captured tensor of shape {tuple(table.shape)} is indexed by {name} in dimension {dim}: it "
-                        f"needs at least {known[name]} elements there"
+                        f"needs at least {least} elements there"
                     )
         first += len(graph.captures)
 

@@ -233,7 +233,9 @@ def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, determinist
         )
     for name in ("seqlen_q", "seqlen_k"):
         if problem.static.has_mods and getattr(problem, name) >= MAX_INDEX:
-            raise UnsupportedError(f"{name}={getattr(problem, name)} with functions: less than {MAX_INDEX}")
+            raise UnsupportedError(
+                f"{name}={getattr(problem, name)} with a bias, mods or a block mask on cuda: less than {MAX_INDEX}"
+            )
     rows, keys = (None if problem.mods is None else problem.mods.block_mask_tile) or (tile_m, tile_n)
     if rows % tile_m or keys % tile_n:
         raise UnsupportedError(

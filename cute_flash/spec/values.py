@@ -20,7 +20,7 @@ _LEARNED = {
 
 
 def as_float(name: str, value: Any) -> float:
-    """A number as a float. A tensor must have one element; it must not need a gradient, which it would not get."""
+    """A number as a float. A tensor must have one element and not require grad: no gradient would reach it."""
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():
             remedy = _LEARNED.get(name, "detach it")

@@ -42,7 +42,7 @@ class Kernel:
         return SimpleNamespace(**operands)
 
     def band(self, args: SimpleNamespace) -> Band:
-        """Of queries over keys."""
+        """The band of keys that a query sees, from the window operands."""
         left, right = self.static.has_left, self.static.has_right
         return Band(args.window_left if left else None, args.window_right if right else None)
 
@@ -55,7 +55,7 @@ class Kernel:
         return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"
 
     def launch(self, symbol: str, params: Any, grid: tuple, num_threads: int, stream: CUstream, **options: Any):
-        """Launch `kernel`. ptxas compiles kernels with "cutlass" in their symbol differently."""
+        """Launch `kernel` as `symbol`. ptxas compiles kernels with "cutlass" in their symbol differently."""
         self.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(grid=grid, block=(num_threads, 1, 1), stream=stream, **options)
 
