@@ -68,4 +68,4 @@ def test_all_six_are_there() -> None:
 if __name__ == "__main__":
     for one in examples():
         if one.image is not None:
-            one.image.write_text(_svg(one))
+            one.image.write_text(run(one)[0]["picture"])
