@@ -19,9 +19,9 @@ test: lint
 	$(PYTEST) -m "not gpu"
 	$(MAKE) test-floor
 
-# Those that compile nothing.
+# Those that compile nothing and start no processes that import torch.
 test-fast: $(INSTALLED)
-	$(PYTEST) -m "not compiles and not gpu"
+	$(PYTEST) -m "not compiles and not processes and not gpu"
 
 # Contracts with torch (compile, functorch, autocast, arguments) on the oldest torch of pyproject.toml. The wheel of
 # PyPI is for CUDA on x86_64: there, let pip find CPU builds first, for example by PIP_INDEX_URL.

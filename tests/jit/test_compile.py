@@ -197,6 +197,7 @@ print(compiling.cache_info().compiles, compiling.cache_info().disk_hits)
 """
 
 
+@pytest.mark.processes
 def test_processes_compile_once(fresh_cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RACER, str(tmp_path)]
     racers = [subprocess.Popen([*command, str(number), "2"], stdout=subprocess.PIPE, text=True) for number in range(2)]

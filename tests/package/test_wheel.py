@@ -59,6 +59,7 @@ os.write(1, f"imported beside {layouts.NAME}\\n".encode())
 """
 
 
+@pytest.mark.processes
 def test_a_foreign_module_called_layouts_does_not_matter(wheel: Path, tmp_path: Path) -> None:
     installed, names = tmp_path / "installed", ["layouts.py", "layouts/__init__.py"]
     with zipfile.ZipFile(wheel) as archive:

@@ -253,6 +253,7 @@ for value in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_the_environment_chooses_the_family_of_a_process() -> None:
     unknown = "kernel family 'sm99': there is sm90, sm80"
     expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}

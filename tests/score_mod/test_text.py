@@ -183,6 +183,7 @@ torch.save(torch.ops.cute_flash.attention_fwd(*arguments), sys.argv[2])
 """
 
 
+@pytest.mark.processes
 def test_another_process_runs_what_this_one_traced(tmp_path: Path) -> None:
     q, k, v = (torch.randn(2, 4, 12, 8) for _ in range(3))
     score_mod, mask_mod = MAKE.gated(), MASK_MODS["document"]
