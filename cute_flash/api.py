@@ -287,7 +287,7 @@ def attn_varlen(
     )
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
-    # Not a chain of `is`: Dynamo cannot compare two functions made inside what it compiles.
+    # Three comparisons with None: Dynamo cannot compare two functions that were defined inside the compiled function.
     if score_mod is not None or mask_mod is not None or score_mod_bwd is not None:
         args = _with_mods(args, q, None, score_mod, mask_mod, score_mod_bwd, None)
     out, lse, max_logit = ops.attention(q, k, v, args)

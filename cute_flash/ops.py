@@ -222,7 +222,7 @@ _apply = super(Function, Attention).apply
 
 
 def _save(ctx: Any, args: AttentionArgs, qkv: tuple[Tensor, ...], others: tuple[Any, ...], results: Any) -> None:
-    """Save what the backward needs."""
+    """Save q, k, v, out, lse and the tensors of `args` for the backward."""
     out, lse, max_logit = results
     ctx.set_materialize_grads(False)
     if max_logit is not None:

@@ -56,7 +56,7 @@ class BlockMask:
     window: Window = (None, None)
     mask: BoundMod | None = None  # its captures are copies; None: the mask is the window alone, or is not known
     is_mask_known: bool = False
-    captured: tuple[Tensor, ...] = ()  # the tensors of which `mask.captures` are copies
+    captured: tuple[Tensor, ...] = ()  # the user's tensors; `mask.captures` are copies of them
     versions: tuple[int, ...] = ()  # of `captured`, when they were copied
 
     @staticmethod
@@ -101,8 +101,10 @@ class BlockMask:
                 raise ValueError(f"mask_mod captures a tensor on {x.device}: expected {device}")
         left, right = window
         window = left, 0 if causal else right
-        if any(x is not None and x < 0 for x in window):
-            raise ValueError(f"window={window}: a bound is negative; use None for an unbounded side")
+        if not all(x is None or (isinstance(x, int) and x >= 0) for x in window):
+            raise ValueError(
+                f"window={window}: give whole numbers that are not negative, or None for an unbounded side"
+            )
         versions = tuple(0 if x.is_inference() else x._version for x in captures)
         if mask is not None:
             mask = mask._replace(captures=tuple(x.detach().clone() for x in captures))
@@ -119,7 +121,7 @@ class BlockMask:
         return _cache.of_contents((), key, compute)
 
     def mask_for(self, mask_mod: Callable | None) -> Callable | BoundMod | None:
-        """The mask to apply inside partial blocks; `mask_mod`: the one that a caller gives beside the block mask.
+        """The mask to apply inside partial blocks. `mask_mod` is the argument of `attn` beside this block mask.
 
         Raises `ValueError` for another mask than that of the block mask, because full blocks would ignore it, and if a
         captured tensor was written to since. Writes through `.data` are noticed on the CPU only.
@@ -130,10 +132,7 @@ class BlockMask:
             return mask_mod if self.mask is None else self.mask
         for x, version, copy in zip(self.captured, self.versions, () if self.mask is None else self.mask.captures):
             is_written = not x.is_inference() and x._version != version
-            # Fake tensors have no contents to compare.
-            can_compare = x.device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0
-            can_compare = can_compare and type(x) in (Tensor, torch.nn.Parameter)
-            if is_written or (can_compare and not torch.equal(x, copy)):
+            if is_written or (_is_readable(x) and not _has_same_contents(x, copy)):
                 raise ValueError(
                     f"block_mask: a captured tensor of its mask_mod, of shape {tuple(x.shape)}, was written to after "
                     "the block mask was made: make a new one"
@@ -198,6 +197,17 @@ class BlockMask:
         mask_device = self.partial_kv.num_blocks.device
         if mask_device != device:
             raise ValueError(f"block_mask is on {mask_device} and q is on {device}: they must agree")
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether the host can read a tensor without a sync. Fake tensors have no contents."""
+    is_plain = type(x) in (Tensor, torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
+    return is_plain and x.device.type == "cpu"
+
+
+def _has_same_contents(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape are equal; NaN equals NaN."""
+    return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

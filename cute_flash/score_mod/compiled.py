@@ -43,7 +43,7 @@ NOT_RECORDED = "torch.compile hides how a value is computed: use methods of tens
 
 
 class Recorder(TorchFunctionMode):
-    """Records what a mod does with its arguments."""
+    """Records the operations of a mod on its arguments."""
 
     def __init__(self, role: str, device: torch.device) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
 
     def capture(self, x: Tensor) -> str:
         self.steps.append(("capture", x.dtype, x.dim()))
-        # A number made inside the mod, such as torch.tensor(2.0), may be elsewhere.
+        # A number that the mod creates, such as torch.tensor(2.0), may be on another device.
         self.captures.append(x.to(self.device) if x.dim() == 0 else x)
         return self.names[self.result(x)]
 
@@ -178,7 +178,7 @@ def _name_of(func: Any) -> str:
 
 @torch.compiler.assume_constant_result
 def _dtype_of_last(role: str, steps: tuple[Step, ...]) -> Any:
-    """The dtype of the last step's result, or what is wrong with the step."""
+    """The dtype of the last step's result, or an error message."""
     try:
         return _replay(role, steps)[1][-1].dtype
     except (TraceError, Specialise, TypeError) as error:
@@ -187,7 +187,7 @@ def _dtype_of_last(role: str, steps: tuple[Step, ...]) -> Any:
 
 @torch.compiler.assume_constant_result
 def _graph(role: str, steps: tuple[Step, ...], result: Any) -> Any:
-    """The text of the graph and the indices of the captures that it uses, or what is wrong with the result."""
+    """(text of the graph, indices of the captures that it uses), or an error message."""
     try:
         builder, values = _replay(role, steps)
         graph = builder.graph(output_node(builder, _decoded(result, values), role))
@@ -207,7 +207,7 @@ def _find_hidden(context: Any) -> None:
 
 @torch.compiler.assume_constant_result
 def _hidden_steps(names: tuple[str, ...], num_values: int) -> Any:
-    """The steps that compute what `_find_hidden` found, or what is wrong."""
+    """The steps that compute the node of `_find_hidden`, or an error message."""
     node, known = _hidden
     names_of, steps = dict(zip(known, names)), []
 

@@ -1,4 +1,4 @@
-"""Which captured values never change, so that a mod may use them as they are: parts of Python, torch and numpy."""
+"""Captured values that never change and need no proxy: functions, classes and constants of Python, torch and numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Modules whose contents do not change: their functions and classes are used as they are.
+# Modules whose functions and classes never change. They need no proxy.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
 # Of these, modules whose functions depend on a clock, the system or random numbers.
 IMPURE_MODULES = frozenset({"datetime", "os", "platform", "posix", "secrets", "socket", "time", "uuid"})
@@ -45,7 +45,7 @@ def is_fixed(value: Any) -> bool:
     if isinstance(value, enum.Enum):
         return is_key(value.value)
     if isinstance(value, (type, FunctionType)):
-        # A function made by another one has captured values of its own, such as those of torch's `and_masks`.
+        # An inner function captures values. torch's `and_masks`, for example, returns one that captures the masks.
         is_inner = isinstance(value, FunctionType) and "<locals>" in value.__qualname__
         module = value.__module__ or ""
         return _root(module) in FIXED_MODULES and not module.startswith("cute_flash.masks") and not is_inner

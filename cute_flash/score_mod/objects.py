@@ -144,7 +144,7 @@ class ObjectProxy:
 
 
 class ModuleProxy:
-    """A module of Python, torch or numpy: functions, classes and constants as they are, other values are read again."""
+    """A module of Python, torch or numpy. Its functions, classes and constants get no proxy; other values do."""
 
     __slots__ = ("__module", "__tracer")
 
@@ -168,7 +168,7 @@ def describe(x: Any) -> str:
 
 
 def original(x: Any) -> Any:
-    """The object of a proxy; other values are returned as they are."""
+    """The captured object behind a proxy. A value that is not an `ObjectProxy` is returned unchanged."""
     return x._ObjectProxy__value if type(x) is ObjectProxy else x
 
 

@@ -72,7 +72,7 @@ def _seqused_k(problem: Problem) -> tuple[bool, ...]:
 
 
 def describe_key(key: CompileKey) -> str:
-    """A kernel in a line: its name, what it is compiled for, and its tile."""
+    """One line about a kernel: name, head dims, dtype, bounds, features and tile."""
     static, tile = key.static, key.tile
     if isinstance(tile, SchedulerTile):
         return f"{key.kernel}{' seqused_k' if static.seqused_k else ''}"

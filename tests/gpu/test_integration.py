@@ -145,13 +145,14 @@ def test_torch_compile_with_mods(qkv):
         inputs = [*qkv, table, bias]
         grads = [torch.autograd.grad(x.float().square().sum(), inputs) for x in (got, want)]
         for a, b in zip(*grads):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+            # The same kernels: only the order of atomic additions differs, by one bf16 rounding at most.
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3 * float(b.abs().max()))
         with torch.no_grad():
             table.copy_(torch.randn(8, 640, device="cuda"))
 
 
 def test_nan_in_blocks_that_no_query_visits(qkv):
-    """Keys and values past those that a tile sees may hold anything."""
+    """A tile does not read K/V blocks that the causal mask hides from all of its queries: NaN there has no effect."""
     q, k, v = (torch.randn(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     clean = cute_flash.attn(q, k, v, causal=True)
     k[:, :, 768:] = v[:, :, 768:] = torch.nan

@@ -43,7 +43,7 @@ def test_values(names) -> None:
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_gradients(name) -> None:
+def test_gradients(name, family) -> None:
     found = []
     for device in ("cuda", "cpu"):
         q, k, v = inputs(device)
@@ -52,7 +52,9 @@ def test_gradients(name) -> None:
         try:
             grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         except UnsupportedError as error:
-            pytest.skip(str(error))  # no tile of this family has the registers for it
+            if family != "sm90":
+                raise
+            pytest.skip(str(error))  # long mods have no wgmma tile; without a family, attn takes mma.sync
         found.append([x.cpu().float() for x in grads])
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm() < 2e-2 * theirs.norm() + 1e-3

@@ -24,8 +24,8 @@ from tests.lock.sample import SAMPLE
 
 CASES = {case.name: case for case in cases()}
 
-# Rows of the tables that spilled before they were chosen as they are, masks and features that take the most registers
-# of a row, and pairs of features that change how ptxas schedules.
+# The cases most likely to spill: tile rows whose earlier versions spilled, the mask and feature of a row that need the
+# most registers, and pairs of features that change how ptxas schedules.
 RISKY = (
     "fwd/sm90/sm_90/d64/bf16/causal/k512/main",
     "fwd/sm90/sm_90/d128/bf16/window/plain/main",

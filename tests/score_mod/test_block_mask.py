@@ -262,6 +262,7 @@ def test_numbers_are_those_of_the_time_it_was_made() -> None:
         (dict(shape=(1, 2, -1, 256)), r"shape=\(1, 2, -1, 256\)"),
         (dict(shape=(256, 256)), "shape="),
         (dict(window=(-1, None)), "window="),
+        (dict(window=("a", None)), "window="),
     ],
 )
 def test_wrong_sizes(arguments: dict, message: str) -> None:
@@ -286,3 +287,14 @@ def test_wrong_sizes(arguments: dict, message: str) -> None:
 def test_wrong_tables(make) -> None:
     with pytest.raises(ValueError, match=r"ints|offsets|needs at least"):
         make()
+
+
+def test_a_captured_table_with_nan_is_not_taken_for_changed() -> None:
+    q, k, v = _qkv()
+    table = torch.zeros(256)
+    table[3] = torch.nan
+    mask = BlockMask.of(lambda b, h, i, j: table[j] == 0, (1, 2, 256, 256))
+    torch.testing.assert_close(attn(q, k, v, block_mask=mask), attn(q, k, v, mask_mod=lambda b, h, i, j: table[j] == 0))
+    table[3] = 0.0
+    with pytest.raises(ValueError, match="was written to"):
+        attn(q, k, v, block_mask=mask)

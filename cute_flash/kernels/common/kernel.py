@@ -66,7 +66,7 @@ class MBlockKernel(Kernel):
     name: str
     rows: str  # the operand that has the rows of queries
     num_threads: int
-    overlaps_last = False  # the launch is early, and the kernel waits for the one before
+    overlaps_last = False  # programmatic dependent launch: start before the previous kernel ends, and wait for it
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
