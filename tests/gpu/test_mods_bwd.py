@@ -179,7 +179,7 @@ def test_captured_varlen_training_step(family):
             torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item() + 1e-6)
 
 
-@pytest.mark.parametrize("shape", [(4, 300, 300), (3, 1, 1, 300), (300, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 300, 300), (3, 1, 1, 300), (1, 300)], ids=str)
 def test_bias_of_varlen_batches(shape, family):
     """The bias of each sequence's own positions, with its gradient, as on the CPU in fp64."""
     lengths = Lengths([100, 300, 31], [90, 257, 300])
