@@ -1,4 +1,7 @@
-"""`python -m profiling plots`: the figures of the documents, from checked-in files, reproducible byte for byte."""
+"""`python -m profiling plots`: the figures of the documents, from checked-in files.
+
+matplotlib is imported when a figure is drawn: the other commands do not need it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from profiling import plot_counters, plot_speed
 from profiling.machine import ROOT
-from profiling.plot_speed import Kernel
 from profiling.record import Run, load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
 
 FOLDER = ROOT / "profiling" / "plots"
 DATA = ROOT / "profiling"
@@ -28,29 +33,47 @@ def _run(path: str) -> Run:
     return load(DATA / path)
 
 
-def _speed_forward() -> str:
-    return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against length")
+def _overview() -> Drawing:
+    from profiling import plot_speed
+
+    runs = {"Forward": _run(FORWARD), "Backward (dq, dk, dv)": _run(BACKWARD)}
+    return plot_speed.overview(runs, "Attention on an H200, with our speed over the best peer")
 
 
-def _speed_backward() -> str:
-    return plot_speed.speed(_run(BACKWARD), "Backward (dq, dk, dv): TFLOP/s against length")
+def _speed_forward() -> Drawing:
+    from profiling import plot_speed
+
+    return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against sequence length")
 
 
-def _roofline() -> str:
+def _speed_backward() -> Drawing:
+    from profiling import plot_speed
+
+    return plot_speed.speed(_run(BACKWARD), "Backward (dq, dk, dv): TFLOP/s against sequence length")
+
+
+def _roofline() -> Drawing:
+    from profiling.plot_speed import Kernel, roofline
+    from profiling.plot_style import BLUE, GREEN, ORANGE
+
     kernels = (
-        Kernel("forward, sm90", _run(FORWARD), "circle", "blue"),
-        Kernel("backward, sm90", _run(BACKWARD), "diamond", "orange"),
-        Kernel("forward, sm80 kernel on this GPU", _run(FORWARD_SM80), "square", "green"),
+        Kernel("forward, sm90", _run(FORWARD), "o", BLUE),
+        Kernel("backward, sm90", _run(BACKWARD), "D", ORANGE),
+        Kernel("forward, sm80 kernel on this GPU", _run(FORWARD_SM80), "s", GREEN),
     )
-    return plot_speed.roofline(kernels, "Where the kernels stand under the roofline of an H200")
+    return roofline(kernels, "The kernels under the roofline of an H200")
 
 
-def _conflicts() -> str:
+def _conflicts() -> Drawing:
+    from profiling import plot_counters
+
     record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
     return plot_counters.conflicts(record, "Shared memory by layout: wavefronts, bank conflicts, time")
 
 
-def _hbm_bytes() -> str:
+def _hbm_bytes() -> Drawing:
+    from profiling import plot_counters
+
     record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
     return plot_counters.hbm_bytes(record, "HBM traffic of one launch")
 
@@ -58,14 +81,21 @@ def _hbm_bytes() -> str:
 @dataclass(frozen=True)
 class Figure:
     sources: tuple[str, ...]  # in profiling/
-    draw: Callable[[], str]
+    draw: Callable[[], Drawing]
 
     @property
     def missing(self) -> list[str]:
         return [source for source in self.sources if not (DATA / source).exists()]
 
+    def svg(self) -> str:
+        from profiling.plot_style import style, svg
+
+        with style():
+            return svg(self.draw())
+
 
 FIGURES = {
+    "overview.svg": Figure((FORWARD, BACKWARD), _overview),
     "forward.svg": Figure((FORWARD,), _speed_forward),
     "backward.svg": Figure((BACKWARD,), _speed_backward),
     "roofline.svg": Figure((FORWARD, BACKWARD, FORWARD_SM80), _roofline),
@@ -75,12 +105,12 @@ FIGURES = {
 
 
 def write(folder: Path = FOLDER) -> dict[str, list[str]]:
-    """Write the figures; returns the missing files of those that cannot be drawn."""
+    """Write the figures, and return the missing files of those that cannot be drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = {}
     for name, figure in FIGURES.items():
         if figure.missing:
             missing[name] = figure.missing
         else:
-            (folder / name).write_text(figure.draw(), encoding="utf-8")
+            (folder / name).write_text(figure.svg(), encoding="utf-8")
     return missing
