@@ -16,6 +16,8 @@ import torch
 from cute_flash.jit.compile import precompile_all
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.tools.precompile import precompile_keys
+from cute_flash.tools.progress import steps
 from profiling import (
     compare,
     doc_tables,
@@ -44,7 +46,7 @@ from profiling.gpu_lock import GpuLock
 from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, CuteFlash, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.terminal import Table, print_lines, print_unavailable, progress, show
+from profiling.terminal import Table, print_lines, print_unavailable, show
 from profiling.timing import EventTimer, GraphTimer
 from profiling.variants import FAMILIES, Selection, choose
 from profiling.workers import Pool
@@ -202,13 +204,13 @@ def _bench(args: argparse.Namespace) -> int:
     if not available:
         return NOT_MEASURED
     save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
-    with progress(len(shapes)) as step:
+    with steps(f"timing {args.direction}, suite {args.suite}", len(shapes)) as done:
         tools = Tools(
             timer=GraphTimer() if args.graph else EventTimer(),
             device=torch.device("cuda"),
             facts=machine.facts,
             card_state=machine.card_state,
-            progress=step,
+            progress=done,
             save=save_run,
         )
         run = run_bench(shapes, available, unavailable, _settings(args), tools)
@@ -225,12 +227,12 @@ def _host(args: argparse.Namespace) -> int:
     if not arch.has_gpu():
         raise ValueError("no CUDA device: nothing can be measured")
     environment = {} if args.kernels == "auto" else {"CUTE_FLASH_KERNELS": args.kernels}
-    with progress(1 + args.processes + args.start) as step:
+    with steps("measuring host time", 1 + args.processes + args.start) as done:
         run = host.fresh_process(environment)
-        data = host.run_host(settings, run, lambda keys: list(precompile_all(keys, args.jobs)), step, base)
+        data = host.run_host(settings, run, lambda keys: list(precompile_all(keys, args.jobs)), done, base)
         starts = start.start_times("cuda", args.kernels) if args.start else {}
         if args.start:
-            step("start")
+            done("start")
     data.update(machine=machine.facts(), kernels=args.kernels, start=starts)
     if "error" in starts:
         data["errors"]["start"] = starts["error"]
@@ -255,10 +257,10 @@ def _features(args: argparse.Namespace) -> int:
         if args.out:
             write_json(features.to_dict(results, settings, facts), args.out)
 
-    with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
+    with context, steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
         cells, timer = mods.KINDS if is_mods else features.KINDS, EventTimer()
         device = torch.device("cuda")
-        results = features.run_features(args.kinds, settings, timer, device, step, cells, lock, save_results)
+        results = features.run_features(args.kinds, settings, timer, device, done, cells, lock, save_results)
     return _show_features(results, [mods_summary.summary(results)] if is_mods else [])
 
 
@@ -316,7 +318,7 @@ def _tune(args: argparse.Namespace) -> int:
         pool=Pool,
         facts=machine.facts,
         card_state=machine.card_state,
-        progress=progress,
+        progress=steps,
         save=save_tuning,
         cache=args.kernel_cache,
     )
@@ -339,11 +341,11 @@ def _ncu(args: argparse.Namespace) -> int:
         tool = ncu.Tool(args.out, args.ncu)
         tool.check()
         keys = dict.fromkeys(key for case in cases for key in case.keys(target))
-        list(precompile_all(list(keys), args.jobs))
+        precompile_keys(list(keys), args.jobs)
         settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
         facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
-        with progress(len(findings)) as step:
-            findings = ncu_run.profile_all(tool, findings, facts, step)
+        with steps("profiling", len(findings)) as done:
+            findings = ncu_run.profile_all(tool, findings, facts, done)
     return _show_findings(findings)
 
 

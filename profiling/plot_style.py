@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -21,7 +21,9 @@ GREY, PINK, TEAL = "#6e7781", "#bf3989", "#1b7c83"
 # Inches. At the width of a README on GitHub a figure is drawn about a quarter larger than its nominal size.
 WIDTH = 9.6
 
-STYLE = {
+STYLE: dict[Any, Any] = {
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
     "svg.hashsalt": "cute_flash",
     "svg.fonttype": "none",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
@@ -73,7 +75,6 @@ LOOKS = {
 def new_figure(height: float, caption: str) -> Figure:
     """An empty figure with the conditions of the measurement below it; call inside of `style`."""
     figure = Figure((WIDTH, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     figure.supxlabel(caption, x=0.01, ha="left", size="small", color=DIM)
     return figure
 

@@ -40,11 +40,10 @@ def parts(drawn: str) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
-    figure = FIGURES[name]
-    if figure.missing:
-        assert not (FOLDER / name).exists(), f"{name} is there, and {figure.missing} it was drawn from is not"
-        pytest.skip(f"{name} waits for {', '.join(figure.missing)}")
-    drawn, stored = figure.svg(), (FOLDER / name).read_text(encoding="utf-8")
+    if missing := figures.missing(name):
+        assert not (FOLDER / name).exists(), f"{name} is there, and {missing} it was drawn from is not"
+        pytest.skip(f"{name} waits for {', '.join(missing)}")
+    drawn, stored = figures.draw(name), (FOLDER / name).read_text(encoding="utf-8")
     assert texts(drawn) == texts(stored), f"{name} is not up to date: make plots"
     if IS_PINNED:
         (elements, numbers), (stored_elements, stored_numbers) = parts(drawn), parts(stored)
@@ -55,17 +54,17 @@ def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
 
 def test_a_changed_value_changes_a_figure(monkeypatch) -> None:
     """The comparison above sees one point that moved by a thousandth."""
-    before = FIGURES["forward.svg"].svg()
+    before = figures.draw("forward.svg")
     cell = figures._run(figures.FORWARD).cells[0]
     result = cell.results["cute_flash"]
     monkeypatch.setitem(cell.results, "cute_flash", replace(result, tflops=1.001 * result.tflops))
-    after = FIGURES["forward.svg"].svg()
+    after = figures.draw("forward.svg")
     assert parts(before)[0] == parts(after)[0] and parts(before)[1] != pytest.approx(parts(after)[1], abs=1e-3)
 
 
 def test_no_other_figure_is_there_and_all_are_shown() -> None:
     there = {path.name for path in FOLDER.iterdir()}
-    assert there == {name for name, figure in FIGURES.items() if not figure.missing}
+    assert there == {name for name in FIGURES if not figures.missing(name)}
     assert there <= set(re.findall(r"\(plots/(.*?)\)", README.read_text()))
 
 
@@ -95,7 +94,7 @@ def test_tables_of_counters(monkeypatch, tmp_path) -> None:
 
 
 def test_plots_command(tmp_path, capsys) -> None:
-    lacking = [name for name, figure in FIGURES.items() if figure.missing]
+    lacking = [name for name in FIGURES if figures.missing(name)]
     assert cli.main(("plots", "--out", str(tmp_path))) == (cli.NOT_MEASURED if lacking else cli.OK)
     assert {path.name for path in tmp_path.iterdir()} == set(FIGURES) - set(lacking)
     said = capsys.readouterr().out
