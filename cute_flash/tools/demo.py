@@ -95,9 +95,8 @@ def _on_cpu(reason: str) -> Comparison:
             print("\n" + "\n".join(Explanation.of(PROBLEM, spec).lines()), flush=True)
             for head_dim in COMPILED_HEAD_DIMS:
                 plan = plan_forward(replace(PROBLEM, head_dim=head_dim), spec, requested_family())
-                line = _resource_line(plan)
-                done(f"{plan.main.kernel} D={head_dim} for {plan.main.target}")
-                print(line, flush=True)
+                print(_resource_line(plan), flush=True)
+                done("")
     return comparison
 
 

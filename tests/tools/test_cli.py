@@ -461,7 +461,7 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert out.count(hopper) == 2
     for line in explain.Explanation.of(demo.PROBLEM, arch.SM_90).lines():
         assert line in out
-    assert error.count("took") == 1 and "[4/4] fwd_sm90 D=128 for sm_90a" in error
+    assert error.count("took") == 1
 
 
 @needs_no_gpu

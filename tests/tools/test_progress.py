@@ -33,8 +33,20 @@ def test_a_terminal_shows_a_bar_with_the_activity_and_the_time_left() -> None:
         done("bwd_sm90: already there")
     plain = COLOUR.sub("", stream.getvalue())
     assert "[1/2] fwd_sm90 [left]: compiled" in plain and "[2/2] bwd_sm90: already there" in plain
-    assert "compiling" in plain and "━" in plain and "2/2" in plain and re.search(r"elapsed, \S+ left", plain)
+    assert "compiling" in plain and "━" in plain and "2/2" in plain and "0:00:00 left" in plain
     assert COLOUR.search(stream.getvalue())
+
+
+def test_the_time_left_is_that_of_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for steps of minutes."""
+    now, stream = 1000.0, Terminal()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with steps("timing", 4, stream) as done:
+        now += 100
+        done("")
+        now += 200
+        done("")
+    assert "2/4 0:05:00 elapsed, 0:05:00 left" in COLOUR.sub("", stream.getvalue())
 
 
 def test_no_color_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
