@@ -92,11 +92,11 @@ def case_of(case_id: str, symbol: str) -> Case:
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", type=int, default=2, help="default: %(default)s")
-    add("--heads", type=int, default=8, help="of queries (default: %(default)s)")
-    add("--heads-kv", type=int, help="of keys (default: as many)")
-    add("--seqlen", type=int, default=2048, help="of queries and keys (default: %(default)s)")
-    add("--head-dim", type=int, default=128, help="default: %(default)s")
+    add("--batch", type=int, default=2, metavar="B", help="default: %(default)s")
+    add("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
+    add("--heads-kv", type=int, metavar="N", help="K/V heads (default: H)")
+    add("--seqlen", type=int, default=2048, metavar="S", help="queries and keys (default: %(default)s)")
+    add("--head-dim", type=int, default=128, metavar="D", help="default: %(default)s")
     add("--mask", choices=MASKS, default=MASKS[0], help="default: %(default)s")
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
 
