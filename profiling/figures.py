@@ -33,7 +33,6 @@ def _run(path: str) -> Run:
 
 # Figure -> the files that it is drawn from.
 FIGURES = {
-    "overview.svg": (FORWARD, BACKWARD),
     "forward.svg": (FORWARD,),
     "backward.svg": (BACKWARD,),
     "roofline.svg": (FORWARD, BACKWARD, FORWARD_SM80),
@@ -52,9 +51,6 @@ def _drawing(name: str) -> Figure:
     from profiling.plot_speed import Kernel
     from profiling.plot_style import BLUE, GREEN, ORANGE
 
-    if name == "overview.svg":
-        runs = {"Forward": _run(FORWARD), "Backward (dq, dk, dv)": _run(BACKWARD)}
-        return plot_speed.overview(runs, "Attention on an H200, with our speed over the best peer")
     if name == "forward.svg":
         return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against sequence length")
     if name == "backward.svg":

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -88,6 +89,16 @@ def case_of(case_id: str, symbol: str) -> Case:
     shape = Shape(batch, heads, heads_kv, seqlen, head_dim, match["mask"] == MASKS[1])
     dtype = "bf16" if "_bfloat16_" in symbol else "fp16"
     return Case(match["kernel"], match["layout"], shape, dtype)
+
+
+def measured_cases(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of an `ncu.json` that have counters, by kernel, head dim and layout, the default layout first."""
+
+    def order(case: dict[str, Any]) -> tuple[int, int, int]:
+        kernel = case["kernel"]
+        return list(LAYOUTS).index(kernel), -case["shape"]["head_dim"], LAYOUTS[kernel].index(case["layout"])
+
+    return sorted((case for case in record["cases"].values() if case["measured"]), key=order)
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from profiling.ncu_case import LAYOUTS
+from profiling.ncu_case import measured_cases
 from profiling.plot_style import BLUE, DIM, RED, add_legend, new_figure
 
 Case = dict[str, Any]
@@ -43,20 +43,10 @@ class Bar(NamedTuple):
 def _groups(record: dict[str, Any]) -> dict[str, list[Case]]:
     """Kernel and shape -> cases with different layouts, the default first."""
     groups: dict[str, list[Case]] = {}
-    for case in _cases(record):
+    for case in measured_cases(record):
         if case["kernel"] in COUNTED:
             groups.setdefault(f"{case['kernel']}, {_shape(case)}", []).append(case)
     return {title: cases for title, cases in groups.items() if len(cases) > 1}
-
-
-def _cases(record: dict[str, Any]) -> list[Case]:
-    """All measured cases by kernel, head dim and layout."""
-
-    def order(case: Case) -> tuple[int, int, int]:
-        kernel = case["kernel"]
-        return list(LAYOUTS).index(kernel), -case["shape"]["head_dim"], LAYOUTS[kernel].index(case["layout"])
-
-    return sorted((case for case in record["cases"].values() if case["measured"]), key=order)
 
 
 def _shape(case: Case) -> str:
@@ -153,7 +143,7 @@ def conflicts(record: dict[str, Any], title: str) -> Figure:
 
 def hbm_bytes(record: dict[str, Any], title: str) -> Figure:
     """Bytes read and written in every case, predicted above measured."""
-    cases = _cases(record)
+    cases = measured_cases(record)
     figure = new_figure(1.2 + 0.3 * len(cases), f"{_setting(record)}; {_shape(cases[0])}, or D as written")
     labels = [f"{case['kernel']}, D {case['shape']['head_dim']}, {case['layout']}" for case in cases]
     panels = figure.subplots(1, len(DIRECTIONS), squeeze=False)[0]

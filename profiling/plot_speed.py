@@ -16,24 +16,15 @@ from profiling.plot_style import DIM, GREY, LOOKS, add_legend, new_figure
 from profiling.record import Cell, Run
 from profiling.suites import MASKS
 
-# The cells of the overview.
-OVERVIEW_HEAD_DIM, OVERVIEW_MASK = 128, "causal"
-
 
 def _head_dims(runs: Iterable[Run]) -> list[int]:
     return sorted({cell.shape.head_dim for run in runs for cell in run.cells})
 
 
-def _setting(*runs: Run) -> str:
-    """Conditions of the runs, which differ only in their commits."""
-    machine, dtype = runs[0].machine, runs[0].settings["dtype"]
-    commits = ", ".join(dict.fromkeys(run.machine["git_commit"][:7] for run in runs))
-    versions = f"torch {machine['torch']}, CUDA {machine['cuda']}"
-    return f"{machine['gpu']}, {dtype}, 16,384 tokens, hidden size 2048; {versions}; commit {commits}"
-
-
-def _known(run: Run) -> list[str]:
-    return [name for name in LOOKS if name in run.providers]
+def _setting(run: Run) -> str:
+    machine = run.machine
+    versions = f"torch {machine['torch']}, CUDA {machine['cuda']}, commit {machine['git_commit'][:7]}"
+    return f"{machine['gpu']}, {run.settings['dtype']}, 16,384 tokens, hidden size 2048; {versions}"
 
 
 def _power_of_two_ticks(axes: Axes, ticks: Sequence[int]) -> None:
@@ -43,26 +34,18 @@ def _power_of_two_ticks(axes: Axes, ticks: Sequence[int]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}"))
 
 
-def _curves(axes: Axes, run: Run, head_dim: int, mask: str) -> list[Cell]:
-    """Draw all providers on the cells of a head dim and mask, and cuBLAS as a dashed line; return the cells."""
+def _curves(axes: Axes, run: Run, head_dim: int, mask: str) -> None:
+    """Draw all providers on the cells of a head dim and mask, and cuBLAS as a dashed line."""
     cells = [cell for cell in run.cells if (cell.shape.head_dim, cell.shape.mask) == (head_dim, mask)]
-    for name in _known(run):
+    for name in (name for name in LOOKS if name in run.providers):
         label, marker, colour = LOOKS[name]
-        is_ours = name in run.ours
         points = [(cell.shape.seqlen, speed) for cell in cells if (speed := cell.tflops(name))]
-        axes.plot(
-            *zip(*points),
-            marker=marker,
-            color=colour,
-            label=label,
-            lw=2.4 if is_ours else None,
-            zorder=3 if is_ours else 2,
-        )
+        width, layer = (2.4, 3) if name in run.ours else (1.3, 2)
+        axes.plot(*zip(*points), marker=marker, color=colour, label=label, lw=width, zorder=layer)
     if run.ceiling and run.ceiling.tflops:
         axes.axhline(run.ceiling.tflops, color=GREY, lw=1, ls=(0, (5, 3)), label="cuBLAS, 8192³")
     _power_of_two_ticks(axes, sorted({cell.shape.seqlen for cell in run.cells}))
-    axes.set_xlabel("sequence length S")
-    return cells
+    axes.set(title=f"D = {head_dim}, {mask}", xlabel="sequence length S", ylabel="TFLOP/s")
 
 
 def speed(run: Run, title: str) -> Figure:
@@ -73,32 +56,9 @@ def speed(run: Run, title: str) -> Figure:
     for mask, row in zip(MASKS, grid, strict=True):
         for head_dim, axes in zip(head_dims, row, strict=True):
             _curves(axes, run, head_dim, mask)
-            axes.set_title(f"D = {head_dim}, {mask}")
-        row[0].set_ylabel("TFLOP/s")
+            axes.label_outer()
     grid[0][0].set_ylim(bottom=0)
-    for axes in grid.flat:
-        axes.label_outer()
     add_legend(figure, title, grid[0][0].get_legend_handles_labels()[0])
-    return figure
-
-
-def overview(runs: dict[str, Run], title: str) -> Figure:
-    """One head dim and mask of each run, our points labelled with their speed over the best peer."""
-    figure = new_figure(3.9, _setting(*runs.values()))
-    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    for (label, run), axes in zip(runs.items(), panels, strict=True):
-        for cell in _curves(axes, run, OVERVIEW_HEAD_DIM, OVERVIEW_MASK):
-            ours, best = run.ours[0], run.best_peer(cell)
-            ratio = cell.ratio(ours, best) if best else None
-            if ratio:
-                at = (cell.shape.seqlen, cell.tflops(ours) or 0.0)
-                axes.annotate(
-                    f"{ratio:.2f}×", at, (0, 7), textcoords="offset points", ha="center", size="small", weight="bold"
-                )
-        axes.set_title(f"{label}, D = {OVERVIEW_HEAD_DIM}, {OVERVIEW_MASK}")
-    panels[0].set_ylabel("TFLOP/s")
-    panels[0].set_ylim(0, 1.05 * panels[0].get_ylim()[1])
-    add_legend(figure, title, panels[0].get_legend_handles_labels()[0])
     return figure
 
 

@@ -48,7 +48,6 @@ STYLE: dict[Any, Any] = {
     "legend.handlelength": 1.6,
     "legend.columnspacing": 1.4,
     "legend.borderpad": 0.0,
-    "lines.linewidth": 1.3,
     "lines.markersize": 5,
 }
 

@@ -166,15 +166,6 @@ def test_curves_are_the_speeds_of_the_run() -> None:
     assert curves["FlashAttention-4"].get_color() == PURPLE
 
 
-def test_the_overview_names_the_ratio_to_the_best_peer() -> None:
-    run = figures._run(figures.FORWARD)
-    with style():
-        said = texts(svg(plot_speed.overview({"Forward": run}, "title")))
-    cells = [cell for cell in run.cells if cell.shape.head_dim == 128 and cell.shape.causal]
-    ratios = [cell.tflops("cute_flash") / max(cell.tflops(peer) for peer in run.peers) for cell in cells]
-    assert [text for text in said if text.endswith("×")] == [f"{ratio:.2f}×" for ratio in ratios]
-
-
 def test_every_provider_of_a_run_has_a_look() -> None:
     for path in (figures.FORWARD, figures.BACKWARD):
         assert set(figures._run(path).providers) <= set(LOOKS)
