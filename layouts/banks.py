@@ -117,7 +117,7 @@ class Access:
         return sum(1 for phase in self.phases if phase.lanes[0][0] % WARP == 0)
 
 
-def _join(accesses: Sequence[Access]) -> Access:
+def join(accesses: Sequence[Access]) -> Access:
     return Access(tuple(phase for access in accesses for phase in access.phases))
 
 
@@ -200,6 +200,14 @@ def ldmatrix_v(layout: AnyLayout, d0: int, key0: int) -> Access:
     return warp_access(layout, coords, Vector(CHUNK_BYTES, along=0))
 
 
+def ldmatrix_a_transposed(layout: AnyLayout, row0: int, col0: int) -> Access:
+    """ldmatrix.x4.trans of an operand A seen as (rows, k), `layout.transposed`: 16 rows of 16 k."""
+    coords = [
+        (row0 + lane // _MATRIX % 2 * _MATRIX, col0 + lane // _BLOCK * _MATRIX + lane % _MATRIX) for lane in range(WARP)
+    ]
+    return warp_access(layout, coords, Vector(CHUNK_BYTES, along=0))
+
+
 def _check_mma_tile(tile: SmemTile) -> None:
     if tile.element_bytes != 2:
         raise ValueError(f"element_bytes={tile.element_bytes}: the mma.m16n8k16 accesses are of 2-byte elements")
@@ -214,7 +222,7 @@ def every_block(
     _check_mma_tile(tile)
     rows, width = layout.extents
     columns = range(width) if cols is None else cols
-    return _join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in columns[::_BLOCK]])
+    return join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in columns[::_BLOCK]])
 
 
 def _copy_coords(tile: SmemTile, num_threads: int) -> Iterator[tuple[int, list[Coord | None]]]:
@@ -257,7 +265,7 @@ def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
     """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
-    return _join([warp_access(layout_of(tile), at, vector, first) for first, at in _copy_coords(tile, num_threads)])
+    return join([warp_access(layout_of(tile), at, vector, first) for first, at in _copy_coords(tile, num_threads)])
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
@@ -274,7 +282,7 @@ def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
             for row0 in (block * _BLOCK, block * _BLOCK + _MATRIX):
                 coords = [(row0 + lane // 4, col0 + lane % 4 * 2) for lane in range(WARP)]
                 accesses.append(warp_access(layout_of(tile), coords, _PAIR, block % num_warps * WARP))
-    return _join(accesses)
+    return join(accesses)
 
 
 # What the kernels do with a tile, each over the whole of it.

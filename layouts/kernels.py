@@ -31,8 +31,8 @@ from layouts.banks import (
 from layouts.layout import layout_of, transposed
 
 # Where all threads of a warp read one word.
-_BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
-_ONE_THREAD = Access((Phase(BANK_BYTES, ((0, 0),)),))
+BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
+ONE_THREAD = Access((Phase(BANK_BYTES, ((0, 0),)),))
 
 
 class Sm80Tile(Protocol):
@@ -164,8 +164,8 @@ def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
         uses.append(Use("O", "stmatrix", access, o, tile.num_warpgroups))
         readers += 1
     # The rows, the head and the batch of a tile; written in two pieces, of 8 and 4 bytes.
-    uses.append(Use("tile", "ld.shared", _BROADCAST, repeats=3 * readers))
-    uses.append(Use("tile", "st.shared", _ONE_THREAD, repeats=2))
+    uses.append(Use("tile", "ld.shared", BROADCAST, repeats=3 * readers))
+    uses.append(Use("tile", "st.shared", ONE_THREAD, repeats=2))
     return tuple(uses)
 
 

@@ -34,6 +34,7 @@ from profiling import (
     ncu_case,
     ncu_report,
     ncu_run,
+    ncu_source,
     ranking,
     report,
     start,
@@ -53,6 +54,8 @@ from profiling.variants import FAMILIES, Selection, choose
 from profiling.workers import Pool
 
 DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
+# The layout of shared memory that every kernel has.
+DEFAULT_LAYOUT = "swizzled"
 # Exit status: 0 success, 1 a failure, a regression or a missed goal, 2 nothing was measured.
 OK, FAILED, NOT_MEASURED = 0, 1, 2
 
@@ -192,6 +195,9 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
         help="shared-memory layouts, such as swizzled,plain (default: all of each kernel)",
     )
     ncu_case.add_shape(parser)
+    sizes = ", ".join(f"{name} {value}" for name, value in ncu_case.BEYOND_L2.items())
+    add("--beyond-l2", action="store_true", help=f"a shape whose tensors exceed L2: {sizes}, default layouts")
+    add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
     add(
         "--out",
         type=Path,
@@ -411,22 +417,42 @@ def _tune(args: argparse.Namespace) -> int:
 
 def _ncu(args: argparse.Namespace) -> int:
     if args.from_exports:
+        ncu_run.export_record(args.out)
         findings, record = ncu_run.from_folder(args.out)
         write_json(record, args.out / ncu_run.RECORD)
         return _show_findings(findings)
-    target = _target(args, "predict_only")
-    cases = ncu.choose(args.kernels, args.variants, ncu_case.shape_of(args), args.dtype)
+    target, variants = _target(args, "predict_only"), args.variants
+    if args.beyond_l2:
+        vars(args).update(ncu_case.BEYOND_L2)
+    if args.beyond_l2 or args.by_instruction:
+        variants = variants or (DEFAULT_LAYOUT,)
+    cases = ncu.choose(args.kernels, variants, ncu_case.shape_of(args), args.dtype)
     findings = [ncu_report.Finding(case, expected(case, target)) for case in cases]
     if not args.predict_only:
         tool = ncu.Tool(args.out, args.ncu)
         tool.check()
         keys = dict.fromkeys(key for case in cases for key in case.keys(target))
         precompile_keys(list(keys), args.jobs)
-        settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
+        if args.by_instruction:
+            return _count_instructions(tool, cases)
+        settings = {"kernels": args.kernels, "variants": variants, "jobs": args.jobs}
         facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
         with steps("profiling", len(findings)) as done:
             findings = ncu_run.profile_all(tool, findings, facts, done)
     return _show_findings(findings)
+
+
+def _count_instructions(tool: ncu.Tool, cases: Sequence[ncu_case.Case]) -> int:
+    failures = []
+    for case in cases:
+        try:
+            show([ncu_source.table(case.id, ncu_source.collect(tool, case))])
+        except ncu.NotPermittedError:
+            raise
+        except ncu.NcuError as error:
+            failures.append(str(error))
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
 
 
 def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:

@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from cute_flash.planning.plan import plan_backward
+from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
+from layouts.backward import bwd_sm80_uses
+from layouts.kernels import predict
+from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT
-from profiling.ncu_case import LAYOUTS, measured_cases
+from profiling.ncu_case import BEYOND_L2, LAYOUTS, is_beyond_l2, measured_cases
 from profiling.record import Cell, Run, load
 from profiling.report import geometric_mean
-from profiling.suites import MASKS
+from profiling.suites import MASKS, Shape
 from profiling.terminal import Table
 
 README, FRONT = DATA / "README.md", ROOT / "README.md"
@@ -67,11 +72,71 @@ def layouts() -> Table:
     counted = ("ldmatrix conflicts", "store conflicts", "cp.async wavefronts")
     rows = []
     for case in _cases():
-        if case["kernel"].startswith("fwd"):
+        if case["kernel"].startswith("fwd") and not is_beyond_l2(case):
             time = f"{case['measured']['duration_ns'] / 1e3:.1f}"
             name = f"{case['kernel']}, {case['shape']['head_dim']}"
             rows.append((name, _linked(case), time, _loads(case), _both(case, "st_conflicts"), _copies(case)))
     return Table("", ("kernel, D", "layout", "time, us", *counted), tuple(rows))
+
+
+def bwd_layouts() -> Table:
+    """The backward kernels, which are built swizzled only; other layouts of the mma.sync kernel are predictions."""
+    rows = []
+    for case in _cases():
+        if case["kernel"].startswith("bwd") and not is_beyond_l2(case):
+            is_sm80 = case["kernel"] == "bwd-sm80"
+            time = f"{case['measured']['duration_ns'] / 1e3:.1f}"
+            name = f"{case['kernel']}, {case['shape']['head_dim']}"
+            loads = [_both(case, metric) for metric in ("ld_conflicts", "ld_wavefronts")]
+            stores = [_both(case, metric) for metric in ("st_conflicts", "st_wavefronts")]
+            ldmatrix = _both(case, "sass_ldsm_conflicts") if is_sm80 else "wgmma"
+            copies = _both(case, "sass_ldgsts_wavefronts") if is_sm80 else "TMA"
+            rows.append((name, _linked(case), time, ldmatrix, *loads, *stores, copies))
+            rows += [_predicted_backward(case, name, layout) for layout in VARIANTS[1:] if is_sm80]
+    counted = ("ldmatrix conflicts", "load conflicts", "load wavefronts", "store conflicts", "store wavefronts")
+    return Table("", ("kernel, D", "layout", "time, us", *counted, "cp.async wavefronts"), tuple(rows))
+
+
+def _predicted_backward(case: Case, name: str, layout: str) -> tuple[str, ...]:
+    """The row of a layout that the mma.sync backward is not built with."""
+    shape = Shape(**case["shape"])
+    plan = plan_backward(shape.problem(case["dtype"]), arch.by_name("sm_90"), family="sm80")
+    count = predict(bwd_sm80_uses(plan.tile, layout), work_of(plan))
+    loads, stores = count["ldmatrix"] + count["ld.shared"], count["st.shared"]
+    values = (count["ldmatrix"].conflicts, loads.conflicts, loads.wavefronts, stores.conflicts, stores.wavefronts)
+    return name, f"{layout}, not built", "-", *(f"({_number(v)})" for v in (*values, count["cp.async"].wavefronts))
+
+
+def hbm_bytes() -> Table:
+    """DRAM bytes of every kernel with its default layout, in MB."""
+    rows = []
+    for case in _cases():
+        if case["layout"] == LAYOUTS[case["kernel"]][0]:
+            shape, predicted, measured = case["shape"], case["predicted"], case["measured"]
+            name = (
+                f"{case['kernel']}, B {shape['batch']}, H {shape['heads']}, S {shape['seqlen']}, D {shape['head_dim']}"
+            )
+            cells = []
+            for metric, once in (("dram_read_bytes", "least_read_bytes"), ("dram_write_bytes", "output_bytes")):
+                values = (predicted[once], predicted[metric], measured[metric])
+                cells += ["-" if value is None else f"{value / 1e6:.1f}" for value in values]
+            rows.append((name, *cells))
+    columns = [
+        f"{word}: {what}" for word in ("read", "written") for what in ("every tensor once", "L2 model", "measured")
+    ]
+    return Table("", ("MB", *columns), tuple(rows))
+
+
+def beyond_l2() -> str:
+    """Whether writes are verified by a shape whose outputs exceed L2."""
+    kernels = [case["kernel"] for case in _cases() if is_beyond_l2(case)]
+    shape = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
+    if not kernels:
+        return (
+            f"No report of a shape beyond L2 ({shape}) is checked in yet, so the writes of outputs larger than L2 are "
+            "not verified: `python -m profiling ncu --beyond-l2 --out profiling/reports/h200`."
+        )
+    return f"Of {', '.join(dict.fromkeys(kernels))} there is a report of a shape beyond L2 ({shape})."
 
 
 def _percent(case: Case, metric: str) -> str:
@@ -98,7 +163,7 @@ def limits() -> Table:
     }
     rows = []
     for case in _cases():
-        if case["layout"] != LAYOUTS[case["kernel"]][0]:
+        if case["layout"] != LAYOUTS[case["kernel"]][0] or is_beyond_l2(case):
             continue
         peak = arch.H200.tensor_tflops
         speed = f"{case['tflops']:.0f} ({case['tflops'] / peak:.0%})"
@@ -232,6 +297,9 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
+    "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
+    "hbm_bytes": (lambda: _markdown(hbm_bytes()), (COUNTERS,)),
+    "beyond_l2": (beyond_l2, (COUNTERS,)),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 

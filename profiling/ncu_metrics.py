@@ -49,6 +49,8 @@ METRICS = {
     "blocks": "launch__grid_size",
     "threads": "launch__block_size",
 }
+# Compute capability -> counters that this GPU does not have. Any other counter without a value is an error.
+ABSENT = {"9.0": ("ldgsts_wavefronts", "sass_st_conflicts")}
 # Counters that sections collect.
 _OF_SECTIONS = ("registers", "smem_bytes", "blocks", "threads")
 COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIONS)
