@@ -20,7 +20,7 @@ from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, 
 from profiling.machine import ROOT
 from profiling.ncu_case import BEYOND_L2, LAYOUTS, is_beyond_l2, measured_cases
 from profiling.record import Cell, Run, load
-from profiling.report import geometric_mean
+from profiling.report import NORMS, geometric_mean
 from profiling.suites import MASKS, Shape
 from profiling.terminal import Table
 
@@ -247,6 +247,32 @@ def ratios() -> Table:
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
+# Kernel -> the run with its errors, and the peer that it is compared with.
+ERRORS = {
+    "forward sm90": (FORWARD, "fa3"),
+    "forward sm90, outliers": ("results/h200/2026-11-15-fwd-sm90-outliers.json", "fa3"),
+    "forward sm80": (FORWARD_SM80, "sdpa-flash"),
+    "backward sm90": (BACKWARD, "fa3"),
+    "backward sm80": (BACKWARD_SM80, "sdpa-flash"),
+}
+
+
+def errors() -> Table:
+    """Our error against fp64 over that of a peer on the same data: the worst cell, output or gradient."""
+    rows = []
+    for name, (path, peer) in ERRORS.items():
+        run, wanted = load(DATA / path), "outliers" if "outliers" in name else "normal"
+        labels = dict.fromkeys(label for cell in run.cells for label in cell.yardstick)
+        pairs = [(cell, label) for cell in run.cells for label in labels if label.partition(" ")[0] == wanted]
+        cells = []
+        for norm in NORMS:
+            ratios = [cell.error_ratio(run.ours[0], peer, label, norm) for cell, label in pairs]
+            known = [ratio for ratio in ratios if ratio is not None]
+            cells.append(f"{max(known):.2f}" if known else "-")
+        rows.append((f"[{name}]({path})", peer, *cells))
+    return Table("", ("worst error over a peer's", "peer", "relative Frobenius norm", "largest element"), tuple(rows))
+
+
 # Rows of the record of support -> their labels in the table, in its order.
 ROWS = {
     "plain": "plain attention",
@@ -295,6 +321,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
+    "errors": (lambda: _markdown(errors()), tuple(path for path, _ in ERRORS.values())),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
