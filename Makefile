@@ -6,7 +6,7 @@ DEMO_INSTALLED := .venv/.installed-demo
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast test-floor nightly lint lock gpu-test bench plots clean
+.PHONY: demo test test-fast test-floor nightly lint lock gpu-test sanitize bench plots clean
 
 # Installs the package alone, without the tools of developers.
 demo: $(DEMO_INSTALLED)
@@ -54,6 +54,10 @@ lock: $(INSTALLED)
 gpu-test: $(INSTALLED)
 	$(BIN)/python -m tests.gpu.precompile build/kernels
 	$(BIN)/python -m pytest tests/gpu --kernel-cache=build/kernels
+
+# Small launches under compute-sanitizer; the log goes to profiling/results.
+sanitize: $(INSTALLED)
+	$(BIN)/python -m profiling sanitize
 
 bench: $(INSTALLED)
 	$(BIN)/python -m profiling bench --suite quick

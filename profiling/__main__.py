@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -37,6 +39,8 @@ from profiling import (
     ncu_source,
     ranking,
     report,
+    sanitize,
+    sanitize_case,
     start,
     tune,
 )
@@ -116,6 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         "--predict-only --arch sm_90  # needs no GPU",
     )
     _add_ncu(ncu_command)
+    sanitize_command = add(
+        "sanitize",
+        "compute-sanitizer over small launches of every kind of kernel",
+        "--tool racecheck --minutes 8",
+        "--list",
+    )
+    _add_sanitize(sanitize_command)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
     plots.add_argument(
         "--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, and leave the tables alone"
@@ -210,6 +221,16 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
     add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
+
+
+def _add_sanitize(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tool", dest="tools", action="append", choices=sanitize.TOOLS, help="default: all; may be repeated")
+    add("--minutes", type=float, default=20.0, metavar="N", help="stop after so long (default: %(default)s)")
+    add("--only", default="*", metavar="PATTERN", help="launches whose name matches, such as 'sm90-*-dropout'")
+    add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
+    add("--out", type=Path, metavar="FILE", help="default: profiling/results/<gpu>/<date>-sanitize.txt")
+    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -463,6 +484,38 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     return FAILED if failures else OK
 
 
+def _sanitize(args: argparse.Namespace) -> int:
+    tools = tuple(dict.fromkeys(args.tools or sanitize.TOOLS))
+    chosen = sanitize_case.launches(only=args.only)
+    if not chosen:
+        raise ValueError(f"--only {args.only}: no launch has such a name")
+    seconds = sanitize.expected_seconds(tools, len(chosen))
+    if args.list:
+        print("\n".join(launch.name for launch in chosen))
+        print(f"{len(chosen)} launches, {', '.join(tools)}: about {seconds:.0f} s on an H200 (an estimate)")
+        return OK
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: nothing can be checked")
+    sanitize.check()
+    deadline = time.monotonic() + 60 * args.minutes
+    facts = machine.facts()
+    out = args.out or figures.DATA / "results" / gpu_folder(facts["gpu"]) / f"{datetime.date.today()}-sanitize.txt"
+    precompile_keys(sanitize_case.needed_kernels(chosen), args.jobs)
+    version = machine.run_command((sanitize.PROGRAM, "--version"))
+    outcomes = []
+    for tool in tools:
+        outcomes.append(sanitize.run_tool(tool, chosen, deadline, sanitize.run_command))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(sanitize.log(outcomes, facts, version), encoding="utf-8")
+    print(out.read_text(encoding="utf-8"))
+    return OK if all(outcome.is_clean for outcome in outcomes) else FAILED
+
+
+def gpu_folder(gpu: str) -> str:
+    """The folder of a GPU's results: "NVIDIA H200" -> "h200"."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0].lower()
+
+
 def _plots(args: argparse.Namespace) -> int:
     missing = figures.write(args.out)
     if args.out == figures.FOLDER:
@@ -483,6 +536,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "mods": _mods,
             "tune": _tune,
             "ncu": _ncu,
+            "sanitize": _sanitize,
             "plots": _plots,
         }
         return commands[args.command](args)
