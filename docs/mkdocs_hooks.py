@@ -1,8 +1,8 @@
 """Publishes what the pages of docs/ link to outside of docs/: figures, results, other documents and sources.
 
-A link such as `../profiling/plots/forward.svg` works in a checkout. The site holds docs/ at its root, so the file gets a
-place there (`profiling/plots/forward.svg`) and the link is rewritten. Documents are published with the files that they
-link to in turn. Source files become pages with highlighted code, and folders become lists of their files.
+A link such as `../profiling/plots/forward.svg` works in a checkout. The root of the site is docs/, so the file gets a
+place in the site (`profiling/plots/forward.svg`), and the link is rewritten. A document is published with the files
+that it links to. A source file becomes a page with highlighted code, and a folder becomes a list of its files.
 """
 
 from __future__ import annotations
