@@ -230,7 +230,9 @@ def support() -> Table:
 
 
 def _markdown(table: Table) -> str:
-    rule = ("---", *("---:" for _ in table.columns[1:]))
+    """Columns of numbers are aligned to the right."""
+    columns = list(zip(*table.rows))
+    rule = ["---:" if all(re.match(r"[\d*-]", cell) for cell in column) else "---" for column in columns]
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
 
 
