@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/ is one that the project has, with arguments that it accepts."""
+"""Every command of the documents is one that the project has, with arguments that it accepts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 from cute_flash.tools import cli
 from layouts import __main__ as layouts
 from profiling import __main__ as profiling
-from tests.docs.pages import PAGES, ROOT, commands, name
+from tests.docs.pages import DOCUMENTS, PAGES, ROOT, commands, name
 
 PARSERS = {"profiling": profiling._parser, "layouts": layouts._parser, "cute_flash": cli._parser}
 # Commands of the system, which are not checked.
-SYSTEM = {"cd", "export", "git", "source", "nvidia-smi", "docker-compose", "open"}
+SYSTEM = {"cd", "export", "git", "source", "nvidia-smi", "docker-compose", "open", "pre-commit"}
 
 
 def _check_pip(words: list[str]) -> None:
@@ -53,7 +53,7 @@ def check(words: list[str]) -> None:
         assert program in SYSTEM | {"docker"}, f"{program!r} is not known to this test"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name)
 def test_commands_are_accepted(page: Path) -> None:
     for words in commands(page):
         try:
@@ -71,7 +71,7 @@ def test_a_wrong_command_is_noticed(wrong: str) -> None:
 
 
 def test_commands_without_a_gpu_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that read no GPU and compile nothing: explain, doctor's help, layouts."""
+    """Commands that compile nothing: explain and layouts."""
     ran = 0
     for page in PAGES:
         for words in commands(page):
