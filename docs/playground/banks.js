@@ -145,11 +145,11 @@
         if (!words[bank].includes(word)) words[bank].push(word);
       }
     }
-    const counts = words.map((of_bank) => of_bank.length);
+    const counts = words.map((ofBank) => ofBank.length);
     const wavefronts = Math.max(...counts);
     const served = Array.from({ length: wavefronts }, () => []); // wavefront -> [thread, word]
-    wanted.forEach((of_bank, bank) => {
-      for (const [thread, word] of of_bank) served[words[bank].indexOf(word)].push([thread, word]);
+    wanted.forEach((ofBank, bank) => {
+      for (const [thread, word] of ofBank) served[words[bank].indexOf(word)].push([thread, word]);
     });
     return { lanes, counts, wavefronts, served };
   }
@@ -236,10 +236,11 @@
         ];
       }
     }
+    const vector = `(${plus(instruction * WARP)}lane)`;
     const coord = {
       ldmatrix: `${plus(row0 * 16)}lane // 16 * 8 + lane % 8, ${plus(col0 * 2 * length)}lane // 8 % 2 * ${length}`,
       column: `${plus(row0 * WARP)}lane, ${col0 * length}`,
-      row: `(${plus(instruction * WARP)}lane) // ${vectors}, (${plus(instruction * WARP)}lane) % ${vectors} * ${length}`,
+      row: `${vector} // ${vectors}, ${vector} % ${vectors} * ${length}`,
     }[access];
     lines.push(`coords = [(${coord}) for lane in range(${WARP})]`);
     if (coordsOf(settings, instruction).includes(null)) {

@@ -113,18 +113,20 @@
     };
   }
 
-  /** Bank numbers: one per word where it fits, else one range per 16 bytes. */
+  /** Bank numbers: one per word where it fits, else one range, or the first number of it, per 16 bytes. */
   function labelBanks(context, theme, bankAt, row, y, { settings, edge, height, read, length }) {
     const perWord = Math.max(1, 4 / settings.bytes);
     const words = edge(perWord) - edge(0) >= 18 ? 1 : 4;
     const run = perWord * words;
     context.font = theme.font(Math.min(11, height - 4));
+    const isWide = context.measureText("28–31").width <= edge(run) - edge(0) - 2;
     for (let col = 0; col + run <= settings.cols; col += run) {
       const [first, last] = [bankAt(row, col), bankAt(row, col + run - 1)];
       if (last - first !== words - 1) continue;
       const isRead = read.has(row * settings.cols + col - (col % length));
+      if (isRead && length < run) continue; // only a part of the 16 bytes is read
       context.fillStyle = isRead ? theme.value("on-bank") : theme.value("muted");
-      const text = words === 1 ? `${first}` : `${first}–${last}`;
+      const text = words === 4 && isWide ? `${first}–${last}` : `${first}`;
       label(context, text, edge(col), y, edge(col + run) - edge(col), height - 1);
     }
   }
@@ -169,20 +171,21 @@
     }
   }
 
-  /** The words of one wavefront; words of one thread side by side get one label. */
+  /** The words of one wavefront; words of one thread side by side are one box. */
   function drawServed(context, theme, served, y, { edge, height }) {
-    const byBank = [];
-    for (const [thread, word] of served) {
-      const bank = bankOf(word);
-      byBank[bank] = byBank[bank] === undefined ? `t${thread}` : `${byBank[bank].replace("+", "")}+`;
-      context.fillStyle = theme.read(bank);
-      context.fillRect(edge(bank), y, edge(bank + 1) - edge(bank) - 1, height - 1);
-    }
-    context.fillStyle = theme.value("on-bank");
+    const threads = Array.from({ length: NUM_BANKS }, () => []);
+    for (const [thread, word] of served) threads[bankOf(word)].push(thread);
+    // A word that several threads share is labelled with the first and a plus.
+    const labels = threads.map((some) => (some.length ? `t${some[0]}${some.length > 1 ? "+" : ""}` : ""));
     for (let bank = 0; bank < NUM_BANKS; ) {
       let next = bank + 1;
-      while (next < NUM_BANKS && byBank[next] === byBank[bank]) next++;
-      if (byBank[bank]) label(context, byBank[bank], edge(bank), y, edge(next) - edge(bank), height - 1);
+      while (next < NUM_BANKS && labels[next] === labels[bank]) next++;
+      for (let i = bank; labels[bank] && i < next; i++) {
+        context.fillStyle = theme.read(i);
+        context.fillRect(edge(i), y, edge(i + 1) - edge(i) - (i + 1 === next ? 1 : 0), height - 1);
+      }
+      context.fillStyle = theme.value("on-bank");
+      label(context, labels[bank], edge(bank), y, edge(next) - edge(bank), height - 1);
       bank = next;
     }
   }
@@ -216,7 +219,8 @@
         row.forEach((kind, n) => {
           if (!(kind in kinds)) return;
           context.fillStyle = kinds[kind];
-          context.fillRect(x(n * tileN), y(m * tileM), x((n + 1) * tileN) - x(n * tileN), y((m + 1) * tileM) - y(m * tileM));
+          const [left, top] = [x(n * tileN), y(m * tileM)];
+          context.fillRect(left, top, x((n + 1) * tileN) - left, y((m + 1) * tileM) - top);
         }),
       );
     };
@@ -225,11 +229,11 @@
     fillBlocks({ [PARTIAL]: theme.value("partial") });
     const keysOf = visibleKeys(settings);
     context.fillStyle = theme.value("pair");
-    // At most one strip per half pixel.
-    const strip = Math.max(perQuery, 0.5);
-    for (let top = 0; top < height; top += strip) {
-      const [begin, end] = keysOf(Math.min(sq - 1, Math.floor(top / perQuery + 1e-6)));
-      context.fillRect(x(begin), MARGIN.top + top, x(end) - x(begin), Math.min(strip, height - top));
+    // One strip per pixel: boxes with fractional heights would show seams.
+    const pixel = 1 / (window.devicePixelRatio || 1);
+    for (let top = 0; top < height; top += pixel) {
+      const [begin, end] = keysOf(Math.min(sq - 1, Math.floor((top + pixel / 2) / perQuery)));
+      context.fillRect(x(begin), MARGIN.top + top, x(end) - x(begin), Math.min(pixel, height - top));
     }
     fillBlocks({ [FULL]: theme.value("full") });
 

@@ -37,11 +37,11 @@
     },
     {
       name: "M", label: "Swizzle M", kind: "int", min: 0, max: 6, shown: isSwizzled,
-      help: "The M bits below them stay, so 2^M elements move together.",
+      help: "The lowest M bits stay, so 2^M elements move together.",
     },
     {
       name: "S", label: "Swizzle S", kind: "int", min: 0, max: 7, shown: isSwizzled,
-      help: "They are XORed with the bits S places higher.",
+      help: "The bits that are XORed into them are S places higher.",
     },
     {
       name: "access", label: "Access", kind: "choice", help: "Addresses that the 32 threads of a warp read.",
@@ -83,8 +83,14 @@
       name: "documents", label: "Documents", kind: "list", max: 16384,
       help: "Lengths of packed documents, such as 700, 1500.",
     },
-    { name: "tileM", label: "Queries of a block", kind: "int", min: 1, max: 1024, help: "The kernels take multiples of 128." },
-    { name: "tileN", label: "Keys of a block", kind: "int", min: 1, max: 1024, help: "The kernels take multiples of 128." },
+    {
+      name: "tileM", label: "Queries of a block", kind: "int", min: 1, max: 1024,
+      help: "The kernels take multiples of 128.",
+    },
+    {
+      name: "tileN", label: "Keys of a block", kind: "int", min: 1, max: 1024,
+      help: "The kernels take multiples of 128.",
+    },
   ];
 
   // ---- Presets: changes of the defaults, in groups.
@@ -103,17 +109,23 @@
       { name: "padded", changes: { layout: "padded" }, text: "16 unused bytes shift each row by four banks." },
       {
         name: "swizzled", changes: { layout: "swizzled" },
-        text: "Each 16-byte chunk number is XORed with the row. There are no conflicts and no unused bytes.",
+        text: "The number of each 16-byte chunk is XORed with the row: no conflicts, no unused bytes.",
       },
       {
         name: "swizzled, wrong atom", changes: { layout: "swizzled", atom: 0 },
-        text: "Swizzle<3,3,3> is made for rows of 64 elements. On rows of 128, half of the conflicts stay; S = 4 removes them.",
+        text: "Swizzle<3,3,3> is made for rows of 64 elements. On rows of 128, two rows collide; S = 4 separates them.",
       },
     ],
     "32 × 32 floats, by columns": [
       { name: "plain", changes: FLOATS, text: "The textbook case: a whole column is in one bank." },
-      { name: "padded by 1", changes: { ...FLOATS, layout: "padded" }, text: "One unused float shifts each row by one bank." },
-      { name: "swizzled", changes: { ...FLOATS, layout: "swizzled" }, text: "Swizzle<5,0,5> XORs the column with the row." },
+      {
+        name: "padded by 1", changes: { ...FLOATS, layout: "padded" },
+        text: "One unused float shifts each row by one bank.",
+      },
+      {
+        name: "swizzled", changes: { ...FLOATS, layout: "swizzled" },
+        text: "Swizzle<5,0,5> XORs the column with the row.",
+      },
     ],
   };
   const MASK_DEFAULTS = {
@@ -234,10 +246,15 @@
           input.value = settings[field.name];
           value.textContent = ` ${settings[field.name] + 1} of ${field.max(settings) + 1}`;
           input.setAttribute("aria-valuetext", value.textContent.trim());
-        } else if (!(isTyping && document.activeElement === input)) input.value = textOf(settings[field.name]).replaceAll(",", ", ");
+        } else if (!isTyping || document.activeElement !== input) {
+          input.value = textOf(settings[field.name]).replaceAll(",", ", ");
+        }
       },
     };
   }
+
+  const summaryOf = (text) =>
+    element("summary", {}, element("span", { class: "pg-marker", "aria-hidden": "true" }, "▸"), text);
 
   /** Presets, controls and results of one panel. `view` makes the results: {nodes, show(settings)}. */
   class Panel {
@@ -254,8 +271,8 @@
           return button;
         });
         this.buttons.push(...buttons);
-        const label = element("span", { class: "pg-group" }, title);
-        return element("div", { class: "pg-presets", role: "group", "aria-label": `Presets: ${title}` }, label, ...buttons);
+        const attributes = { class: "pg-presets", role: "group", "aria-label": `Presets: ${title}` };
+        return element("div", attributes, element("span", { class: "pg-group" }, title), ...buttons);
       });
       this.note = element("p", { class: "pg-note" });
       this.controls = fields.map((field) => controlOf(prefix, field, (...input) => this.input(...input)));
@@ -266,13 +283,13 @@
       const isWide = window.matchMedia("(min-width: 45em)").matches;
       const settings = element(
         "details", { class: "pg-settings", ...(isWide ? { open: "" } : {}) },
-        element("summary", {}, "Settings"),
+        summaryOf("Settings"),
         element("div", { class: "pg-fields" }, ...this.controls.map((control) => control.row)),
       );
       const results = element(
         "div", { class: "pg-results" },
         ...this.view.nodes,
-        element("details", { class: "pg-python" }, element("summary", {}, "The same in Python"), element("pre", {}, this.code)),
+        element("details", { class: "pg-python" }, summaryOf("The same in Python"), element("pre", {}, this.code)),
         element("p", { class: "pg-share" }, this.link, this.copied),
       );
       root.classList.add("pg");
@@ -326,6 +343,7 @@
 
   // ---- Results
 
+  const NO_TEXT = "\u00a0"; // keeps the height of a line
   const count = (value) => value.toLocaleString("en");
   const percent = (value) => `${(100 * value).toFixed(1)} %`;
   const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
@@ -357,54 +375,74 @@
     });
   }
 
+  /** The sentence above the numbers. */
+  function verdictOf(result) {
+    if (result.error) return ["error", "Not possible.", result.error];
+    const { phases, wavefronts, ideal } = result.instruction;
+    const ways = Math.max(...phases.map((phase) => phase.wavefronts));
+    if (ways === 1) {
+      const fewest = `${plural(wavefronts, "wavefront")}, the fewest possible`;
+      return ["good", "No bank conflict.", `No bank delivers more than one word per phase: ${fewest}.`];
+    }
+    const text = `A bank must deliver ${ways} words one after the other: ${wavefronts} wavefronts instead of ${ideal}.`;
+    return ["bad", `${ways}-way bank conflict.`, text];
+  }
+
+  /** The sentence below the pictures. */
+  function summaryOfTile(settings, { layout, tile }) {
+    const parts = ["Layout ", element("code", {}, layout)];
+    if (settings.layout === "swizzled") {
+      parts.push(", bits of the index ", element("code", {}, bitsOf(settings)), " with x := x XOR y");
+    }
+    const cover = `${plural(tile.instructions, "instruction")} cover${tile.instructions === 1 ? "s" : ""} the tile`;
+    const ideal = tile.conflicts ? `, ${count(tile.ideal)} without conflicts` : "";
+    return [...parts, `. ${cover} in ${plural(tile.wavefronts, "wavefront")}${ideal}.`];
+  }
+
   function bankView(change) {
     const verdict = element("p", { class: "pg-verdict", role: "status" });
     const stats = statsOf({
-      wavefronts: "wavefronts", ideal: "without conflicts", conflicts: "bank conflicts", tile: "conflicts, whole tile", bytes: "shared memory",
+      wavefronts: "wavefronts", ideal: "without conflicts", conflicts: "bank conflicts",
+      tile: "conflicts, whole tile", bytes: "shared memory",
     });
-    const bits = element("code", { class: "pg-bits" });
-    const layout = element("p", { class: "pg-layout" });
+    const summary = element("p", { class: "pg-layout" });
     const tile = figureOf("The tile, coloured by bank.", "Numbers are banks. Outlined: what one instruction reads.");
-    const chart = figureOf("The 32 banks over time.", "Each row is a wavefront; a label is the thread served. Grey banks are idle.");
-    const readout = element("p", { class: "pg-readout" }, "\u00a0");
+    const chart = figureOf(
+      "The 32 banks over time.", "Each row is a wavefront; a label is the thread served. Grey banks are idle.",
+    );
+    const readout = element("p", { class: "pg-readout" }, NO_TEXT);
     let at = () => null;
     let settings;
     onPoint(tile.canvas, "pointermove", () => at, (row, col) => {
       readout.textContent = `row ${row}, column ${col}: bank ${banks.bankMap(settings)(row, col)}`;
     });
-    onPoint(tile.canvas, "click", () => at, (row, col) => change("instruction", banks.instructionAt(settings, row, col)));
+    onPoint(tile.canvas, "click", () => at, (row, col) => {
+      change("instruction", banks.instructionAt(settings, row, col));
+    });
     return {
-      nodes: [verdict, stats.node, tile.node, readout, chart.node, layout],
+      nodes: [verdict, stats.node, tile.node, readout, chart.node, summary],
       show(current) {
         settings = current;
         const result = banks.analyze(settings);
-        const { instruction, tile: whole } = result;
-        const ways = result.error ? 0 : Math.max(...instruction.phases.map((phase) => phase.wavefronts));
-        verdict.dataset.kind = result.error ? "error" : ways > 1 ? "bad" : "good";
-        verdict.replaceChildren(...(result.error
-          ? [element("strong", {}, "Not possible."), ` ${result.error}`]
-          : ways > 1
-            ? [element("strong", {}, `${ways}-way bank conflict.`), ` A bank must deliver ${ways} words one after the other. The instruction takes ${instruction.wavefronts} wavefronts instead of ${instruction.ideal}.`]
-            : [element("strong", {}, "No bank conflict."), ` No bank delivers more than one word per phase. The instruction takes ${plural(instruction.wavefronts, "wavefront")}, the fewest possible.`]));
-        stats.node.hidden = chart.node.hidden = layout.hidden = Boolean(result.error);
+        const [kind, title, text] = verdictOf(result);
+        verdict.dataset.kind = kind;
+        verdict.replaceChildren(element("strong", {}, title), ` ${text}`);
+        stats.node.hidden = chart.node.hidden = summary.hidden = Boolean(result.error);
         at = drawTile(tile.canvas, settings, result);
-        tile.canvas.setAttribute("aria-label", `Tile of ${settings.rows} rows and ${settings.cols} columns, coloured by bank. ${verdict.textContent}`);
-        if (result.error) return;
-        stats.show({
-          wavefronts: count(instruction.wavefronts), ideal: count(instruction.ideal), conflicts: count(instruction.conflicts),
-          tile: count(whole.conflicts), bytes: `${count(result.bytes)} B`,
-        });
+        tile.canvas.setAttribute("aria-label", `Tile of ${settings.rows} rows and ${settings.cols} columns by bank.`);
         const [begin, end] = rowsDrawn(settings, result);
-        readout.textContent = end - begin < settings.rows ? `Rows ${begin} to ${end - 1} of ${settings.rows}.` : "\u00a0";
-        layout.replaceChildren("Layout ", element("code", {}, result.layout));
-        if (settings.layout === "swizzled") {
-          bits.textContent = bitsOf(settings);
-          layout.append(", index bits ", bits, ", x := x XOR y");
-        }
-        layout.append(`. ${plural(whole.instructions, "instruction")} cover the tile in ${count(whole.wavefronts)} wavefronts; ${count(whole.ideal)} would be without conflicts.`);
+        const areAll = end - begin === settings.rows;
+        readout.textContent = areAll ? NO_TEXT : `Rows ${begin} to ${end - 1} of ${settings.rows}.`;
+        if (result.error) return;
+        const { wavefronts, ideal, conflicts, phases } = result.instruction;
+        stats.show({
+          wavefronts: count(wavefronts), ideal: count(ideal), conflicts: count(conflicts),
+          tile: count(result.tile.conflicts), bytes: `${count(result.bytes)} B`,
+        });
+        summary.replaceChildren(...summaryOfTile(settings, result));
         drawWavefronts(chart.canvas, result);
-        const counts = instruction.phases.map((phase) => Math.max(...phase.counts)).join(", ");
-        chart.canvas.setAttribute("aria-label", `Wavefronts of each phase: ${counts}.`);
+        const ofPhases = phases.map((phase) => phase.wavefronts).join(", ");
+        chart.canvas.setAttribute("aria-label", `Wavefronts of each phase: ${ofPhases}.`);
       },
     };
   }
@@ -420,46 +458,56 @@
     return text.replaceAll(/ +/g, " ");
   }
 
+  const BLOCK_KINDS = {
+    full: "Full: every pair is visible, so no mask is applied.",
+    partial: "Partial: the mask is applied; visible pairs are darker.",
+    empty: "Empty: skipped, its K and V are not loaded.",
+  };
+
   function maskView() {
-    const verdict = element("p", { class: "pg-verdict", role: "status", "data-kind": "good" });
-    const stats = statsOf({ full: "full blocks", partial: "partial blocks", empty: "empty blocks", density: "blocks computed", visible: "visible pairs" });
+    const verdict = element("p", { class: "pg-verdict", role: "status" });
+    const stats = statsOf({
+      full: "full blocks", partial: "partial blocks", empty: "empty blocks", density: "blocks computed",
+      visible: "visible pairs",
+    });
     const picture = figureOf("Queries down, keys across.", "The grid shows blocks.");
-    const legend = element(
-      "ul", { class: "pg-legend" },
-      ...[["full", "Full: every pair is visible, no mask is applied."], ["partial", "Partial: the mask is applied; visible pairs are darker."], ["empty", "Empty: skipped, K and V are not loaded."]]
-        .map(([kind, text]) => element("li", { "data-kind": kind }, text)),
-    );
-    const readout = element("p", { class: "pg-readout" }, "\u00a0");
+    const items = Object.entries(BLOCK_KINDS).map(([kind, text]) => element("li", { "data-kind": kind }, text));
+    const legend = element("ul", { class: "pg-legend" }, ...items);
+    const readout = element("p", { class: "pg-readout" }, NO_TEXT);
     let at = () => null;
     let latest;
     onPoint(picture.canvas, "pointermove", () => at, (query, key) => {
       const { settings, result } = latest;
       const [m, n] = [Math.floor(query / settings.tileM), Math.floor(key / settings.tileN)];
       const [begin, end] = masks.visibleKeys(settings)(query);
-      const kind = ["empty", "partial", "full"][result.status[m][n]];
-      readout.textContent = `query ${query}, key ${key}: ${key >= begin && key < end ? "visible" : "masked"}, in ${kind} block (${m}, ${n})`;
+      const pair = key >= begin && key < end ? "visible" : "masked";
+      const block = ["empty", "partial", "full"][result.status[m][n]];
+      readout.textContent = `query ${query}, key ${key}: ${pair}, ${block} block (${m}, ${n})`;
     });
     return {
       nodes: [verdict, stats.node, picture.node, readout, legend],
       show(settings) {
         const result = masks.analyze(settings);
         latest = { settings, result };
-        stats.node.hidden = picture.node.hidden = legend.hidden = Boolean(result.error);
+        stats.node.hidden = picture.node.hidden = readout.hidden = legend.hidden = Boolean(result.error);
         verdict.dataset.kind = result.error ? "error" : "good";
         if (result.error) {
           verdict.replaceChildren(element("strong", {}, "Not possible."), ` ${result.error}`);
           return;
         }
+        const { blocks, empty, partial, full, density, saved, visible, pairs } = result;
         verdict.replaceChildren(
-          element("strong", {}, `${percent(result.saved)} of the work is skipped.`),
-          ` The kernel computes ${count(result.blocks - result.empty)} of ${plural(result.blocks, "block")} and applies the mask in ${count(result.partial)}.`,
+          element("strong", {}, `${percent(saved)} of the work is skipped.`),
+          ` The kernel computes ${count(blocks - empty)} of ${plural(blocks, "block")} and applies the mask in ` +
+            `${count(partial)}.`,
         );
         stats.show({
-          full: count(result.full), partial: count(result.partial), empty: count(result.empty),
-          density: percent(result.density), visible: percent(result.visible / result.pairs),
+          full: count(full), partial: count(partial), empty: count(empty), density: percent(density),
+          visible: percent(visible / pairs),
         });
         at = drawMask(picture.canvas, settings, result);
-        picture.canvas.setAttribute("aria-label", `Mask of ${settings.sq} queries and ${settings.sk} keys. ${verdict.textContent}`);
+        readout.textContent = NO_TEXT;
+        picture.canvas.setAttribute("aria-label", `Mask of ${settings.sq} queries and ${settings.sk} keys by block.`);
       },
     };
   }
@@ -473,8 +521,14 @@
   // ---- The page
 
   const PANELS = {
-    banks: { prefix: "banks", fields: BANK_FIELDS, defaults: BANK_DEFAULTS, presets: BANK_PRESETS, view: bankView, python: banks.pythonOf, adjust: adjustBanks },
-    masks: { prefix: "masks", fields: MASK_FIELDS, defaults: MASK_DEFAULTS, presets: MASK_PRESETS, view: maskView, python: masks.pythonOf, adjust: (_, change) => change },
+    banks: {
+      prefix: "banks", fields: BANK_FIELDS, defaults: BANK_DEFAULTS, presets: BANK_PRESETS, view: bankView,
+      python: banks.pythonOf, adjust: adjustBanks,
+    },
+    masks: {
+      prefix: "masks", fields: MASK_FIELDS, defaults: MASK_DEFAULTS, presets: MASK_PRESETS, view: maskView,
+      python: masks.pythonOf, adjust: (_, change) => change,
+    },
   };
 
   function start() {

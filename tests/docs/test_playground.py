@@ -1,4 +1,4 @@
-"""The numbers of docs/playground are those of `layouts` and `cute_flash`: headless Chromium runs the page's functions."""
+"""The numbers of docs/playground are those of `layouts` and `cute_flash`; headless Chromium runs its functions."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.processes
 
 FOLDER = Path(__file__).parents[2] / "docs" / "playground"
 PAGE = FOLDER / "standalone.html"
+SCRIPTS = ("banks.js", "masks.js", "draw.js", "page.js")
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 INSTALL = "no Chromium found: apt-get install chromium-headless-shell"
 Settings = dict[str, Any]
@@ -51,16 +52,18 @@ def evaluate(expression: str, tmp_path: Path, **values: Any) -> Any:
     """The value of an expression of JavaScript that may use the page's functions and the given values."""
     scripts = "".join(f'<script src="{(FOLDER / name).as_uri()}"></script>' for name in SCRIPTS)
     page = tmp_path / "evaluate.html"
-    page.write_text(f"""<!doctype html><meta charset="utf-8"><pre id="result"></pre>{scripts}<script>
+    page.write_text(f"""<!doctype html><meta charset="utf-8"><pre id="result"></pre>
+        <div id="playground-banks"></div><div id="playground-masks"></div>
+        <script>
         const given = {json.dumps(values)};
-        document.getElementById("result").textContent = JSON.stringify({expression});
-        </script>""")
-    result = re.search(r'<pre id="result">(.*?)</pre>', dump(page.as_uri(), tmp_path / "profile"), re.DOTALL)
-    assert result and result[1], "the page's functions raised an error"
-    return json.loads(html.unescape(result[1]))
-
-
-SCRIPTS = ("banks.js", "masks.js", "draw.js", "page.js")
+        const show = (text) => {{ document.getElementById("result").textContent = text; }};
+        addEventListener("error", (event) => show(JSON.stringify({{failed: event.message}})));
+        addEventListener("load", () => show(JSON.stringify({expression})));
+        </script>{scripts}""")
+    (text,) = re.findall(r'<pre id="result">(.*?)</pre>', dump(page.as_uri(), tmp_path / "profile"), re.DOTALL)
+    result = json.loads(html.unescape(text))
+    assert "failed" not in result, result
+    return result
 
 
 def run_python(code: str) -> dict[str, Any]:
@@ -294,8 +297,8 @@ def shown_numbers(document: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page with settings in its address."""
-    address = "#banks.layout=padded&banks.pad=4&banks.bytes=4&banks.cols=32&banks.instruction=3&masks.documents=700,1348"
-    return dump(PAGE.as_uri() + address, tmp_path_factory.mktemp("profile"))
+    tile = "banks.layout=padded&banks.pad=4&banks.bytes=4&banks.cols=32&banks.instruction=3"
+    return dump(f"{PAGE.as_uri()}#{tile}&masks.documents=700,1348", tmp_path_factory.mktemp("profile"))
 
 
 def test_page_shows_the_settings_of_its_address(document: str) -> None:
@@ -331,6 +334,38 @@ def test_controls_have_labels_and_help(document: str) -> None:
     for name in names:
         assert f'<label for="{name}">' in document
         assert re.search(rf'<small id="{name}-help">[A-Z].*?\.</small>', document), f"{name} has no help"
+
+
+def test_controls_change_the_numbers(tmp_path: Path) -> None:
+    """A select, a number, a preset and a click on the tile, as a user would; the address follows."""
+    step = """
+        const shown = () => Object.fromEntries(
+            [...document.querySelectorAll("dd")].map((x) => [x.dataset.value, x.textContent]));
+        const type = (id, value) => {
+            const input = document.getElementById(id);
+            input.value = value;
+            input.dispatchEvent(new Event("input", {bubbles: true}));
+        };
+        const press = (name) => [...document.querySelectorAll("button")].find((x) => x.textContent === name).click();
+        const canvas = document.querySelector("#playground-banks canvas");
+        const steps = [shown()];
+        type("pg-banks-layout", "swizzled"); steps.push(shown());
+        press("padded"); steps.push(shown());
+        type("pg-masks-left", "127"); steps.push(shown());
+        const {right, bottom} = canvas.getBoundingClientRect();
+        const at = {clientX: right - 20, clientY: bottom - 20};
+        canvas.dispatchEvent(new MouseEvent("click", at));
+        return {steps, hash: location.hash, slider: document.getElementById("pg-banks-instruction").value};
+    """
+    found = evaluate(f"(() => {{{step}}})()", tmp_path)
+    assert [one["conflicts"] for one in found["steps"]] == ["28", "0", "0", "0"]
+    assert [one["bytes"] for one in found["steps"]] == ["16,384 B", "16,384 B", "17,392 B", "17,392 B"]
+    # A window of one block beside the diagonal: 15 + 16 blocks, all partial.
+    assert [one["partial"] for one in found["steps"]] == ["16", "16", "16", "31"]
+    # The last 16 x 16 block of the first 16 rows.
+    assert found["slider"] == "7"
+    for setting in ("banks.layout=padded", "banks.instruction=7", "masks.left=127"):
+        assert setting in found["hash"]
 
 
 def test_site_page_includes_the_same_scripts() -> None:
