@@ -2,7 +2,7 @@
 //
 // The definitions are those of the Python package `layouts`; tests/docs/test_playground.py compares every number.
 // Shared memory has 32 banks of 4 bytes. A warp is served in phases of 128 bytes: 32 threads of 4 bytes, 16 of 8 or 8
-// of 16. In a phase each bank delivers one word per wavefront; threads that read the same word share it.
+// of 16. In a phase each bank delivers one word per wavefront.
 "use strict";
 
 (() => {
@@ -134,23 +134,16 @@
     return first * settings.bytes;
   }
 
-  /** One phase. `lanes`: [thread, byte address]; `width`: bytes per thread. */
+  /** One phase. `lanes`: [thread, byte address]; `width`: bytes per thread. No two threads read the same word. */
   function phaseOf(width, lanes) {
-    const words = Array.from({ length: NUM_BANKS }, () => []); // bank -> distinct words, in the order of the threads
-    const wanted = Array.from({ length: NUM_BANKS }, () => []); // bank -> [thread, word]
+    const words = Array.from({ length: NUM_BANKS }, () => []); // bank -> [thread, word]
     for (const [thread, address] of lanes) {
-      for (let word = address; word < address + width; word += BANK_BYTES) {
-        const bank = bankOf(word);
-        wanted[bank].push([thread, word]);
-        if (!words[bank].includes(word)) words[bank].push(word);
-      }
+      for (let word = address; word < address + width; word += BANK_BYTES) words[bankOf(word)].push([thread, word]);
     }
     const counts = words.map((ofBank) => ofBank.length);
     const wavefronts = Math.max(...counts);
-    const served = Array.from({ length: wavefronts }, () => []); // wavefront -> [thread, word]
-    wanted.forEach((ofBank, bank) => {
-      for (const [thread, word] of ofBank) served[words[bank].indexOf(word)].push([thread, word]);
-    });
+    // Wavefront -> [thread, word]: the next word of each bank that has one left.
+    const served = Array.from({ length: wavefronts }, (_, i) => words.map((ofBank) => ofBank[i]).filter(Boolean));
     return { lanes, counts, wavefronts, served };
   }
 

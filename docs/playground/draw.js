@@ -173,10 +173,8 @@
 
   /** The words of one wavefront; words of one thread side by side are one box. */
   function drawServed(context, theme, served, y, { edge, height }) {
-    const threads = Array.from({ length: NUM_BANKS }, () => []);
-    for (const [thread, word] of served) threads[bankOf(word)].push(thread);
-    // A word that several threads share is labelled with the first and a plus.
-    const labels = threads.map((some) => (some.length ? `t${some[0]}${some.length > 1 ? "+" : ""}` : ""));
+    const labels = Array.from({ length: NUM_BANKS }, () => "");
+    for (const [thread, word] of served) labels[bankOf(word)] = `t${thread}`;
     for (let bank = 0; bank < NUM_BANKS; ) {
       let next = bank + 1;
       while (next < NUM_BANKS && labels[next] === labels[bank]) next++;

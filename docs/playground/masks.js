@@ -43,12 +43,12 @@
   }
 
   /** EMPTY, PARTIAL or FULL for each K/V block of a query block, whose queries see `runs` of keys. */
-  function statusOf(runs, numBlocks, tileN, sk) {
+  function statusOf(runs, numBlocks, tileN) {
     return Array.from({ length: numBlocks }, (_, block) => {
       const [first, last] = [block * tileN, (block + 1) * tileN];
       if (!runs.some(([begin, end]) => begin < last && end > first)) return EMPTY;
-      // A block with fewer than tile_n keys is never full.
-      return last <= sk && runs.every(([begin, end]) => begin <= first && end >= last) ? FULL : PARTIAL;
+      // Runs end at sk, so a block with fewer than tile_n keys is never full.
+      return runs.every(([begin, end]) => begin <= first && end >= last) ? FULL : PARTIAL;
     });
   }
 
@@ -78,7 +78,7 @@
         visible += end - begin;
         runs.push([begin, end]);
       }
-      const row = statusOf(runs, across, tileN, sk);
+      const row = statusOf(runs, across, tileN);
       for (const kind of row) counts[kind]++;
       status.push(row);
     }
