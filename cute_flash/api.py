@@ -191,9 +191,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
 
-            plan_forward(problem, detect(q.device.index), args.kernels)
+            plan_forward(problem, detect(q.device.index), args.kernel_family)
             if args.deterministic:
-                plan_backward(problem, detect(q.device.index), True, family=args.kernels)
+                plan_backward(problem, detect(q.device.index), True, family=args.kernel_family)
     except (ValueError, TypeError) as error:
         return Support(False, str(error))
     return Support(True)
@@ -434,7 +434,7 @@ def _cached_args(
         # A batch-invariant gradient sums over queries in a fixed order.
         deterministic=deterministic or batch_invariant,
         batch_invariant=batch_invariant,
-        kernels=family,
+        kernel_family=family,
     )
 
 
@@ -481,7 +481,7 @@ def _with_mods(
     needs_grad: tuple[bool, ...] = ()
     if torch.is_grad_enabled() and (bias is not None or captures):
         needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
-    return args._replace(bias=bias, score_mod=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
+    return args._replace(bias=bias, mod_graphs=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
 
 
 def _tighter_bound(a: int | None, b: int | None) -> int | None:

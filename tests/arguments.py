@@ -33,7 +33,7 @@ def call_args(
         args = args._replace(bias=bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())])
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
     return args._replace(
-        score_mod=mods.graphs.text,
+        mod_graphs=mods.graphs.text,
         captures=mods.captures,
         scalars=mods.scalars,
         needs_grad=tuple(x is not None and x.requires_grad for x in (bias, *mods.captures)),

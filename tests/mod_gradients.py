@@ -118,7 +118,7 @@ def keys_of(
 ) -> list[CompileKey]:
     """The kernels of the gradients of all leaves; the case's device is the CPU."""
     others_of(case)
-    args = case.args(kernels=family, deterministic=deterministic)
+    args = case.args(kernel_family=family, deterministic=deterministic)
     return backward_keys(*case.uninitialized_inputs(), args, arch, has_dlse)
 
 

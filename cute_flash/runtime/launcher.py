@@ -91,7 +91,7 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
     with nvtx.marked("plan"):
-        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernels, can_pack)
+        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernel_family, can_pack)
     return binder.bind_forward(
         plan,
         q.device,
@@ -188,7 +188,7 @@ def _bind_backward(
         )
     with nvtx.marked("plan"):
         gpu = current_gpu().arch(q.device.index)
-        plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernels)
+        plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernel_family)
     buffers = [] if dbias is None else [dbias]
     for i in captures:
         buffers.append(Buffer(f"dcapture_{i}", tuple(args.captures[i].shape) or (1,), init="zeros"))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_flash.errors import TraceError
 from cute_flash.score_mod.constants import (
     bound_to,
     is_compiled_in,
@@ -30,7 +31,7 @@ from cute_flash.score_mod.constants import (
 )
 from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
 from cute_flash.score_mod.objects import BUILTINS, ModuleProxy, ObjectProxy, is_container, plain
-from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
+from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error, without_line
 
 MAX_CONTAINER_SIZE = 256
 
@@ -49,6 +50,14 @@ def code_of(function: Any) -> CodeType | type:
     while isinstance(function, (functools.partial, MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return function.__code__ if isinstance(function, FunctionType) else type(function)
+
+
+def definition_of(mod: Any) -> str:
+    """The file and line where a mod is defined, or the class of a callable object, for error messages."""
+    code = code_of(mod)
+    if isinstance(code, CodeType):
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{code.__module__}.{code.__qualname__}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,7 +81,11 @@ class CaptureTracer:
         self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # by id; functions may refer to themselves
         self.objects: dict[int, tuple[ObjectProxy, int]] = {}  # by id, with their sources
         self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function or object
-        self.function = self._proxy(mod, 0)
+        try:
+            self.function = self._proxy(mod, 0)
+        except TraceError as error:
+            # The mod is not running yet, so no line of it is on the stack.
+            raise TraceError(f"{without_line(error)} ({definition_of(mod)})") from None
 
     def visit(self, parent: int, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
         """The proxy of a value that `read` takes from the value of the parent source."""

@@ -31,7 +31,7 @@ from cute_flash.score_mod import bound
 from cute_flash.score_mod.captures import capture
 from cute_flash.score_mod.graph import Builder, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, Specialise, TensorProxy
+from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, Specialise, TensorProxy, without_line
 from cute_flash.score_mod.trace import ROLES, BoundMod, output_node
 
 Step = tuple  # (function or its name, its arguments, its keyword arguments as pairs), or ("capture", dtype, rank)
@@ -230,8 +230,8 @@ def _hidden_steps(names: tuple[str, ...], num_values: int) -> Any:
 
 
 def _message(role: str, error: BaseException) -> str:
-    # Without a line, which would be that of the call: Dynamo shows the line of the mod.
-    return f"{role}: {str(error).rpartition(' (')[0] or error}"
+    # Without the line: the mod is not running, so it would be the line of the call. Dynamo shows the line of the mod.
+    return f"{role}: {without_line(error)}"
 
 
 def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:

@@ -150,7 +150,7 @@ class Graph:
 
     def __str__(self) -> str:
         """A listing for people to read."""
-        lines = [f"capture {i}: {x.dtype}[{x.rank}]" for i, x in enumerate(self.captures)]
+        lines = [f"capture {i}: {x.dtype}, {x.rank}-d" for i, x in enumerate(self.captures)]
         lines += [f"scalar {i}: {kind}" for i, kind in enumerate(self.scalars)]
         lines += [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
         return "\n".join([*lines, "return " + ", ".join(f"%{i}" for i in self.outputs)])

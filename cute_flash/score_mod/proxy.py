@@ -37,16 +37,22 @@ class Specialise(BaseException):
 
 
 def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first of these (frame, line number) pairs that is in user code."""
+    """The file and line of the first (frame, line number) pair in user code; "": none is."""
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
         if module != "torch" and not module.startswith(("cute_flash.score_mod.", "torch.")):
             return f"{frame.f_code.co_filename}:{line}"
-    return "while tracing"
+    return ""
 
 
 def trace_error(what: str) -> TraceError:
+    """A `TraceError` whose message ends with the line of user code that is running, in parentheses."""
     return TraceError(f"{what} ({user_line(walk_stack(sys._getframe()))})")
+
+
+def without_line(error: BaseException) -> str:
+    """The message of a `trace_error` without its line."""
+    return str(error).rpartition(" (")[0] or str(error)
 
 
 class ScalarProxy:

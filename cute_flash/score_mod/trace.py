@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.captures import CaptureTracer, Source, code_of
+from cute_flash.score_mod.captures import CaptureTracer, Source, code_of, definition_of
 from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
 from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line
@@ -126,7 +126,7 @@ def _traced(mod: Callable, role: str) -> Trace:
         except TraceError as error:
             raise TraceError(f"{role}: {error}") from None
         except Exception as error:
-            line = user_line(reversed(list(walk_tb(error.__traceback__))))
+            line = user_line(reversed(list(walk_tb(error.__traceback__)))) or definition_of(mod)
             raise TraceError(f"{role}: {type(error).__name__}: {error} ({line})") from error
 
 

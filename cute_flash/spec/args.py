@@ -31,7 +31,7 @@ class _Fields(NamedTuple):
     rng: Tensor | None = None  # (seed, offset) of dropout, int64
     return_max_logit: bool = False
     bias: Tensor | None = None  # (B or 1, H or 1, Sq or 1, Sk or 1)
-    score_mod: str = ""  # `Graphs.text` of all user mods: score_mod, mask_mod and score_mod_bwd
+    mod_graphs: str = ""  # `Graphs.text` of all user mods: score_mod, mask_mod and score_mod_bwd
     captures: tuple[Tensor, ...] = ()  # tensors captured by user mods, in the order of `scalars`
     needs_grad: tuple[bool, ...] = ()  # whether the bias, and then each captured tensor, needs a gradient
     block_mask: tuple[Tensor, ...] = ()  # `BlockMask.tensors`
@@ -42,7 +42,7 @@ class _Fields(NamedTuple):
     out_fp32: bool = False
     deterministic: bool = False  # bitwise reproducible gradients
     batch_invariant: bool = False
-    kernels: str = ""  # kernel family, "sm80" or "sm90"; "": the best one for the GPU
+    kernel_family: str = ""  # kernel family, "sm80" or "sm90"; "": the best one for the GPU
 
 
 class AttentionArgs(_Fields):
@@ -68,12 +68,12 @@ class AttentionArgs(_Fields):
     def mods(self) -> Graphs:
         from cute_flash.score_mod.bound import graphs_of
 
-        return graphs_of(self.score_mod)
+        return graphs_of(self.mod_graphs)
 
     @property
     def has_mods(self) -> bool:
         """Whether there is a bias, a score_mod, a mask_mod or a block mask."""
-        return self.bias is not None or bool(self.score_mod) or bool(self.block_mask)
+        return self.bias is not None or bool(self.mod_graphs) or bool(self.block_mask)
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -111,9 +111,9 @@ class AttentionArgs(_Fields):
             return self[4:]
         alibi, sinks, bias, rng = self.alibi, self.sinks, self.bias, self.rng
         return (
-            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.score_mod,
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.mod_graphs,
             self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
-            self.kernels,
+            self.kernel_family,
             None if alibi is None else (alibi.shape, alibi.dtype, alibi.device),
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
             # The strides and the alignment of a bias decide how kernels load it.
@@ -133,10 +133,10 @@ SCHEMA = (
     "float scale, float[]? scalars=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
     "Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, Tensor? bias=None, "
-    'str score_mod="", Tensor[]? captures=None, bool[]? needs_grad=None, '
+    'str mod_graphs="", Tensor[]? captures=None, bool[]? needs_grad=None, '
     "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
     "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
-    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
+    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernel_family=""'
 )
 _PLACES = {name: i for i, name in enumerate(AttentionArgs._fields)}
 # Fields that are tuples here and lists in the operators' schema.
