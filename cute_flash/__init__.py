@@ -46,8 +46,8 @@ __all__ = [
     "use_kernels",
 ]
 
-# Modules of the names that are imported on first use: those that `import cute_flash` does without, to stay light, and
-# in the command line all.
+# Names that `__getattr__` imports on first use, with their modules: those that are not imported above and, in the
+# command line, all.
 _MODULES = {
     "BlockMask": "score_mod.block_mask",
     "Support": "spec.problem",

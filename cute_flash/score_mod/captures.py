@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_flash.errors import TraceError
 from cute_flash.score_mod.constants import (
     bound_to,
     is_compiled_in,
@@ -31,7 +30,7 @@ from cute_flash.score_mod.constants import (
 )
 from cute_flash.score_mod.graph import CAPTURE_KINDS, MAX_CAPTURE_RANK, Builder, CaptureSpec
 from cute_flash.score_mod.objects import BUILTINS, ModuleProxy, ObjectProxy, is_container, plain
-from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error, without_line
+from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 
 MAX_CONTAINER_SIZE = 256
 
@@ -81,11 +80,7 @@ class CaptureTracer:
         self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # by id; functions may refer to themselves
         self.objects: dict[int, tuple[ObjectProxy, int]] = {}  # by id, with their sources
         self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function or object
-        try:
-            self.function = self._proxy(mod, 0)
-        except TraceError as error:
-            # The mod is not running yet, so no line of it is on the stack.
-            raise TraceError(f"{without_line(error)} ({definition_of(mod)})") from None
+        self.function = self._proxy(mod, 0)
 
     def visit(self, parent: int, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
         """The proxy of a value that `read` takes from the value of the parent source."""

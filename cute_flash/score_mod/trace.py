@@ -8,7 +8,8 @@ may differ. Bools, None and strings are compiled in, and so is a number that Pyt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
 from types import CodeType
@@ -20,7 +21,7 @@ from cute_flash.errors import TraceError
 from cute_flash.score_mod.captures import CaptureTracer, Source, code_of, definition_of
 from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line
+from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line, without_line
 
 ROLES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
@@ -102,6 +103,15 @@ def _signature(role: str) -> str:
     return ", ".join(names.get(name, name) for name in ROLES[role])
 
 
+@contextmanager
+def _errors_at_definition(mod: Callable) -> Iterator[None]:
+    """Errors inside name the line where the mod is defined. For use while the mod itself is not running."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{without_line(error)} ({definition_of(mod)})") from None
+
+
 def _traced(mod: Callable, role: str) -> Trace:
     global num_traces
     num_traces += 1
@@ -110,9 +120,12 @@ def _traced(mod: Callable, role: str) -> Trace:
         builder = Builder()
         tracer = None
         try:
-            tracer = CaptureTracer(builder, mod, static)
+            with _errors_at_definition(mod):
+                tracer = CaptureTracer(builder, mod, static)
             result = tracer.function(*inputs(builder, ROLES[role]))
-            graph, captures, scalars = drop_unused_arguments(builder.graph(output_node(builder, result, role)))
+            with _errors_at_definition(mod):
+                output = output_node(builder, result, role)
+            graph, captures, scalars = drop_unused_arguments(builder.graph(output))
             return Trace(
                 graph,
                 tuple(tracer.sources),

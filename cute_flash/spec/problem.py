@@ -23,7 +23,19 @@ MAX_DROPOUT = 0x7C00 / 0x8000
 
 @dataclass(frozen=True)
 class Support:
-    """The result of `supports()`: a truth value, with the reason if it is false."""
+    """The result of `supports()`. Its truth value is `ok`.
+
+    Attributes:
+        ok: Whether the call is supported.
+        reason: The error message that the call would raise; "" if it is supported.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> x = torch.empty(1, 4, 16, 64)
+        >>> support = cute_flash.supports(x, x, x, softcap=-1.0)
+        >>> bool(support), support.reason
+        (False, 'softcap=-1.0: use a positive number, or None for no cap')
+    """
 
     ok: bool
     reason: str = ""
