@@ -1,4 +1,4 @@
-"""Pictures of a mask and its block mask: the keys that each query sees, and the blocks that kernels skip."""
+"""`draw`: pictures of a mask and its block mask, as text and as SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMask, visible_pairs
 from cute_flash.score_mod.trace import bind
 
-# (ANSI 256-colour code, the same colour for SVG) of a block, by status.
+# The colour of a block by status: an ANSI 256-colour code, and the same colour for SVG.
 _COLOURS = {EMPTY: (255, "#eeeeee"), PARTIAL: (229, "#ffffaf"), FULL: (157, "#afffaf")}
 # The colour of a visible (query, key) pair in a block, by status.
 _VISIBLE = {PARTIAL: "#d7af5f", FULL: "#5faf5f"}

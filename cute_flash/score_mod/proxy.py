@@ -30,7 +30,7 @@ TORCH: dict[Any, Callable] = {}
 
 
 class Specialise(BaseException):
-    """Python control flow needs captured numbers: trace again with their values compiled in."""
+    """Raised when Python needs the value of captured numbers, to trace again with these numbers compiled in."""
 
     def __init__(self, scalars: set[int]) -> None:
         self.scalars = scalars
@@ -108,7 +108,7 @@ class ScalarProxy:
             raise trace_error(f".{name} of a value has no place in a kernel")
         return lambda *args, **kwargs: handler(self, *args, **kwargs)
 
-    # Conversions to Python values, which are possible only for constants and captured numbers
+    # Conversions to Python values, for constants and captured numbers only
 
     def _leaves(self) -> list[Node]:
         """The inputs, loads, scalars and constants that the value depends on."""
@@ -123,10 +123,11 @@ class ScalarProxy:
 
     @property
     def _python_type(self) -> type | None:
-        """The type of a value that depends on constants and captured numbers only; None: it is a tensor's."""
+        """The Python type of a value that depends only on constants and captured numbers; None for other values."""
         return None if any(node.op in ("input", "load") for node in self._leaves()) else TYPES[self._kind]
 
     def _python_value(self, what: str) -> Any:
+        """The value of a constant. Raises `Specialise` for captured numbers, and an error naming `what` for others."""
         if self._python_type is None:
             raise trace_error(f"{what} is not known when a function is traced; {USE_WHERE}")
         if scalars := {node.value for node in self._leaves() if node.op == "scalar"}:
@@ -181,7 +182,7 @@ def node_of(builder: Builder, x: Any) -> int:
 
 
 def op(name: str, *operands: Any) -> ScalarProxy:
-    """Record an operation."""
+    """Record an operation and return its result."""
     builder = next(x._builder for x in operands if isinstance(x, (ScalarProxy, TensorProxy)))
     nodes = [node_of(builder, x) for x in operands]
     try:
