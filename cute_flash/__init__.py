@@ -11,7 +11,7 @@ def _is_command() -> bool:
     """Whether this process is the command `cute-flash` or `python -m cute_flash`, whose `--help` needs no torch."""
     # An embedded interpreter may have no argv.
     program, arguments = (getattr(sys, "argv", None) or [""])[0], sys.orig_argv
-    if program == "-m":  # while Python locates the module
+    if program == "-m":  # the value of argv[0] while Python locates the module
         module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
         return module.partition(".")[0] == __name__
     return program.rpartition("/")[2] == "cute-flash"

@@ -330,7 +330,7 @@ def or_(*masks: Mask) -> Mask:
 
     Examples:
         >>> from cute_flash import masks
-        >>> longformer = masks.or_(masks.sliding_window(64), lambda b, h, q_idx, kv_idx: kv_idx < 4)
+        >>> causal_or_prefix = masks.or_(masks.causal(), lambda b, h, q_idx, kv_idx: kv_idx < 4)
     """
     if not masks:
         raise ValueError("or_: give at least one mask")

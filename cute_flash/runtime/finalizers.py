@@ -5,7 +5,7 @@
     dbias      sum over the dimensions in which the bias broadcasts
     dcaptures  sum of one term per score, if they are deterministic; else the kernel adds them up
 
-All sums have a fixed order. The host does not read the offsets of a varlen batch.
+Sums in torch have a fixed order. The host does not read the offsets of a varlen batch.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms:
         total = dcaptures[mods.captures_needing_grad.index(capture)].view(-1)
         shared = [dim for dim, bit in ((2, ROW), (3, COLUMN)) if not depends & bit]
         if shared:
-            # Scores that differ only in these dimensions share an element: the largest index, as unvisited ones have 0.
+            # Scores that differ only in these dimensions share an element. `amax` skips unvisited scores, which have 0.
             terms, elements = terms.sum(shared)[None], elements.amax(shared)[None]
         else:
             # One head at a time, because sorting takes several times the memory of its input.

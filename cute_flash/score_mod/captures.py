@@ -39,9 +39,7 @@ class Source(NamedTuple):
     """How to read a captured value, and the condition under which a trace is valid for it."""
 
     parent: int  # index of the source that holds this value, such as the function that captures it
-    read: (
-        Callable[[Any, Any], Any] | None
-    )  # read(value of the parent, key) returns the value; None: it is the mod itself
+    read: Callable[[Any, Any], Any] | None  # read(parent's value, key) returns the value; None for the mod itself
     key: Any
     guard: Callable[[Any], bool]  # whether the trace is valid for a value
 

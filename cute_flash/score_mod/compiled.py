@@ -135,7 +135,7 @@ def mod_arguments(
     scalars: tuple[float, ...] = ()
     tensors: Sequence[Tensor]
     for mod, role in mods:
-        if isinstance(mod, BoundMod):  # that of a block mask
+        if isinstance(mod, BoundMod):  # the mask_mod of a block mask
             text, tensors, scalars = mod.graph.text, mod.captures, mod.scalars
         else:
             text, tensors = ("null", ()) if mod is None else _bind(mod, role, device)
@@ -243,7 +243,7 @@ def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:
     for step in steps:
         if step[0] == "capture":
             _, dtype, rank = step
-            values.append(capture(builder, dtype, rank, tuple))  # Dynamo knows the sizes
+            values.append(capture(builder, dtype, rank, tuple))  # sizes are not needed: Dynamo reads them
             continue
         func, args, kwargs = step
         args = _decoded(args, values)

@@ -145,7 +145,7 @@ TORCH_OPS = {name: getattr(torch, TORCH_NAMES.get(name, name)) for name in OPERA
 
 @dataclass(frozen=True)
 class TorchArithmetic:
-    """Tensors that broadcast with each other: floats of one dtype, 64-bit ints."""
+    """Values are torch tensors that broadcast: floats of one dtype, 64-bit ints and bools."""
 
     dtype: torch.dtype
     device: torch.device

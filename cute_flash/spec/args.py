@@ -42,7 +42,7 @@ class _Fields(NamedTuple):
     out_fp32: bool = False
     deterministic: bool = False  # bitwise reproducible gradients
     batch_invariant: bool = False
-    kernel_family: str = ""  # kernel family, "sm80" or "sm90"; "": the best one for the GPU
+    kernel_family: str = ""  # "sm80" or "sm90"; "": the best family for the GPU
 
 
 class AttentionArgs(_Fields):

@@ -18,10 +18,10 @@ mma.sync and wgmma alike. One comparison of two 16-bit floats then gives the mas
 backward, rows are keys, and two threads hold these scores and exchange their numbers (`device/dropout_bits.py`).
 
 Seven rounds are the fewest with which Philox passed all statistical tests of its authors (Salmon et al. 2011). Single
-numbers, and pairs from different words, are as uniform as Philox. Pairs that share a word are independent, except
-rows i and i + 16: the probability that both are dropped differs from p² by at most 2^-13.2 for even keys (3.5 of 2^15
-lattice points, for every p) and by less than 2^-26 for odd keys, whose product gets a carry from the low half. Swapping
-the bytes of the halves, at the same cost, would be off by up to 2^-9.
+numbers, and pairs from different words, are as uniform as Philox. Pairs from one word are independent, except those of
+rows i and i + 16. The probability that both are dropped differs from p² by at most 3.5 / 2^15 = 2^-13.2 for even keys,
+and by less than 2^-26 for odd keys, into whose half the multiplication carries bits of the other half. Swapping bytes
+instead of multiplying, at the same cost, would give differences of up to 2^-9.
 """
 
 from __future__ import annotations

@@ -58,9 +58,7 @@ class Static:
     has_left: bool = False
     has_right: bool = False
     head_dim_v: int | None = None  # of V and of the output; None: equal to head_dim
-    pack_gqa: bool = (
-        False  # query heads that share a K/V head are rows of one tile; the mask uses the position of a row
-    )
+    pack_gqa: bool = False  # a tile has rows of all query heads of a group; the mask uses the position of a row
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
     mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user mods, bias and block mask
     varlen: bool = False
