@@ -1,8 +1,8 @@
 """The environment of all tests: no CUTE_FLASH_* variable of the caller, and caches of the test session.
 
 All tests and workers of pytest-xdist share the kernel cache, so that a kernel is compiled once. `--kernel-cache=DIR`
-keeps it between sessions. Inductor's cache is not kept: its key does not cover the schema of an operator, so it may hold
-calls with argument names of an earlier version. Only tests with the marker `compiles` or `gpu` may run the DSL's
+keeps it between sessions. Inductor's cache is not kept: its key does not cover the schema of an operator, so it may
+hold calls with argument names of an earlier version. Only tests with the marker `compiles` or `gpu` may run the DSL's
 compiler, so that `make test-fast` stays fast.
 """
 
