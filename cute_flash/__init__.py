@@ -61,7 +61,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
         from importlib import import_module

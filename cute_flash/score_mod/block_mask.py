@@ -62,7 +62,7 @@ class BlockMask:
         window: (left, right), as for `attn`.
         mask: The traced mask_mod with copies of its captured values; None: the window alone, or unknown.
         is_mask_known: Whether `mask` and `window` are the whole mask; false for `of_status`.
-        captured: The tensors that the mask_mod captured, of which `mask` holds copies.
+        captured: The tensors that the mask_mod captured; `mask` holds copies of them.
         versions: Their version counters when they were copied.
 
     Examples:
