@@ -44,7 +44,7 @@ class _Cell:
 
 
 def _cells(tile: SmemTile, phase: Phase | None, num_rows: int) -> list[list[_Cell]]:
-    # Entries are removed row by row. Those that are left lie further down, so the picture must have more rows.
+    # Entries are removed row by row. While some are left, the picture must have more rows.
     threads_at: dict[int, list[int]] = {}
     for thread, address in phase.lanes if phase else ():
         threads_at.setdefault(address // CHUNK_BYTES, []).append(thread)

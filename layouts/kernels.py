@@ -123,7 +123,7 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
         Use("K", "cp.async", kv_copy, kv, is_per_block=True),
         Use("V", "cp.async", kv_copy, kv, is_per_block=True),
     ]
-    # Each warp reads its own rows of Q, of which the first `kept` columns only once per tile, and all of K and V.
+    # Each warp reads all of K and V, and its own rows of Q. It reads the first `kept` columns of Q once per tile.
     if kept:
         uses.append(Use("Q", "ldmatrix", every_block(q, layout_of(q), ldmatrix_a, range(kept)), q))
     if kept < q.cols:

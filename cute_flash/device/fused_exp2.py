@@ -4,7 +4,7 @@ The exponentials limit the softmax, so the FMAs of a transform cost little betwe
 The pass is used with a speculative row max, which keeps Q K^T until the row sums are checked
 (`Softmax.may_have_outgrown`). It needs one formula for a block, in units of log2:
 
-    LinearExp2     s scale + slope column + first(row) - m      ALiBi beside the diagonal, where distances have one
+    LinearExp2     s scale + slope column + first(row) - m      ALiBi off the diagonal, where distances have one
                                                                 sign; or scores that are already transformed
     SoftcapExp2    s (c0 + s² (c1 + s² c2)) - m                 softcap of scores near 0; or scores already capped
     ModExp2        score_mod(s scale + bias) - m                user mods (`device/mods.py`); -inf where masked
@@ -49,7 +49,7 @@ class FusedExp2:
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The largest score of each row over this thread's columns, of a ((2, 2, 2), 1, k-step) view."""
+        """The largest score of each row over this thread's columns. `acc_S`: a ((2, 2, 2), 1, k-step) view."""
         result.fill(-Float32.inf)
         for k in cutlass.range_constexpr(cute.size(acc_S, mode=[2])):
             exponents = self.exponents(_step_scores(acc_S, k), k, (Float32(0.0), Float32(0.0)))
@@ -63,7 +63,10 @@ class FusedExp2:
 
 @dataclass(frozen=True)
 class LinearExp2(FusedExp2):
-    """Exponents that are linear in the column: ALiBi beside the diagonal."""
+    """Exponents that are linear in the column: ALiBi off the diagonal.
+
+    In other blocks the scores are already transformed, and the factor is 1 and the slope 0.
+    """
 
     factor: Float32
     slope: Float32
@@ -109,7 +112,7 @@ class SoftcapExp2(FusedExp2):
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The capped maximum: capping is monotonic."""
+        """The maximum of each row, taken before capping, which is monotonic, and then capped."""
         result.fill(-Float32.inf)
         for part in cutlass.range_constexpr(len(self.are_near)):
             steps = range(PART_STEPS * part, min(PART_STEPS * (part + 1), cute.size(acc_S, mode=[2])))
@@ -123,7 +126,7 @@ class SoftcapExp2(FusedExp2):
 
 
 class CappedExp2(FusedExp2):
-    """For scores that are already capped."""
+    """The pass for scores that are already capped."""
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
         return [[x - reference[r] for x in scores[r]] for r in range(2)]

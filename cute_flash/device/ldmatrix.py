@@ -126,7 +126,7 @@ class FragmentStore:
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     def store(self, fragment: cute.Tensor) -> None:
-        """`fragment`: ((2, 2), MMA_M, MMA_N), compact."""
+        """Store `fragment`, ((2, 2), MMA_M, MMA_N) and compact."""
         tile, (_, tiles_m, tiles_n) = self.tile, fragment.shape
         first = rederived(self.address)
         pairs = cute.recast_tensor(fragment, Int32)

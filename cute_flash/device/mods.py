@@ -125,7 +125,7 @@ class HeadMods:
 
     @cute.jit
     def apply_mask(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32):
-        """-inf where mask_mod is false."""
+        """Set scores to -inf where mask_mod is false."""
         mask_mod = self.in_block("mask", mask, first_col)
         if cutlass.const_expr(mask_mod is not None):
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):

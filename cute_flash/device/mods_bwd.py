@@ -149,7 +149,7 @@ class ModScores:
     size: cutlass.Constexpr  # rows and columns of this thread
     bias: BwdBlockBias | None
 
-    # ---- compile-time facts
+    # ---- compile-time properties
 
     @property
     def graphs(self) -> BwdGraphs:

@@ -54,7 +54,7 @@ class Dropout:
 
     @staticmethod
     def read(mRng: cute.Tensor, threshold: Int32) -> "Dropout":
-        """`mRng`: (seed, offset), int64, in global memory."""
+        """Read `mRng`, which is (seed, offset), int64, in global memory."""
         # The values are the same in all threads; `make_warp_uniform` puts the round keys into uniform registers.
         words = cute.recast_tensor(mRng, Int32)
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))

@@ -75,7 +75,10 @@ class Pipeline:
 
     @cute.jit
     def release(self, iteration: Int32):
-        """Arrive at the `empty` barrier once per warp, for data that tensor cores have read."""
+        """Arrive at the `empty` barrier once per warp, for data that tensor cores have read.
+
+        After plain loads, a warp barrier must come before it.
+        """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
 
@@ -84,7 +87,7 @@ class Pipeline:
 class WarpgroupOrder:
     """Warpgroup ping-pong by named barriers: warpgroups pass `wait` in cyclic order, each after the previous arrives.
 
-    With one warpgroup both functions do nothing.
+    With one warpgroup `wait` and `arrive` do nothing.
     """
 
     first_barrier: cutlass.Constexpr  # named barrier of warpgroup 0

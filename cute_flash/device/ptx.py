@@ -41,7 +41,7 @@ def keep_masks(word: Uint32, threshold: Uint32) -> Int32:
     """Compare the low 15 bits of both 16-bit halves of a word with the threshold.
 
     A half of the result is 0 if the number is below the threshold, else all ones. The numbers are compared as positive
-    fp16, whose bits are ordered like integers. Bits that mean NaN count as not below (`geu`).
+    fp16, whose bits are ordered like integers. NaN patterns count as not below (`geu`).
     """
     text = "{\n\t.reg .b32 t;\n\tabs.f16x2 t, {$r0};\n\tset.geu.u32.f16x2 {$w0}, t, {$r1};\n\t}"
     return instruction(text, Int32, word, threshold)

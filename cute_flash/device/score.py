@@ -5,7 +5,7 @@
 The softmax that follows has a scale of 1. The presence of a feature is compiled in; its value is a run-time argument.
 After the first block of a tile the row max m so far, the *reference*, is known, and the last FMA subtracts it.
 
-Beside the diagonal the distance has one sign, so ALiBi is linear and takes two FMAs per score:
+Off the diagonal the distance has one sign, so ALiBi is linear in the column and takes two FMAs per score:
 
     s' - m = s scale + (±slope column + (∓slope (row + Sk - Sq) - m))
 
@@ -75,7 +75,7 @@ class Score:
         return Score(scale * unit, x * (2 * LOG2_E), softcap_log2, None, cap, near, series, unit)
 
     def for_head(self, slope: Float32 | None) -> "Score":
-        """With the ALiBi slope of a head."""
+        """The transform with the ALiBi slope of a head."""
         return replace(self, slope_log2=None if slope is None else slope * self.unit)
 
     @cute.jit

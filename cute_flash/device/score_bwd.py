@@ -81,7 +81,7 @@ class BlockScores:
 
     @property
     def is_alone(self) -> bool:
-        """Neither softcap nor ALiBi."""
+        """Whether there is neither softcap nor ALiBi."""
         return self.score.rate is None and self.score.slope_log2 is None
 
     @property

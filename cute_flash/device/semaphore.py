@@ -27,7 +27,7 @@ class DQSemaphore:
     """
 
     mSemaphore: cute.Tensor  # (B, H, m_block)
-    band: Band  # of queries over keys
+    band: Band  # rows are queries, columns are keys
     seqlen_q: Int32  # not used in a varlen batch
     seqlen_k: Int32
     tile_m: cutlass.Constexpr

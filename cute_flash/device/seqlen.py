@@ -38,11 +38,11 @@ class SeqlenInfo:
         return cute.make_tensor(gX.iterator + Int64(self.k_begin) * gX.stride[0], gX.layout)
 
     def q_row(self, row: Int32) -> Int32:
-        """The row in the tensor of a query of the sequence."""
+        """The row of the tensor that holds the sequence's query `row`."""
         return self.q_begin + row if self.is_varlen else row
 
     def k_row(self, row: Int32) -> Int32:
-        """The row in the tensor of a key of the sequence."""
+        """The row of the tensor that holds the sequence's key `row`."""
         return self.k_begin + row if self.is_varlen else row
 
     def padded_q_block(self, m_block: Int32, tile_m: int) -> Int32:
@@ -54,7 +54,7 @@ class SeqlenInfo:
         return padded_block(self.k_begin, self.batch, tile_n) + n_block if self.is_varlen else n_block
 
     def padded_q_row(self, row: Int32, tile_m: int) -> Int32:
-        """The row of a query in a workspace that pads every sequence to full blocks of queries."""
+        """The row that holds the sequence's query `row` in that workspace."""
         return self.padded_q_block(0, tile_m) * tile_m + row if self.is_varlen else row
 
     @property

@@ -25,7 +25,7 @@ class StaticTileScheduler:
     heads_per_l2_group: Int32
     longest_first: cutlass.Constexpr
     # Whether the tiles of one head in all batch entries are neighbours, so that they read a shared bias at the same
-    # time. None: never, at compile time.
+    # time. None: they are not, and the kernel has no code for it.
     batch_is_inner: cutlass.Boolean | None = None
 
     @cute.jit

@@ -33,7 +33,7 @@ CUTE_DTYPES = {
 }
 SCALARS = {"f32": Float32, "i32": Int32, "i64": Int64}
 ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
-# Names of dimensions of size B: always, and only in dense batches.
+# Names of dimensions whose size is B: always, and only in dense batches.
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 # Operands whose presence is a field of `Static`.
 _IF_STATIC = {

@@ -12,6 +12,8 @@ from cute_flash.kernels.common.kernel import MBlockKernel
 
 @dataclass(frozen=True)
 class Params:
+    """The argument of the kernel."""
+
     dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     dq: cute.Tensor  # (B, H, Sq, D)
     dq_scale: Float32

@@ -21,6 +21,8 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class Params:
+    """The argument of the kernel."""
+
     out: cute.Tensor  # (B, H, Sq, Dv)
     dout: cute.Tensor
     lse: cute.Tensor  # (B, H, Sq)

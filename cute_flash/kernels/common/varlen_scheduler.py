@@ -80,7 +80,7 @@ class TileListBuilder:
     rest_has_index: cutlass.Constexpr  # the rows after the last sequence count as sequence B, else as B - 1
     tile_rows: Int32
     tile_columns: Int32
-    band: Band  # of rows over columns
+    band: Band  # for tiles of keys, left and right are swapped
     tile_order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
 
     @property

@@ -13,12 +13,12 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
 Warps are not specialised. They form a grid over the tile of each product (`BwdTileSm80`). If all warps are along the
 keys, a warp's P^T and dS^T are operands of its dV and dK directly from registers.
 
-| shared memory | elements                   | lifetime                                       |
-|---------------|----------------------------|------------------------------------------------|
-| sKV           | 2 x tile_n x tile_d        | the tile; dK and dV are stored through it      |
-| sQdO          | 2 stages x tile_m x tile_d | one m_block                                    |
-| sdSP          | 2 x tile_n x tile_m        | one block; only dS if P stays in registers     |
-| sRows         | 2 stages x tile_m, fp32    | LSE and D of one m_block                       |
+| shared memory | elements                     | lifetime                                       |
+|---------------|------------------------------|------------------------------------------------|
+| sKV           | 2 x tile_n x tile_d          | the tile; dK and dV are stored through it      |
+| sQdO          | 2 x stages x tile_m x tile_d | one m_block                                    |
+| sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers     |
+| sRows         | 2 x stages x tile_m, fp32    | LSE and D of one m_block                       |
 """
 
 import cutlass
@@ -377,7 +377,8 @@ class BwdSm80(Kernel):
             self.wait_semaphore(p, state, m_block, head)
         gdQ = state.seqlen.slice_head(p.mdQ_accum, head)[state.seqlen.padded_q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
-            target = gdQ.iterator + (i * tile.num_threads + state.thread)  # a warp adds to 128 contiguous bytes
+            # A warp adds to 128 contiguous bytes.
+            target = gdQ.iterator + (i * tile.num_threads + state.thread)
             cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
         if cutlass.const_expr(self.static.deterministic):
             self.arrive_semaphore(p, state, m_block, head)
@@ -397,7 +398,7 @@ class BwdSm80(Kernel):
             p.dq_semaphore.arrive(*self.semaphore_rank(p, state, m_block, head))
 
     def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple:
-        """The coordinate of the semaphore, and the rank of this tile. There are no registers to keep them."""
+        """The coordinate of the semaphore, and the rank of this tile. Opaque values save the registers to keep them."""
         seqlen, m_block = state.seqlen, rederived(m_block)
         head = rederived(head)
         coord = (head, 0 if seqlen.is_varlen else seqlen.batch, seqlen.padded_q_block(m_block, self.tile.tile_m))

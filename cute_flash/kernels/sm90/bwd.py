@@ -88,7 +88,7 @@ class MmaState:
 
 
 class BwdSm90(Kernel):
-    """The backward kernel: persistent CTAs, each of which computes K/V tiles one after the other."""
+    """The backward kernel. CTAs are persistent: each computes K/V tiles one after the other."""
 
     def __init__(self, static: Static, tile: BwdTileSm90):
         super().__init__(static, tile)
@@ -201,7 +201,7 @@ class BwdSm90(Kernel):
         )
 
     def dv_scale(self, p: Params) -> Float32:
-        """The factor of dV: P is not scaled by dropout."""
+        """The factor of dV. It includes the scale of dropout, by which P is not multiplied."""
         return p.score_params.dropout_scale if self.has_dropout else Float32(1.0)
 
     @cute.jit
@@ -281,7 +281,7 @@ class BwdSm90(Kernel):
 
         Args:
             operands: P^T and dS^T in registers: those of the block before, then those of this block.
-            block: (iteration, position), as `next_position` or `next_sparse_position` returns it.
+            block: (iteration, position). Positions come from `next_position` or `next_sparse_position`.
             blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
 
         Returns:
@@ -467,7 +467,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """Set scores outside the band to -inf. Blocks with keys past the end are always masked, because of dQ."""
+        """Set scores outside the band to -inf, and keys past the end, which must not contribute to dQ."""
         m_block, blocks = tile.m_block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:

@@ -115,7 +115,7 @@ def load_rows(
 def add_dq(p: Params, storage: SharedStorage, adder: Int32):
     """Add each warpgroup's part of dQ to global memory as soon as it is in shared memory.
 
-    With deterministic gradients `num_adders` warps take the blocks in turn, and wait for the semaphore of each block.
+    With deterministic gradients `num_adders` warps alternate between blocks, and wait for the semaphore of each block.
     `adder`: the index of this warp among them.
     """
     count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far

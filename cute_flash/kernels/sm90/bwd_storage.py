@@ -86,7 +86,7 @@ class KVTile:
         return self.seqlen.batch
 
     def m_block(self, i: Int32) -> Int32:
-        """The i-th m_block that is visited of a head."""
+        """The m_block of the i-th visit of a head."""
         if self.shift is None:
             return self.block_iter.block(i)
         block = self.block_iter.block(i) + self.shift
@@ -174,7 +174,7 @@ class Params:
 
     @property
     def num_adders(self) -> int:
-        """The number of warps that add dQ. With a semaphore one is not enough, as it waits until additions complete."""
+        """The number of warps that add dQ. With a semaphore each waits until its additions are complete."""
         return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 

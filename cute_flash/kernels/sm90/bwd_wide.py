@@ -66,13 +66,13 @@ from cute_flash.spec.problem import Static
 # Named barriers; 0 is the CTA barrier.
 FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 HALVES = 2
-# k-steps of S and dP: with fewer, ptxas would serialise the products.
+# The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
 
 @dataclass(frozen=True)
 class MmaState:
-    """The state of an MMA warpgroup. Tuples have the two halves of its columns, 64 columns each."""
+    """The state of an MMA warpgroup. Tuples hold the two halves of its columns, 64 columns each."""
 
     wg: Int32
     thread: Int32
@@ -93,7 +93,7 @@ class MmaState:
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half at a time, in the registers of dP
     tScS: cute.Tensor  # (query, key) of every element of S
-    p_free: WarpgroupOrder  # `wait` until the other warpgroup has read sP
+    p_free: WarpgroupOrder  # `wait` returns when the other warpgroup has read sP
 
 
 class BwdSm90Wide(Kernel):
@@ -371,6 +371,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, position: tuple):
+        """Compute the gradients of the tile's last block. `position`: as in `process_block`."""
         self.start_dq(p, state, iteration, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)

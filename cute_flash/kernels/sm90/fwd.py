@@ -14,7 +14,7 @@ scores, dropout changes P after its row sums are taken, and a sink changes l and
 the K/V blocks are those that it lists, full ones first.
 
 A warpgroup issues Q Kj^T and then P V of block j - 1. The latter runs while the warpgroup computes the softmax of block
-j. With `ping_pong` the warpgroups issue their products in turn, so that the softmax of one overlaps with the products
+j. With `ping_pong` the warpgroups alternate in issuing products, so that the softmax of one overlaps with the products
 of another.
 
 | warpgroup | warps | role                                                                                  |
@@ -66,12 +66,12 @@ from cute_flash.spec.problem import Static
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 # Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
-# A value of `masked` beside True and False: decided at run time.
+# The third value of `masked`, after True and False: decided at run time.
 MAYBE = "maybe"
 
 
 class FwdSm90(Kernel):
-    """The forward kernel: persistent CTAs, each of which computes tiles of queries one after the other."""
+    """The forward kernel. CTAs are persistent: each computes tiles of queries one after the other."""
 
     def __init__(self, static: Static, tile: FwdTileSm90):
         super().__init__(static, tile)
@@ -404,8 +404,8 @@ class FwdSm90(Kernel):
         """Wait for K of the next block. After the last block, release Q if it has one stage.
 
         The branch depends on the sums of the early exponentials. This keeps ptxas from moving the following wait for
-        P V before them. The branch is always taken, except for NaN, and then K is waited for later. Compared with a
-        constant, ptxas would know that the branch is always taken.
+        P V before them. The branch is always taken, except for NaN, and then K is waited for later. If the sums were
+        compared with a constant, ptxas would know that the branch is always taken.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -state.softmax.scale_log2):
             if following < tile.iteration + tile.block_iter.num:
