@@ -57,7 +57,7 @@ class BwdTileSm90Wide(Tile):
 
     q_stages: int = 2
     do_stages: int = 1
-    dq_pieces: int = 7  # of 8 pieces (2 KB) of a half of a warpgroup's dQ, those that go through shared memory
+    dq_pieces: int = 7  # how many of the 8 pieces (2 KB each) of half a warpgroup's dQ go through shared memory
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
