@@ -122,7 +122,7 @@ def attn(
         return_max_logit: Also return the largest score of each head before the softmax.
         out_dtype: torch.float32 returns the output unrounded, for `merge`; None: the dtype of q.
         batch_invariant: On CUDA, the bits of a query's result do not depend on the rest of the batch
-            (docs/batch-invariance.md). Implies `deterministic`.
+            (docs/determinism.md). Implies `deterministic`.
         bias: Added to the scores; broadcasts with (B, H, Sq, Sk); any floating-point dtype. Differentiable.
         score_mod: A function score_mod(score, b, h, q_idx, kv_idx) that returns the new score (docs/mods.md). It is
             traced once. Tensors and numbers that it captures are kernel arguments; captured floating-point tensors are
