@@ -1,8 +1,8 @@
 """Packed pre-training: documents of different lengths share a sequence, and no query sees another document.
 
-The mask is `masks.document` and `masks.causal` together. A `BlockMask` lists the 128 x 128 blocks of scores that are
-empty, partial or full: kernels skip empty blocks and apply the mask in partial ones. It is made once for each batch,
-and all layers use it. The script compares it with one call for each document, and with gradients.
+A `BlockMask` of `masks.document`, with `causal=True`, lists the 128 x 128 blocks of scores that are empty, partial or
+full. Kernels skip empty blocks and apply the mask in partial blocks only. All layers use the same block mask. The
+script compares outputs and gradients with one call for each document.
 
     python examples/document_mask.py
 """
@@ -15,7 +15,7 @@ from cute_flash import BlockMask, masks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-LENGTHS = ((300, 80, 500, 144), (64, 640, 128, 192))  # of the documents in each sequence of the batch
+Lengths = tuple[tuple[int, ...], ...]  # of the documents in each sequence of a batch
 
 
 class Attention(nn.Module):
@@ -31,38 +31,36 @@ class Attention(nn.Module):
         return self.proj(out.flatten(2))
 
 
-def main(width: int = 128, heads: int = 4) -> tuple[list[Tensor], list[Tensor], BlockMask]:
+def main(lengths: Lengths = ((300, 80, 500, 144), (64, 640, 128, 192))) -> tuple[list[Tensor], list[Tensor], BlockMask]:
     """Returns output and gradient of the input: packed, then document by document; and the block mask."""
     torch.manual_seed(0)
+    width, heads = 128, 4
     layers = nn.ModuleList(Attention(width, heads) for _ in range(2)).to(DEVICE, DTYPE)
     # (B, S): the number of the document that each token belongs to.
-    ids = torch.stack([torch.repeat_interleave(torch.tensor(lengths)) for lengths in LENGTHS]).to(DEVICE)
+    ids = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths]).to(DEVICE)
     batch, seqlen = ids.shape
     x = torch.randn(batch, seqlen, width, device=DEVICE, dtype=DTYPE, requires_grad=True)
 
-    mask = masks.and_(masks.document(ids), masks.causal())
-    block_mask = BlockMask.of(mask, (batch, heads, seqlen, seqlen))
+    block_mask = BlockMask.of(masks.document(ids), (batch, heads, seqlen, seqlen), causal=True)
     packed = x
     for layer in layers:
         packed = packed + layer(packed, block_mask)
 
     documents = []
-    for sequence, lengths in zip(x, LENGTHS):
-        for document in sequence.split(lengths):
+    for sequence, row in zip(x, lengths):
+        for document in sequence.split(row):
             out = document[None]
             for layer in layers:
                 out = out + layer(out)
             documents.append(out[0])
     alone = torch.cat(documents).view_as(x)
 
-    causal = BlockMask.of(masks.causal(), (batch, heads, seqlen, seqlen))
-    print(f"{batch} sequences of {seqlen} tokens, documents of {LENGTHS}")
+    causal = BlockMask.of(None, (batch, heads, seqlen, seqlen), causal=True)
+    print(f"{batch} sequences of {seqlen} tokens, documents of {lengths}")
     print(f"blocks that are not empty: {block_mask.density:.0%}; of a causal mask: {causal.density:.0%}")
     results = [[out, *torch.autograd.grad(out.square().sum(), x)] for out in (packed, alone)]
-    for name, ours, expected in zip(("output", "gradient"), *results):
-        print(
-            f"{name}: largest difference {(ours - expected).abs().max():.1e}, largest value {expected.abs().max():.1e}"
-        )
+    for name, a, b in zip(("output", "gradient"), *results):
+        print(f"{name}: largest difference {(a - b).abs().max():.1e}, largest value {b.abs().max():.1e}")
     return results[0], results[1], block_mask
 
 

@@ -16,7 +16,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 class Attention(nn.Module):
-    """`window`: how many keys a query sees, its own included; None: all keys before it."""
+    """`window`: how many keys a query sees, its own included; None: all keys up to its own."""
 
     def __init__(self, width: int, heads: int, heads_kv: int, head_dim: int, window: int | None, softcap: float):
         super().__init__()
@@ -55,8 +55,7 @@ def main(seqlen: int = 512, window: int = 128, softcap: float = 5.0) -> tuple[li
     """Returns the output and the gradients of the weights of q and kv: of cute_flash, then dense."""
     torch.manual_seed(0)
     width, heads, heads_kv, head_dim = 256, 8, 4, 64
-    layers = [Attention(width, heads, heads_kv, head_dim, keys, softcap) for keys in (window, None)]
-    layers = nn.ModuleList(layers).to(DEVICE, DTYPE)
+    layers = [Attention(width, heads, heads_kv, head_dim, keys, softcap).to(DEVICE, DTYPE) for keys in (window, None)]
     weights = [weight for layer in layers for weight in (layer.q.weight, layer.kv.weight)]
     x = 3 * torch.randn(1, seqlen, width, device=DEVICE, dtype=DTYPE)
     results = []

@@ -47,7 +47,7 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]))
 
 
-def main(steps: int = 200, batch: int = 16, seqlen: int = 32, width: int = 64, compile: bool = False) -> list[float]:
+def main(steps: int = 150, batch: int = 16, seqlen: int = 32, width: int = 64, compile: bool = False) -> list[float]:
     torch.manual_seed(0)
     data = torch.tensor(list(TEXT.encode()), device=DEVICE)
     model = GPT(seqlen, width, heads=2, layers=2).to(DEVICE)
@@ -72,7 +72,7 @@ def main(steps: int = 200, batch: int = 16, seqlen: int = 32, width: int = 64, c
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a tiny GPT.")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     options = parser.parse_args()
     main(options.steps, compile=options.compile)

@@ -61,8 +61,10 @@ def main(width: int = 128, heads: int = 4) -> tuple[list[Tensor], list[Tensor]]:
     print(f"tokens: {packed.shape[0]} packed, {batch.numel()} padded")
     scores = int((lengths * (lengths + 1) // 2).sum()), len(texts) * batch.shape[1] * (batch.shape[1] + 1) // 2
     print(f"causal scores of a head: {scores[0]:,} packed, {scores[1]:,} padded, {scores[1] / scores[0]:.1f} x as many")
-    print(f"largest difference of the outputs: {(packed - padded).abs().max():.1e}")
-    return [packed, packed_grad], [padded, padded_grad]
+    results = [packed, packed_grad], [padded, padded_grad]
+    for name, a, b in zip(("output", "gradient of the weights"), *results):
+        print(f"{name}: largest difference {(a - b).abs().max():.1e}, largest value {b.abs().max():.1e}")
+    return results
 
 
 if __name__ == "__main__":

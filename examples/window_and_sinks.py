@@ -1,7 +1,7 @@
 """Attention layers as in GPT-OSS: a sliding window in every second layer, learned sinks, grouped K/V heads.
 
 A sink is a learned logit of each head that joins the softmax and has no value: a head can attend to nothing.
-`dense_attention` computes the same in plain torch. The script compares outputs and gradients, those of the sinks too.
+`dense_attention` computes the same in plain torch. The script compares outputs and the gradients of the sinks.
 
     python examples/window_and_sinks.py
 """
@@ -16,7 +16,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 class Attention(nn.Module):
-    """`window`: how many keys a query sees, its own included; None: all keys before it."""
+    """`window`: how many keys a query sees, its own included; None: all keys up to its own."""
 
     def __init__(self, width: int, heads: int, heads_kv: int, head_dim: int, window: int | None) -> None:
         super().__init__()
@@ -54,8 +54,7 @@ def main(seqlen: int = 512, window: int = 128) -> tuple[list[Tensor], list[Tenso
     """Returns the output and the gradients of the sinks: of cute_flash, then dense."""
     torch.manual_seed(0)
     width, heads, heads_kv, head_dim = 256, 8, 2, 64
-    layers = [Attention(width, heads, heads_kv, head_dim, keys) for keys in (window, None)]
-    layers = nn.ModuleList(layers).to(DEVICE, DTYPE)
+    layers = [Attention(width, heads, heads_kv, head_dim, keys).to(DEVICE, DTYPE) for keys in (window, None)]
     sinks = [nn.init.normal_(layer.sinks, mean=3.0) for layer in layers]
     x = torch.randn(1, seqlen, width, device=DEVICE, dtype=DTYPE)
     results = []
