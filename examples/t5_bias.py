@@ -33,6 +33,7 @@ class T5Bias(nn.Module):
         self.table = nn.Parameter(torch.randn(num_buckets, heads))
 
     def of(self, distance: Tensor) -> Tensor:
+        """The biases of some distances (key - query) for all heads, (..., H)."""
         return self.table[bucket(distance, self.num_buckets, self.max_distance)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

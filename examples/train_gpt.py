@@ -65,8 +65,8 @@ def main(steps: int = 150, batch: int = 16, seqlen: int = 32, width: int = 64, c
         optimizer.step()
         losses.append(loss.item())
         if step % 50 == 0:
-            speed = step * batch * seqlen / (time.perf_counter() - start)
-            print(f"step {step}: loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            print(f"step {step}: loss {losses[-1]:.3f}, {50 * batch * seqlen / seconds:,.0f} tokens/s")
     return losses
 
 
