@@ -248,6 +248,7 @@ def attn_varlen(
     return_max_logit: bool = False,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    bias: Tensor | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     score_mod_bwd: Callable | None = None,
@@ -262,6 +263,8 @@ def attn_varlen(
             not need them. The CPU path raises an error for a number that is too small; a tensor is never read.
         seqused_k: (B), int32: only the first seqused_k[b] keys of sequence b are used, and the mask is aligned to
             their end.
+        bias: broadcasts with (B, H, max_seqlen_q, max_seqlen_k): bias[b, h, i, j] is added to the score of query i and
+            key j of sequence b. max_seqlen_q and max_seqlen_k must be given if its last two sizes are not 1.
         The other arguments as for `attn`, applied to each sequence separately; alibi is (H) or (B, H). score_mod and
         mask_mod get the index of the sequence as b, and positions within the sequence as q_idx and kv_idx.
 
@@ -287,6 +290,10 @@ def attn_varlen(
     )
     if alibi is not None or sinks is not None or dropout is not None:
         args = _with_features(args, q, alibi, sinks, dropout)
+    if bias is not None:
+        if score_mod_bwd is not None:
+            raise UnsupportedError("bias with score_mod_bwd in attn_varlen: add the bias inside of your score_mod")
+        score_mod = _with_bias(score_mod, bias, (cu_seqlens_q.shape[0] - 1, q.shape[1]), max_seqlen_q, max_seqlen_k)
     # Three comparisons with None: Dynamo cannot compare two functions that were defined inside the compiled function.
     if score_mod is not None or mask_mod is not None or score_mod_bwd is not None:
         args = _with_mods(args, q, None, score_mod, mask_mod, score_mod_bwd, None)
@@ -350,7 +357,12 @@ def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tenso
 def _refuse_for_nested(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise UnsupportedError(f"{name} with NestedTensors: use score_mod and mask_mod")
+            way = (
+                "call attn_nested with max_seqlen_q and max_seqlen_k"
+                if name == "bias"
+                else "use score_mod and mask_mod"
+            )
+            raise UnsupportedError(f"{name} with NestedTensors: {way}")
 
 
 def _ragged_dim(x: Any, name: str) -> int:
@@ -500,16 +512,50 @@ def _mod_parts() -> tuple[Any, Any]:
 
 def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:
     """The bias with four dimensions."""
-    if not isinstance(bias, Tensor):
-        raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with (B, H, Sq, Sk)")
-    if bias.dtype == torch.bool:
-        raise ValueError(
-            "bias is torch.bool: a mask is a mask_mod, such as lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"
-        )
+    bias = _checked_bias_type(bias, "(B, H, Sq, Sk)")
     sizes = _score_shape(q, k, layout)
     if bias.dim() > 4 or any(x not in (1, size) for x, size in zip(reversed(bias.shape), reversed(sizes))):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
     return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+
+
+def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
+    if not isinstance(bias, Tensor):
+        raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with {sizes}")
+    if bias.dtype == torch.bool:
+        raise ValueError(
+            "bias is torch.bool: a mask is a mask_mod, such as lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"
+        )
+    return bias
+
+
+def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any) -> Callable:
+    """A score_mod that adds the bias of a varlen batch first. Its dimensions of size 1 are not indexed."""
+    bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
+    if bias.dim() > 4 or not bias.is_floating_point():
+        raise ValueError(
+            f"bias is {bias.dtype} of shape {tuple(bias.shape)}: give at most 4 dimensions, floating point"
+        )
+    bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    for size, expected in zip(bias.shape[:2], sizes):
+        if size not in (1, expected):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}: it does not broadcast "
+                f"with {sizes[0]} sequences and {sizes[1]} heads"
+            )
+    for name, size, bound in zip(("max_seqlen_q", "max_seqlen_k"), bias.shape[2:], max_seqlens):
+        bound = _max_seqlen(name, bound)
+        if size != 1 and (bound is None or bound > size):
+            raise ValueError(f"bias of shape {tuple(bias.shape)} with {name}={bound}: give a {name} of at most {size}")
+    used = [size != 1 for size in bias.shape]
+    table = bias.reshape([size for size in bias.shape if size != 1] or [1])
+
+    def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        index = tuple([x for x, is_used in zip((b, h, q_idx, kv_idx), used) if is_used])
+        score = score + table[index or 0]
+        return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+
+    return biased
 
 
 def _score_shape(q: Tensor, k: Tensor, layout: str) -> tuple[int, int, int, int]:

@@ -193,3 +193,52 @@ def test_refusals_of_nested() -> None:
         attn_nested(first, first, second)
     with pytest.raises(ValueError, match="k and q have their lengths in different dimensions"):
         attn_nested(first, first.transpose(1, 2), first)
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 3, 9, 11), (4, 1, 9, 11), (3, 12, 12), (9, 11), (1, 11), (9, 1), (1,), ()], ids=str
+)
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, i, j: 2 * score + h], ids=["alone", "score_mod"])
+def test_bias(shape: tuple[int, ...], score_mod: Any) -> None:
+    """Each sequence has the bias of its own positions, before the score_mod, as a dense call has."""
+    queries, keys = [5, 0, 9, 3], [11, 4, 2, 0]
+    q, k, v = (normal(sum(n), 3, 8).requires_grad_() for n in (queries, keys, keys))
+    bias = normal(*shape).requires_grad_()
+    cu_q, cu_k = offsets(queries), offsets(keys)
+    bounds = {"max_seqlen_q": 9, "max_seqlen_k": 11}
+    out = attn_varlen(q, k, v, cu_q, cu_k, bias=bias, score_mod=score_mod, causal=True, **bounds)
+    whole = bias.expand(4, 3, *(size if size != 1 else 12 for size in (1, 1, *shape)[-2:]))
+    expected = torch.cat([
+        attn(
+            *(x[start : start + n][None] for x, start, n in ((q, cu_q[b], nq), (k, cu_k[b], nk), (v, cu_k[b], nk))),
+            layout="bshd", bias=whole[b : b + 1, :, :nq, :nk], score_mod=score_mod, causal=True,
+        )[0]
+        for b, (nq, nk) in enumerate(zip(queries, keys))
+    ])  # fmt: skip
+    torch.testing.assert_close(out, expected, **CLOSE)
+    dout = normal(*out.shape)
+    for found, wanted in zip(*(torch.autograd.grad(x, (q, k, v, bias), dout) for x in (out, expected))):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("bias", "others", "message"),
+    [
+        (torch.zeros(9, 9), {"max_seqlen_k": 9}, "max_seqlen_q=None: give a max_seqlen_q of at most 9"),
+        (torch.zeros(9, 8), {"max_seqlen_q": 9, "max_seqlen_k": 9}, "max_seqlen_k=9: give a max_seqlen_k of at most 8"),
+        (
+            torch.zeros(3, 9, 9),
+            {"max_seqlen_q": 9, "max_seqlen_k": 9},
+            "does not broadcast with 2 sequences and 4 heads",
+        ),
+        (torch.zeros(1, dtype=torch.int32), {}, "bias is torch.int32"),
+        (torch.zeros(1, dtype=torch.bool), {}, "bias is torch.bool: a mask is a mask_mod"),
+        (torch.zeros(1, 1, 1, 1, 1), {}, "give at most 4 dimensions"),
+        (0.5, {}, "bias is a float"),
+        (torch.zeros(1), {"score_mod_bwd": lambda grad, score, b, h, i, j: grad}, "add the bias inside"),
+    ],
+)
+def test_bias_refusals(bias: Any, others: dict, message: str) -> None:
+    q, cu = torch.zeros(9, 4, 8), offsets([5, 4])
+    with pytest.raises(ValueError, match=message):
+        attn_varlen(q, q, q, cu, cu, bias=bias, **others)

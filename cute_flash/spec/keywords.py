@@ -26,6 +26,7 @@ class SharedKeywords(TypedDict, total=False):
     dropout: float | None
     out_dtype: torch.dtype | None
     batch_invariant: bool
+    bias: Tensor | None
     score_mod: Callable | None
     mask_mod: Callable | None
     score_mod_bwd: Callable | None
@@ -33,7 +34,6 @@ class SharedKeywords(TypedDict, total=False):
 
 class AttnKeywords(SharedKeywords, total=False):
     layout: str
-    bias: Tensor | None
     block_mask: BlockMask | None
     block_map: BlockMask | None
 

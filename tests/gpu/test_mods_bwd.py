@@ -177,3 +177,25 @@ def test_captured_varlen_training_step(family):
         replayed = [x.clone() for x in captured.replay()]
         for x, y in zip(replayed, step(), strict=True):
             torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item() + 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4, 300, 300), (3, 1, 1, 300), (1, 300)], ids=str)
+def test_bias_of_varlen_batches(shape, family):
+    """The bias of each sequence's own positions, with its gradient, as on the CPU in fp64."""
+    lengths = Lengths([100, 300, 31], [90, 257, 300])
+    sizes = ((431, 4), (647, 2), (647, 2))
+    tensors = [torch.randn(*size, 64, device="cuda").bfloat16() for size in sizes]
+    tensors.append(torch.randn(shape, device="cuda"))
+    dout = torch.randn(431, 4, 64, device="cuda").bfloat16()
+
+    def gradients(device, dtype):
+        leaves = [x.to(device, dtype or x.dtype).requires_grad_() for x in tensors]
+        q, k, v, bias = leaves
+        bounds = {"max_seqlen_q": 300, "max_seqlen_k": 300}
+        options = {**lengths.args(device), **bounds, "bias": bias, "causal": True}
+        out = cute_flash.attn_varlen(q, k, v, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype or dout.dtype))]
+
+    for found, expected in zip(gradients("cuda", None), gradients("cpu", torch.float64), strict=True):
+        error = (found.double().cpu() - expected).abs().max().item()
+        assert error <= 0.02 * expected.abs().max().item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+REPOSITORY = "https://example.org/team/cute_flash"
 FOLDERS = ("cute_flash", "layouts", "profiling", "tests")
 
 
@@ -26,7 +28,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results", "reports"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(source / "dist")]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    environment = {**os.environ, "CUTE_FLASH_REPOSITORY": REPOSITORY}
+    done = subprocess.run([*command, str(source)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (source / "dist").iterdir()
     return path
@@ -44,6 +47,11 @@ def test_the_wheel_installs_cute_flash_only(wheel: Path) -> None:
     assert "cute-flash = cute_flash.tools.cli:main" in scripts
     headers = message_from_string(metadata)
     assert "Typing :: Typed" in headers.get_all("Classifier")
+    assert f"Source, {REPOSITORY}" in headers.get_all("Project-URL")
+    description = headers.get_payload()
+    links = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert any(link.startswith(f"{REPOSITORY}/raw/HEAD/") and link.endswith(".svg") for link in links)
+    assert all(link.startswith(("https://", "#")) for link in links)
 
 
 # A child is forked for each folder after torch, because importing torch takes most of the time.
