@@ -1,4 +1,4 @@
-"""The generated tables of the READMEs, from checked-in files: no number is copied by hand."""
+"""The generated tables of README.md and docs/, from checked-in files: no number is copied by hand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
+from profiling import doc_results
 from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT
 from profiling.ncu_case import BEYOND_L2, LAYOUTS, is_beyond_l2, measured_cases
 from profiling.record import Cell, Run, load
-from profiling.report import NORMS, geometric_mean
+from profiling.report import geometric_mean
 from profiling.suites import MASKS, Shape
 from profiling.terminal import Table
 
-README, FRONT = DATA / "README.md", ROOT / "README.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 # The papers' shortest and longest sequences, and one between.
 LENGTHS = (512, 2048, 16384)
@@ -35,6 +36,7 @@ RUNS = {
     "backward sm80": BACKWARD_SM80,
 }
 SHORT = 1024
+PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
 SUPPORT = "results/h200/2026-11-16-support.json"
 Case = dict[str, Any]
 
@@ -225,8 +227,9 @@ def summary() -> Table:
         name = f"[{label}]({path})"
         commit = f"`{run.machine['git_commit']}`"
         short = _mean(_over_best(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT)))
-        rows.append((name, ", ".join(run.peers), mean, reach, *dims, short, commit))
-    columns = ("kernel", "best of", "all cells", "lowest to highest", "D = 64", "128", "256")
+        peers = ", ".join(PEERS[peer] for peer in run.peers)
+        rows.append((name, peers, mean, reach, *dims, short, commit))
+    columns = ("kernel", "best of", "mean of 36 cells", "lowest to highest", "D = 64", "128", "256")
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
 
 
@@ -247,51 +250,25 @@ def ratios() -> Table:
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
-# Kernel -> the run with its errors, and the peer that it is compared with.
-ERRORS = {
-    "forward sm90": (FORWARD, "fa3"),
-    "forward sm90, outliers": ("results/h200/2026-11-15-fwd-sm90-outliers.json", "fa3"),
-    "forward sm80": (FORWARD_SM80, "sdpa-flash"),
-    "backward sm90": (BACKWARD, "fa3"),
-    "backward sm80": (BACKWARD_SM80, "sdpa-flash"),
-}
-
-
-def errors() -> Table:
-    """Our error against fp64 over that of a peer on the same data: the worst cell, output or gradient."""
-    rows = []
-    for name, (path, peer) in ERRORS.items():
-        run, wanted = load(DATA / path), "outliers" if "outliers" in name else "normal"
-        labels = dict.fromkeys(label for cell in run.cells for label in cell.yardstick)
-        pairs = [(cell, label) for cell in run.cells for label in labels if label.partition(" ")[0] == wanted]
-        cells = []
-        for norm in NORMS:
-            ratios = [cell.error_ratio(run.ours[0], peer, label, norm) for cell, label in pairs]
-            known = [ratio for ratio in ratios if ratio is not None]
-            cells.append(f"{max(known):.2f}" if known else "-")
-        rows.append((f"[{name}]({path})", peer, *cells))
-    return Table("", ("worst error over a peer's", "peer", "relative Frobenius norm", "largest element"), tuple(rows))
-
-
 # Rows of the record of support -> their labels in the table, in its order.
 ROWS = {
     "plain": "plain attention",
     "no mask": "no mask",
-    "causal or one bound": "causal, or bound on one side",
+    "causal or one bound": "causal, or a bound on one side",
     "window": "window",
     "grouped heads": "grouped heads",
     "odd numbers of heads": "odd numbers of heads",
     "head dim above 128": "head dim 192, 256",
-    "values of another width": "values of another width (192/128, 128/64)",
+    "values of another width": "Dv ≠ D (192/128, 128/64)",
     "softcap": "softcap",
     "alibi": "ALiBi, with its gradient",
     "sinks": "sinks, with their gradient",
     "dropout": "dropout",
-    "all four together": "the four together",
+    "all four together": "softcap, ALiBi, sinks and dropout together",
     "deterministic": "`deterministic`, same bits",
     "packed": "varlen (`attn_varlen`)",
     "packed, seqused_k": "varlen, `seqused_k`",
-    "packed, all four": "varlen, the four together",
+    "packed, all four": "varlen, all four together",
 }
 PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
@@ -305,11 +282,13 @@ def support() -> Table:
         return " + ".join(map(str, counts)) if any(counts) else "-"
 
     rows = [(label, *(cell(row, *place) for place in PLACES)) for row, label in ROWS.items() if row in right]
-    return Table("", ("right, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
+    return Table("", ("calls that match fp64, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
 
 
 def _markdown(table: Table) -> str:
-    rule = ("---", *("---:" for _ in table.columns[1:]))
+    """Columns of numbers are aligned to the right."""
+    columns = list(zip(*table.rows))
+    rule = ["---:" if all(re.match(r"[\d*-]", cell) for cell in column) else "---" for column in columns]
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
 
 
@@ -321,12 +300,17 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
-    "errors": (lambda: _markdown(errors()), tuple(path for path, _ in ERRORS.values())),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
     "hbm_bytes": (lambda: _markdown(hbm_bytes()), (COUNTERS,)),
     "beyond_l2": (beyond_l2, (COUNTERS,)),
+    "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), (*RUNS.values(), doc_results.OUTLIERS)),
+    "accuracy_line": (lambda: doc_results.accuracy_line(DATA), (*RUNS.values(), doc_results.OUTLIERS)),
+    "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
+    "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
+    "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
+    "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -349,7 +333,7 @@ def embed(text: str, folder: str = "") -> str:
 
 
 # Document -> prefix of its links to files of this folder.
-DOCUMENTS = {README: "", FRONT: "profiling/"}
+DOCUMENTS = {README: "profiling/", DOCS / "performance.md": "../profiling/", DOCS / "support.md": "../profiling/"}
 
 
 def write() -> None:

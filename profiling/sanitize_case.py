@@ -95,14 +95,16 @@ def _options(launch: Launch, heads: int, lengths: tuple[int, int], device: str) 
 def call(launch: Launch, device: str) -> None:
     """The forward pass and the gradients of q, k and v; prints if a family has no gradients."""
     heads, heads_kv, rows, keys = (140, 2, 40, 70) if launch.feature == "many_tiles" else (2, 1, 150, 200)
+    attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
+    shapes: list[tuple[int, ...]]
+    lengths: tuple[Tensor, ...] = ()
     if launch.is_varlen:
         keys = rows = sum(LENGTHS)
         starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
         shapes, lengths = [(rows, n, launch.head_dim) for n in (heads, heads_kv, heads_kv)], (starts, starts)
-        attend = cute_flash.attn_varlen
     else:
         counts = ((heads, rows), (heads_kv, keys), (heads_kv, keys))
-        shapes, lengths, attend = [(1, n, s, launch.head_dim) for n, s in counts], (), cute_flash.attn
+        shapes = [(1, n, s, launch.head_dim) for n, s in counts]
     inputs = [_normal(*shape, device=device) for shape in shapes]
     options = _options(launch, heads, (rows, keys), device)
     with cute_flash.use_kernels(launch.family):
