@@ -10,8 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.spec import arch
+from profiling import numerics_report, standard_report
 from profiling.feature_tables import FEATURES, features
-from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
+from profiling.figures import (
+    BACKWARD,
+    BACKWARD_SM80,
+    COUNTERS,
+    DATA,
+    FORWARD,
+    FORWARD_SM80,
+    NUMERICS_CPU,
+    NUMERICS_GPU,
+    STANDARD,
+)
 from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS, measured_cases
 from profiling.record import Cell, Run, load
@@ -20,6 +31,7 @@ from profiling.suites import MASKS
 from profiling.terminal import Table
 
 README, FRONT = DATA / "README.md", ROOT / "README.md"
+NUMERICS = ROOT / "docs" / "numerics-study.md"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 # The papers' shortest and longest sequences, and one between.
 LENGTHS = (512, 2048, 16384)
@@ -217,6 +229,16 @@ def support() -> Table:
     return Table("", ("right, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
 
 
+def _study(table: Callable[[Any], Table], source: str, field: str | None = None) -> Callable[[], str]:
+    """The text of a study's table, made of its whole record or of one field."""
+
+    def make() -> str:
+        record = json.loads((DATA / source).read_text(encoding="utf-8"))
+        return _markdown(table(record if field is None else record[field]))
+
+    return make
+
+
 def _markdown(table: Table) -> str:
     rule = ("---", *("---:" for _ in table.columns[1:]))
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
@@ -232,6 +254,15 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
+    "standard": (_study(standard_report.claims, STANDARD), (STANDARD,)),
+    "standard_figure": (lambda: "![Standard attention over cute_flash, by length](plots/standard.svg)", (STANDARD,)),
+    "numerics_ways": (_study(numerics_report.ways, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
+    "numerics_dtypes": (_study(numerics_report.dtypes, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
+    "numerics_gpu": (_study(numerics_report.gpu_out, NUMERICS_GPU, "records"), (NUMERICS_GPU,)),
+    "numerics_gpu_figure": (
+        lambda: "![Errors of GPU kernels by dtype and distribution](plots/numerics-gpu.svg)",
+        (NUMERICS_GPU,),
+    ),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -254,7 +285,7 @@ def embed(text: str, folder: str = "") -> str:
 
 
 # Document -> prefix of its links to files of this folder.
-DOCUMENTS = {README: "", FRONT: "profiling/"}
+DOCUMENTS = {README: "", FRONT: "profiling/", NUMERICS: "../profiling/"}
 
 
 def write() -> None:
