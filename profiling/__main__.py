@@ -16,7 +16,7 @@ import torch
 from cute_flash.jit.compile import precompile_all
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.tools.cli import HELP_FORMATTER
+from cute_flash.tools.cli import HELP_FORMATTER, add_command
 from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
 from profiling import (
@@ -64,17 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, *examples: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog="\n".join(
-                ["examples:", *(f"  python -m profiling {name} {example}".rstrip() for example in examples)]
-            ),
-            formatter_class=HELP_FORMATTER,
-        )
-
+    add = partial(add_command, commands)
     bench = add(
         "bench",
         "measure speed and accuracy beside the other libraries that are installed",
@@ -116,9 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ncu(ncu_command)
     studies.add_commands(add)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
-    plots.add_argument(
-        "--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, and leave the tables alone"
-    )
+    plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, without tables")
     return parser
 
 
@@ -149,20 +137,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_rounds(parser, rounds=6, ms=25.0)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
     add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
-    add(
-        "--reference",
-        default="sdpa-flash",
-        metavar="NAME",
-        help="the peer of the column ours/ref (default: %(default)s)",
-    )
+    add("--reference", default="sdpa-flash", metavar="NAME", help="peer of the column ours/ref (default: %(default)s)")
     add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
-    add(
-        "--threshold",
-        type=float,
-        default=0.05,
-        metavar="X",
-        help="with --base: the fall of ours/ref that is a regression (default: %(default)s)",
-    )
+    add("--threshold", type=float, default=0.05, metavar="X", help="fall of ours/ref that fails (default: %(default)s)")
 
 
 def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
@@ -186,21 +163,9 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     kernels = tuple(ncu_case.LAYOUTS)
     add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
-    add(
-        "--variants",
-        type=name_list,
-        default=(),
-        metavar="LIST",
-        help="shared-memory layouts, such as swizzled,plain (default: all of each kernel)",
-    )
+    add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
     ncu_case.add_shape(parser)
-    add(
-        "--out",
-        type=Path,
-        default=Path("build/ncu"),
-        metavar="DIR",
-        help="folder of reports and ncu.json (default: %(default)s)",
-    )
+    add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="folder of reports (default: %(default)s)")
     add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
     add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
     add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
@@ -220,23 +185,18 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         metavar="EXPR|FILE",
         help='variants, such as "64: 192x{112,128} s{2,4} q2" (default: neighbours of the tile table\'s rows)',
     )
-    add(
-        "--max-variants",
-        type=at_least_one,
-        default=30,
-        metavar="N",
-        help="neighbours of each head dim (default: %(default)s)",
-    )
+    add("--max-variants", type=at_least_one, default=30, metavar="N", help="per head dim (default: %(default)s)")
     add("--head-dims", type=int_list, metavar="LIST", help="default: those of the variants, or 64,128")
     add("--masks", type=name_list, default=MASKS, metavar="LIST", help=f"default: {','.join(MASKS)}")
     add("--lengths", type=int_list, metavar="LIST", help="default: those of the quick suite")
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    peers = ("sdpa-flash",)
     add(
         "--peers",
         type=name_list,
-        default=("sdpa-flash",),
+        default=peers,
         metavar="LIST",
-        help="peers, the first is the reference (default: sdpa-flash)",
+        help="the first is the reference (default: sdpa-flash)",
     )
     _add_rounds(parser, rounds=5, ms=25.0)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")

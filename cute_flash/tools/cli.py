@@ -141,6 +141,16 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, *examples: str
+) -> argparse.ArgumentParser:
+    """Add a command with its one-sentence description, and examples of its arguments."""
+    title = f"{text[0].upper()}{text[1:]}."
+    sub = commands.add_parser(name, help=text, description=title, formatter_class=HELP_FORMATTER)
+    sub.epilog = "\n".join(["examples:", *(f"  {sub.prog} {example}".rstrip() for example in examples)])
+    return sub
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cute-flash", description=DESCRIPTION, epilog=EPILOG, formatter_class=HELP_FORMATTER
@@ -151,13 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(
         name: str, command: Callable[[argparse.Namespace], int], text: str, *examples: str
     ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog="\n".join(["examples:", *(f"  cute-flash {name} {example}".rstrip() for example in examples)]),
-            formatter_class=HELP_FORMATTER,
-        )
+        sub = add_command(commands, name, text, *examples)
         sub.set_defaults(command=command)
         return sub
 
@@ -185,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--value-dim", type=_positive, metavar="N", help="head dim of v (default: D)")
     _add_mask(sub)
     sub.add_argument(
-        "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200 or sm_xx (default: the GPU here, else A100)"
+        "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
     )
     sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
@@ -198,9 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="head dim (default: %(default)s)")
     _add_mask(sub)
-    sub.add_argument(
-        "--seqlen-k", type=_positive, metavar="N", help="number of keys (default: many); few may use another tile"
-    )
+    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys; few may use another tile")
     sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here, else sm_80)")
     sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly to FILE")
     sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX to FILE")
@@ -214,9 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         "--arch sm_90 --features plain,softcap,alibi+dropout --batches dense,varlen",
     )
     sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here)")
-    sub.add_argument(
-        "--head-dims", type=_positives, default="64,128", metavar="LIST", help="head dims (default: %(default)s)"
-    )
+    sub.add_argument("--head-dims", type=_positives, default="64,128", metavar="LIST", help="default: %(default)s")
     sub.add_argument(
         "--dtypes", type=_list_of(DTYPES), default="bf16,fp16", metavar="LIST", help="default: %(default)s"
     )
