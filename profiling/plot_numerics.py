@@ -32,9 +32,9 @@ def _length(value: float, _: Any = None) -> str:
     return f"{value / 1024:.0f}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def _axis(axes: Axes, title: str, label: str, values: Sequence[float], scale: str = "log") -> None:
-    axes.set(title=title, xlabel=label, yscale="log")
-    if scale == "log":
+def _axis(axes: Axes, title: str, label: str, values: Sequence[float]) -> None:
+    axes.set(title=title, xlabel=label)
+    if values[0] > 0:
         axes.set_xscale("log", base=2)
     else:
         axes.set_xscale("symlog", base=2, linthresh=1)
@@ -77,7 +77,8 @@ def accumulation(record: dict[str, Any], title: str) -> Figure:
         for way, look in WAY_LOOKS.items():
             _curve(axes, pick(found, way=way), axis, look)
         values = sorted({one[axis] for one in found if one[axis] is not None})
-        _axis(axes, name, label, values[::2] if len(values) > 6 else values, "log" if values[0] else "symlog")
+        _axis(axes, name, label, values[::2] if len(values) > 6 else values)
+    figure.axes[0].set_ylim(0)
     figure.axes[0].set_ylabel("relative error")
     add_legend(figure, title, _entries(list(WAY_LOOKS.values())))
     return figure
@@ -93,7 +94,7 @@ def dtypes(record: dict[str, Any], title: str) -> Figure:
         for name, look in DTYPE_LOOKS.items():
             _curve(axes, pick(found, way=name), "seqlen", look)
         _axis(axes, distribution, "keys", sorted({one["seqlen"] for one in found})[::2])
-    figure.axes[0].set_ylabel("relative error")
+    figure.axes[0].set(yscale="log", ylabel="relative error")
     add_legend(figure, title, _entries(list(DTYPE_LOOKS.values())))
     return figure
 
@@ -110,7 +111,7 @@ def gpu(record: dict[str, Any], title: str) -> Figure:
                 curve = pick(found, provider=provider, dtype=dtype, distribution=distribution)
                 _curve(axes, curve, "seqlen", PROVIDER_LOOKS[provider], line)
         _axis(axes, distribution, "keys", sorted({one["seqlen"] for one in found}))
-    figure.axes[0].set_ylabel("relative error")
+    figure.axes[0].set(yscale="log", ylabel="relative error")
     looks = [PROVIDER_LOOKS[name] for name in providers]
     add_legend(figure, title, _entries(looks, list(DTYPE_LINES.items())))
     return figure

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from profiling.plot_style import BLUE, GREY, ORANGE, add_legend, new_figure
 from profiling.standard import DIRECTIONS
@@ -51,8 +51,9 @@ def standard(record: Record, title: str) -> Figure:
         axes.set_xticks(lengths[:: 2 if len(lengths) > 4 else 1])
         axes.xaxis.set_major_formatter(FuncFormatter(_length))
         axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(_times))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+        axes.yaxis.set_minor_locator(NullLocator())
     entries = [Line2D([], [], color=COLOURS[name], label=LABELS[name]) for name in DIRECTIONS]
     entries += [Line2D([], [], color=GREY, linestyle=line, label=mask) for mask, line in LINES.items()]
     entries += [

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -377,6 +378,24 @@ class Choice:
         values = {name: getattr(one, name) for name in names}
         cost = {"bytes": one.bytes(self.problem), "intensity": one.intensity(self.problem)}
         return {**values, **cost, "row": as_row(one)}
+
+
+def markdown_table(gpus: Sequence[str] = ("A100", "A10", "H100"), head_dims: Sequence[int] = (64, 128, 256)) -> str:
+    """The most keys by each rule, the tile of the rules and the row of the table, for several GPUs, in Markdown.
+
+    The most keys are those of the chosen tile's rows, for bf16 and no mask.
+    """
+    header = ("GPU, D", "papers", "FA1", "kernel, 2 stages", "registers", "by the rules", "table", "CTAs on an SM")
+    rows = [header, ("---", *("---:" for _ in header[1:]))]
+    for gpu in gpus:
+        for head_dim in head_dims:
+            choice = Choice.of(Problem(1, 16, 16, 4096, 4096, head_dim, "bfloat16"), archs.by_name(gpu))
+            one, ours = choice.chosen, choice.table_candidate
+            keys = largest_keys(one.arch, one.head_dim, one.element_bytes, one.Br)
+            most = (str(keys[rule]) for rule in header[1:5])
+            table = "-" if ours is None else ours.text
+            rows.append((f"{gpu}, {head_dim}", *most, one.text, table, str((ours or one).ctas_per_sm)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

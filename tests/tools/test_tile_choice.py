@@ -176,3 +176,11 @@ def test_json(capsys) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["row"]["row"].startswith("FwdTileSm90(128, 128, 128") and data["candidates"] and data["differs"]
     assert data["problem"]["band"] == {"left": None, "right": 0}
+
+
+def test_the_table_has_a_row_for_each_gpu_and_head_dim() -> None:
+    table = tile_choice.markdown_table(("A100", "H100"), (64, 128)).splitlines()
+    assert len(table) == 2 + 4 and len({line.count("|") for line in table}) == 1
+    # A100, D = 128: the rules choose the row of the table.
+    cells = [cell.strip() for cell in table[3].strip("|").split("|")]
+    assert cells[0] == "A100, 128" and cells[5] == cells[6] == "128x48, 4 warps, 2 K/V stages" and cells[7] == "2"
