@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.spec import arch
-from cute_flash.tools import loop_order, tile_choice
 from profiling import numerics_report, standard_report
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import (
@@ -255,9 +254,6 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
-    # By computation alone.
-    "loops": (lambda: loop_order.markdown_table(arch.SM_80), ()),
-    "tiles": (tile_choice.markdown_table, ()),
     "standard": (_study(standard_report.claims, STANDARD), (STANDARD,)),
     "standard_figure": (lambda: "![Standard attention over cute_flash, by length](plots/standard.svg)", (STANDARD,)),
     "numerics_ways": (_study(numerics_report.ways, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
