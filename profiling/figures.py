@@ -37,6 +37,7 @@ def _run(path: str) -> Run:
 
 # Figure -> the files that it is drawn from.
 FIGURES = {
+    "summary.svg": (FORWARD, BACKWARD),
     "forward.svg": (FORWARD,),
     "backward.svg": (BACKWARD,),
     "roofline.svg": (FORWARD, BACKWARD, FORWARD_SM80),
@@ -59,6 +60,8 @@ def _drawing(name: str) -> Figure:
     from profiling.plot_speed import Kernel
     from profiling.plot_style import BLUE, GREEN, ORANGE
 
+    if name == "summary.svg":
+        return plot_speed.summary({"Forward, H200": _run(FORWARD), "Backward (dq, dk, dv), H200": _run(BACKWARD)})
     if name == "forward.svg":
         return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against sequence length")
     if name == "backward.svg":

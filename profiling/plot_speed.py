@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,9 +13,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from cute_flash.spec import arch
 from cute_flash.tools.roofline import flops
-from profiling.plot_style import DIM, GREY, LOOKS, add_legend, new_figure
+from profiling.plot_style import BLUE, DIM, GREEN, GREY, INK, LOOKS, ORANGE, add_legend, new_figure
 from profiling.record import Cell, Run
 from profiling.suites import MASKS
+
+# The lines of the summary, by head dim and by mask.
+HEAD_DIMS = {64: GREEN, 128: BLUE, 256: ORANGE}
+DASHES = {"full": "-", "causal": (0, (4, 2))}
 
 
 def _head_dims(runs: Iterable[Run]) -> list[int]:
@@ -59,6 +64,34 @@ def speed(run: Run, title: str) -> Figure:
             axes.label_outer()
     grid[0][0].set_ylim(bottom=0)
     add_legend(figure, title, grid[0][0].get_legend_handles_labels()[0])
+    return figure
+
+
+def _over_best(run: Run, head_dim: int, mask: str) -> list[tuple[int, float]]:
+    """Sequence length, and our speed over the fastest correct peer of that cell."""
+    cells = (cell for cell in run.cells if (cell.shape.head_dim, cell.shape.mask) == (head_dim, mask))
+    pairs = ((cell, run.best_peer(cell)) for cell in cells)
+    ratios = ((cell.shape.seqlen, cell.ratio(run.ours[0], peer)) for cell, peer in pairs if peer)
+    return [(seqlen, ratio) for seqlen, ratio in ratios if ratio is not None]
+
+
+def summary(runs: Mapping[str, Run]) -> Figure:
+    """Our speed over the best peer in every cell: a panel for each run, a line for each head dim and mask."""
+    figure = new_figure(3.1)
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for axes, (title, run) in zip(panels, runs.items(), strict=True):
+        for (head_dim, colour), mask in product(HEAD_DIMS.items(), MASKS):
+            points = _over_best(run, head_dim, mask)
+            axes.plot(*zip(*points), color=colour, ls=DASHES[mask], marker="o", ms=3.5, lw=1.6)
+        axes.axhline(1, color=INK, lw=1)
+        _power_of_two_ticks(axes, sorted({cell.shape.seqlen for cell in run.cells}))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.2f}×"))
+        axes.grid(visible=False, axis="x")
+        axes.set(title=title, xlabel="sequence length S")
+    panels[0].set_ylabel("speed over the best peer")
+    dims = [Line2D([], [], color=colour, lw=1.6, label=f"D = {head_dim}") for head_dim, colour in HEAD_DIMS.items()]
+    masks = [Line2D([], [], color=DIM, ls=DASHES[mask], lw=1.6, label=mask) for mask in MASKS]
+    figure.legend(handles=[*dims, *masks], loc="outside upper right", ncols=5)
     return figure
 
 

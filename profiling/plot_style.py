@@ -71,10 +71,11 @@ LOOKS = {
 }
 
 
-def new_figure(height: float, caption: str) -> Figure:
+def new_figure(height: float, caption: str = "") -> Figure:
     """An empty figure with the conditions of the measurement below it; call inside of `style`."""
     figure = Figure((WIDTH, height), layout="constrained")
-    figure.supxlabel(caption, x=0.01, ha="left", size="small", color=DIM)
+    if caption:
+        figure.supxlabel(caption, x=0.01, ha="left", size="small", color=DIM)
     return figure
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -22,7 +21,7 @@ from profiling.ncu_metrics import METRICS
 from profiling.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
 from profiling.suites import Shape
 
-README = Path(figures.__file__).with_name("README.md")
+PERFORMANCE = ROOT / "docs" / "performance.md"
 # Another version of matplotlib places the same data and texts a little differently.
 IS_PINNED = f"matplotlib=={version('matplotlib')};" in (ROOT / "constraints.txt").read_text()
 
@@ -65,8 +64,8 @@ def test_a_changed_value_changes_a_figure(monkeypatch) -> None:
 def test_no_other_figure_is_there_and_all_are_shown() -> None:
     there = {path.name for path in FOLDER.iterdir()}
     assert there == {name for name in FIGURES if not figures.missing(name)}
-    documents = (README, doc_tables.NUMERICS)
-    assert there <= {name for path in documents for name in re.findall(r"plots/(.*?)\)", path.read_text())}
+    pages = [path.read_text(encoding="utf-8") for path in doc_tables.DOCUMENTS]
+    assert there <= {name for page in pages for name in re.findall(r"/plots/(.*?)\)", page)}
 
 
 def test_the_tables_are_made_from_checked_in_files() -> None:
@@ -78,7 +77,7 @@ def test_the_tables_are_made_from_checked_in_files() -> None:
         links = re.findall(rf"\]\(({folder}(?:results|reports|plots)/[^)#]*)", text)
         assert links and all((path.parent / link).exists() for link in links)
     assert shown == set(doc_tables.BLOCKS)
-    assert "| [forward sm90](results/h200/" in README.read_text()
+    assert "| [forward sm90](../profiling/results/h200/" in PERFORMANCE.read_text()
 
 
 def test_tables_of_counters(monkeypatch, tmp_path) -> None:
@@ -165,6 +164,15 @@ def test_curves_are_the_speeds_of_the_run() -> None:
         assert list(curve.get_xdata()) == [cell.shape.seqlen for cell in cells]
         assert list(curve.get_ydata()) == [cell.tflops(name) for cell in cells]
     assert curves["FlashAttention-4"].get_color() == PURPLE
+
+
+def test_the_summary_shows_the_speed_over_the_best_peer() -> None:
+    run = figures._run(figures.FORWARD)
+    with style():
+        figure = plot_speed.summary({"Forward": run})
+    cells = [cell for cell in run.cells if cell.shape.head_dim == 64 and not cell.shape.causal]
+    ratios = [cell.tflops("cute_flash") / max(cell.tflops(peer) for peer in run.peers) for cell in cells]
+    assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx(ratios)
 
 
 def test_every_provider_of_a_run_has_a_look() -> None:
