@@ -42,6 +42,7 @@ from profiling import (
     sanitize,
     sanitize_case,
     start,
+    studies,
     tune,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
@@ -112,11 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_ncu(ncu_command)
     sanitize_command = add(
         "sanitize",
-        "compute-sanitizer over small launches of every kind of kernel",
+        "run compute-sanitizer over small launches of every kind of kernel",
         "--tool racecheck --minutes 8",
-        "--list",
+        "--list  # needs no GPU",
     )
     _add_sanitize(sanitize_command)
+    studies.add_commands(add)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
     plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, without tables")
     return parser
@@ -498,6 +500,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ncu": _ncu,
             "sanitize": _sanitize,
             "plots": _plots,
+            **studies.COMMANDS,
         }
         return commands[args.command](args)
     except (ValueError, OSError) as error:
