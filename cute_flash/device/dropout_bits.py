@@ -3,8 +3,8 @@
 One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
 (`spec.dropout`). In the backward rows are keys: a thread holds queries i and i + 1 and those 8, 16 and 24 further, but
 only one of the keys j and j + 1, and the key 8 further. So the threads of keys j and j + 1, which are 4 lanes apart,
-need the results of the same calls. They split them: the first thread calls for query i, the second for query i + 1,
-each for both keys. Then a shuffle exchanges the bits of 32 scores.
+need the results of the same calls. Each makes half of the calls: the first thread for query i, the second for query
+i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
 
 A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
 only 4. Up to MAX_UNROLLED steps are unrolled; more run as a loop, while the tensor cores compute the scores. The first
@@ -53,15 +53,15 @@ class DropoutBits:
         return 16 // self.step_bits
 
     @staticmethod
-    def compute(dropout: Dropout, position: TilePosition, is_alone: bool) -> "DropoutBits":
-        """Compute the bits of a block. `is_alone`: there are registers for several Philox calls at a time."""
+    def compute(dropout: Dropout, position: TilePosition, may_unroll: bool) -> "DropoutBits":
+        """Compute the bits of a block. `may_unroll`: there are registers for several Philox calls at a time."""
         rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
         halves = min(columns // HALF_COLUMNS, 2)
         steps_of_row, rest = divmod(columns, HALF_COLUMNS * halves)
         assert rest == 0
         num, bits = rows // 2 * steps_of_row, 4 * halves
         result = DropoutBits(cute.make_rmem_tensor(-(-num * bits // 16), Int32), halves, steps_of_row)
-        result._compute(dropout, position, num, is_alone and num <= MAX_UNROLLED)
+        result._compute(dropout, position, num, may_unroll and num <= MAX_UNROLLED)
         return result
 
     @cute.jit

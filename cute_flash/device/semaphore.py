@@ -1,8 +1,8 @@
 """A semaphore per tile in global memory: CTAs add to the tile one after the other, in a fixed order.
 
 The semaphore counts the CTAs that have added to its tile. A CTA waits until the count equals its rank, adds, and
-increments the count, so the result does not depend on which CTA is faster. A CTA must come later in the grid than those
-that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
+increments the count, so the result does not depend on the speed of the CTAs. A CTA must come later in the grid than the
+CTAs that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
 """
 
 from dataclasses import dataclass
