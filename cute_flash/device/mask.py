@@ -19,8 +19,8 @@ def column_offset(c: int) -> int:
 class Mask:
     """Applies the band to the blocks of one tile of rows.
 
-    In most backward kernels rows are keys and columns are queries. `seqlen_q` is then the number of keys and `seqlen_k`
-    that of queries, and the bounds of the band are swapped.
+    In the backward, except in the kernel for wide heads, rows are keys and columns are queries. `seqlen_q` is then the
+    number of keys, `seqlen_k` the number of queries, and the bounds of the band are swapped.
     """
 
     band: Band

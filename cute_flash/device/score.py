@@ -50,7 +50,7 @@ MAX_NEAR_FACTOR = 65536.0
 class Score:
     """The score transform of one head. None: the feature is absent."""
 
-    scale_log2: Float32  # of Q K^T, without softcap
+    scale_log2: Float32  # factor of Q K^T if there is no softcap
     rate: Float32 | None = None  # 2 log2(e) scale / softcap
     softcap_log2: Float32 | None = None
     slope_log2: Float32 | None = None
@@ -61,7 +61,7 @@ class Score:
 
     @staticmethod
     def of(scale: Float32, softcap: Float32 | None = None, returns_tanh: bool = False, unit: float = LOG2_E) -> "Score":
-        """The part that all heads share, computed on the host. `returns_tanh`: `apply_cap` omits the factor softcap."""
+        """The transform without a slope, computed on the host. `returns_tanh`: `apply_cap` omits the factor softcap."""
         if softcap is None:
             return Score(scale * unit, unit=unit)
         x, softcap_log2 = scale / softcap, softcap * unit

@@ -15,8 +15,8 @@ from cute_flash.smem.tile import SmemTile
 class WarpGrid:
     """A grid of `along` x `across` warps over the rows and columns of a product.
 
-    m16 tiles of rows are distributed cyclically: those of a warp are 16 * along rows apart. Columns are distributed in
-    runs of `run` contiguous columns.
+    m16 tiles of rows are distributed cyclically: the tiles of a warp are 16 * along rows apart. Columns are distributed
+    in runs of `run` contiguous columns.
     """
 
     dtype: type

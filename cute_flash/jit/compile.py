@@ -103,7 +103,7 @@ def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
 
 
 def forget() -> None:
-    """Drop the kernels in memory, for tests; those on disk stay."""
+    """Drop the kernels in memory, for tests. The disk cache is kept."""
     with lock:
         _functions.clear()
 

@@ -8,7 +8,7 @@ TILE_LIST_WIDTH). Row 0 begins with the number of tiles; each further row is one
 
 Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they share its keys in L2.
 Tiles shorter than half of the sequence's longest tile, because of a mask, are listed with tiles of their own length
-instead, so that short tiles fill the last wave. Rows without a sequence (those after the last offset, and unused keys)
+instead, so that short tiles fill the last wave. Rows without a sequence (rows after the last offset, and unused keys)
 are listed last, as sequences without keys or queries; their tiles write zeros.
 
 In this module rows are the side that is tiled (queries, or keys in a list of K/V tiles), columns the other side.

@@ -23,7 +23,7 @@ WAVEFRONT_BYTES = 128
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
 _ATOM_ROWS = 8
-# The swizzle reads the bits above those of the 8 chunks of a wavefront, whatever the width of the atom.
+# The swizzle reads the bits above the 3 bits that number the chunks of a wavefront, for any width of the atom.
 _SWIZZLE_SHIFT = 3
 
 

@@ -395,7 +395,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """(number of the next block among those of its head,) and, with score features, its head."""
+        """(number of the next block within its head,) and, with score features, its head."""
         is_last = position[0] + 1 == tile.block_iter.num
         i = cutlass.select_(is_last, Int32(0), position[0] + 1)
         following = (i,)
@@ -468,7 +468,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """Set scores outside the band to -inf, and keys past the end, which must not contribute to dQ."""
+        """Set to -inf the scores outside the band, and of keys past the end, which must not contribute to dQ."""
         m_block, blocks = tile.m_block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:

@@ -162,7 +162,7 @@ def read_tile(storage: SharedStorage, count: Int32):
 
 @cute.jit
 def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-    """Add both parts of a block, after the K/V tiles that precede this one in the order have added theirs."""
+    """Add both parts of a block, after all K/V tiles of lower rank have added theirs (`DQSemaphore`)."""
     # Addresses are recomputed for each block, for lack of registers.
     head, seqlen = rederived(head), replace(tile.seqlen, batch=rederived(tile.batch))
     block = seqlen.padded_q_block(m_block, p.config.tile.tile_m)

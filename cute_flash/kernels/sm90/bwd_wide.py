@@ -322,8 +322,8 @@ class BwdSm90Wide(Kernel):
         Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
         P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
-        `position`: (index of the block in mdQ_accum, its number among the m_blocks of its head). The position of the
-        next block is returned.
+        `position`: (index of the block in mdQ_accum, its number within its head). The position of the next block is
+        returned.
         """
         storage = state.storage
         self.start_dq(p, state, iteration, 0)
@@ -457,7 +457,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def make_p(self, p: Params, state: MmaState, tile: KVTile, rLSE: cute.Tensor, i: Int32):
-        """S -> P = exp(scale S - LSE), in place. `i`: number of the m_block among those of its head."""
+        """S -> P = exp(scale S - LSE), in place. `i`: number of the m_block within its head."""
         self.apply_band(p, state, tile, i)
         S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
