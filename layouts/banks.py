@@ -40,48 +40,48 @@ class Phase:
     @property
     def banks(self) -> dict[int, list[tuple[int, int]]]:
         """bank -> [(thread, address of the word that it accesses there)], in the order of the banks."""
-        wanted: dict[int, list[tuple[int, int]]] = {}
+        accesses: dict[int, list[tuple[int, int]]] = {}
         for thread, address in self.lanes:
             for word in range(address, address + self.width, BANK_BYTES):
-                wanted.setdefault(word // BANK_BYTES % NUM_BANKS, []).append((thread, word))
-        return dict(sorted(wanted.items()))
+                accesses.setdefault(word // BANK_BYTES % NUM_BANKS, []).append((thread, word))
+        return dict(sorted(accesses.items()))
 
     @property
     def wavefronts(self) -> int:
         """The largest number of different words in one bank."""
-        return max(len({word for _, word in wanted}) for wanted in self.banks.values())
+        return max(len({word for _, word in accesses}) for accesses in self.banks.values())
 
     @property
-    def turns(self) -> list[list[tuple[int, int]]]:
+    def wavefront_words(self) -> list[list[tuple[int, int]]]:
         """For each wavefront: [(thread, address of the word that it gets)]."""
-        turns: list[list[tuple[int, int]]] = [[] for _ in range(self.wavefronts)]
-        for wanted in self.banks.values():
-            words = list(dict.fromkeys(word for _, word in wanted))
-            for thread, word in wanted:
-                turns[words.index(word)].append((thread, word))
-        return turns
+        result: list[list[tuple[int, int]]] = [[] for _ in range(self.wavefronts)]
+        for accesses in self.banks.values():
+            words = list(dict.fromkeys(word for _, word in accesses))
+            for thread, word in accesses:
+                result[words.index(word)].append((thread, word))
+        return result
 
 
 @dataclass(frozen=True)
 class CopyPhase(Phase):
-    """Threads of a cp.async whose bytes come from one 128-byte line of global memory. `sources`: their addresses.
+    """Threads of a cp.async whose bytes come from one 128-byte line of global memory, at the addresses `sources`.
 
     A wavefront writes to one 128-byte line of shared memory, and the bytes of one source sector (32 bytes) to one
     sector. Permuting sectors within a line, or chunks within a sector, is free, and a swizzle does no more than that.
-    In a padded tile a line straddles two lines and, if it is shifted by 16 bytes, a sector straddles two sectors. The
-    wavefront counts of an H200 follow this rule exactly, except for rows past the end of a tensor, which always take
-    one wavefront per line.
+    In a padded tile a source line straddles two lines and, if it is shifted by 16 bytes, a source sector two sectors.
+    The wavefront counts of an H200 follow this rule exactly, except for rows past the end of a tensor, which always
+    take one wavefront per line.
     """
 
     sources: tuple[int, ...] = ()
 
     @property
     def wavefronts(self) -> int:
-        return len(self.turns)
+        return len(self.wavefront_words)
 
     @property
-    def turns(self) -> list[list[tuple[int, int]]]:
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    def wavefront_words(self) -> list[list[tuple[int, int]]]:
+        by_wavefront: dict[tuple[int, int], list[tuple[int, int]]] = {}
         sectors: dict[tuple[int, int], list[int]] = {}
         for (thread, target), source in zip(self.lanes, self.sources, strict=True):
             line, sector = target // WAVEFRONT_BYTES, target // SECTOR_BYTES
@@ -89,8 +89,8 @@ class CopyPhase(Phase):
             if sector not in seen:
                 seen.append(sector)
             words = range(target, target + self.width, BANK_BYTES)
-            found.setdefault((line, seen.index(sector)), []).extend((thread, word) for word in words)
-        return [found[key] for key in sorted(found)]
+            by_wavefront.setdefault((line, seen.index(sector)), []).extend((thread, word) for word in words)
+        return [by_wavefront[key] for key in sorted(by_wavefront)]
 
 
 @dataclass(frozen=True)
