@@ -66,6 +66,15 @@ class BwdScoreParams:
         dalibi.fill(0.0)
 
 
+def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Int32 | None = None) -> None:
+    """Store two neighbouring P of a row in the type of rP; neighbours in a row are neighbours in registers."""
+    if rP.element_type is Float32:
+        rP[index], rP[index + 1] = pair
+        return
+    packed = pack(*pair, rP.element_type)
+    cute.recast_tensor(rP, Int32)[index // 2] = packed if mask is None else packed & mask
+
+
 @dataclass(frozen=True)
 class BlockScores:
     """A block of scores in one thread. Rows are those of a mask: keys or queries."""
@@ -98,14 +107,15 @@ class BlockScores:
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
         """P, after dropout, to rP; the registers of S keep what dS needs."""
-        S_mn, packed = as_mn(acc_S), cute.recast_tensor(rP, Int32)
+        S_mn = as_mn(acc_S)
         for c in cutlass.range_constexpr(0, cute.size(S_mn, mode=[1]), 2):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                pair = pack(*(self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)), rP.element_type)
-                if cutlass.const_expr(self.dropout_bits is not None and self.is_alone):
-                    pair = pair & self.dropout_bits.pair_mask(r, c)
-                # Neighbours in a row are neighbours in registers.
-                packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pair
+                pair = [self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)]
+                masks_pair = self.dropout_bits is not None and self.is_alone
+                if cutlass.const_expr(masks_pair and rP.element_type is Float32):
+                    pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
+                mask = self.dropout_bits.pair_mask(r, c) if masks_pair and rP.element_type is not Float32 else None
+                store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         x = S_mn[r, c]

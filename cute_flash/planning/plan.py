@@ -129,8 +129,7 @@ def plan_forward(
     `tile`: replaces the row of the tile tables, for tuning.
     """
     problem.check("cuda")
-    check_family(family)
-    family = family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
+    family = _family(problem, arch, family)
     if arch.capability < FAMILIES[family]:
         raise UnsupportedError(f"kernel family {family!r} needs more than {arch.name}")
     for name in ("seqlen_q", "seqlen_k"):
@@ -155,6 +154,9 @@ def plan_forward(
         "seqlen_q": problem.seqlen_q,
     }
     workspace = []
+    if static.is_fp32:
+        keys = problem.heads_kv, problem.seqlen_k
+        workspace += _pieces(problem, tile, ("q", problem.heads, problem.seqlen_q), ("k", *keys), ("v", *keys))
     if problem.varlen:
         workspace.append(_tile_list("q_tile_list", head_tiles))
         sizes |= _scheduler_sizes(problem, tile, varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING)
@@ -173,6 +175,26 @@ def plan_forward(
     )
 
 
+def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
+    """The requested kernel family, or the newest one that has kernels for the dtype on the architecture."""
+    check_family(family)
+    if problem.static.is_fp32:
+        if family == "sm90":
+            raise UnsupportedError(
+                "float32 by kernel family 'sm90': it has no kernel for it; ask for 'sm80', or for none"
+            )
+        return "sm80"
+    return family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
+
+
+def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) -> list[Buffer]:
+    """The workspace of fp32 tensors: their pieces, and the norms that these are relative to."""
+    batch, width = problem.batch_dim, 2 * tile.head_dim
+    buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
+    # One more: the largest |D| of the backward.
+    return [*buffers, Buffer("norms", (len(buffers) + 1, batch, problem.heads), init="zeros")]
+
+
 @lru_cache
 def _fwd_launches(
     static: Static, seqused_k: bool, tile: Any, family: str, arch: str, pack_gqa: bool
@@ -184,7 +206,15 @@ def _fwd_launches(
         static, pack_gqa=pack_gqa and static.is_bounded, mods=None if static.mods is None else static.mods.for_forward
     )
     scheduler = _scheduler("varlen_scheduler_fwd", static, seqused_k, target, overlaps_next=is_sm90)
-    return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
+    if not static.is_fp32:
+        return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
+    split = CompileKey.of("split_fp32_fwd", _rows_only(static), tile, target)
+    return *scheduler, split, CompileKey.of(f"fwd_{family}_fp32", compiled, tile, target)
+
+
+def _rows_only(static: Static) -> Static:
+    """Without mask and features, for kernels that work row by row."""
+    return Static(static.dtype, static.head_dim, head_dim_v=static.head_dim_v, varlen=static.varlen)
 
 
 def _target(arch: str, family: str) -> str:
@@ -266,6 +296,11 @@ def plan_backward(
     """
     problem.check("cuda")
     check_family(family)
+    if problem.static.is_fp32:
+        family = _family(problem, arch, family)
+        if "score_mod" in problem.features:
+            # dS has pieces relative to a bound, which a score_mod may exceed.
+            raise UnsupportedError("the gradient of a score_mod in float32 on cuda: use bfloat16 or float16")
     for name, least in FAMILIES.items():
         if arch.capability < least or family not in ("", name):
             continue
@@ -295,6 +330,9 @@ def _plan_backward(
         Buffer("delta", rows),
         Buffer("dq_accum", (batch, problem.heads, num_m_blocks, tile.tile_m * tile.head_dim)),
     ]
+    if static.is_fp32:
+        queries, keys = (problem.heads, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
+        workspace += _pieces(problem, tile, ("q", *queries), ("k", *keys), ("v", *keys), ("dout_cast", *queries))
     if deterministic:
         workspace.append(Buffer("dq_semaphore", (batch, problem.heads, num_m_blocks), "int32"))
     sizes = {
@@ -349,11 +387,13 @@ def _bwd_launches(
     preprocess = replace(
         rows, head_dim=static.width_v, out_fp32=static.out_fp32, deterministic=deterministic, has_dlse=has_dlse
     )
-    wide = "_wide" * isinstance(tile, BwdTileSm90Wide)
+    kind = "_wide" if isinstance(tile, BwdTileSm90Wide) else "_fp32" * static.is_fp32
+    split = (CompileKey.of("split_fp32_bwd", _rows_only(static), tile, target),) if static.is_fp32 else ()
     return (
         *_scheduler("varlen_scheduler_bwd", static, seqused_k, target),
-        CompileKey.of("bwd_preprocess", preprocess, tile, target),
-        CompileKey.of(f"bwd_{family}{wide}", main, tile, target),
+        *split,
+        CompileKey.of("bwd_preprocess" + "_fp32" * static.is_fp32, preprocess, tile, target),
+        CompileKey.of(f"bwd_{family}{kind}", main, tile, target),
         CompileKey.of(f"bwd_postprocess_{family}", rows, tile, target),
     )
 

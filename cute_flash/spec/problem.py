@@ -13,7 +13,9 @@ from cute_flash.spec.band import NARROW, Band
 from cute_flash.spec.features import MODS, feature_cost
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
-GPU_DTYPES = ("float16", "bfloat16")
+GPU_DTYPES = ("float16", "bfloat16", "float32")
+# fp32 kernels hold two 16-bit pieces of each element in shared memory.
+MAX_HEAD_DIM_FP32 = 128
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The kernels' tanh has an error of 2^-23 · softcap in the score.
 MAX_SOFTCAP = 1 << 14
@@ -56,6 +58,15 @@ class Static:
     deterministic: bool = False  # dQ is accumulated in a fixed order, by a semaphore
     has_dlse: bool = False
     overlaps_next: bool = False  # the next kernel starts early, by programmatic dependent launch
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether q, k and v are fp32: products are made of fp16 pieces, see `device.split_fp32`."""
+        return self.dtype == "float32"
+
+    @property
+    def mma_dtype(self) -> str:
+        return "float16" if self.is_fp32 else self.dtype
 
     @property
     def width_v(self) -> int:
@@ -199,6 +210,9 @@ class Problem:
         if device == "cuda":
             check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
+            if self.static.is_fp32 and self.static.widest > MAX_HEAD_DIM_FP32:
+                widest = f"head_dim={self.static.widest} of float32 on cuda"
+                raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
 
 
 def check_heads(heads: int, heads_kv: int) -> None:

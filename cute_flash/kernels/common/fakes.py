@@ -132,6 +132,12 @@ class Fakes:
         elements = self.tile.tile_m * self.tile.head_dim
         return _compact(Float32, (*self.shape(operand.dims), elements), ROW_ALIGN_BYTES)
 
+    def pieces(self, operand: Operand) -> cute.Tensor:
+        """High and low fp16 pieces of fp32 rows, contiguous."""
+        shape = (*self.shape(operand.dims), 2 * self.tile.head_dim)
+        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
+        return make_fake_tensor(cutlass.Float16, shape, strides, assumed_align=ROW_ALIGN_BYTES)
+
     def bias(self, operand: Operand) -> cute.Tensor:
         mods = self.static.mods
         dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1

@@ -32,10 +32,16 @@ class Kernel:
     """
 
     def __init__(self, static: Static, tile: Any):
-        self.static, self.tile, self.dtype = static, tile, CUTE_DTYPES[static.dtype]
+        self.static, self.tile = static, tile
+        self.dtype = CUTE_DTYPES[static.mma_dtype]  # of the MMA operands
 
     def read_operands(self, operands: dict) -> SimpleNamespace:
-        """The operands as attributes. Tensors of a varlen batch get a batch mode: (1, H, T, D) and (1, H, T)."""
+        """The operands as attributes. Tensors of a varlen batch get a batch mode: (1, H, T, D) and (1, H, T).
+
+        A kernel that has the pieces of a tensor, and not the tensor, has them under the tensor's name too.
+        """
+        pieces = {name.removesuffix("_pieces"): mX for name, mX in operands.items() if name.endswith("_pieces")}
+        operands = pieces | operands
         if self.static.varlen:
             with_rows = {name: mX for name, mX in operands.items() if name in _WITH_ROWS and mX is not None}
             operands = operands | {name: with_batch_mode(mX) for name, mX in with_rows.items()}
