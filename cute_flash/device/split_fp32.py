@@ -54,21 +54,22 @@ def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor
     return high, low
 
 
-def mma_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: tuple) -> None:
-    """acc += A B, small terms first. `a`, `b`: (high, low) fragments of one k-step."""
-    for i, j in ((1, 0), (0, 1), (0, 0)):
-        cute.gemm(mma, acc, a[i], b[j], acc)
-
-
 def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int) -> None:
-    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row."""
+    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row.
+
+    All products of low pieces come first: each later MMA truncates the sum, and the fewer there are, the better.
+    """
     a, b = a.rederived(), b.rederived()
     for k in range(steps):
-        for piece in (k, k + steps):
-            a.load_k(piece, 0)
-            b.load_k(piece, stage)
-        pieces = [[x.fragment[None, None, i] for i in (k, k + steps)] for x in (a, b)]
-        mma_pieces(mma, acc, *pieces)
+        for x, where in ((a, 0), (b, stage)):
+            x.load_k(k, where)
+            x.load_k(k + steps, where)
+        for i, j in ((k + steps, k), (k, k + steps)):
+            cute.gemm(mma, acc, a.fragment[None, None, i], b.fragment[None, None, j], acc)
+    for k in range(steps):
+        a.load_k(k, 0)
+        b.load_k(k, stage)
+        cute.gemm(mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
 
 
 def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:
@@ -81,13 +82,13 @@ def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, s
     halves = cute.logical_divide(b.fragment, (None, columns, None))
     for k in range(cute.size(b.fragment, mode=[2])):
         b.load_k(k, stage)
-        pieces = []
-        for x in a:
-            if isinstance(x, MmaOperand):
-                x.load_k(k, 0)
-                x = x.fragment
-            pieces.append(x[None, None, k])
-        mma_pieces(mma, acc, pieces, [halves[None, (None, i), k] for i in range(2)])
+        # Operands in two tiles share one fragment.
+        for i, others in ((1, (0,)), (0, (1, 0))):
+            if isinstance(a[i], MmaOperand):
+                a[i].load_k(k, 0)
+            rA = a[i].fragment if isinstance(a[i], MmaOperand) else a[i]
+            for j in others:
+                cute.gemm(mma, acc, rA[None, None, k], halves[None, (None, j), k], acc)
 
 
 @cute.jit
@@ -116,8 +117,8 @@ def add_gemm_rs(
             b.load(columns + n * group + i, stage)
         low = columns // group + n
         for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
-            pieces = [b_groups[None, (None, i), k] for i in (n, low)]
-            mma_pieces(mma, sums, [x[None, None, k] for x in a], pieces)
+            for i, j in ((1, n), (0, low), (0, n)):
+                cute.gemm(mma, sums, a[i][None, None, k], b_groups[None, (None, j), k], sums)
         target = acc_groups[None, None, (None, n)]
         values = sums.load() if cutlass.const_expr(scale is None) else sums.load() * scale
         target.store(target.load() + values)

@@ -164,8 +164,8 @@ SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 # fp32, as two fp16 pieces.
 # fmt: off
 _FP32_163 = (
-    FwdTileSm80( 64, 128,  64, 8, 1, pieces=2),
-    FwdTileSm80(128, 128,  64, 8, 1, pieces=2),
+    FwdTileSm80( 64, 128,  64, 4, 1, pieces=2),
+    FwdTileSm80(128, 128,  32, 4, 1, pieces=2),
 )
 _FP32_99 = (
     FwdTileSm80( 64, 128,  64, 8, 1, pieces=2),
