@@ -6,7 +6,7 @@ DEMO_INSTALLED := .venv/.installed-demo
 # One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast test-floor nightly lint lock gpu-test bench plots clean
+.PHONY: demo test test-fast test-floor nightly lint lock gpu-test bench plots docs docs-serve clean
 
 # Installs the package alone, without the tools of developers.
 demo: $(DEMO_INSTALLED)
@@ -62,6 +62,15 @@ bench: $(INSTALLED)
 plots: $(INSTALLED)
 	$(BIN)/python -m profiling plots
 
+# The site of docs/; a warning is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	@echo "the site is in build/site: open build/site/index.html, or run make docs-serve"
+
+# The site on http://127.0.0.1:8000, built again after each change.
+docs-serve: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
 	rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -69,7 +78,7 @@ clean:
 # pip shows its progress: torch is large.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench,docs]'
 	touch $@ $(DEMO_INSTALLED)
 
 $(DEMO_INSTALLED): pyproject.toml constraints.txt

@@ -11,7 +11,7 @@ def _is_command() -> bool:
     """Whether this process is the command `cute-flash` or `python -m cute_flash`, whose `--help` needs no torch."""
     # An embedded interpreter may have no argv.
     program, arguments = (getattr(sys, "argv", None) or [""])[0], sys.orig_argv
-    if program == "-m":  # while Python locates the module
+    if program == "-m":  # the value of argv[0] while Python locates the module
         module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
         return module.partition(".")[0] == __name__
     return program.rpartition("/")[2] == "cute-flash"
@@ -46,8 +46,8 @@ __all__ = [
     "use_kernels",
 ]
 
-# Modules of the names that are imported on first use: those that `import cute_flash` does without, to stay light, and
-# in the command line all.
+# Names that `__getattr__` imports on first use, with their modules: those that are not imported above and, in the
+# command line, all.
 _MODULES = {
     "BlockMask": "score_mod.block_mask",
     "Support": "spec.problem",
@@ -61,7 +61,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
         from importlib import import_module

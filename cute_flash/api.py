@@ -85,55 +85,79 @@ def attn(
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(scale · q kᵀ, masked) v.
 
+    Scores are computed in this order: scale, softcap, alibi, bias, score_mod, mask (causal, window, mask_mod),
+    sinks, softmax, dropout. docs/semantics.md defines each step.
+
+    The mask aligns the last query with the last key (bottom right): query i sees the keys j with
+    ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
+
+    On CUDA, q, k and v are fp16 or bf16, and D and Dv are multiples of 8 up to 256. On the CPU, they are fp16, bf16,
+    fp32 or fp64 with any D and Dv, and a slower reference path computes the result. Under autocast, q, k and v are cast
+    to the autocast dtype. Kernels read tensors in place if the last dimension is contiguous and rows start at multiples
+    of 16 bytes; other tensors are copied first. Jagged NestedTensors are passed on to `attn_nested`.
+
+    Gradients flow through out and lse. On CUDA, dq is accumulated by atomic additions in no fixed order, so its bits
+    may differ between calls unless `deterministic` is set. On sm_90, gradients use wgmma. They use the slower mma.sync
+    for D > 128 with softcap, alibi, dropout, mods, a bias or `deterministic`; for long mods; and for deterministic
+    gradients of captured tensors.
+
     Args:
-        q: (B, H, Sq, D), or (B, Sq, H, D) with `layout="bshd"`; also (B, Sq, D) and (Sq, D) for a single head.
-        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), in the same layout. H must be a multiple of Hkv: H / Hkv query
-            heads share a K/V head (GQA). Dv may differ from D; the output has head dim Dv.
-        causal: a query sees no key after its own position; the same as a right bound of 0.
+        q: Queries, (B, H, Sq, D), or (B, Sq, H, D) with `layout="bshd"`; (B, Sq, D) or (Sq, D) for a single head.
+        k: Keys, (B, Hkv, Sk, D), in the layout and dtype of q. H must be a multiple of Hkv: H / Hkv query heads share
+            a K/V head (GQA, MQA).
+        v: Values, (B, Hkv, Sk, Dv), in the layout and dtype of q. Dv may differ from D.
+        causal: Mask the keys after the query's own position; the same as a right bound of 0.
         window: (left, right), the number of keys before and after its own position that a query sees; None: unbounded.
-        scale: factor of q kᵀ; 1 / sqrt(D) by default.
-        return_lse: also return the log-sum-exp of each row.
-        layout: order of the dimensions of 4-D tensors, "bhsd" (torch SDPA) or "bshd" (flash-attn).
-        deterministic: compute bitwise reproducible gradients; `torch.use_deterministic_algorithms` implies it.
-        softcap: scores become softcap · tanh(score / softcap).
-        alibi: slopes, (H) or (B, H): scores become score - slope · |distance|. Differentiable.
-        sinks: (H), an additional logit in each head's softmax, without a value (attention sink). Differentiable.
-        dropout: probability that an attention weight is dropped; the seed comes from torch's generator.
-        return_max_logit: also return, as the last result, the largest score of each head before the softmax, (H).
-        out_dtype: torch.float32 returns the output without rounding it to the dtype of q, for `merge`.
-        batch_invariant: on CUDA, a query's result has the same bits whatever the rest of the batch is
-            (docs/batch-invariance.md); implies `deterministic`.
-        bias: added to the scores; broadcasts with (B, H, Sq, Sk). Differentiable.
-        score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the new score (docs/mods.md). It is traced once;
-            captured tensors and numbers are run-time arguments. Captured floating-point tensors are differentiable.
-        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether query q_idx sees key kv_idx; the window applies too.
-        score_mod_bwd: score_mod_bwd(grad, score, b, h, q_idx, kv_idx) returns the gradient of the score. It replaces
-            the derivative of score_mod.
-        block_mask: a `BlockMask`, which skips the blocks that its mask_mod and window leave empty, and applies both
-            inside the others; leave mask_mod out. `block_map`: its former name.
-
-    Mask: positions are aligned at the end (bottom right): query i sees the keys j with ``i + Sk - Sq - left <= j
-    <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
-
-    Tensors: fp16 or bf16 with D a multiple of 8 up to 256 on CUDA; fp16, bf16, fp32 or fp64 with any D on the CPU,
-    by a slower reference path. Under autocast q, k and v are cast to its dtype. Kernels read tensors in place if the
-    last dimension is contiguous and rows start at multiples of 16 bytes; other tensors are copied first. The output
-    has the dimensions and the stride order of q.
-
-    Gradients: through out and lse, on the CPU and on CUDA. On CUDA dq is accumulated with atomic additions in no fixed
-    order, so its bits may differ between calls unless `deterministic`. On sm_90 gradients use wgmma. They use mma.sync,
-    which is slower, with D > 128 and softcap, alibi, dropout, mods, a bias, varlen or `deterministic`; for long mods;
-    and for deterministic gradients of captured tensors.
+        scale: Factor of q kᵀ; 1 / sqrt(D) by default. Not differentiable.
+        return_lse: Also return the log-sum-exp of each row.
+        layout: Order of the dimensions of 4-D tensors: "bhsd" as in torch's SDPA, or "bshd" as in flash-attn.
+        deterministic: Compute bitwise reproducible gradients; `torch.use_deterministic_algorithms(True)` implies it.
+        softcap: Replace a score by softcap · tanh(score / softcap); None or 0: no cap.
+        alibi: Slopes, (H) or (B, H), of any floating-point dtype; slope · |distance| is subtracted from a score.
+            Differentiable.
+        sinks: Attention sinks, (H), of any floating-point dtype: one more logit, without a value, in each row's
+            softmax. Differentiable.
+        dropout: Probability, in [0, 1), that an attention weight is dropped; None or 0: no dropout. The seed comes from
+            torch's generator of the device.
+        return_max_logit: Also return the largest score of each head before the softmax.
+        out_dtype: torch.float32 returns the output unrounded, for `merge`; None: the dtype of q.
+        batch_invariant: On CUDA, the bits of a query's result do not depend on the rest of the batch
+            (docs/determinism.md). Implies `deterministic`.
+        bias: Added to the scores; broadcasts with (B, H, Sq, Sk); any floating-point dtype. Differentiable.
+        score_mod: A function score_mod(score, b, h, q_idx, kv_idx) that returns the new score (docs/mods.md). It is
+            traced once. Tensors and numbers that it captures are kernel arguments; captured floating-point tensors are
+            differentiable.
+        mask_mod: A function mask_mod(b, h, q_idx, kv_idx) that returns whether query q_idx sees key kv_idx. `causal`
+            and `window` apply too.
+        score_mod_bwd: A function score_mod_bwd(grad, score, b, h, q_idx, kv_idx) that returns the gradient of the score
+            and replaces the derivative of score_mod.
+        block_mask: A `BlockMask`. Its empty blocks are skipped, and its mask_mod and window are applied, so leave
+            mask_mod out.
+        block_map: The former name of `block_mask`.
 
     Returns:
-        out, shaped like q with head dim Dv; with `return_lse` also lse, fp32 (fp64 for fp64 inputs), natural
-        logarithm, (B, H, Sq) for 4-D tensors in either layout, (B, Sq) or (Sq,) for a single head; with
-        `return_max_logit` also max_logit, (H).
+        `out`, or a tuple of `out` and the requested results, in the order (out, lse, max_logit).
+            `out` has the dimensions and stride order of q, with head dim Dv. `lse` is the natural logarithm, fp32 (fp64
+            for fp64 inputs), (B, H, Sq) for 4-D tensors in either layout, (B, Sq) or (Sq) for a single head.
+            `max_logit` is (H), in the dtype of `lse`.
 
     Raises:
-        ValueError: invalid or contradictory arguments.
-        UnsupportedError: no kernel supports the arguments. Both are raised before any launch; `backward()` raises
-            it for a gradient that no kernel computes.
+        ValueError: Arguments are invalid or contradict each other.
+        UnsupportedError: No kernel supports the arguments. It is raised before any launch; `backward()` raises it for a
+            gradient that no kernel computes.
+        TraceError: A mod cannot be compiled into a kernel.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> q = torch.randn(2, 8, 16, 32, requires_grad=True)
+        >>> k, v = torch.randn(2, 2, 16, 32), torch.randn(2, 2, 16, 32)
+        >>> out, lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 16, 32]), torch.Size([2, 8, 16]))
+        >>> out.sum().backward()
+
+        >>> distance_penalty = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).abs()
+        >>> out = cute_flash.attn(q, k, v, score_mod=distance_penalty)
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_are_tensors(q=q, k=k, v=v)
@@ -166,9 +190,26 @@ def attn(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
-    """Return whether `attn` supports these tensors and keywords, as a truth value with a reason. Nothing is launched.
+    """Check whether `attn` supports these tensors and keywords. Nothing is launched.
 
-    The answer covers the forward pass and, with `deterministic`, the gradients.
+    The answer covers the forward pass and, with `deterministic`, the backward pass.
+
+    Args:
+        q: Queries, as for `attn`.
+        k: Keys, as for `attn`.
+        v: Values, as for `attn`.
+        **keywords: Keywords of `attn`.
+
+    Returns:
+        A `Support`, which is true if the call is supported, and whose `reason` is the error message if not.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> x = torch.empty(1, 4, 16, 64)
+        >>> bool(cute_flash.supports(x, x, x, causal=True))
+        True
+        >>> cute_flash.supports(x, x, x, dropout=1.5).reason
+        'dropout=1.5: use a probability from 0 up to, not including, 1'
     """
     try:
         call = signature(attn).bind(q, k, v, **keywords)
@@ -191,9 +232,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
 
-            plan_forward(problem, detect(q.device.index), args.kernels)
+            plan_forward(problem, detect(q.device.index), args.kernel_family)
             if args.deterministic:
-                plan_backward(problem, detect(q.device.index), True, family=args.kernels)
+                plan_backward(problem, detect(q.device.index), True, family=args.kernel_family)
     except (ValueError, TypeError) as error:
         return Support(False, str(error))
     return Support(True)
@@ -255,25 +296,59 @@ def attn_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """`attn` on a varlen batch: sequences of different lengths, concatenated along the first dimension.
 
+    Every sequence is computed separately: masks and positions are relative to the sequence. score_mod and mask_mod get
+    the index of the sequence as b, and positions within the sequence as q_idx and kv_idx.
+
+    On CUDA, only kernels read the lengths. The host does not synchronize, new lengths need no compilation, and a CUDA
+    graph uses the offsets that the tensors hold when it is replayed. Wrong offsets give wrong results, but no access
+    outside of the tensors. On sm_90, gradients with D > 128 use mma.sync.
+
     Args:
-        q: (Tq, H, D). k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv). H must be a multiple of Hkv.
-        cu_seqlens_q, cu_seqlens_k: (B + 1), int32, on the device of q: cumulative sequence lengths, starting with 0.
-            Lengths may be 0. Tokens after the last offset are padding: output 0, LSE -inf, gradients 0.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, accepted for compatibility with flash-attn. Kernels do
-            not need them. The CPU path raises an error for a number that is too small; a tensor is never read.
+        q: Queries of all sequences, (Tq, H, D); dtypes and head dims as for `attn`.
+        k: Keys of all sequences, (Tk, Hkv, D). H must be a multiple of Hkv.
+        v: Values of all sequences, (Tk, Hkv, Dv).
+        cu_seqlens_q: (B + 1), int32, on the device of q: cumulative lengths, starting with 0. Lengths may be 0. Tokens
+            after the last offset are padding, with output 0, LSE -inf and gradients 0.
+        cu_seqlens_k: The same for the keys.
+        max_seqlen_q: An upper bound of the lengths, accepted for compatibility with flash-attn. CUDA kernels do not
+            need it. The CPU path raises `ValueError` for a number that is too small. A tensor is never read.
+        max_seqlen_k: The same for the keys.
         seqused_k: (B), int32: only the first seqused_k[b] keys of sequence b are used, and the mask is aligned to
             their end.
-        bias: broadcasts with (B, H, max_seqlen_q, max_seqlen_k): bias[b, h, i, j] is added to the score of query i and
-            key j of sequence b. max_seqlen_q and max_seqlen_k must be given if its last two sizes are not 1.
-        The other arguments as for `attn`, applied to each sequence separately; alibi is (H) or (B, H). score_mod and
-        mask_mod get the index of the sequence as b, and positions within the sequence as q_idx and kv_idx.
-
-    On CUDA only kernels read the lengths: the host does not synchronize, new lengths need no compilation, and a CUDA
-    graph uses the offsets that are in the tensors when it is replayed. Wrong offsets give wrong results, but no access
-    outside of the tensors. Gradients as for `attn`; with D > 128 by mma.sync.
+        causal: As for `attn`.
+        window: As for `attn`.
+        scale: As for `attn`.
+        return_lse: Also return the log-sum-exp of each row.
+        deterministic: As for `attn`.
+        softcap: As for `attn`.
+        alibi: Slopes, (H), or (B, H) with a row for each sequence.
+        sinks: As for `attn`.
+        dropout: As for `attn`.
+        return_max_logit: Also return the largest score of each head before the softmax.
+        out_dtype: As for `attn`.
+        batch_invariant: As for `attn`.
+        bias: Broadcasts with (B, H, max_seqlen_q, max_seqlen_k): bias[b, h, i, j] is added to the score of query i and
+            key j of sequence b. Give max_seqlen_q and max_seqlen_k as numbers if its last two sizes are not 1.
+            Differentiable. Not with score_mod_bwd.
+        score_mod: As for `attn`.
+        mask_mod: As for `attn`.
+        score_mod_bwd: As for `attn`.
 
     Returns:
-        out, (Tq, H, Dv); with `return_lse` also lse, (H, Tq); with `return_max_logit` also max_logit, (H).
+        `out`, or a tuple of `out` and the requested results, in the order (out, lse, max_logit).
+            `out` is (Tq, H, Dv), `lse` is (H, Tq), `max_logit` is (H).
+
+    Raises:
+        ValueError: Arguments are invalid. The values of offsets and lengths are checked on the CPU only.
+        UnsupportedError: No kernel supports the arguments.
+        TraceError: A mod cannot be compiled into a kernel.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> q, k, v = (torch.randn(10, 4, 32) for _ in range(3))
+        >>> cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)  # two sequences, of 3 and 7 tokens
+        >>> cute_flash.attn_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True).shape
+        torch.Size([10, 4, 32])
     """
     return_lse = as_bool("return_lse", return_lse)
     check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -330,10 +405,29 @@ def attn_nested(
 ) -> Tensor | tuple[Tensor, ...]: ...
 # fmt: on
 def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
-    """`attn_varlen` on jagged NestedTensors: q, k, v all (B, H, j, D), as in torch SDPA, or all (B, j, H, D).
+    """`attn_varlen` on NestedTensors with `layout=torch.jagged`.
 
-    It takes every keyword of `attn_varlen`. The output has the jagged layout of q, and so has the lse: (B, H, j), or
-    (B, j, H).
+    Args:
+        q: Queries, (B, H, j, D) as in torch's SDPA, or (B, j, H, D), where j is the ragged dimension.
+        k: Keys, with the ragged dimension where q has it.
+        v: Values, with the lengths of k.
+        **keywords: Keywords of `attn_varlen`.
+
+    Returns:
+        `out`, or a tuple of `out` and the requested results, in the order (out, lse, max_logit).
+            `out` and `lse` are NestedTensors with the lengths and the dimension order of q; `lse` is (B, H, j) or
+            (B, j, H). `max_logit` is a dense (H).
+
+    Raises:
+        ValueError: A tensor is not a jagged 4-D NestedTensor, or the tensors do not fit each other.
+        UnsupportedError: A tensor has holes between its sequences, or no kernel supports the arguments.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> tokens = [torch.randn(3, 4, 32), torch.randn(7, 4, 32)]
+        >>> x = torch.nested.nested_tensor(tokens, layout=torch.jagged)  # (B, j, H, D)
+        >>> [len(sequence) for sequence in cute_flash.attn_nested(x, x, x, causal=True).unbind()]
+        [3, 7]
     """
     check_are_tensors(q=q, k=k, v=v)
     ragged = _ragged_dim(q, "q")
@@ -391,7 +485,7 @@ def _args(
     out_dtype: torch.dtype | None,
     batch_invariant: Any,
 ) -> AttentionArgs:
-    """An `AttentionArgs` of the arguments that are not tensors, cached by value."""
+    """Build the `AttentionArgs` of the arguments that are not tensors. Equal values share one cached object."""
     if scale is None:
         scale = (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
     elif type(scale) is not float:
@@ -418,7 +512,7 @@ def _args(
 
 
 def _max_seqlen(name: str, value: Any) -> int | None:
-    """An upper bound of lengths. A tensor is not read: it may be on the GPU."""
+    """An upper bound of lengths. A tensor becomes None: reading it could synchronize with the GPU."""
     return None if value is None or isinstance(value, Tensor) else as_int(name, value)
 
 
@@ -446,7 +540,7 @@ def _cached_args(
         # A batch-invariant gradient sums over queries in a fixed order.
         deterministic=deterministic or batch_invariant,
         batch_invariant=batch_invariant,
-        kernels=family,
+        kernel_family=family,
     )
 
 
@@ -493,7 +587,7 @@ def _with_mods(
     needs_grad: tuple[bool, ...] = ()
     if torch.is_grad_enabled() and (bias is not None or captures):
         needs_grad = tuple([x is not None and x.requires_grad for x in (bias, *captures)])
-    return args._replace(bias=bias, score_mod=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
+    return args._replace(bias=bias, mod_graphs=text, captures=captures, scalars=scalars, needs_grad=needs_grad)
 
 
 def _tighter_bound(a: int | None, b: int | None) -> int | None:
@@ -503,7 +597,7 @@ def _tighter_bound(a: int | None, b: int | None) -> int | None:
 
 @cache
 def _mod_parts() -> tuple[Any, Any]:
-    """Import BlockMask and mod_arguments at the first call with mods."""
+    """`BlockMask` and `mod_arguments`, imported at the first call with mods."""
     from cute_flash.score_mod.block_mask import BlockMask
     from cute_flash.score_mod.bound import mod_arguments
 
@@ -511,7 +605,7 @@ def _mod_parts() -> tuple[Any, Any]:
 
 
 def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:
-    """The bias with four dimensions."""
+    """Check the bias and return it with four dimensions."""
     bias = _checked_bias_type(bias, "(B, H, Sq, Sk)")
     sizes = _score_shape(q, k, layout)
     if bias.dim() > 4 or any(x not in (1, size) for x, size in zip(reversed(bias.shape), reversed(sizes))):
@@ -520,6 +614,7 @@ def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:
 
 
 def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
+    """Check that the bias is a tensor of numbers."""
     if not isinstance(bias, Tensor):
         raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with {sizes}")
     if bias.dtype == torch.bool:
@@ -530,7 +625,7 @@ def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
 
 
 def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any) -> Callable:
-    """A score_mod that adds the bias of a varlen batch first. Its dimensions of size 1 are not indexed."""
+    """Wrap score_mod in one that first adds the bias of a varlen batch. Dimensions of size 1 are not indexed."""
     bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
     if bias.dim() > 4 or not bias.is_floating_point():
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Ready-made mask_mods for `attn(mask_mod=...)`, and operators that combine them.
+"""Ready-made mask_mods for `attn(mask_mod=...)` and `BlockMask.of`, and functions that combine or draw them.
 
-A mask is a function of (b, h, q_idx, kv_idx). The tensors and numbers that it captures are kernel arguments: a new
-window size, new documents or a new tree do not recompile the kernel. `draw` shows a mask and its block mask as text or
-as SVG.
+A mask is a function of (b, h, q_idx, kv_idx) that returns whether query q_idx sees key kv_idx. Both positions count
+from 0: unlike `attn(causal=True)`, these masks align the first query with the first key. Tensors and numbers of a mask
+are kernel arguments: a new window size, new documents or a new tree do not recompile the kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,24 @@ __all__ = [
 
 
 def causal(offset: int = 0) -> Mask:
-    """A query sees keys up to its position plus `offset`; an offset of Sk - Sq aligns the mask to the end."""
+    """A query sees the keys up to its own position.
+
+    Args:
+        offset: Number of keys after its position that a query also sees. Sk - Sq aligns the last query with the last
+            key, as `attn(causal=True)` does.
+
+    Returns:
+        The mask.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> print(masks.draw(masks.causal(), 4, tile=(2, 2)), end="")
+        causal: 4 queries x 4 keys, blocks of 2 x 2: 1 full, 2 partial, 1 empty; 62% visible
+           0 +.
+             ++
+           2 ##+.
+             ##++
+    """
 
     def mask(b, h, q_idx, kv_idx):
         return kv_idx <= q_idx + offset
@@ -42,7 +59,20 @@ def causal(offset: int = 0) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """Causal, and all queries see the first `prefix` keys. `prefix`: a length, or a tensor (B) of lengths."""
+    """Causal, and all queries see the first `prefix` keys.
+
+    Args:
+        prefix: The length of the prefix, or an integer tensor (B) with the length for each batch index.
+
+    Returns:
+        The mask.
+
+    Examples:
+        >>> import torch
+        >>> from cute_flash import attn, masks
+        >>> q, k, v = (torch.randn(2, 1, 8, 16) for _ in range(3))
+        >>> out = attn(q, k, v, mask_mod=masks.prefix_lm(torch.tensor([3, 5])))
+    """
     lengths = prefix if isinstance(prefix, Tensor) and prefix.dim() == 1 else None
 
     def mask(b, h, q_idx, kv_idx):
@@ -52,12 +82,30 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
 
 def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mask:
-    """A query sees only the keys of its document, in a sequence of concatenated documents.
+    """A query sees only the keys of its own document, in a sequence of concatenated documents.
+
+    Give either `ids` or `offsets`.
 
     Args:
-        ids: the document of each position, (S) or (B, S), ints.
-        offsets: instead of ids, (N + 1): the first position of each document, and the end of the last one.
-            Positions past the end form another document.
+        ids: The document of each position, (S) or (B, S), integers.
+        offsets: (N + 1), integers: the first position of each of N documents, and the end of the last one. Positions
+            past the end form another document.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: Neither or both are given, or shape, dtype or order are wrong.
+
+    Examples:
+        >>> import torch
+        >>> from cute_flash import attn, masks
+        >>> q, k, v = (torch.randn(1, 1, 6, 16) for _ in range(3))
+        >>> ids = torch.tensor([0, 0, 0, 0, 1, 1])
+        >>> by_ids = attn(q, k, v, mask_mod=masks.document(ids))
+        >>> by_offsets = attn(q, k, v, mask_mod=masks.document(offsets=torch.tensor([0, 4, 6])))
+        >>> torch.equal(by_ids, by_offsets)
+        True
     """
     if offsets is not None and ids is None:
         return _documents_of_offsets(offsets)
@@ -82,7 +130,7 @@ def _documents_of_offsets(offsets: Tensor) -> Mask:
         raise ValueError("offsets fall, or start before 0: give the first position of each document, in order")
     end = int(offsets[-1])
     positions = torch.arange(end + 1, device=offsets.device, dtype=offsets.dtype)
-    # The last of these ids is that of all positions past the end.
+    # The last id belongs to all positions past the end.
     ids = torch.bucketize(positions, offsets[1:].contiguous(), right=True).to(torch.int32)
 
     def mask(b, h, q_idx, kv_idx):
@@ -99,24 +147,39 @@ def _check_integers(name: str, x: Any) -> None:
 
 
 def tree(parents: Tensor, prefix: int = 0) -> Mask:
-    """A tree of draft tokens: each token sees itself, its ancestors, and the first `prefix` keys.
+    """A tree of draft tokens, for speculative decoding: a token sees itself, its ancestors, and the first keys.
 
-    `parents`: (N), the parent of each node, -1 for a root; parents precede their children. Node i is query i and key
-    `prefix` + i.
+    Args:
+        parents: (N), integers: the parent of each token, or -1 for a root. Parents precede their children. Token i is
+            query i and key prefix + i.
+        prefix: The number of keys before the tree, which all tokens see.
+
+    Returns:
+        The mask, for N queries and prefix + N keys.
+
+    Raises:
+        ValueError: `parents` has the wrong shape, or a parent does not precede its child.
+
+    Examples:
+        >>> import torch
+        >>> from cute_flash import attn, masks
+        >>> parents = torch.tensor([-1, 0, 0, 1])  # two branches after token 0
+        >>> q, k, v = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 14, 16), torch.randn(1, 1, 14, 16)
+        >>> out = attn(q, k, v, mask_mod=masks.tree(parents, prefix=10))
     """
     if parents.dim() != 1:
         raise ValueError(f"parents have shape {tuple(parents.shape)}: expected (N)")
     ancestors = _ancestors(parents.tolist()).to(parents.device)
 
     def mask(b, h, q_idx, kv_idx):
-        # Where kv_idx < prefix the index is negative, and the loaded element does not matter.
+        # If kv_idx < prefix, the index is negative; any element may be loaded, because the first operand is true.
         return (kv_idx < prefix) | ancestors[q_idx, kv_idx - prefix]
 
     return mask
 
 
 def _ancestors(parents: list[int]) -> Tensor:
-    """(N, N), true where the column's node is the row's node or one of its ancestors."""
+    """(N, N), true where the column's token is the row's token or one of its ancestors."""
     ancestors = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -127,7 +190,29 @@ def _ancestors(parents: list[int]) -> Tensor:
 
 
 def dilated(window: int, step: int) -> Mask:
-    """A query sees `window` keys: every `step`-th one, counted back from its position."""
+    """A query sees every `step`-th key, counted back from its own position.
+
+    Args:
+        window: The number of keys that a query sees, with its own.
+        step: The distance between them.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: A number is not positive.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> print(masks.draw(masks.dilated(2, 3), 6, tile=(6, 6)), end="")
+        dilated: 6 queries x 6 keys, blocks of 6 x 6: 0 full, 1 partial, 0 empty; 25% visible
+           0 +.....
+             .+....
+             ..+...
+             +..+..
+             .+..+.
+             ..+..+
+    """
     if window < 1 or step < 1:
         raise ValueError(f"dilated: window={window} and step={step} must be positive")
     reach = window * step
@@ -140,7 +225,26 @@ def dilated(window: int, step: int) -> Mask:
 
 
 def block_causal(block: int) -> Mask:
-    """Causal by blocks of `block` positions: a query sees all keys of its block and of the blocks before it."""
+    """Causal by blocks: a query sees all keys of its block and of the blocks before it.
+
+    Args:
+        block: The number of positions of a block.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: `block` is not positive.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> print(masks.draw(masks.block_causal(2), 4, tile=(4, 4)), end="")
+        block_causal: 4 queries x 4 keys, blocks of 4 x 4: 0 full, 1 partial, 0 empty; 75% visible
+           0 ++..
+             ++..
+             ++++
+             ++++
+    """
     if block < 1:
         raise ValueError(f"block_causal: block={block} must be positive")
 
@@ -151,7 +255,28 @@ def block_causal(block: int) -> Mask:
 
 
 def sliding_window(window: int, num_global: int = 0) -> Mask:
-    """Causal: a query sees the last `window` keys, and the first `num_global` keys of the sequence (global tokens)."""
+    """Causal: a query sees the last `window` keys, and the first keys of the sequence (global tokens).
+
+    Args:
+        window: The number of keys up to and with its own position that a query sees.
+        num_global: The number of keys at the start of the sequence that later queries see too.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: `window` is less than 1, or `num_global` is negative.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> print(masks.draw(masks.sliding_window(2, num_global=1), 5, tile=(5, 5)), end="")
+        sliding_window: 5 queries x 5 keys, blocks of 5 x 5: 0 full, 1 partial, 0 empty; 48% visible
+           0 +....
+             ++...
+             +++..
+             +.++.
+             +..++
+    """
     if window < 1 or num_global < 0:
         raise ValueError(f"sliding_window: window={window}, num_global={num_global}: at least 1 and 0")
 
@@ -163,7 +288,22 @@ def sliding_window(window: int, num_global: int = 0) -> Mask:
 
 
 def and_(*masks: Mask) -> Mask:
-    """True where all masks are true."""
+    """A query sees the keys that it sees in all masks.
+
+    Args:
+        *masks: One or more mask_mods.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: There is no mask.
+
+    Examples:
+        >>> import torch
+        >>> from cute_flash import masks
+        >>> causal_documents = masks.and_(masks.causal(), masks.document(torch.tensor([0, 0, 1, 1])))
+    """
     if not masks:
         raise ValueError("and_: give at least one mask")
 
@@ -177,7 +317,21 @@ def and_(*masks: Mask) -> Mask:
 
 
 def or_(*masks: Mask) -> Mask:
-    """True where any mask is true."""
+    """A query sees the keys that it sees in at least one of the masks.
+
+    Args:
+        *masks: One or more mask_mods.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: There is no mask.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> causal_or_prefix = masks.or_(masks.causal(), lambda b, h, q_idx, kv_idx: kv_idx < 4)
+    """
     if not masks:
         raise ValueError("or_: give at least one mask")
 
@@ -191,7 +345,18 @@ def or_(*masks: Mask) -> Mask:
 
 
 def not_(one: Mask) -> Mask:
-    """True where the mask is false."""
+    """A query sees the keys that it does not see in the other mask.
+
+    Args:
+        one: A mask_mod.
+
+    Returns:
+        The mask.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> anticausal = masks.not_(masks.causal())
+    """
 
     def mask(b, h, q_idx, kv_idx):
         return ~one(b, h, q_idx, kv_idx)

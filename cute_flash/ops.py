@@ -3,17 +3,17 @@
     attention_fwd(q, k, v, *AttentionArgs) -> (out, lse, max_logit)
     attention_bwd(dout, dlse, q, k, v, out, lse, *AttentionArgs) -> (dq, dk, dv, gradients)
 
-Tensors are (B, H, S, D) of any strides or, with `cu_seqlens_q`, (T, H, D). `out` is dense, in the stride order of q.
-`lse` is fp32 (fp64 for fp64 inputs), natural logarithm, (B, H, Sq) or (H, T). `gradients` belong to
-`AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors. Results that a call does not request are empty
-tensors.
+q, k and v are (B, H, S, D) or, with `cu_seqlens_q`, (T, H, D), of any strides. `out` is dense and has the stride order
+of q. `lse` is the natural logarithm, (B, H, Sq) or (H, T), fp32 (fp64 for fp64 inputs). `gradients` has an entry for
+each of `AttentionArgs.differentiable`: alibi, sinks, bias and captured tensors. Results that a call does not need are
+empty tensors.
 
-Both operators have kernels for CPU (`reference`), CUDA (`runtime.launcher`), Autograd, fake tensors and vmap. The
-Autograd kernel of `attention_bwd` refuses a second backward. They are registered directly, because
-`torch.library.register_autograd` takes time quadratic in the number of arguments.
+Both operators have dispatcher kernels for CPU (`reference`), CUDA (`runtime.launcher`), Autograd, fake tensors and
+vmap. The Autograd kernel of `attention_bwd` raises on a second backward. Autograd is registered with `Library.impl`,
+because `torch.library.register_autograd` takes time quadratic in the number of arguments.
 
-`attention` is the entry of `api.py`. It bypasses the dispatcher for a CUDA call that nothing observes, and calls the
-operator's CUDA implementation with the same arguments.
+`api.py` calls `attention`, which bypasses the dispatcher for CUDA calls that nothing observes: it calls the CUDA
+implementation with the same arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cute_flash.spec.args import SAVED, SCHEMA, AttentionArgs, from_schema, to_s
 from cute_flash.spec.describe import describe
 from cute_flash.spec.shapes import outputs
 
-# Bound once, because each lookup through torch._C costs as much as the call.
+# Module globals, because looking a function up in torch._C takes as long as calling it.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -58,7 +58,7 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Cuda:
-    """`runtime.launcher`, imported at the first call on CUDA: `import cute_flash` stays light."""
+    """`runtime.launcher`, imported at the first call on CUDA to keep `import cute_flash` fast."""
 
     def __getattr__(self, name: str) -> Any:
         from cute_flash.runtime import launcher
@@ -70,12 +70,12 @@ class _Cuda:
 _cuda = _Cuda()
 
 
-# ---- the entry of api.py
+# ---- the entry point of api.py
 # ----------------------------------------------------------------------------------------------------------
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Return out, lse and max_logit, which is None or empty unless `args.return_max_logit`."""
+    """Compute out, lse and max_logit, which is None or empty unless `args.return_max_logit`."""
     if _is_dynamo_compiling() or not is_direct(q, k, v, args):
         return _observed_attention(q, k, v, args)
     if not _is_grad_enabled():
@@ -90,12 +90,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    """Whether the dispatcher would only call the operator's CUDA implementation.
+    """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation.
 
     This holds if the tensors are on CUDA, none is a subclass with overrides, and nothing observes the call.
     """
-    # q, k and v with the negative bit need no check: they are imaginary parts with an element stride of 2, which the
-    # launch copies.
+    # The negative bit (torch's lazy negation) of q, k and v needs no check: such tensors are views of imaginary parts,
+    # with an element stride of 2, and the launch copies tensors with that stride.
     if (
         not q.is_cuda
         or is_observed()
@@ -123,6 +123,7 @@ def is_observed() -> bool:
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether no tensor is a subclass with overrides or has the negative bit."""
     for x in tensors:
         if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):
             return False
@@ -134,7 +135,10 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Call the operator through the dispatcher. It does not see autocast, nor a vmap over captured tensors."""
+    """Call the operator through the dispatcher, after two steps that the dispatcher does not do.
+
+    These are autocast, and the check that `vmap` does not map a tensor in a list.
+    """
     if _autocasting():
         q, k, v = autocast(q, k, v)
     if not _is_dynamo_compiling() and _transform() is not None:
@@ -143,9 +147,9 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast floating-point tensors, except fp64, to the autocast dtype if autocast is enabled, as torch's SDPA does."""
+    """If autocast is enabled, cast floating-point tensors except fp64 to its dtype, as torch's SDPA does."""
     device = q.device.type
-    # Not `torch.amp.is_autocast_available`, which Dynamo of torch 2.9 does not trace.
+    # Compared with names, because Dynamo of torch 2.9 does not trace `torch.amp.is_autocast_available`.
     if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
@@ -154,14 +158,14 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuse_tangents(*inputs: Tensor | None) -> None:
-    """Raise `UnsupportedError` for forward-mode tangents: torch would drop them silently, a derivative of 0."""
+    """Raise `UnsupportedError` for forward-mode tangents, which torch would silently drop, as if they were 0."""
     if forward_ad._current_level >= 0:
         if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
             raise UnsupportedError("forward-mode differentiation of attn: use reverse mode, such as out.backward()")
 
 
 def _refuse_mapped(*tensors: Tensor) -> None:
-    """Raise `UnsupportedError` for tensors of mods that `vmap` maps: it does not unwrap lists of tensors."""
+    """Raise `UnsupportedError` if `vmap` maps one of these tensors of mods: it does not unwrap lists of tensors."""
     functorch = torch._C._functorch
     for x in tensors:
         while functorch.is_functorch_wrapped_tensor(x):
@@ -178,12 +182,19 @@ def _refuse_mapped(*tensors: Tensor) -> None:
 
 
 class Attention(Function):
-    """The autograd Function of attention, for direct calls and for the operator's Autograd kernel."""
+    """The autograd Function of attention, for calls that bypass the dispatcher and for the Autograd kernel."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-        """`run` computes the forward. `others` are `args.differentiable`, passed so that autograd records them; a call
-        without tensor arguments leaves them out.
+        """Compute attention and save tensors for the backward.
+
+        Args:
+            run: The function that computes the results.
+            args: The call's arguments.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            *others: `args.differentiable`, so that autograd records them; left out if `args` has no tensors.
         """
         results = run(q, k, v, args)
         _save(ctx, args, (q, k, v), others, results)
@@ -202,7 +213,7 @@ class Attention(Function):
 
 
 class TransformedAttention(_SingleLevelFunction):
-    """`Attention` inside one level of functorch transforms, which requires `setup_context`."""
+    """`Attention` for functorch transforms, which require a separate `setup_context`. It records one level of grad."""
 
     @staticmethod
     def forward(run: Any, args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
@@ -216,13 +227,13 @@ class TransformedAttention(_SingleLevelFunction):
     backward = Attention.backward
 
 
-# Bypasses `Function.apply`, which checks for functorch transforms: a direct call has none, and the dispatcher handles
-# them before the Autograd key.
+# The C++ `apply`, without the checks of `Function.apply` for functorch transforms. They are not needed: `is_direct` is
+# false inside a transform, and `_fwd_autograd` checks for transforms itself.
 _apply = super(Function, Attention).apply
 
 
 def _save(ctx: Any, args: AttentionArgs, qkv: tuple[Tensor, ...], others: tuple[Any, ...], results: Any) -> None:
-    """Save q, k, v, out, lse and the tensors of `args` for the backward."""
+    """Save q, k, v, out, lse and the tensors of `args` for the backward. `ctx.args` keeps the rest of `args`."""
     out, lse, max_logit = results
     ctx.set_materialize_grads(False)
     if max_logit is not None:
@@ -238,6 +249,7 @@ def _save(ctx: Any, args: AttentionArgs, qkv: tuple[Tensor, ...], others: tuple[
 
 
 def _with_saved(args: AttentionArgs, saved: list[Any], num_others: int) -> AttentionArgs:
+    """Put the tensors that `_save` saved back into `args`."""
     alibi, sinks, bias, *captures = saved[:num_others]
     rest = saved[num_others:]
     named: dict[str, Any] = dict(zip(SAVED, rest))
@@ -249,9 +261,9 @@ def _with_saved(args: AttentionArgs, saved: list[Any], num_others: int) -> Atten
 def gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: AttentionArgs
 ) -> tuple[Any, ...]:
-    """Return dq, dk, dv and the gradients of `args.differentiable`; bypass the dispatcher if possible."""
-    # Double backward needs an operator that autograd can record. The dispatcher materializes zero tensors, which
-    # autograd may pass without memory.
+    """Compute dq, dk, dv and the gradients of `args.differentiable`, bypassing the dispatcher if possible."""
+    # With grad mode on (create_graph=True), autograd must record the operator, whose own backward raises. ZeroTensors,
+    # which autograd may pass, have no memory; the dispatcher materializes them.
     is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
     if is_last and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
         return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
@@ -270,12 +282,12 @@ def _has_gradient(args: AttentionArgs) -> list[bool]:
     ]
 
 
-# ---- kernels of the operators
+# ---- dispatcher kernels of the operators
 # ----------------------------------------------------------------------------------------------------------
 
 
 def _filled(results: Any, q: Tensor) -> list[Tensor]:
-    """Replace None by an empty tensor: operators return tensors only."""
+    """Replace None by an empty tensor, because operators return only tensors."""
     return [q.new_empty(0) if x is None else x for x in results]
 
 
@@ -306,7 +318,7 @@ def _bwd_cpu(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
 
 
 def _without_autocast() -> AbstractContextManager:
-    """Disable autocast, which would round the CPU path's fp32 matrix products."""
+    """Disable autocast, which would round the fp32 matrix products of the CPU path."""
     return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 
 
@@ -340,14 +352,14 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
 
 
 def _one_level_of_autograd() -> AbstractContextManager:
-    """functorch runs a kernel of the Autograd key once for each level of grad, so each run records one level."""
+    """Allow a Function to record one level of grad: functorch runs an Autograd kernel once for each level."""
     from torch._functorch.autograd_function import enable_single_level_autograd_function
 
     return enable_single_level_autograd_function()
 
 
 class NoDoubleBackward(_SingleLevelFunction):
-    """Runs `attention_bwd`. Its own backward raises, because second derivatives would silently be 0."""
+    """Computes `attention_bwd`. Its own backward raises; without it, second derivatives would silently be 0."""
 
     @staticmethod
     def forward(run: Any, *tensors: Any) -> Any:
@@ -412,6 +424,7 @@ def _fwd_vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, *values:
 
 
 def _front(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Move the mapped dimension to the front, or add one if the tensor is not mapped."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -431,7 +444,7 @@ torch.library.register_vmap("cute_flash::attention_fwd", _fwd_vmap, lib=LIBRARY)
 torch.library.register_vmap("cute_flash::attention_bwd", _bwd_vmap, lib=LIBRARY)
 
 
-# ---- operators of version 0.1, for one minor version
+# ---- deprecated operators of version 0.1, kept for one minor version
 # ----------------------------------------------------------------------------------------------------------
 
 LIBRARY.define(

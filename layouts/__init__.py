@@ -1,13 +1,13 @@
-"""A study of shared-memory layouts: what they are, why they are swizzled, and the ones the kernels use.
+"""A study of shared-memory layouts: CuTe's layouts in plain Python, their bank conflicts, and pictures of both.
 
-    layout    shape:stride layouts, with and without a swizzle, and those of the kernels' tiles
+    layout    shape:stride layouts, with and without a swizzle, and the layouts of the kernels' tiles
     algebra   composition, complement and division of layouts
-    banks     bank conflicts, counted
-    kernels   those of the forward kernels, of a tile and of a whole launch
+    banks     a counter of bank conflicts
+    kernels   the accesses of the forward kernels, for one tile and for a launch
     draw      pictures in text and SVG
 
-The swizzle and the tiles are those of `cute_flash.smem`, which the kernels use. Nothing here needs a GPU or the
-CuTe DSL.
+The swizzle and the tiles come from `cute_flash.smem`, which the kernels use too. Nothing here needs a GPU or the CuTe
+DSL.
 """
 
 from cute_flash.smem.swizzle import Swizzle

@@ -1,6 +1,6 @@
-"""`python -m layouts`: the picture of a tile of shared memory, and its bank conflicts beside other variants'.
+"""`python -m layouts` draws a shared-memory tile, and compares its bank conflicts with those of other layouts.
 
-With --kernel, a tile as the kernel has it, and all that the kernel does to shared memory.
+With --kernel it draws a tile of a kernel, and counts all shared-memory accesses of that kernel.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from layouts.banks import ACCESSES, Phase
 from layouts.draw import conflict_table, kernel_table, svg_banks, svg_picture, text_banks, text_picture
 from layouts.kernels import Use, sm80_tiles, sm80_uses, sm90_tiles, sm90_uses
 
-# Kernel -> its variants; tiles and uses of a row of its table of tiles.
+# The layout variants of a kernel, and functions from a row of its tile table to tiles and to accesses.
 Kernel = tuple[tuple[str, ...], Callable[[Any], dict[str, SmemTile]], Callable[[Any], tuple[Use, ...]]]
 KERNELS: dict[str, Kernel] = {
     "fwd-sm80": (VARIANTS, sm80_tiles, sm80_uses),
     "fwd-sm90": (HOPPER_VARIANTS, sm90_tiles, sm90_uses),
 }
 OPERANDS = ("Q", "K", "V", "O")
-# Those of README.md, each with the arguments that draw it.
+# The figures of README.md, each with the arguments that draw it.
 FIGURES = {
     "k-plain.svg": "--kernel fwd-sm80 --variant plain --draw-rows 8",
     "k-plain-banks.svg": "--kernel fwd-sm80 --variant plain --view banks",
@@ -48,7 +48,7 @@ NOT_COUNTED = "filled by TMA and read by wgmma: neither goes through the load/st
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn, and the table under it."""
+    """The content of a picture, and the table under it."""
 
     title: str
     tile: SmemTile
@@ -62,20 +62,20 @@ def _parser() -> argparse.ArgumentParser:
     every = tuple(dict.fromkeys(VARIANTS + HOPPER_VARIANTS))
     add("--rows", type=int, default=64, help="rows of the tile (default: %(default)s)")
     add("--cols", type=int, default=64, help="columns of 2-byte elements (default: %(default)s)")
-    add("--variant", choices=every, default="swizzled", help="what to draw (default: %(default)s)")
-    add("--access", choices=ACCESSES, default="ldmatrix_a", help="what to mark (default: %(default)s)")
-    add("--kernel", choices=KERNELS, help="instead of --rows, --cols and --access")
-    add("--operand", choices=OPERANDS, default="K", help="of the kernel (default: %(default)s)")
-    add("--instruction", help="of the kernel on the operand, such as cp.async (default: what reads it)")
-    add("--head-dim", type=int, default=128, help="of the kernel (default: %(default)s)")
-    add("--arch", default="sm_90", help="whose tile it is (default: %(default)s)")
-    add("--phase", type=int, default=0, help="which phase of the access to mark (default: %(default)s)")
-    add("--view", choices=("tile", "banks"), default="tile", help="the tile, or the banks in time")
+    add("--variant", choices=every, default="swizzled", help="layout to draw (default: %(default)s)")
+    add("--access", choices=ACCESSES, default="ldmatrix_a", help="access to mark (default: %(default)s)")
+    add("--kernel", choices=KERNELS, help="draw a tile of this kernel; replaces --rows, --cols and --access")
+    add("--operand", choices=OPERANDS, default="K", help="operand of the kernel (default: %(default)s)")
+    add("--instruction", help="instruction to mark, such as cp.async (default: the one that reads the operand)")
+    add("--head-dim", type=int, default=128, help="head dim of the kernel (default: %(default)s)")
+    add("--arch", default="sm_90", help="architecture of the kernel's tile table (default: %(default)s)")
+    add("--phase", type=int, default=0, help="phase of the access to mark (default: %(default)s)")
+    add("--view", choices=("tile", "banks"), default="tile", help="draw the tile, or its banks wavefront by wavefront")
     add("--draw-rows", type=int, default=16, help="rows in the picture (default: %(default)s)")
-    add("--color", choices=("auto", "always", "never"), default="auto", help="auto: on a terminal")
-    add("--picture-only", action="store_true", help="leave out the table of conflicts")
-    add("--svg", type=Path, metavar="FILE", help="write the picture as SVG too")
-    add("--figures", type=Path, metavar="DIR", help="only write the figures of README.md")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="auto: only on a terminal")
+    add("--picture-only", action="store_true", help="omit the table of conflicts")
+    add("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
+    add("--figures", type=Path, metavar="DIR", help="write the figures of README.md to a folder, and nothing else")
     return parser
 
 
@@ -86,13 +86,13 @@ def _has_colour(choice: str) -> bool:
 
 
 def _kernel_tile(args: argparse.Namespace) -> Any:
-    """The row of the kernel's table of tiles."""
+    """The tile that the kernel uses at this head dim."""
     family = args.kernel.removeprefix("fwd-")
     return plan_forward(Problem(1, 1, 1, 4096, 4096, args.head_dim), arch.by_name(args.arch), family).tile
 
 
 def _marked(uses: Sequence[Use], operand: str, instruction: str | None) -> tuple[Phase, ...]:
-    """The phases of the first use of an operand that is asked for: reads before writes."""
+    """The phases of an operand's access by `instruction`; without one, of its first access that is not cp.async."""
     mine = [use for use in uses if use.operand == operand]
     if instruction is not None:
         mine = [use for use in mine if use.instruction == instruction]
@@ -124,7 +124,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 
 
 def _draw(args: argparse.Namespace) -> str:
-    """Print, and return the same as SVG."""
+    """Print a picture, and return the same picture as SVG."""
     if args.draw_rows < 1:
         raise ValueError(f"--draw-rows {args.draw_rows}: must be 1 or more")
     subject = _subject(args)

@@ -1,7 +1,4 @@
-"""The algebra of shape:stride layouts: coalesce, composition, complement, division.
-
-`layout.py` has the layouts themselves.
-"""
+"""The algebra of shape:stride layouts (`layout.py`): coalesce, composition, complement, division."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from layouts.layout import AnyLayout, ComposedLayout, IntTuple, Layout, flat_mod
 
 
 def idx2crd(index: int, shape: IntTuple) -> IntTuple:
-    """The coordinate, nested as `shape`, of the position `index` with the first mode fastest."""
+    """The coordinate, nested like `shape`, of the position `index`; the first mode is the fastest."""
     if isinstance(shape, int):
         return index
     coord: list[IntTuple] = []
@@ -22,14 +19,14 @@ def idx2crd(index: int, shape: IntTuple) -> IntTuple:
 
 
 def _from_pairs(pairs: list[tuple[int, int]]) -> Layout:
-    """The flat layout of (extent, stride) pairs; one pair gives an unnested layout."""
+    """The flat layout of (extent, stride) pairs. One pair gives a layout of ints, not of tuples."""
     if len(pairs) == 1:
         return Layout(*pairs[0])
     return Layout(tuple(extent for extent, _ in pairs), tuple(step for _, step in pairs))
 
 
 def coalesce(layout: Layout) -> Layout:
-    """The same function of an integer, with as few modes as possible and no nesting."""
+    """A layout without nesting and with as few modes as possible that is the same function of an integer."""
     merged: list[tuple[int, int]] = []
     for extent, step in flat_modes(layout):
         if extent == 1:
@@ -46,23 +43,24 @@ def composition(outer: Layout, inner: Layout) -> Layout: ...
 @overload
 def composition(outer: ComposedLayout, inner: Layout) -> ComposedLayout: ...
 def composition(outer: AnyLayout, inner: Layout) -> AnyLayout:
-    """`coord -> outer(inner(coord))`, nested as `inner`, which should stay within the size of `outer`.
+    """`coord -> outer(inner(coord))`, nested like `inner`, whose indices should be less than the size of `outer`.
 
-    ValueError where extents and strides do not divide each other, or modes of `inner` overlap.
+    Raises:
+        ValueError: extents and strides do not divide each other, or modes of `inner` overlap.
     """
     if isinstance(outer, ComposedLayout):
         return ComposedLayout(outer.swizzle, outer.offset, composition(outer.layout, inner))
     rest, step = inner.shape, inner.stride
     *modes, (_, last_stride) = flat_modes(coalesce(outer))
     if isinstance(rest, tuple) or isinstance(step, tuple):
-        # A single mode is linear, and adds up whatever carries.
+        # If `outer` is a single mode, it is linear, and carries do not matter.
         if modes:
             _check_no_carry(outer, inner)
         return join_modes(*(composition(outer, mode) for mode in inner.modes))
     if step == 0:
         return inner
     pairs: list[tuple[int, int]] = []
-    # Walk `inner`'s steps through the modes of `outer`: each mode yields the steps that stay within it.
+    # Distribute the steps of `inner` over the modes of `outer`: each mode takes the steps that stay within it.
     for extent, stride in modes:
         if rest == 1:
             break
@@ -80,7 +78,10 @@ def composition(outer: AnyLayout, inner: Layout) -> AnyLayout:
 
 
 def _check_no_carry(outer: Layout, inner: Layout) -> None:
-    """Mode by mode is right only if the modes of `inner` are digits of a number, whose sum never carries."""
+    """Raise ValueError if the modes of `inner` overlap.
+
+    Modes can be composed one by one only if they are like the digits of a number, whose sum never carries.
+    """
     reach = 1
     for step, extent in sorted((step, extent) for extent, step in flat_modes(inner) if extent > 1 and step > 0):
         if step < reach:
@@ -89,7 +90,7 @@ def _check_no_carry(outer: Layout, inner: Layout) -> None:
 
 
 def complement(layout: Layout, size: int) -> Layout:
-    """The layout of what `layout` leaves out of `[0, size)`: together they reach every index once."""
+    """The layout of the indices that `layout` leaves out: together they reach every index of `[0, size)` once."""
     pairs: list[tuple[int, int]] = []
     covered = 1
     for step, extent in sorted((step, extent) for extent, step in flat_modes(layout) if extent > 1 and step > 0):
@@ -102,7 +103,7 @@ def complement(layout: Layout, size: int) -> Layout:
 
 
 def logical_divide(layout: Layout, tiler: int | Layout | tuple[int | Layout, ...]) -> Layout:
-    """`(tile, rest)`: mode 0 walks inside a tile, mode 1 from tile to tile. A tuple divides mode by mode."""
+    """`(tile, rest)`: mode 0 runs inside a tile, mode 1 from tile to tile. A tuple divides mode by mode."""
     if isinstance(tiler, tuple):
         if len(tiler) > layout.rank:
             raise ValueError(f"{len(tiler)} tilers for {layout}, which has {layout.rank} modes")

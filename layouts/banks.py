@@ -1,12 +1,12 @@
-"""Bank conflicts of warp-wide shared-memory accesses, counted from the addresses.
+"""A counter of the bank conflicts of warp-wide shared-memory accesses, from their addresses.
 
-Shared memory has 32 banks of 4 bytes; the word at byte address `a` lies in bank `a / 4 mod 32`. An access of
-a warp is served in phases of 128 bytes: 32 threads of 4 bytes, 16 of 8, or 8 of 16 (each 8x8 matrix of an
-ldmatrix is such a phase: 8 rows of 16 bytes). In a phase every bank serves one word per wavefront: threads
-that touch the same word share it, n words in one bank take n wavefronts. Loads and stores count alike; what
-cp.async writes goes by lines of memory instead (`CopyPhase`).
+Shared memory has 32 banks of 4 bytes; the word at byte address `a` is in bank `a / 4 mod 32`. An access of a warp is
+served in phases of 128 bytes: 32 threads of 4 bytes, 16 of 8, or 8 of 16. Each 8x8 matrix of an ldmatrix is such a
+phase: 8 rows of 16 bytes. In a phase each bank delivers one word per wavefront. Threads that touch the same word share
+it; n different words in one bank take n wavefronts. Loads and stores count in the same way. Writes of cp.async follow
+another rule (`CopyPhase`).
 
-The operand patterns are those of `mma.m16n8k16` on 2-byte elements; stmatrix has the addresses of ldmatrix.
+The access patterns are those of `mma.m16n8k16` with 2-byte elements. stmatrix has the addresses of ldmatrix.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Coord = tuple[int, int]
 
 @dataclass(frozen=True)
 class Phase:
-    """Threads served together, `width` bytes each: `lanes` holds (thread, byte address)."""
+    """Threads that are served together, `width` bytes each. `lanes`: (thread, byte address)."""
 
     width: int
     lanes: tuple[tuple[int, int], ...]
 
     @property
     def banks(self) -> dict[int, list[tuple[int, int]]]:
-        """bank -> [(thread, address of the word it wants there)], in the order of the banks."""
+        """bank -> [(thread, address of the word that it accesses there)], in the order of the banks."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for thread, address in self.lanes:
             for word in range(address, address + self.width, BANK_BYTES):
@@ -48,12 +48,12 @@ class Phase:
 
     @property
     def wavefronts(self) -> int:
-        """The most distinct words that any one bank has to deliver."""
+        """The largest number of different words in one bank."""
         return max(len({word for _, word in wanted}) for wanted in self.banks.values())
 
     @property
     def turns(self) -> list[list[tuple[int, int]]]:
-        """Wavefront -> (thread, address of the word it gets then)."""
+        """For each wavefront: [(thread, address of the word that it gets)]."""
         turns: list[list[tuple[int, int]]] = [[] for _ in range(self.wavefronts)]
         for wanted in self.banks.values():
             words = list(dict.fromkeys(word for _, word in wanted))
@@ -64,12 +64,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class CopyPhase(Phase):
-    """Threads of a cp.async whose bytes come from one line of global memory, 128 bytes, at `sources`.
+    """Threads of a cp.async whose bytes come from one 128-byte line of global memory. `sources`: their addresses.
 
-    A wavefront carries bytes into one line of shared memory only, and bytes of one sector (32 bytes) into one
-    sector. Moving sectors within a line, or chunks within a sector, is free, and that is all that a swizzle
-    does. In a padded tile a line straddles two, and where it is moved by 16 bytes, a sector straddles two as
-    well. An H200 counts so to the last wavefront; for rows beyond the end of a tensor always one a line.
+    A wavefront writes to one 128-byte line of shared memory, and the bytes of one source sector (32 bytes) to one
+    sector. Permuting sectors within a line, or chunks within a sector, is free, and a swizzle does no more than that.
+    In a padded tile a line straddles two lines and, if it is shifted by 16 bytes, a sector straddles two sectors. The
+    wavefront counts of an H200 follow this rule exactly, except for rows past the end of a tensor, which always take
+    one wavefront per line.
     """
 
     sources: tuple[int, ...] = ()
@@ -94,7 +95,7 @@ class CopyPhase(Phase):
 
 @dataclass(frozen=True)
 class Access:
-    """One warp instruction, or many: its phases in order."""
+    """The phases of one or more warp instructions, in order."""
 
     phases: tuple[Phase, ...]
 
@@ -104,7 +105,7 @@ class Access:
 
     @property
     def ideal(self) -> int:
-        """A phase wants at most 128 bytes, which 32 banks can deliver at once; for cp.async, a line."""
+        """Wavefronts without conflicts: one per phase, because 32 banks deliver the 128 bytes of a phase at once."""
         return len(self.phases)
 
     @property
@@ -113,7 +114,7 @@ class Access:
 
     @property
     def instructions(self) -> int:
-        """Of warps whose threads all take part."""
+        """The number of warp instructions, if the first lane of every warp takes part."""
         return sum(1 for phase in self.phases if phase.lanes[0][0] % WARP == 0)
 
 
@@ -123,7 +124,7 @@ def _join(accesses: Sequence[Access]) -> Access:
 
 @dataclass(frozen=True)
 class Vector:
-    """What a lane touches: `width` bytes of `element_bytes` elements, side by side in the mode `along`."""
+    """The access of one lane: `width` bytes of elements that are neighbours in the mode `along`."""
 
     width: int
     element_bytes: int = 2
@@ -138,11 +139,11 @@ class Vector:
             raise ValueError(f"along={self.along}: the modes of a tile are 0 and 1")
 
     def address(self, layout: AnyLayout, coord: Coord) -> int:
-        """The byte address of the vector from `coord` on; ValueError if it is not in one aligned piece."""
+        """The byte address of the vector at `coord`; ValueError if its bytes are not contiguous and aligned."""
         return _address(self, layout, coord)
 
 
-# Warps and blocks of keys touch the same vectors again and again.
+# Cached, because warps and blocks of keys access the same vectors again and again.
 @lru_cache(maxsize=1 << 16)
 def _address(vector: Vector, layout: AnyLayout, coord: Coord) -> int:
     i, j = coord
@@ -163,7 +164,7 @@ _PAIR = Vector(BANK_BYTES)
 def warp_access(
     layout: AnyLayout, coords: Sequence[Coord | None], vector: Vector = _CHUNK, first_thread: int = 0
 ) -> Access:
-    """One instruction of a warp: lane i touches the vector at `coords[i]`; None is an idle lane."""
+    """One instruction of a warp: lane i accesses the vector at `coords[i]`; None: the lane is idle."""
     if len(coords) != WARP:
         raise ValueError(f"{len(coords)} coordinates: give one for each of the {WARP} lanes, None for an idle one")
     lanes_per_phase = WAVEFRONT_BYTES // vector.width
@@ -177,13 +178,13 @@ def warp_access(
 
 
 def ldmatrix_a(layout: AnyLayout, row0: int, col0: int) -> Access:
-    """ldmatrix.x4 of Q: 16 rows x 16 columns, the matrices down the rows first (a0 a1 / a2 a3)."""
+    """ldmatrix.x4 of Q: 16 rows x 16 columns; its matrices are ordered down the rows first."""
     coords = [(row0 + lane % _BLOCK, col0 + lane // _BLOCK * _MATRIX) for lane in range(WARP)]
     return warp_access(layout, coords)
 
 
 def ldmatrix_b(layout: AnyLayout, row0: int, col0: int) -> Access:
-    """ldmatrix.x4 of K: 16 keys x 16 columns, the matrices along the columns first (b0 b1 of two n-tiles)."""
+    """ldmatrix.x4 of K: 16 keys x 16 columns; its matrices are ordered along the columns first."""
     coords = [
         (row0 + lane // _BLOCK * _MATRIX + lane % _MATRIX, col0 + lane // _MATRIX % 2 * _MATRIX) for lane in range(WARP)
     ]
@@ -191,10 +192,10 @@ def ldmatrix_b(layout: AnyLayout, row0: int, col0: int) -> Access:
 
 
 def ldmatrix_v(layout: AnyLayout, d0: int, key0: int) -> Access:
-    """ldmatrix.x4.trans of V seen as (d, keys), `layout.transposed`: 16 columns of 16 keys.
+    """ldmatrix.x4.trans of V, viewed as (d, keys) by `layout.transposed`: 16 columns of 16 keys.
 
-    A lane still hands over the address of 16 contiguous bytes, 8 columns of one key; they are transposed on
-    their way to the registers.
+    A lane still supplies the address of 16 contiguous bytes, which are 8 columns of one key. The instruction transposes
+    them on the way to the registers.
     """
     coords = [(d0 + lane // _BLOCK * _MATRIX, key0 + lane % _BLOCK) for lane in range(WARP)]
     return warp_access(layout, coords, Vector(CHUNK_BYTES, along=0))
@@ -210,7 +211,7 @@ def _check_mma_tile(tile: SmemTile) -> None:
 def every_block(
     tile: SmemTile, layout: AnyLayout, load: Callable[[AnyLayout, int, int], Access], cols: range | None = None
 ) -> Access:
-    """A load of every block of 16 x 16 in a view of the tile; of some of its columns where they are given."""
+    """`load` of every 16 x 16 block of `layout`, a view of the tile. `cols`: only the blocks of these columns."""
     _check_mma_tile(tile)
     rows, width = layout.extents
     columns = range(width) if cols is None else cols
@@ -218,9 +219,9 @@ def every_block(
 
 
 def _copy_coords(tile: SmemTile, num_threads: int) -> Iterator[tuple[int, list[Coord | None]]]:
-    """Every 16-byte chunk of the tile once: neighbouring threads cover `copy_cols`, then the next row.
+    """Each 16-byte chunk of the tile once: neighbouring threads cover `copy_cols` of a row, then of the next row.
 
-    Yields the first thread of a warp, and where its lanes are.
+    Yields the first thread of a warp, and the coordinates of its lanes.
     """
     if num_threads < WARP or num_threads % WARP:
         raise ValueError(f"num_threads={num_threads}: must be a positive multiple of {WARP}")
@@ -238,7 +239,7 @@ def _copy_coords(tile: SmemTile, num_threads: int) -> Iterator[tuple[int, list[C
 
 
 def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
-    """Filling the whole tile with 16-byte cp.async, from rows that follow each other in global memory."""
+    """The 16-byte cp.async writes that fill a tile, from rows that are contiguous in global memory."""
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
     phases = []
     for first, coords in _copy_coords(tile, num_threads):
@@ -255,13 +256,13 @@ def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
 
 
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
-    """The epilogue's 16-byte reads of the whole tile, row by row, before it is written to global memory."""
+    """The 16-byte loads with which the epilogue reads a tile, row by row, to store it to global memory."""
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
     return _join([warp_access(layout_of(tile), at, vector, first) for first, at in _copy_coords(tile, num_threads)])
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
-    """The epilogue's 4-byte stores of m16n8 accumulators, rounded to 2-byte pairs, over the whole tile.
+    """The 4-byte stores with which the epilogue writes m16n8 accumulators, as pairs of 2-byte elements, to a tile.
 
     Lane t holds columns 2 (t mod 4) and 2 (t mod 4) + 1 of rows t / 4 and t / 4 + 8; each warp has 16 rows.
     """
@@ -277,7 +278,7 @@ def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
     return _join(accesses)
 
 
-# What the kernels do with a tile, each over the whole of it.
+# The accesses of the kernels, each over a full tile.
 ACCESSES: dict[str, Callable[[SmemTile], Access]] = {
     "ldmatrix_a": lambda tile: every_block(tile, layout_of(tile), ldmatrix_a),
     "ldmatrix_b": lambda tile: every_block(tile, layout_of(tile), ldmatrix_b),
@@ -289,5 +290,5 @@ ACCESSES: dict[str, Callable[[SmemTile], Access]] = {
 
 
 def tile_report(tile: SmemTile) -> dict[str, Access]:
-    """Each kind of access over the whole tile."""
+    """Each kind of access over the full tile."""
     return {name: access(tile) for name, access in ACCESSES.items()}

@@ -1,7 +1,7 @@
-"""Pictures of a shared-memory tile: the banks of each 16 bytes, and what one phase of an access touches.
+"""Pictures of a shared-memory tile: the banks of each 16-byte chunk, and the chunks that one phase accesses.
 
-A cell is a chunk of 16 bytes, its number the group of four banks that hold it (group g = banks 4g to 4g + 3).
-A phase of eight chunks is free of conflicts when it touches every group once.
+A cell is a chunk of 16 bytes. Its number is the group of four banks that hold it (group g: banks 4g to 4g + 3). A phase
+of eight chunks has no conflicts if it accesses every group once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COLOURS = (
 
 @dataclass(frozen=True)
 class _Cell:
-    """A chunk of the picture; `threads` are those of the marked phase that touch it."""
+    """A chunk of the picture. `threads`: the threads of the marked phase that access it."""
 
     row: int
     col: int
@@ -44,7 +44,7 @@ class _Cell:
 
 
 def _cells(tile: SmemTile, phase: Phase | None, num_rows: int) -> list[list[_Cell]]:
-    # Emptied on the way: what is left after a row lies further down, and the picture must reach it.
+    # Entries are removed row by row. While some are left, the picture must have more rows.
     threads_at: dict[int, list[int]] = {}
     for thread, address in phase.lanes if phase else ():
         threads_at.setdefault(address // CHUNK_BYTES, []).append(thread)
@@ -69,7 +69,7 @@ def _wavefronts(phase: Phase) -> str:
 
 
 def text_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16, has_colour: bool = False) -> str:
-    """The first `num_rows` rows, or as many as `phase` needs; `[g]` marks the chunks that it touches."""
+    """The first `num_rows` rows, or more if `phase` needs them. `[g]` marks the chunks that the phase accesses."""
     grid = _cells(tile, phase, num_rows)
     lines = [_title(tile), "cell = 16 bytes, number = group of 4 banks"]
     if phase:
@@ -104,10 +104,10 @@ def _svg_head(title: str, caption: str, width: int, height: int) -> tuple[str, .
 
 
 def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) -> str:
-    """The same as SVG: cells coloured by group, the chunks of `phase` framed and labelled with threads."""
+    """`text_picture` as SVG: cells coloured by group, the chunks of `phase` framed and labelled with threads."""
     cell_width, cell_height, left, top = 44, 24, 64, 64
     grid = _cells(tile, phase, num_rows)
-    # A title is about 7 units a character and must fit, however few columns there are.
+    # The picture must be as wide as its title, at about 7 units per character.
     width = max(left + cell_width * len(grid[0]) + 16, 32 + 7 * len(_title(tile)))
     height = top + cell_height * len(grid) + 16
     caption = "cell = 16 bytes, number = group of 4 banks"
@@ -126,7 +126,7 @@ def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) 
             lines.append(f'{box} fill="{_COLOURS[cell.group][1]}" stroke="#ffffff"/>')
             lines.append(f'<text x="{x + 5}" y="{y + 16}" font-weight="bold">{cell.group}</text>')
             if cell.threads:
-                # Drawn last, else the neighbours would cover half of the frame.
+                # Drawn last, so that neighbouring cells do not cover the frame.
                 framed.append(f'{box} fill="none" stroke="#000000" stroke-width="2"/>')
                 label = _thread_label(cell.threads)
                 right = x + cell_width - 3
@@ -135,7 +135,7 @@ def svg_picture(tile: SmemTile, phase: Phase | None = None, num_rows: int = 16) 
 
 
 def conflict_table(rows: int, cols: int) -> str:
-    """Wavefronts of every access over a whole tile of 2-byte elements, and their excess over the ideal."""
+    """Wavefronts and conflicts of every access over a full tile of 2-byte elements, for all variants."""
     tiles = [SmemTile(rows, cols, variant=variant) for variant in VARIANTS]
     reports = [tile_report(tile) for tile in tiles]
     lines = [
@@ -150,7 +150,7 @@ def conflict_table(rows: int, cols: int) -> str:
 
 
 def _served(phase: Phase) -> list[list[tuple[int, ...]]]:
-    """(wavefront, group of banks) -> the threads whose words are delivered then."""
+    """[wavefront][group of banks] -> the threads that get words."""
     grid: list[list[set[int]]] = [[set() for _ in range(NUM_GROUPS)] for _ in range(phase.wavefronts)]
     for row, delivered in zip(grid, phase.turns, strict=True):
         for thread, word in delivered:
@@ -159,7 +159,7 @@ def _served(phase: Phase) -> list[list[tuple[int, ...]]]:
 
 
 def text_banks(phase: Phase) -> str:
-    """What the banks deliver in each wavefront of a phase, and to which threads."""
+    """For each wavefront of a phase, the threads that each group of banks serves."""
     heads = [f"{first}-{first + 3}" for first in range(0, NUM_BANKS, 4)]
     lines = [f"{'banks':<12}" + "".join(f"{head:>8}" for head in heads)]
     for number, row in enumerate(_served(phase)):
@@ -169,7 +169,7 @@ def text_banks(phase: Phase) -> str:
 
 
 def svg_banks(title: str, phase: Phase) -> str:
-    """The same as SVG: a row for each wavefront, a column in the colour of each group of banks."""
+    """`text_banks` as SVG: a row per wavefront, a column in the colour of each group of banks."""
     cell_width, cell_height, left, top = 52, 24, 100, 64
     rows = _served(phase)
     width = max(left + cell_width * NUM_GROUPS + 16, 32 + 7 * len(title))
@@ -193,11 +193,11 @@ def svg_banks(title: str, phase: Phase) -> str:
 
 
 def kernel_table(uses: Mapping[str, Sequence[Use]]) -> str:
-    """Variant -> uses of a kernel: wavefronts of each, and the conflicts among them, of a thread block."""
+    """Wavefronts and conflicts of the accesses of a CTA, one column per variant. `uses`: variant -> accesses."""
     variants = list(uses)
     lines = [
-        "a thread block, once: wavefronts (conflicts)",
-        f"{'access':<16}{'for each':<10}{'instr.':>8}" + "".join(f"{variant:>14}" for variant in variants),
+        "one CTA: wavefronts (conflicts)",
+        f"{'access':<16}{'per':<10}{'instr.':>8}" + "".join(f"{variant:>14}" for variant in variants),
     ]
     for same in zip(*uses.values(), strict=True):
         one = same[0]

@@ -1,9 +1,8 @@
-"""What the forward kernels do to shared memory, and the bank conflicts that follow: for a tile, for a launch.
+"""The shared-memory accesses of the forward kernels, and their bank conflicts per tile and per launch.
 
-Counted is what goes through the load/store units, whose counters a profiler reads: ldmatrix and stmatrix,
-ld.shared and st.shared, and the writes of cp.async. The copy engine (TMA) and the operands of wgmma take
-other ways to the same banks, and no counter tells their conflicts: of the Hopper kernel that leaves the
-epilogue.
+Only accesses through the load/store units are counted, as by a profiler: ldmatrix, stmatrix, ld.shared, st.shared, and
+the writes of cp.async. TMA and the operands of wgmma reach the banks in other ways, and no counter shows their
+conflicts. For the Hopper kernel that leaves the epilogue and the published tiles.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from layouts.banks import (
 )
 from layouts.layout import layout_of, transposed
 
-# Where all threads of a warp read one word.
+# All threads of a warp read one word.
 _BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
 _ONE_THREAD = Access((Phase(BANK_BYTES, ((0, 0),)),))
 
 
 class Sm80Tile(Protocol):
-    """What decides the accesses of the mma.sync kernel."""
+    """The properties of a tile that determine the accesses of the mma.sync kernel."""
 
     @property
     def tile_m(self) -> int: ...
@@ -50,7 +49,7 @@ class Sm80Tile(Protocol):
 
 
 class Sm90Tile(Protocol):
-    """What decides those of the wgmma kernel."""
+    """The properties of a tile that determine the accesses of the wgmma kernel."""
 
     @property
     def num_warpgroups(self) -> int: ...
@@ -61,19 +60,19 @@ class Sm90Tile(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """How much a launch does."""
+    """The size of a launch."""
 
     row_tiles: int
-    key_blocks: int  # that tiles of rows visit, all together
+    key_blocks: int  # K/V blocks that all row tiles visit, in total
 
 
 @dataclass(frozen=True)
 class Count:
-    """Instructions of warps, and the wavefronts that they take in shared memory."""
+    """Numbers of warp instructions and of their wavefronts in shared memory."""
 
     instructions: int = 0
     wavefronts: int = 0
-    conflicts: int = 0  # wavefronts beyond what as many bytes, or lines of cp.async, need
+    conflicts: int = 0  # wavefronts beyond one per phase
 
     def __add__(self, other: Count) -> Count:
         return Count(
@@ -86,14 +85,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Use:
-    """One way in which a thread block touches a tile in shared memory."""
+    """One kind of access of a CTA to a tile in shared memory."""
 
-    operand: str  # Q, K, V or O; "tile": the list of tiles to do
-    instruction: str  # of INSTRUCTIONS
+    operand: str  # Q, K, V or O; "tile": the published coordinates of the next tile
+    instruction: str  # one of INSTRUCTIONS
     access: Access
     tile: SmemTile | None = None
-    repeats: int = 1  # warps that each do all of it
-    is_per_block: bool = False  # once for every block of keys; else once for every tile of rows
+    repeats: int = 1  # how often it happens, such as once per warp
+    is_per_block: bool = False  # once per K/V block; else once per row tile
 
     @property
     def name(self) -> str:
@@ -111,10 +110,10 @@ class Use:
 INSTRUCTIONS = ("ldmatrix", "ld.shared", "st.shared", "stmatrix", "cp.async")
 
 
-# Pictures of one kernel ask for the uses of all its variants; each takes long to count.
+# Cached, because counting takes long, and the pictures of a kernel need all its variants.
 @lru_cache(maxsize=16)
 def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
-    """Of the mma.sync kernel, in the order of its life."""
+    """The accesses of the mma.sync kernel, in program order."""
     tiles = sm80_tiles(tile)
     q, kv = tiles["Q"], tiles["K"]
     threads, kept = WARP * tile.num_warps, 16 * tile.q_steps
@@ -124,7 +123,7 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
         Use("K", "cp.async", kv_copy, kv, is_per_block=True),
         Use("V", "cp.async", kv_copy, kv, is_per_block=True),
     ]
-    # Each warp reads its own rows of Q, some columns of them only once; and all of K and V.
+    # Each warp reads all of K and V, and its own rows of Q. It reads the first `kept` columns of Q once per tile.
     if kept:
         uses.append(Use("Q", "ldmatrix", every_block(q, layout_of(q), ldmatrix_a, range(kept)), q))
     if kept < q.cols:
@@ -142,35 +141,35 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
 
 
 def sm80_tiles(tile: Sm80Tile) -> dict[str, SmemTile]:
-    """The tiles in shared memory by operand. O takes the place of Q."""
+    """The tiles in shared memory by operand. O reuses the memory of Q."""
     q, kv = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return {"Q": q, "K": kv, "V": kv, "O": q}
 
 
 def sm90_tiles(tile: Sm90Tile) -> dict[str, SmemTile]:
-    """The tiles in shared memory by operand; Q and O of one warpgroup."""
+    """The tiles in shared memory by operand; for Q and O, those of one warpgroup."""
     return {operand: tile.operand_smem(operand) for operand in "QKVO"}
 
 
 @lru_cache(maxsize=16)
 def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
-    """Of the wgmma kernel: the epilogue, and the words that tell the warps which tile is next."""
+    """The accesses of the wgmma kernel: the epilogue, and the published coordinates of the next tile."""
     uses = []
     readers = 4 * tile.num_warpgroups + 1
     if tile.q_stages > 1:
-        # With one stage of Q the output goes straight to global memory.
+        # With one stage of Q the output is stored to global memory from registers.
         o = sm90_tiles(tile)["O"]
         access = every_block(o, layout_of(o), ldmatrix_a)
         uses.append(Use("O", "stmatrix", access, o, tile.num_warpgroups))
         readers += 1
-    # The rows, the head and the batch of a tile; written in two pieces, of 8 and 4 bytes.
+    # The m_block, head and batch index of a tile, written by stores of 8 and 4 bytes.
     uses.append(Use("tile", "ld.shared", _BROADCAST, repeats=3 * readers))
     uses.append(Use("tile", "st.shared", _ONE_THREAD, repeats=2))
     return tuple(uses)
 
 
 def predict(uses: Iterable[Use], work: Work) -> dict[str, Count]:
-    """Instruction -> what a launch counts of it; all of INSTRUCTIONS."""
+    """The counts of a launch for each of INSTRUCTIONS."""
     uses = tuple(uses)
     return {
         name: reduce(add, (use.launched(work) for use in uses if use.instruction == name), Count())

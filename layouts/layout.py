@@ -1,8 +1,8 @@
-"""CuTe's shape:stride layouts in plain Python, and those of the kernels' tiles.
+"""CuTe's shape:stride layouts in plain Python, and the layouts of the kernels' tiles.
 
-A layout maps a coordinate to an index by an inner product with its strides. Shapes and strides are equally
-nested tuples of ints; an integer coordinate runs through a nested shape with the first mode fastest. Layouts
-print as in the DSL, so that one printed here can be compared with one printed in a kernel.
+A layout maps a coordinate to an index: the inner product of the coordinate and the strides. Shape and stride are tuples
+of ints with the same nesting. An integer coordinate runs through a nested shape with the first mode fastest. Layouts
+print as in the CuTe DSL, so that they can be compared with those printed in a kernel.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _spell(value: IntTuple) -> str:
 
 
 def crd2idx(coord: IntTuple, shape: IntTuple, stride: IntTuple) -> int:
-    """The index of `coord`; an integer where the shape is a tuple is split, first mode fastest.
+    """The index of `coord`. An integer coordinate of a nested mode is split, the first mode fastest.
 
-    The last mode is not bounded, as in CuTe: a layout is also a function on indices beyond its size.
+    As in CuTe, the last mode is not bounded: a layout is also defined for indices beyond its size.
     """
     if isinstance(coord, int) and isinstance(stride, int):
         return coord * stride
@@ -90,7 +90,7 @@ class Layout:
 
     @cached_property
     def extents(self) -> tuple[int, ...]:
-        """The size of each mode, its nesting removed."""
+        """The size of each top-level mode."""
         return tuple(mode.size for mode in self.modes)
 
     @property
@@ -103,7 +103,7 @@ class Layout:
         return 1 + sum((extent - 1) * step for extent, step in flat_modes(self))
 
     def select(self, *modes: int) -> Layout:
-        """The layout of the given modes in the given order; `select(1, 0)` transposes."""
+        """The layout of some modes, in the order of the arguments; `select(1, 0)` transposes."""
         return join_modes(*(self.modes[mode] for mode in modes))
 
 
@@ -135,7 +135,7 @@ class ComposedLayout:
 
     @property
     def cosize(self) -> int:
-        """Elements to reserve: a swizzle moves an index within its block, so the last block counts whole."""
+        """Elements to allocate. A swizzle moves indices within its period, so the last period counts in full."""
         period = self.swizzle.period
         return -(-(self.offset + self.layout.cosize) // period) * period
 
@@ -147,12 +147,12 @@ AnyLayout: TypeAlias = Layout | ComposedLayout
 
 
 def join_modes(*modes: Layout) -> Layout:
-    """The layout whose modes are the given layouts."""
+    """The layout whose modes are the arguments."""
     return Layout(tuple(mode.shape for mode in modes), tuple(mode.stride for mode in modes))
 
 
 def flat_modes(layout: Layout) -> Iterator[tuple[int, int]]:
-    """(extent, stride) of every mode, nesting removed."""
+    """(extent, stride) of every mode, without nesting."""
     return zip(flatten(layout.shape), flatten(layout.stride), strict=True)
 
 
@@ -161,9 +161,9 @@ def tile_to_shape(atom: Layout, shape: tuple[int, ...]) -> Layout: ...
 @overload
 def tile_to_shape(atom: ComposedLayout, shape: tuple[int, ...]) -> ComposedLayout: ...
 def tile_to_shape(atom: AnyLayout, shape: tuple[int, ...]) -> AnyLayout:
-    """Repeat `atom` to cover `shape`, the first mode first: `cute.tile_to_shape(atom, shape, (0, 1, ...))`.
+    """Repeat `atom` to cover `shape`, along the first mode first: `cute.tile_to_shape(atom, shape, (0, 1, ...))`.
 
-    The shape may have more modes than the atom: the extra ones count copies (the stages of a pipeline).
+    Modes of `shape` that the atom does not have count copies, such as the stages of a pipeline.
     """
     if isinstance(atom, ComposedLayout):
         return ComposedLayout(atom.swizzle, atom.offset, tile_to_shape(atom.layout, shape))
@@ -181,7 +181,7 @@ def tile_to_shape(atom: AnyLayout, shape: tuple[int, ...]) -> AnyLayout:
 
 
 def atom_of(tile: SmemTile) -> AnyLayout:
-    """The smallest layout that repeats; of the variants without a swizzle, the whole tile."""
+    """The smallest layout that repeats in a tile; without a swizzle, the full tile."""
     if tile.swizzle:
         return ComposedLayout(tile.swizzle, 0, Layout((8, tile.atom_cols), (tile.atom_cols, 1)))
     return Layout((tile.rows, tile.cols), (tile.row_stride, 1))
@@ -195,10 +195,10 @@ def layout_of(tile: SmemTile) -> AnyLayout:
 
 @lru_cache
 def transposed(tile: SmemTile) -> AnyLayout:
-    """(col, row) -> element index in the same memory: V as the (d, keys) that ldmatrix.trans reads."""
+    """(col, row) -> element index in the same memory, such as V as (d, keys), which ldmatrix.trans reads."""
     return layout_of(tile).select(1, 0)
 
 
 def staged(tile: SmemTile, stages: int) -> AnyLayout:
-    """(row, col, stage) -> element index: `stages` tiles one after the other, for a pipeline."""
+    """(row, col, stage) -> element index, for `stages` tiles one after the other."""
     return tile_to_shape(atom_of(tile), (tile.rows, tile.cols, stages))

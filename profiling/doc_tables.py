@@ -1,4 +1,4 @@
-"""The generated tables of the READMEs, from checked-in files: no number is copied by hand."""
+"""The generated tables of README.md and docs/, from checked-in files: no number is copied by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.spec import arch
+from profiling import doc_results
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT
@@ -19,7 +20,7 @@ from profiling.report import geometric_mean
 from profiling.suites import MASKS
 from profiling.terminal import Table
 
-README, FRONT = DATA / "README.md", ROOT / "README.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 # The papers' shortest and longest sequences, and one between.
 LENGTHS = (512, 2048, 16384)
@@ -30,6 +31,7 @@ RUNS = {
     "backward sm80": BACKWARD_SM80,
 }
 SHORT = 1024
+PEERS = {"sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa3": "FA3", "fa4": "FA4"}
 SUPPORT = "results/h200/2026-11-16-support.json"
 Case = dict[str, Any]
 
@@ -169,8 +171,9 @@ def summary() -> Table:
         name = f"[{label}]({path})"
         commit = f"`{run.machine['git_commit']}`"
         short = _mean(_over_best(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT)))
-        rows.append((name, ", ".join(run.peers), mean, reach, *dims, short, commit))
-    columns = ("kernel", "best of", "all cells", "lowest to highest", "D = 64", "128", "256")
+        peers = ", ".join(PEERS[peer] for peer in run.peers)
+        rows.append((name, peers, mean, reach, *dims, short, commit))
+    columns = ("kernel", "best of", "mean of 36 cells", "lowest to highest", "D = 64", "128", "256")
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
 
 
@@ -195,21 +198,21 @@ def ratios() -> Table:
 ROWS = {
     "plain": "plain attention",
     "no mask": "no mask",
-    "causal or one bound": "causal, or bound on one side",
+    "causal or one bound": "causal, or a bound on one side",
     "window": "window",
     "grouped heads": "grouped heads",
     "odd numbers of heads": "odd numbers of heads",
     "head dim above 128": "head dim 192, 256",
-    "values of another width": "values of another width (192/128, 128/64)",
+    "values of another width": "Dv ≠ D (192/128, 128/64)",
     "softcap": "softcap",
     "alibi": "ALiBi, with its gradient",
     "sinks": "sinks, with their gradient",
     "dropout": "dropout",
-    "all four together": "the four together",
+    "all four together": "softcap, ALiBi, sinks and dropout together",
     "deterministic": "`deterministic`, same bits",
     "packed": "varlen (`attn_varlen`)",
     "packed, seqused_k": "varlen, `seqused_k`",
-    "packed, all four": "varlen, the four together",
+    "packed, all four": "varlen, all four together",
 }
 PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
@@ -223,11 +226,13 @@ def support() -> Table:
         return " + ".join(map(str, counts)) if any(counts) else "-"
 
     rows = [(label, *(cell(row, *place) for place in PLACES)) for row, label in ROWS.items() if row in right]
-    return Table("", ("right, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
+    return Table("", ("calls that match fp64, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
 
 
 def _markdown(table: Table) -> str:
-    rule = ("---", *("---:" for _ in table.columns[1:]))
+    """Columns of numbers are aligned to the right."""
+    columns = list(zip(*table.rows))
+    rule = ["---:" if all(re.match(r"[\d*-]", cell) for cell in column) else "---" for column in columns]
     return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
 
 
@@ -241,6 +246,12 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
+    "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), (*RUNS.values(), doc_results.OUTLIERS)),
+    "accuracy_line": (lambda: doc_results.accuracy_line(DATA), (*RUNS.values(), doc_results.OUTLIERS)),
+    "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
+    "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
+    "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
+    "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -263,7 +274,7 @@ def embed(text: str, folder: str = "") -> str:
 
 
 # Document -> prefix of its links to files of this folder.
-DOCUMENTS = {README: "", FRONT: "profiling/"}
+DOCUMENTS = {README: "profiling/", DOCS / "performance.md": "../profiling/", DOCS / "support.md": "../profiling/"}
 
 
 def write() -> None:

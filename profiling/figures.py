@@ -28,6 +28,12 @@ def _run(path: str) -> Run:
     return load(DATA / path)
 
 
+def _summary() -> str:
+    from profiling import plot_summary
+
+    return plot_summary.svg({"Forward, H200": _run(FORWARD), "Backward (dq, dk, dv), H200": _run(BACKWARD)})
+
+
 def _speed_forward() -> str:
     return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against length")
 
@@ -66,6 +72,7 @@ class Figure:
 
 
 FIGURES = {
+    "summary.svg": Figure((FORWARD, BACKWARD), _summary),
     "forward.svg": Figure((FORWARD,), _speed_forward),
     "backward.svg": Figure((BACKWARD,), _speed_backward),
     "roofline.svg": Figure((FORWARD, BACKWARD, FORWARD_SM80), _roofline),

@@ -123,7 +123,7 @@ def _forward(case: Case, spec: ArchSpec) -> Callable[[], tuple[torch.Tensor, ...
 
 def _backward(case: Case) -> Callable[[], tuple[torch.Tensor, ...]]:
     q, k, v, dout = _inputs(case)
-    args = plain_args(q, case.shape.problem(case.dtype).band)._replace(kernels=case.family)
+    args = plain_args(q, case.shape.problem(case.dtype).band)._replace(kernel_family=case.family)
     out, lse, _ = launcher.forward(q, k, v, args)
     return lambda: launcher.backward(dout, None, q, k, v, out, lse, args)[:3]
 

@@ -1,4 +1,4 @@
-"""`AttentionArgs` of tests, and attention by the CPU path that autograd knows."""
+"""`AttentionArgs` from keywords of `attn`, and the CPU path as a differentiable function without an operator."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def call_args(
     block_mask: BlockMask | None = None,
     **fields: Any,
 ) -> AttentionArgs:
-    """The arguments of a call from keywords of `attn`; `fields` are those of `AttentionArgs`."""
+    """The `AttentionArgs` of keywords of `attn`. `fields` are other fields of `AttentionArgs`."""
     args = reference.plain_args(q, band, scale)._replace(**fields)
     if bias is not None:
         args = args._replace(bias=bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())])
     mods = BoundMods.of(score_mod, mask_mod, score_mod_bwd)
     return args._replace(
-        score_mod=mods.graphs.text,
+        mod_graphs=mods.graphs.text,
         captures=mods.captures,
         scalars=mods.scalars,
         needs_grad=tuple(x is not None and x.requires_grad for x in (bias, *mods.captures)),
@@ -43,7 +43,7 @@ def call_args(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """out and LSE of `reference.forward`, differentiable by `reference.backward`, without an operator."""
+    """out and LSE of `reference.forward`, with gradients from `reference.backward`."""
     return _Attention.apply(args, q, k, v, *args.differentiable)
 
 

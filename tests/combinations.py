@@ -1,6 +1,6 @@
 """Random combinations of shapes, masks, dtypes and score features.
 
-A `Combination` is a call of `attn`, a `VarlenCombination` one of `attn_varlen`; tests treat them alike.
+A `Combination` is a call of `attn`, a `VarlenCombination` a call of `attn_varlen`. Both have the same methods.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Outputs = tuple[Tensor, Tensor]  # out, lse
 
 
 class _Call:
-    """What both kinds of calls share."""
+    """The common base of `Combination` and `VarlenCombination`."""
 
     def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
         raise NotImplementedError
 
     def dense(self, by: Any, x: dict[str, Tensor], scale: float | None = None) -> Outputs:
-        """By `reference.dense`, or a function like it; differentiable."""
+        """(out, lse) of the call, computed by `by`: `reference.dense` or `reference.dense_low_precision`."""
         return by(x["q"], x["k"], x["v"], args=self.args(x, scale))
 
 
@@ -50,7 +50,9 @@ class Combination(_Call):
     dtype: torch.dtype
     left: int | None = None
     right: int | None = None
-    features: dict[str, Any] = field(default_factory=dict)  # softcap, dropout; alibi: 1 or 2-D; sinks: True
+    features: dict[str, Any] = field(
+        default_factory=dict
+    )  # softcap and dropout: the value; alibi: 1 or 2, its rank; sinks: True
 
     @property
     def heads(self) -> int:
@@ -62,7 +64,7 @@ class Combination(_Call):
 
     @staticmethod
     def drawn(seed: int) -> Combination:
-        """One of all that belong together; the same for the same seed."""
+        """A random combination, determined by the seed."""
         pick = random.Random(seed)
         some = {
             "softcap": pick.choice([0.5, 3.0, 50.0]),
@@ -112,7 +114,7 @@ class Combination(_Call):
         return made | self.per_head(normal, self.batch)
 
     def per_head(self, normal: Any, batch: int) -> dict[str, Tensor]:
-        """Slopes and sinks, as parameters are: in fp32, but where all is in fp64."""
+        """Slopes and sinks: fp32, as parameters usually are, or fp64 for an fp64 call."""
         dtype, made = torch.float64 if self.dtype == torch.float64 else torch.float32, {}
         if "alibi" in self.features:
             shape = (self.heads,) if self.features["alibi"] == 1 else (batch, self.heads)
@@ -122,7 +124,7 @@ class Combination(_Call):
         return made
 
     def args(self, x: dict[str, Tensor], scale: float | None = None) -> AttentionArgs:
-        """The call for functions of `cute_flash.reference`; dropout has the seed `RNG`."""
+        """The `AttentionArgs` of the call, for functions of `cute_flash.reference`; dropout has the seed `RNG`."""
         dropout = self.features.get("dropout", 0.0)
         return reference.plain_args(x["q"], self.band, scale)._replace(
             softcap=self.features.get("softcap", 0.0),
@@ -136,13 +138,13 @@ class Combination(_Call):
         return cute_flash.attn(x["q"], x["k"], x["v"], **self.options(x), return_lse=True, **more)
 
     def weights(self, generator: torch.Generator) -> Outputs:
-        """The gradients of out, which its dtype holds exactly, and of the LSE."""
+        """Random gradients of out, exact in the dtype of the call, and of the LSE."""
         shape = self.batch, self.heads, self.seqlen_q
         dout = torch.randn(*shape, self.head_dim_v, generator=generator).to(self.dtype)
         return dout, torch.randn(*shape, generator=generator)
 
     def options(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The keywords of `attn`."""
+        """The keywords of the call of `attn`."""
         named = {name: self.features[name] for name in ("softcap", "dropout") if name in self.features}
         per_head = {name: tensors[name] for name in ("alibi", "sinks") if name in tensors}
         return {"window": (self.left, self.right), **named, **per_head}
@@ -150,9 +152,9 @@ class Combination(_Call):
 
 @dataclass(frozen=True)
 class VarlenCombination(_Call):
-    """A varlen batch. Tokens that belong to no sequence hold NaN, and so do their gradients."""
+    """A varlen batch. Tokens outside of all sequences hold NaN, and so do their gradients."""
 
-    one: Combination  # all but the batch and the lengths
+    one: Combination  # everything but the batch and the lengths
     lengths: Lengths
 
     @property
@@ -173,7 +175,7 @@ class VarlenCombination(_Call):
 
     @property
     def problem(self) -> Problem:
-        """As kernels are planned for: all tokens together."""
+        """The problem that kernels are planned for; its lengths are total numbers of tokens."""
         seqlen_q, seqlen_k = self.lengths.totals
         return replace(
             self.one.problem,
@@ -213,7 +215,7 @@ class VarlenCombination(_Call):
 
 
 def drawing(case: Any, standard: torch.dtype) -> Any:
-    """Standard normal values, the same for the same case."""
+    """A generator of standard normal tensors, seeded by the case."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
 
     def normal(*shape: int, dtype: torch.dtype = standard) -> Tensor:
@@ -236,7 +238,7 @@ def gradients(function: Any, tensors: dict[str, Tensor], weights: Outputs) -> di
 
 
 def results(function: Any, tensors: dict[str, Tensor], weights: Outputs) -> tuple[Outputs, dict[str, Tensor]]:
-    """(out, lse), and the gradients of all tensors."""
+    """(out, lse) of `function`, and the gradients of all tensors for the gradients `weights` of (out, lse)."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     out, lse = function(leaves)
     loss = (out * weights[0].to(out.dtype)).sum()

@@ -1,8 +1,9 @@
-"""What every test starts from: no CUTE_FLASH_* variable of the caller, and a kernel cache of its own.
+"""The environment of all tests: no CUTE_FLASH_* variable of the caller, and caches of the test session.
 
-The cache is one folder for the whole session, shared by the workers of pytest-xdist: a kernel that two tests
-need is compiled once. `--kernel-cache=DIR` keeps it between sessions. Only tests with the marker `compiles`, or `gpu`,
-may run the DSL's compiler, so that `make test-fast` stays fast.
+All tests and workers of pytest-xdist share the kernel cache, so that a kernel is compiled once. `--kernel-cache=DIR`
+keeps it between sessions. Inductor's cache is not kept: its key does not cover the schema of an operator, so it may
+hold calls with argument names of an earlier version. Only tests with the marker `compiles` or `gpu` may run the DSL's
+compiler, so that `make test-fast` stays fast.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ _folder = pytest.StashKey[str]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-cache", metavar="DIR", help="keep the kernels that tests compile in DIR")
     parser.addoption("--combinations", metavar="N", type=int, default=300, help="random calls of each family on a GPU")
-    parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="how long to draw random arguments")
-    parser.addoption("--support", metavar="FOLDER", help="write down which random calls were right")
+    parser.addoption("--fuzz-seconds", metavar="S", type=float, default=0.0, help="seconds of random arguments")
+    parser.addoption("--support", metavar="FOLDER", help="write the support matrix of random calls to FOLDER")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # A worker of xdist: its environment is the one that the controller has prepared here.
+        # A worker of xdist inherits the environment that the controller set below.
         return
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
-    kept = config.getoption("--kernel-cache")
-    if kept is None:
-        config.stash[_folder] = tempfile.mkdtemp(prefix="cute_flash_tests_")
-    os.environ["CUTE_FLASH_CACHE_DIR"] = str(Path(kept).absolute()) if kept else config.stash[_folder]
+    folder = config.stash[_folder] = tempfile.mkdtemp(prefix="cute_flash_tests_")
+    kernels = config.getoption("--kernel-cache") or f"{folder}/kernels"
+    os.environ["CUTE_FLASH_CACHE_DIR"] = str(Path(kernels).absolute())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -48,7 +49,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped, visibly, where there is none."""
+    """Skip tests with the marker `gpu` if there is no GPU."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -74,7 +75,7 @@ def _refuse_to_compile(*args: Any, **kwargs: Any) -> None:
 
 @pytest.fixture
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention calls its operator without torch.compile. Forward calls compute the same."""
+    """Make FlexAttention run without torch.compile. The forward gives the same results."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
@@ -82,7 +83,7 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty kernel cache for one test, and no kernel in memory from the tests before."""
+    """An empty kernel cache for one test, on disk and in memory."""
     from cute_flash.jit import compile as compiling
 
     folder = tmp_path / "kernels"

@@ -1,11 +1,13 @@
-"""The rule for calls with features: out and LSE by that of `tests.cases`, and their gradients.
+"""The error rules for calls with score features. out and LSE follow the rule of `tests.cases`.
 
-dq, dk, dv: that of `tests.gradients`, with a second yardstick, the CPU path's gradients of the same out and
-LSE. Like a kernel it takes Δ = rowsum(dO ∘ O) from an output in 16 bits, of which unfused PyTorch knows
-nothing; where few keys share a row, that shows. So it does in the sums over all queries and keys that are the
-gradients of slopes and sinks: those are held against the CPU path's, closer than either is to the oracle.
+dq, dk and dv follow the rule of `tests.gradients` with a second yardstick: the gradients of the CPU path for the same
+out and LSE. Like a kernel, the CPU path computes Δ = rowsum(dO ∘ O) from a 16-bit output. Unfused PyTorch does not, and
+the difference shows in rows that see few keys.
 
-Everything is computed where the tensors are, and a GPU is waited for a few times only.
+Gradients of slopes and sinks are sums over all queries and keys, in which the error of Δ adds up. They are compared
+with the CPU path, with a tolerance smaller than its distance from the oracle.
+
+Everything is computed on the device of the tensors, with few synchronizations.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from cute_flash import reference
 from tests import cases
 from tests.combinations import Combination, Outputs, VarlenCombination, results
 
-# Of the distance of the CPU path from the oracle, and of the size of what is summed up.
+# Tolerances for slopes and sinks: factors of the CPU path's distance from the oracle, and of the gradient's size.
 PER_HEAD_YARDSTICK, PER_HEAD_FLOOR = 0.1, 2e-3
 FP32_NOISE = 2.0**-23
 
@@ -28,7 +30,7 @@ Attend = Callable[[dict[str, Tensor]], Outputs]  # leaves -> (out, lse)
 
 
 def weights(case: AnyCombination, device: str, with_lse: bool) -> Outputs:
-    """The gradients of out and of the LSE."""
+    """The gradients of out and of the LSE; the latter are 0 unless `with_lse`."""
     problem = case.problem
     dout, dlse = case.weights(torch.Generator().manual_seed(problem.seqlen_q + problem.seqlen_k))
     return dout.to(device), dlse.to(device) * with_lse
@@ -37,7 +39,7 @@ def weights(case: AnyCombination, device: str, with_lse: bool) -> Outputs:
 def by_cpu_path(
     case: AnyCombination, tensors: dict[str, Tensor], outs: Outputs, douts: Outputs, scale: float | None
 ) -> dict[str, Tensor]:
-    """The gradients of the CPU path from these (out, lse), on the device of the tensors."""
+    """The gradients that the CPU path computes from these (out, lse), on the device of the tensors."""
     x = {name: tensor.detach() for name, tensor in tensors.items()}
     (out, lse), (dout, dlse) = outs, douts
     qkv = x["q"], x["k"], x["v"]
@@ -60,7 +62,7 @@ def assert_outputs(
 def assert_feature_gradients(
     attend: Attend, case: AnyCombination, tensors: dict[str, Tensor], douts: Outputs, scale: float | None = None
 ) -> dict[str, Tensor]:
-    """Out, LSE, and the gradients of q, k, v, alibi and sinks, by whatever `attend` is; they are returned."""
+    """Check out, LSE and all gradients of `attend`, and return the gradients of q, k, v, alibi and sinks."""
     wide = {name: x.double() for name, x in tensors.items()}
     outs, mine = results(attend, tensors, douts)
     exact_outs, exact = results(lambda x: case.dense(reference.dense, x, scale), wide, douts)
@@ -96,9 +98,10 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _noise(name: str, tensors: dict[str, Tensor], dropout: float) -> float:
-    """What fp32 leaves of a slope's gradient whose terms cancel, as where rows see one key: P (dP - D) times
-    the distance, in every row, whose weights sum to 1. dP is a sum of products of order 1 over the width of
-    v, scaled by dropout.
+    """The fp32 rounding error of a slope's gradient whose terms cancel, as in rows that see one key.
+
+    A term is P (dP - Δ) times the distance, where the P of a row sum to 1, and dP is a sum over the width of v of
+    products of order 1, scaled by dropout.
     """
     q, k = tensors["q"], tensors["k"]
     if name == "sinks":

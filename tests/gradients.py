@@ -1,4 +1,4 @@
-"""The rule for gradients: at most twice as far from the fp64 oracle as unfused PyTorch in the same dtype."""
+"""The error rule for dq, dk and dv: at most twice the error of unfused PyTorch in the same dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (out, lse) -> scalar
 
 
 def weighted(dout: Tensor, dlse: Tensor | None = None) -> Loss:
-    """The loss whose gradients these are; a row without keys has no LSE to speak of."""
+    """A loss with these gradients of out and LSE. The LSE of rows without keys, -inf, does not count."""
 
     def loss(out: Tensor, lse: Tensor) -> Tensor:
         total = (out * dout.to(out.dtype)).sum()
@@ -49,7 +49,7 @@ def assert_gradients(
         assert (value.shape, value.dtype) == (x.shape, x.dtype), f"d{name}: {value.shape} of {value.dtype}"
         assert torch.isfinite(low).all(), "a yardstick that is not finite"
         if largest(oracle) <= 1e-12 * most:
-            # One visible key for all: dS = P (dP - D) is 0, of two sums in different orders. Or none.
+            # Each query sees at most one key, so dS = P (dP - Δ) is 0, up to rounding of two sums.
             assert torch.isfinite(value).all() and largest(value) <= 1e-4 * most, f"d{name}: should be 0"
             continue
         cases.assert_error_within(f"d{name}", value, oracle, low)

@@ -12,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Lengths:
-    """Queries and keys of each sequence, keys that are used, and tokens after the last sequence."""
+    """The lengths of the sequences of a varlen batch."""
 
     queries: list[int]
     keys: list[int]
-    used: list[int] | None = None
-    padding: tuple[int, int] = (0, 0)
+    used: list[int] | None = None  # seqused_k
+    padding: tuple[int, int] = (0, 0)  # tokens of q, and of k and v, after the last sequence
 
     @staticmethod
     def drawn(seed: int, longest: int = 300) -> Lengths:
-        """With empty sequences on either side; the same for the same seed."""
+        """Random lengths, determined by the seed. Some sequences have no queries or no keys."""
         pick = random.Random(seed)
         batch = pick.choice([1, 2, 3, 7, 20])
         sizes = [0, 1, 2, 17, 63, 64, 65, 128, pick.randrange(1, longest), pick.randrange(1, longest)]
@@ -55,14 +55,14 @@ class Lengths:
             yield slice(q0, q0 + sq), slice(k0, k0 + sk)
 
     def unused_keys(self) -> Tensor:
-        """Which keys belong to no sequence, or are not used of theirs."""
+        """A mask of the keys that belong to no sequence or are not used."""
         unused = torch.ones(self.totals[1], dtype=torch.bool)
         for _, keys in self.spans():
             unused[keys] = False
         return unused
 
     def args(self, device: str | torch.device = "cpu") -> dict[str, Tensor | None]:
-        """The fields of `AttentionArgs`."""
+        """The offsets and lengths as keywords of `attn_varlen`, which are also fields of `AttentionArgs`."""
         used = self.used_k
         return {
             "cu_seqlens_q": self.cu_q.to(device),

@@ -1,5 +1,7 @@
-"""Calls with a score_mod, a mask_mod, a bias or a block mask: few kinds, each of which is one kernel of a family,
-and many sizes. For the tests on a GPU, for compiling ahead, and for launches that are only captured.
+"""Calls with a score_mod, a mask_mod, a bias or a block mask, in many sizes.
+
+All calls of a `Kind` use the same kernel of a family, which keeps the number of kernels to compile small. GPU tests run
+the calls; other tests only plan or compile them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tests.arguments import call_args
 from tests.lengths import Lengths
 
 BLOCK = (128, 128)
-NUM_DISTANCES = 32  # of a table of distances
+NUM_DISTANCES = 32  # the size of a table of relative positions
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Sizes:
 
 
 class Make:
-    """What functions capture, drawn for some sizes."""
+    """Builds mods, with random captured tensors for some sizes."""
 
     def __init__(self, sizes: Sizes, seed: int, device: str) -> None:
         self.sizes, self.device = sizes, device
@@ -59,7 +61,7 @@ class Make:
         return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
 
     def gated(self) -> Callable:
-        """Of several tables and dtypes: by batch and head, by row, by column, and a single value."""
+        """Captures tensors of several dtypes: by batch and head, by query, by key, and a single number."""
         sizes = self.sizes
         gate, rows = self.normal(sizes.batch, sizes.heads), self.normal(sizes.seqlen_q).bfloat16()
         keys, one = self.normal(sizes.seqlen_k).half(), self.normal(1)[0]
@@ -71,7 +73,7 @@ class Make:
         return mod
 
     def hiding(self) -> Callable:
-        """Hides keys by their scores."""
+        """A score_mod that masks scores by returning -inf."""
         step = 3
         return lambda score, b, h, q, kv: torch.where((q + kv) % step == 0, -float("inf"), score)
 
@@ -100,7 +102,7 @@ class Make:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kernel of a family is compiled for."""
+    """The properties of a call that decide its kernel."""
 
     head_dim: int
     score: str = ""
@@ -108,10 +110,12 @@ class Kind:
     bias: torch.dtype | None = None
     bounds: tuple[bool, bool] = (False, False)
     has_block_mask: bool = False
-    has_pairs: bool = True  # of the bias
-    is_aligned: bool = False  # so that TMA can load it
+    has_pairs: bool = True  # the strides of the bias allow loads of two keys
+    is_aligned: bool = False  # TMA can load the bias
     dtype: torch.dtype = torch.bfloat16
-    more: dict[str, Any] = field(default_factory=dict, hash=False)  # softcap, sinks, return_max_logit
+    more: dict[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # other keywords: softcap, return_max_logit, and sinks=True
 
     @property
     def id(self) -> str:
@@ -157,7 +161,7 @@ class Case:
         return *self.row_shape, self.kind.head_dim
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-        """The call: out and LSE."""
+        """Call `attn` and return out and LSE."""
         out, lse, *_ = attn(q, k, v, **self.options, **more, return_lse=True)
         return out, lse
 
@@ -166,7 +170,7 @@ class Case:
         return q, k, v
 
     def uninitialized_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors like `inputs`, for calls that only choose kernels."""
+        """Tensors like `inputs`, for calls that are only planned."""
         q, k, v = (torch.empty(shape, dtype=self.kind.dtype, device=self.device) for shape in self._shapes())
         return q, k, v
 
@@ -177,7 +181,7 @@ class Case:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The keywords of `attn`."""
+        """The keywords of the call of `attn`."""
         make, kind = self.make, self.kind
         found: dict[str, Any] = {"window": (self.band.left, self.band.right), **kind.more}
         if found.pop("sinks", False):
@@ -196,21 +200,21 @@ class Case:
         return found
 
     def _bias(self) -> Tensor:
-        """Of a shape that broadcasts; memory as the kind says."""
+        """A bias of a random shape that broadcasts, with the strides of the kind."""
         s, drawn = self.sizes, random.Random(self.seed + 1)
         shape = [size if drawn.random() < 0.7 else 1 for size in (s.batch, s.heads, s.seqlen_q)]
         if self.kind.is_aligned:
             shape[2] = s.seqlen_q
             return self.make.normal(*shape, -(-s.seqlen_k // 8) * 8 + 8).to(self.kind.bias)[..., : s.seqlen_k]
         if self.kind.has_pairs:
-            # Rows of an even number of keys, also where they are a part of longer ones.
+            # The number of keys is even, and so are the strides.
             return self.make.normal(*shape, s.seqlen_k + 2).to(self.kind.bias)[..., :-2]
         if drawn.random() < 0.3:
             return self.make.normal(*shape, 1).to(self.kind.bias)
         return self.make.normal(*shape[:2], s.seqlen_k, shape[2]).to(self.kind.bias).mT
 
     def args(self, **fields: Any) -> AttentionArgs:
-        """The call, as operators and the reference take it; gradients of the tensors that require one."""
+        """The `AttentionArgs` of the call; `needs_grad` is set for tensors that require grad."""
         options = self.options
         return call_args(
             torch.empty(self.kind.head_dim), self.band,
@@ -223,7 +227,7 @@ class Case:
 
 @dataclass(frozen=True)
 class VarlenCase(Case):
-    """A call of `attn_varlen`; `sizes` has the longest lengths."""
+    """A call of `attn_varlen`. `sizes` has the largest lengths."""
 
     lengths: Lengths = field(default_factory=lambda: Lengths([1], [1]))
 
@@ -250,7 +254,7 @@ class VarlenCase(Case):
         return out, lse
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that belong to no sequence hold NaN."""
+        """q, k, v, with NaN in tokens that belong to no sequence or are not used."""
         q, k, v = (self.make.normal(*shape) for shape in self._shapes())
         q[sum(self.lengths.queries) :] = torch.nan
         for x in (k, v):

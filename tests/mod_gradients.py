@@ -1,8 +1,8 @@
-"""The gradients of `tests.mod_cases`: which tensors have one, by which kernels, and the error rule.
+"""The gradients of `tests.mod_cases`: the tensors that have one, the kernels that compute them, and the error rule.
 
-The rule for dq, dk and dv is that of `tests.feature_gradients`. Gradients of a bias, of captured tensors and of
-sinks are sums, or dS itself: they are compared with the CPU path's gradients of the same out and LSE, within less
-than either is from the oracle.
+The rule for dq, dk and dv is that of `tests.feature_gradients`. Gradients of a bias, of captured tensors and of sinks
+are sums, or dS itself. They are compared with the CPU path's gradients for the same out and LSE, with a tolerance
+smaller than its distance from the oracle.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.fakes.recording import backward_keys, main_key
 from tests.gradients import largest
 from tests.mod_cases import Case
 
-# Kernels of a kind and a family; cases that would need more are left out.
+# The largest number of kernels to compile for a kind and a family; cases that need other kernels are skipped.
 MOST_KERNELS = 2
 YARDSTICK = 0.2
 FLOOR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 
 def leaves_of(case: Case) -> dict[str, Tensor]:
-    """The tensors with a gradient: q, k, v, and those of the case's options."""
+    """The tensors that require grad: q, k, v, bias, sinks and captured tensors."""
     qkv = dict(zip("qkv", case.inputs(), strict=True))
     return {name: x.requires_grad_() for name, x in qkv.items()} | others_of(case)
 
@@ -46,7 +46,7 @@ def others_of(case: Case) -> dict[str, Tensor]:
 
 
 def douts_of(case: Case) -> tuple[Tensor, Tensor]:
-    """The gradients of out, which its dtype holds exactly, and of the LSE, of every other case."""
+    """Random gradients of out, exact in its dtype, and of the LSE, which are 0 for even seeds."""
     dout = case.make.normal(*case.out_shape).to(case.kind.dtype)
     return dout, case.make.normal(*case.row_shape) * (case.seed % 2)
 
@@ -65,7 +65,7 @@ def gradients(outs: Any, douts: tuple[Tensor, Tensor], leaves: dict[str, Tensor]
 def by_cpu(
     case: Case, leaves: dict[str, Tensor], outs: tuple[Tensor, Tensor], douts: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """Those of the CPU path, on the device of the tensors."""
+    """The gradients that the CPU path computes from these outputs, on the device of the tensors."""
     q, k, v = (leaves[name].detach() for name in "qkv")
     out, lse = (x.detach() for x in outs)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def by_cpu(
 
 
 def assert_gradients(case: Case, **more: Any) -> dict[str, Tensor]:
-    """Of the case's own device; they are returned. `more`: keywords of the call."""
+    """Check all gradients of a case on its device, and return them. `more` has further keywords of the call."""
     leaves, douts = leaves_of(case), douts_of(case)
     q, k, v = (leaves[name] for name in "qkv")
     outs = case.attend(q, k, v, **more)
@@ -116,16 +116,16 @@ def _assert_agrees(name: str, value: Tensor, fused: Tensor, oracle: Tensor) -> N
 def keys_of(
     case: Case, arch: ArchSpec, family: str = "", deterministic: bool = False, has_dlse: bool = True
 ) -> list[CompileKey]:
-    """The kernels of the gradients of all leaves; the case's device is the CPU."""
+    """The kernels that compute all gradients of a case, whose device must be the CPU."""
     others_of(case)
-    args = case.args(kernels=family, deterministic=deterministic)
+    args = case.args(kernel_family=family, deterministic=deterministic)
     return backward_keys(*case.uninitialized_inputs(), args, arch, has_dlse)
 
 
 def chosen(
     arch: ArchSpec, family: str, device: str, kinds: list[mod_cases.Kind] = mod_cases.KINDS
 ) -> Iterator[tuple[Case, list[CompileKey]]]:
-    """Cases that few kernels serve, and their kernels: none where the family has none for them."""
+    """Cases that need at most `MOST_KERNELS` kernels per kind, with their kernels: [] if the family has none."""
     known: dict[str, set[CompileKey]] = {}
     for case, on_cpu in zip(mod_cases.cases(device, kinds), mod_cases.cases("cpu", kinds), strict=True):
         try:
@@ -154,9 +154,8 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
 
 
 def deterministic_cases(device: str = "cpu") -> list[Case]:
-    """Cases whose gradients are also compared bit by bit.
-
-    Without a block mask, with one, with gradients of tables, and of varlen batches.
+    """Cases whose gradients are also compared bit by bit: with and without a block mask, with gradients of captured
+    tensors, and varlen.
     """
     kinds = [kind for kind in mod_cases.KINDS if not kind.has_block_mask and not kind.score and kind.head_dim <= 128]
     sizes = mod_cases.Sizes(2, 6, 3, 333, 640)

@@ -1,6 +1,6 @@
-"""Mods with one operation each, for tests on the CPU, on the host compiler of the DSL and on a GPU.
+"""A score_mod for each operation that mods may use, for tests on the CPU, with the DSL's compiler, and on a GPU.
 
-They are functions of (score, b, h, q, kv) that work on proxies and on tensors alike.
+They work on proxies and on tensors alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mod = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def score_mods(device: str = "cpu") -> dict[str, Mod]:
-    """One mod for each operation, whose tables are on a device."""
+    """One mod for each operation; captured tensors are on `device`."""
     int8 = torch.tensor([-3, 0, 127, -128, 5], dtype=torch.int8, device=device)
     uint8 = torch.tensor([3, 0, 127, 255, 5], dtype=torch.uint8, device=device)
     int16 = torch.tensor([-300, 0, 127, 32000, -32768], dtype=torch.int16, device=device)
@@ -68,12 +68,12 @@ SCORE_MODS = score_mods()
 
 
 def places(size: int, batch: int = 1, head: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """b, h, q and kv of a square of scores."""
+    """b, h, q and kv of size x size scores; they broadcast."""
     return torch.tensor(batch), torch.tensor(head), torch.arange(size)[:, None], torch.arange(size)
 
 
 def scores(size: int) -> Tensor:
-    """fp64, away from 0 and from halves; the first is far out."""
+    """Random fp64 scores, none of them near 0 or a half-integer. The first is large."""
     x = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
     x[0, 0] = 9.3
     return x + 0.01 * math.pi

@@ -30,7 +30,7 @@ def qkv(
 
 
 def visible(sq: int, sk: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """(Sq, Sk): the documented inequality, pair by pair."""
+    """The mask, (Sq, Sk), computed pair by pair from the documented inequality."""
     mask = torch.zeros(sq, sk, dtype=torch.bool)
     for i, j in itertools.product(range(sq), range(sk)):
         own = i + sk - sq
@@ -41,7 +41,7 @@ def visible(sq: int, sk: int, causal: bool, left: int | None, right: int | None)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """By definition, with a dense mask; rows that see nothing give 0 and -inf."""
+    """(out, lse) by definition, with a dense mask. A row that sees no key has out 0 and LSE -inf."""
     group = q.shape[1] // k.shape[1]
     scores = scale * q @ k.repeat_interleave(group, 1).mT
     weights = scores.exp() * mask
@@ -70,7 +70,7 @@ def test_is_sdpa_in_every_layout(dtype: torch.dtype, causal: bool, scale: float 
     check(attn(*bshd, layout="bshd", **options), expected.transpose(1, 2))
     check(attn(q[:, 1], k[:, 1], v[:, 1], **options), expected[:, 1])
     check(attn(q[1, 2], k[1, 2], v[1, 2], **options), expected[1, 2])
-    # The layout names the order of four dimensions: of fewer there is one order.
+    # `layout` has no effect on tensors of fewer than four dimensions.
     check(attn(q[:, 1], k[:, 1], v[:, 1], layout="bshd", **options), expected[:, 1])
 
 
@@ -86,7 +86,7 @@ def test_half_precision_keeps_its_dtype_and_an_fp32_lse(dtype: torch.dtype) -> N
     out, lse = attn(q, k, v, return_lse=True)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     expected = sdpa(q.double(), k.double(), v.double())
-    # One rounding of values below 4.
+    # The error of one rounding, for values below 4.
     assert (out.double() - expected).abs().max() <= 4 * torch.finfo(dtype).eps / 2
 
 
@@ -134,10 +134,10 @@ def test_any_strides(q_name: str, k_name: str) -> None:
     before = [x.clone() for x in (q, k, v)]
     out, lse = attn(q, k, v, causal=True, return_lse=True)
     expected, expected_lse = attn(*before, causal=True, return_lse=True)
-    # The same sums in the same order: bit for bit.
+    # Strides do not change the order of sums, so results are equal bit by bit.
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
-    # What torch gives a new tensor like q: dense, in q's order of strides.
+    # out is dense, in the stride order of q.
     assert out.stride() == torch.empty_like(q).stride()
     assert lse.is_contiguous()
     for x, old in zip((q, k, v), before, strict=True):
@@ -221,12 +221,12 @@ def test_large_scores_do_not_overflow() -> None:
     assert torch.isfinite(lse).all()
 
 
-# ---- errors, and `supports` that foretells them
+# ---- errors of `attn`, which `supports` predicts
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call by its shapes; `error` is None where it works."""
+    """The shapes and options of a call, and the error that it raises, or None."""
 
     name: str
     q: tuple[int, ...] = (2, 4, 7, 8)
@@ -331,7 +331,7 @@ def test_unsupported_calls_fail_before_any_work(call: Call, monkeypatch: pytest.
     assert type(error.value) is call.error
     answer = supports(*tensors, **call.options)
     assert not answer
-    # In four dimensions `attn` may find the odd rank later, in other words.
+    # For 4-D tensors beside 3-D ones, `attn` raises another message than `supports`.
     if call.name != "4-D with 3-D":
         assert answer.reason == str(error.value)
 
@@ -392,7 +392,7 @@ def test_unsupported_features_fail_before_any_work(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_sdpa_does(dtype: torch.dtype) -> None:
-    """q, k and v to the dtype of autocast; other tensors keep theirs."""
+    """q, k and v are cast to the autocast dtype; other tensors are not."""
     q, k, v = (x.requires_grad_() for x in qkv(dtype=torch.float32, sq=20, sk=30))
     with torch.autocast("cpu", dtype=dtype):
         out, lse = attn(q, k, v, return_lse=True)
@@ -458,7 +458,7 @@ def test_the_dtype_of_q_is_the_default_of_the_output(dtype: torch.dtype) -> None
 
 
 def test_gradients_of_fp32_outputs() -> None:
-    """They come from an output and a gradient that are not rounded."""
+    """The backward uses the unrounded output and its unrounded gradient."""
     leaves = [x.requires_grad_() for x in qkv(dtype=torch.float32)]
     dout = normal(2, 4, 7, 8, dtype=torch.float32)
     exact = torch.autograd.grad(attn(*leaves, causal=True), leaves, dout)
@@ -471,7 +471,7 @@ def test_gradients_of_fp32_outputs() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_merged_parts_are_the_whole(causal: bool) -> None:
-    """Keys in parts, as on the devices of a ring: outputs and gradients of the merged parts are the whole's."""
+    """Attention over parts of the keys, as in ring attention, merges to the outputs and gradients of one call."""
     q, k, v = (normal(2, h, 24, 8, seed=i).bfloat16() for i, h in enumerate((4, 2, 2)))
     bounds, dout = [0, 5, 16, 24], normal(2, 4, 24, 8, seed=9).float()
 
@@ -481,7 +481,7 @@ def test_merged_parts_are_the_whole(causal: bool) -> None:
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Any:
         parts = []
         for a, b in itertools.pairwise(bounds):
-            # The last query is aligned with the last key of a part, b - 1, and sees more than that.
+            # In a call on keys a to b, the last query is aligned with key b - 1; the right bound restores its position.
             window = (None, 24 - b) if causal else (None, None)
             keys = k[:, :, a:b], v[:, :, a:b]
             parts.append(attn(q, *keys, window=window, return_lse=True, out_dtype=torch.float32))
@@ -495,7 +495,7 @@ def test_merged_parts_are_the_whole(causal: bool) -> None:
         results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
     for found, expected in zip(results[1][1:], results[0][1:], strict=True):
-        # Sums of three parts, each rounded to bf16.
+        # dq is the sum of three parts, each rounded to bf16.
         torch.testing.assert_close(found.float(), expected.float(), rtol=0.02, atol=0.03)
 
 

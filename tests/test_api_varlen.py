@@ -46,7 +46,7 @@ def test_combinations(seed: int) -> None:
         weights = case.weights(torch.Generator().manual_seed(3))
         found, expected = results(case.attend, tensors, weights), results(oracle, tensors, weights)
         torch.testing.assert_close(found, expected, **CLOSE)
-        # By the rule of the tests on a GPU, too.
+        # The error rule of the GPU tests accepts the results, too.
         assert_feature_gradients(case.attend, case, tensors, weights)
 
 
@@ -178,7 +178,7 @@ def test_nested(order: int) -> None:
     torch.testing.assert_close(flat_lse.transpose(0, 1), expected_lse)
     found = torch.autograd.grad(flat.sin().sum() + flat_lse[flat_lse > -torch.inf].sum(), leaves)
     torch.testing.assert_close(found, grads)
-    # Jagged like its input, so that a model may go on with it.
+    # out has the jagged layout of its input, so that they can be added.
     assert (out + jagged[0]).is_nested
 
 

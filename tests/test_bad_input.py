@@ -1,4 +1,4 @@
-"""Wrong arguments: each gives a ValueError that names the argument, from `attn`, and a False from `supports`."""
+"""Wrong arguments: `attn` raises a ValueError that names the argument, and `supports` returns false."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_varlen(keywords: dict, message: str) -> None:
         attn_varlen(q, k, v, **{"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS, **keywords})
 
 
-# ---- unusual values that are right
+# ---- unusual values that are valid
 
 
 @pytest.mark.parametrize("window", [(np.int64(3), 0), (torch.tensor(3), torch.tensor(0)), [3, 0]], ids=str)

@@ -1,6 +1,7 @@
-"""The direct entry past the dispatcher: which calls take it, and that it does what the operators do.
+"""Calls that bypass the dispatcher: which calls do, and that they give the same results as the operators.
 
-On CPU tensors that claim to be on CUDA: see `tests.fakes.cuda`. A launch on the fake GPU shows that a call was direct.
+The tensors are CPU tensors that claim to be on CUDA (`tests.fakes.cuda`). A launch on the fake GPU shows that a call
+bypassed the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Listening(TorchFunctionMode):
 
 @contextmanager
 def through_operators() -> Iterator[None]:
-    """A mode keeps calls from the direct entry; the operators launch too."""
+    """Send calls through the operators, by an active mode; the operators launch on the fake GPU, too."""
     with launching_operators(), Passing():
         yield
 
@@ -66,7 +67,7 @@ def documents(b, h, q, kv):
 
 @dataclass
 class Call:
-    """What `attn` is called with: the leaves by name, and all else."""
+    """A call of `attn`: its leaves by name, and its other arguments."""
 
     leaves: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +118,7 @@ SMALL = {name: CALLS[name] for name in ("plain", "softcap", "table", "varlen")}
 
 
 def run(call: Call, wanted: tuple[bool, bool] = (True, True)) -> list[Tensor]:
-    """Outputs and gradients; `wanted`: whether out and LSE have a gradient."""
+    """The outputs and gradients of a call. `wanted`: whether to differentiate through out, and through the LSE."""
     torch.manual_seed(5)
     leaves = call.tensors()
     outputs = call(leaves)
@@ -130,7 +131,7 @@ def run(call: Call, wanted: tuple[bool, bool] = (True, True)) -> list[Tensor]:
 
 
 def assert_same(mine: Any, other: Any) -> None:
-    """Equal values; tensors also in dtype and strides."""
+    """Assert that values are equal; for tensors, dtypes and strides too."""
     assert type(mine) is type(other)
     if isinstance(mine, dict):
         assert_same(list(mine.items()), list(other.items()))
@@ -165,7 +166,7 @@ def test_results_and_launches_are_those_of_the_operators(gpu: FakeGpu, name: str
 
 @pytest.mark.parametrize("name", CALLS)
 def test_saved_tensors_are_those_of_the_operators(gpu: FakeGpu, name: str) -> None:
-    """In their order: a call may be recomputed the other way."""
+    """Their order is the same too, because a checkpoint may recompute a direct call through the operators."""
     saved = {way: saved_by(CALLS[name], way) for way in WAYS}
     assert_same(saved["direct"], saved["operators"])
 
@@ -275,7 +276,7 @@ def test_no_gradient_launches_nothing(gpu: FakeGpu, call: Call) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["plain", "softcap", "table"])
 def test_the_family_of_the_forward_computes_the_gradients(gpu: FakeGpu, name: str, way: str) -> None:
-    """Also in another thread, which does not see the context variable: autograd's threads of a GPU do not."""
+    """This holds in another thread, which does not see the context variable, as autograd's GPU threads do not."""
     with launching_operators():
         with WAYS[way](), use_kernels("sm80"):
             out = CALLS[name](CALLS[name].tensors())[0]
@@ -342,7 +343,7 @@ def traced(call: Call, leaves: dict[str, Tensor]) -> None:
 
 
 def heard(call: Call, leaves: dict[str, Tensor]) -> None:
-    """The forward alone: `backward` is a function of its own to the mode."""
+    """The forward only, because the function mode would treat `backward` as another function."""
     with Listening():
         call(leaves)
 
@@ -378,7 +379,7 @@ def test_observed_calls_go_through_the_operators(gpu: FakeGpu, name: str, observ
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         observer(CALLS[name], CALLS[name].tensors())
-    # The CPU's own kernels have computed.
+    # The operators ran on the CPU.
     assert gpu.launches == []
 
 
@@ -390,15 +391,15 @@ def test_cpu_tensors_go_through_the_operators() -> None:
 
 
 def imaginary(x: Tensor) -> Tensor:
-    """The same values as the imaginary part of a conjugate: elements lie two apart, and are negated when read."""
+    """The same values with the negative bit, like the imaginary part of a conjugate: the element stride is 2."""
     return torch._neg_view(torch.stack([x, -x], dim=-1)[..., 1])
 
 
 @pytest.mark.parametrize("make", [lambda x: x.as_subclass(Subclass), imaginary], ids=["subclass", "lazily negated"])
 @pytest.mark.parametrize("name", ["softcap", "all"])
 def test_tensors_with_a_dispatch_of_their_own(gpu: FakeGpu, name: str, make: Callable[[Tensor], Tensor]) -> None:
-    """The dispatcher unwraps them, and negates before a kernel reads. The launch copies q, k and v that are lazily
-    negated.
+    """The dispatcher unwraps subclasses and resolves the negative bit. Only q, k and v with the negative bit bypass the
+    dispatcher, because the launch copies them.
     """
     call, plain = CALLS[name], {name: x.detach() for name, x in CALLS[name].tensors().items()}
     expected = call(plain)
@@ -414,14 +415,14 @@ def test_tensors_with_a_dispatch_of_their_own(gpu: FakeGpu, name: str, make: Cal
 
 @pytest.mark.parametrize("call", SMALL.values(), ids=SMALL)
 def test_observed_gradients_go_through_the_operators(gpu: FakeGpu, call: Call) -> None:
-    """Also if the forward was direct."""
+    """The forward may have bypassed the dispatcher."""
     out = call(call.tensors())[0]
     num, ones = len(gpu.launches), torch.ones_like(out)
     out.backward(torch._neg_view(ones), retain_graph=True)
     for mode in (Passing, torch.profiler.profile):
         with mode():
             out.backward(ones, retain_graph=True)
-    # Zeros without memory get some from the dispatcher.
+    # A ZeroTensor, which has no memory; the dispatcher materializes it.
     out.backward(torch._efficientzerotensor(out.shape, dtype=out.dtype), retain_graph=True)
     assert len(gpu.launches) == num
     out.backward(ones)

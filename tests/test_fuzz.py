@@ -1,6 +1,6 @@
-"""Random arguments, right and wrong: `attn` returns the right result or raises an error that it documents.
+"""Random valid and invalid arguments: `attn` returns the right result or raises a documented error.
 
-At least `LEAST_CALLS` are drawn; `make nightly` draws for a minute (`--fuzz-seconds`).
+Each test runs at least `LEAST_CALLS` calls; `make nightly` runs for a minute (`--fuzz-seconds`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tensor(draw: random.Random, *shape: int) -> Tensor:
 
 
 def table(draw: random.Random, b: int, h: int, sq: int, sk: int) -> dict[str, Any]:
-    """Right values of keywords, each of which is absent half of the time."""
+    """A valid value for each keyword. The caller omits each keyword half of the time."""
     bias_shape = [draw.choice((1, n)) for n in (b, h, sq, sk)][draw.randrange(4) :]
     learned = tensor(draw, h)
     return {
@@ -65,7 +65,7 @@ def table(draw: random.Random, b: int, h: int, sq: int, sk: int) -> dict[str, An
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """By definition, with loops over nothing: all scores at once."""
+    """(out, lse) by definition, with all scores in memory."""
     (b, h, sq, _), sk = q.shape, k.shape[2]
     K, V = (x.repeat_interleave(h // k.shape[1], dim=1) for x in (k, v))
     scale = a.get("scale")

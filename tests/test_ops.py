@@ -1,4 +1,4 @@
-"""The torch operators: registration, compilation, gradients, functorch, and what fake tensors promise."""
+"""The torch operators: registration, torch.compile, gradients, functorch and fake tensors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_bwd(part: tuple[str, ...], qkv: list[Tensor], args: AttentionArgs, has
 
 
 TOGETHER = {"softcap": 2.0, "alibi": 2, "sinks": True, "dropout": 0.3}
-# All together in every way; each by itself, with and without gradients, in one of two ways each.
+# (features, requires_grad, varlen): all features together in all four ways; each feature alone in some of them.
 FEATURES: list[tuple[dict[str, Any], bool, bool]] = [
     *((TOGETHER, requires_grad, varlen) for requires_grad in (False, True) for varlen in (False, True)),
     *(({name: x}, i % 2 == 1, i % 2 == 0) for i, (name, x) in enumerate(TOGETHER.items())),
@@ -187,7 +187,7 @@ def test_only_what_the_backward_needs_is_saved() -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         out, lse = attn(q, k, v, return_lse=True)
-    # Nothing of size Sq x Sk. The Autograd key saves places for the tensors of features, too.
+    # Nothing of size Sq x Sk is saved. The Autograd kernel also saves None for the tensors of absent features.
     assert [x.data_ptr() for x in saved if x is not None] == [x.data_ptr() for x in (q, k, v, out, lse)]
 
 
@@ -242,7 +242,7 @@ def test_compiled_by_inductor_and_without_gradients() -> None:
 
     def layer(x: Tensor) -> Tensor:
         q, k, v = x.unflatten(-1, (3, 4, 8)).unbind(-3)
-        # Views only around it: arithmetic would have Inductor call a C++ compiler, for many seconds.
+        # Only views around the call, because for arithmetic Inductor would run a C++ compiler for many seconds.
         return attn(q, k, v, causal=True, layout="bshd").flatten(-2)  # type: ignore[union-attr]
 
     compiled = torch.compile(layer, fullgraph=True)
@@ -278,7 +278,7 @@ def test_compiled_dropout_has_one_mask_both_ways() -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     q, k, v = inputs(20, 30)
     out = compiled(q, k, v)
-    # out is linear in v: the gradient of its sum, times v, is the sum.
+    # out is linear in v, so dv times v sums up to the sum of out.
     (dv,) = torch.autograd.grad(out.sum(), v)
     torch.testing.assert_close((dv * v).sum(), out.sum())
     assert not torch.equal(compiled(q, k, v), out)
@@ -313,7 +313,7 @@ def test_compiled_calls_have_the_operator_in_their_graph() -> None:
 
 @pytest.mark.compiles
 def test_a_compiled_function_keeps_the_family_of_its_first_call() -> None:
-    """Also for its gradients."""
+    """The same family computes its gradients."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k, v: attn(q, k, v), fullgraph=True, backend="aot_eager")
     leaves = [x.detach().requires_grad_() for x in inputs(5, 6, torch.bfloat16)]
@@ -396,7 +396,7 @@ def test_rows_and_keys_outside_the_band_have_zero_gradients() -> None:
 
     q, k, v = inputs(3, 8)
     attn(q, k, v, window=(1, 0)).sum().backward()  # type: ignore[union-attr]
-    # Rows 0, 1, 2 stand at keys 5, 6, 7 and see one key before: no row sees keys 0 .. 3.
+    # Queries 0, 1, 2 are aligned with keys 5, 6, 7 and see one key before, so no query sees keys 0 to 3.
     assert torch.equal(v.grad[:, :, :4], torch.zeros(2, 2, 4, 8, dtype=torch.float64))
     assert v.grad[:, :, 4:].abs().min() > 0
 
@@ -598,7 +598,7 @@ def test_features_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert supports(x, x, x, **options, deterministic=True)
 
 
-# ---- CPU kernels, and operators of version 0.1
+# ---- CPU kernels, and deprecated operators of version 0.1
 
 
 def test_cpu_kernels_are_the_reference() -> None:

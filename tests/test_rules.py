@@ -1,4 +1,4 @@
-"""The error rules for gradients pass right ones and no others: tried on the CPU."""
+"""The error rules for gradients accept correct gradients and reject wrong ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts that kernels share. They work on the (m, n) view of an accumulator, on lengths, or on the order of blocks."""
+"""Device code that the kernels share: softmax, masks, score features, copies, pipelines and tile schedulers."""

@@ -1,4 +1,7 @@
-"""The band of a mask on traced integers; `spec.band` has the formulas."""
+"""The window mask as a band, for the traced integers of a kernel. `spec.band` has the formulas.
+
+`minimum`, `maximum` and `select` accept Python values too, so that constants fold at compile time.
+"""
 
 from dataclasses import dataclass
 
@@ -24,12 +27,12 @@ def select(condition: cutlass.Boolean | bool, a: Int32 | int, b: Int32 | int) ->
 
 @dataclass(frozen=True)
 class Band(band.Band):
-    """A bound that is None is compiled in."""
+    """A band with run-time bounds. A bound of None is unbounded, which is known at compile time."""
 
     minimum = staticmethod(minimum)
     maximum = staticmethod(maximum)
 
     def diagonal_block(self, m_block: Int32, tile_m: int, tile_n: int, sq: Int32, sk: Int32) -> Int32:
-        """The key block at the position of the last row of a tile; the first one, if that is before all keys."""
+        """The K/V block with the diagonal key of the tile's last row, or block 0 if that key is before key 0."""
         last = minimum((m_block + 1) * tile_m, sq) - 1
         return maximum(last + sk - sq, 0) // tile_n

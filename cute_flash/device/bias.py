@@ -1,8 +1,13 @@
-"""A block of a bias in the forward, from global memory to the scores.
+"""The bias of a K/V block in the forward: how it is loaded, and how it is added to the scores.
 
-Threads load their own elements, a warp loads one row that all queries share, or TMA loads tiles to shared memory. In
-the end a thread holds the elements of its accumulator: in every k-step of 16 keys, pairs of neighbouring keys, in two
-rows 8 apart and at two keys 8 apart. For 64 rows in shared memory that is one ldmatrix.
+| class          | load                                                                                   |
+|----------------|----------------------------------------------------------------------------------------|
+| `RegisterBias` | every thread loads its own elements from global memory                                 |
+| `WarpBias`     | a warp loads one row that all queries share; lanes exchange its elements by shuffles   |
+| `SmemBias`     | TMA loads tiles to shared memory (`BiasPipeline`); threads read them with ldmatrix     |
+
+A thread needs the elements at the positions of its accumulator. In a k-step, which is 16 keys, these are two rows 8
+apart, and in each row two pairs of neighbouring keys 8 apart: the result of one ldmatrix.x4.
 """
 
 from dataclasses import dataclass
@@ -20,12 +25,12 @@ from cute_flash.device.tma import TmaTiles
 from cute_flash.planning.tiles.common import WARP_ROWS
 from cute_flash.smem.tile import SmemTile
 
-STEP_VALUES = 8  # of a k-step in a thread
-KEYS_PER_WARP_LOAD = 64  # one register of every lane, a pair of keys each
+STEP_VALUES = 8  # elements of a thread in a k-step
+KEYS_PER_WARP_LOAD = 64  # one 32-bit register in each lane, with two keys
 
 
 def pair_to_floats(pair: cute.Tensor) -> list:
-    """Two neighbouring elements as floats; bf16 takes one instruction each."""
+    """Convert two neighbouring elements to fp32. For bf16 this takes one integer instruction per element."""
     if pair.element_type is not cutlass.BFloat16:
         return [Float32(pair[i]) for i in range(2)]
     word, halves = cute.recast_tensor(pair, Int32)[0], cute.make_rmem_tensor(2, Int32)
@@ -35,18 +40,18 @@ def pair_to_floats(pair: cute.Tensor) -> list:
 
 
 class BlockBias:
-    """The bias of a block. Subclasses say where it is, and whether it must be waited for and released."""
+    """The bias of one K/V block. `wait` and `release` do nothing unless the bias is in a pipeline stage."""
 
     def wait(self): ...
 
     def release(self): ...
 
     def step(self, k: int) -> list:
-        """[row][column] of a k-step, as floats."""
+        """The elements of the k-th k-step as fp32: [row][column], two rows of four columns."""
         raise NotImplementedError
 
     def add_to(self, acc_S_mn: cute.Tensor):
-        """Add it to natural scores, in place."""
+        """Add the bias in place to scores in natural units (not log2)."""
         rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
         for k in range(columns // 4):
             values = self.step(k)
@@ -57,12 +62,12 @@ class BlockBias:
 
 @dataclass(frozen=True)
 class RegisterBias(BlockBias):
-    """In the registers of its thread."""
+    """Bias elements that a thread has loaded to its own registers."""
 
-    rBias: cute.Tensor  # (2, pairs, rows), or one row for all
+    rBias: cute.Tensor  # (2, pairs, rows of this thread); one row if all queries share it
 
     def add_to(self, acc_S_mn: cute.Tensor):
-        """For as many rows as a thread of an mma.sync kernel has."""
+        """Add the bias to any number of rows: a thread of an mma.sync kernel may have more than the two of `step`."""
         rows, columns = (cute.size(acc_S_mn, mode=[i]) for i in range(2))
         for r in range(rows):
             for pair in range(columns // 2):
@@ -80,15 +85,17 @@ class RegisterBias(BlockBias):
 
 @dataclass(frozen=True)
 class WarpBias(BlockBias):
-    """One row for all queries, distributed over a warp: each lane holds pairs of keys, and shuffles exchange them."""
+    """One row that all queries share, distributed over a warp. Each lane holds one pair of every 64 keys."""
 
-    words: cute.Tensor  # this lane's pair of every 64 keys
+    words: cute.Tensor  # this lane's pairs, one per 64 keys
     dtype: cutlass.Constexpr
 
     @staticmethod
     def load(row: cute.Tensor, first_col: Int32, columns: int, last: Int32 | None) -> "WarpBias":
-        """The keys of a block that begins at `first_col`; `last`: the last pair of the row, if the block may end
-        after it.
+        """Load the keys of the block that begins at `first_col`.
+
+        `last` is the first key of the row's last pair, to which addresses are clamped. It is None if the loads stay
+        within the row.
         """
         words = cute.make_rmem_tensor(-(-columns // KEYS_PER_WARP_LOAD), Int32)
         for j in range(cute.size(words)):
@@ -111,14 +118,15 @@ class WarpBias(BlockBias):
 
 @dataclass(frozen=True)
 class BiasPipeline:
-    """Tiles of the bias in shared memory, loaded by TMA, with a pipeline for each consumer warpgroup.
+    """Bias tiles in shared memory, loaded by TMA.
 
-    Iterations are those of K and V.
+    Each consumer warpgroup has its own pipeline, so none waits for another to release a stage. Iterations are those of
+    the K and V pipelines.
     """
 
     sBias: cute.Tensor  # (64, tile_n, (warpgroup, stage))
-    barriers: Pipeline  # a part for each warpgroup: no warpgroup waits for another
-    tile: cutlass.Constexpr  # SmemTile of a warpgroup
+    barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
+    tile: cutlass.Constexpr  # SmemTile of a warpgroup's 64 rows
     num_warpgroups: cutlass.Constexpr
     stages: cutlass.Constexpr
 
@@ -130,7 +138,7 @@ class BiasPipeline:
         return BiasPipeline(sBias, barriers, tile, num_warpgroups, stages)
 
     def init_barriers(self):
-        """One thread calls it, before a fence and a barrier of all threads."""
+        """Called by one thread, before a fence and a CTA barrier."""
         self.barriers.init(1, WARPGROUP_THREADS // 32)
 
     def pipeline(self, warpgroup: Int32 | int) -> Pipeline:
@@ -138,7 +146,7 @@ class BiasPipeline:
 
     @cute.jit
     def load(self, tma: TmaTiles, iteration: Int32, block: tuple, head_batch: tuple):
-        """One warp loads the block (m_block, n_block) for all warpgroups."""
+        """Start to load the block (m_block, n_block) for all warpgroups. Called by one warp."""
         m_block, n_block = block
         for w in cutlass.range_constexpr(self.num_warpgroups):
             pipeline = self.pipeline(w)
@@ -148,9 +156,9 @@ class BiasPipeline:
             tma.load(sX, m_block * self.num_warpgroups + w, *head_batch, pipeline.full_barrier(iteration), n_block)
 
     def block(self, warpgroup: Int32, thread: Int32, iteration: Int32) -> "SmemBias":
-        """The bias of one iteration for a thread; its address is recomputed, not kept in a register."""
+        """The bias of one iteration for a thread. Its address is recomputed, which saves a register over the loop."""
         thread = rederived(thread)
-        # Bit operations: the compiler generates more for a quotient of signed integers.
+        # Bit operations, because divisions of signed integers take more instructions.
         row, chunk = (thread >> 5) * WARP_ROWS + (thread & (WARP_ROWS - 1)), (thread >> 4) & 1
         offset = (row * self.tile.row_stride + chunk * self.tile.chunk_cols) * self.tile.element_bytes
         first = Int32(self.sBias.iterator.toint())
@@ -161,7 +169,7 @@ class BiasPipeline:
 
 @dataclass(frozen=True)
 class SmemBias(BlockBias):
-    """In shared memory, read by ldmatrix."""
+    """Bias in a pipeline stage of shared memory, read by ldmatrix."""
 
     owner: BiasPipeline
     pipeline: Pipeline
@@ -173,7 +181,7 @@ class SmemBias(BlockBias):
 
     @cute.jit
     def release(self):
-        """A warp calls it when the bias is in its registers, or used."""
+        """Called by all lanes of a warp after their last read of the bias."""
         cute.arch.sync_warp()
         self.pipeline.release(self.iteration)
 

@@ -1,7 +1,8 @@
-"""A bias and its gradient in the backward: element by element between global memory and registers.
+"""A bias and its gradient in the backward, moved element by element between global memory and registers.
 
-A thread holds pairs of queries of a key, which are no neighbours in memory. The lanes of a warp hold eight neighbouring
-keys of four queries: half a sector of 16-bit elements, whose other half comes next.
+Rows of a block are keys, so neighbouring elements of a thread are two queries of one key, which are not neighbours in
+memory. Vector accesses are therefore impossible. One access of a warp covers eight neighbouring keys of four queries:
+half of a 32-byte sector of 16-bit elements per query. The next access covers the other half.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ class BwdBiasParams:
     """The bias of a launch, and its gradient."""
 
     mBias: cute.Tensor  # (B, H, Sq, Sk), with a stride of 0 where it broadcasts
-    mdBias: cute.Tensor | None  # (B, H, Sq or 1, Sk or 1), in the type of the gradient, or fp32 sums
-    varies: cutlass.Constexpr  # bits of ROW and COLUMN: the dimensions in which the bias is larger than 1
+    mdBias: cute.Tensor | None  # (B, H, Sq or 1, Sk or 1), in the gradient's dtype, or fp32 if it `accumulates`
+    varies: cutlass.Constexpr  # bits of ROW (queries) and COLUMN (keys): dimensions in which it does not broadcast
     accumulates: cutlass.Constexpr  # several scores add to one entry of the gradient
 
     def block(self, position: BwdBlockPosition, size: tuple, lengths: tuple) -> "BwdBlockBias":
+        """This thread's bias in the block at `position`. `size`: the thread's rows and columns."""
         rows, columns = size
         shape = rows if self.varies & COLUMN else 1, columns if self.varies & ROW else 1
         return BwdBlockBias(self, position, lengths, cute.make_rmem_tensor(shape, self.mBias.element_type))
@@ -34,12 +36,12 @@ class BwdBiasParams:
 
 @dataclass(frozen=True)
 class BwdBlockBias:
-    """The bias of a block in one thread."""
+    """This thread's bias elements of one block. Rows are keys, columns are queries."""
 
     params: BwdBiasParams
     position: BwdBlockPosition
     lengths: tuple  # queries, keys
-    rBias: cute.Tensor  # (rows, columns), 1 in a dimension that it does not vary in
+    rBias: cute.Tensor  # (rows, columns), of size 1 in a dimension in which the bias broadcasts
 
     def at(self, r: int, c: int) -> Float32:
         rows, columns = self.rBias.shape
@@ -54,7 +56,7 @@ class BwdBlockBias:
         if c < self.rBias.shape[1]:
             gBias = self.params.mBias[self.position.batch, self.position.head, None, None]
             dtype, width = gBias.element_type, gBias.element_type.width // 8
-            # Rows are less than 2 GB apart (`spec.features.MAX_BIAS_ROW_BYTES`): one product makes an address.
+            # Rows are less than 2 GB apart (`spec.features.MAX_BIAS_ROW_BYTES`), so an address takes one product.
             row, key = Int64(Int32(gBias.stride[0] * width)), gBias.stride[1] * width
             for r in range(self.rBias.shape[0]):
                 first = gBias.iterator.toint() + Int64(self._key(r)) * key
@@ -76,7 +78,7 @@ class BwdBlockBias:
         gdBias = params.mdBias[position.batch, position.head, None, None]
         varies = params.varies & (ROW | COLUMN)
         if params.accumulates and varies != ROW | COLUMN:
-            # Elements of one entry have one coordinate, wherever they are.
+            # Scores that share an entry use the same coordinate: 0 in a dimension in which the bias broadcasts.
             coord = self._query(c) if varies & ROW else 0, self._key(r) if varies & COLUMN else 0
             sums.add("bias", varies, r, dS, gdBias, coord)
         else:

@@ -1,6 +1,7 @@
-"""The order in which a kernel visits the blocks of a tile; `device.block_sparse` has that of a block mask.
+"""The order in which a tile visits its blocks; `device.block_sparse` has the iterator of a block mask.
 
-An iterator has `num` blocks. `block(i)` is the i-th, and those in `[full_begin, full_end)` need no mask.
+An iterator visits `num` blocks; `block(i)` is the index of the i-th. Visits i > 0 in `[full_begin, full_end)` need no
+mask. `starts_masked` says whether visit 0 needs one, because kernels treat the first block separately.
 """
 
 from dataclasses import dataclass
@@ -40,14 +41,14 @@ class BlockIterator:
 
 @dataclass(frozen=True)
 class OutwardBlockIterator:
-    """From one block down to the first, then from the one after it up to the last.
+    """Visits a start block and those before it in descending order, then those after it in ascending order.
 
-    It starts at the keys next to the queries, where scores are often the largest.
+    The start is next to the queries, where scores are often the largest, so that the row max seldom grows later. Only
+    for unbounded bands: the block with the last key is the only one that may need a mask. It is visited first or last.
     """
 
     first: Int32
     blocks: BlockRange
-    # Of an unbounded band: only the end of the keys makes a block partial, the last one unless it is the first.
     full_begin = 0
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""The index lists of a block mask, as kernels read them; `score_mod.block_mask` makes them.
+"""The index lists of a block mask, as kernels read them. `score_mod.block_mask` builds the lists.
 
-The forward reads, for a tile of queries, the key blocks that it visits. The backward reads, for a K/V tile, the query
-blocks of all heads that share it; `score_mod.block_sparse` packs each of them into one integer.
+In the forward a tile of queries has a list of K/V blocks. In the backward a K/V tile has a list of the query blocks of
+all heads that share it, each packed into one integer by `score_mod.block_sparse`.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ M_BLOCK_MASK = (1 << (HEAD_SHIFT - M_BLOCK_SHIFT)) - 1
 
 @dataclass(frozen=True)
 class BlockIndices:
-    """The index lists of a block mask: for every block of rows, the blocks of keys, full ones and partial ones."""
+    """For every block of queries of the mask, its full and its partial blocks of keys."""
 
-    num_full: cute.Tensor  # (B, H, blocks)
-    full: cute.Tensor  # (B, H, blocks, others)
+    num_full: cute.Tensor  # (B, H, query blocks)
+    full: cute.Tensor  # (B, H, query blocks, key blocks)
     num_partial: cute.Tensor
     partial: cute.Tensor
 
     @cute.jit
     def counts(self, batch: Int32, head: Int32, block: Int32) -> tuple[Int32, Int32]:
-        """How many blocks are full, and how many partial."""
+        """The numbers of full and of partial blocks of keys."""
         uniform = cute.arch.make_warp_uniform
         return uniform(self.num_full[batch, head, block]), uniform(self.num_partial[batch, head, block])
 
     @cute.jit
     def read(self, where: tuple, i: Int32, num_full: Int32) -> Int32:
-        """The i-th block of the list at (batch, head, block)."""
+        """The i-th block of keys, full ones first. `where`: (batch, head, query block)."""
         full, partial = self.full[(*where, None)].iterator, self.partial[(*where, None)].iterator
         at = full + i if i < num_full else partial + (i - num_full)
         return cute.make_tensor(at, cute.make_layout(1))[0]
@@ -42,16 +42,16 @@ class BlockIndices:
 
 @dataclass(frozen=True)
 class BlockSparseIterator:
-    """The key blocks that the index lists of a block mask name: full ones, then partial ones.
+    """Visits the K/V blocks that a block mask lists: full ones, then partial ones.
 
-    A block of the mask is `parts` blocks of the kernel.
+    A block of the mask covers `parts` K/V blocks of the kernel.
     """
 
     indices: BlockIndices
-    where: tuple  # (batch, head, block of the mask)
-    counts: tuple  # of blocks of the mask: full and partial
+    where: tuple  # (batch, head, query block of the mask)
+    counts: tuple  # full and partial blocks of the mask
     parts: cutlass.Constexpr
-    blocks: BlockRange | None = None  # of a band, which may mask full blocks too
+    blocks: BlockRange | None = None  # with a band, which may mask blocks that the mask lists as full
 
     @property
     def num_full(self) -> Int32:
@@ -91,14 +91,14 @@ AnyBlockIterator = BlockIterator | OutwardBlockIterator | BlockSparseIterator
 
 @dataclass(frozen=True)
 class BwdBlockIndices:
-    """For every K/V tile, the query blocks of the heads of its group."""
+    """For every K/V tile, the query blocks of all heads that share it."""
 
     mCount: cute.Tensor  # (B, Hkv, n_blocks)
     mIndices: cute.Tensor  # (B, Hkv, n_blocks, query blocks)
-    mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), of deterministic gradients
+    mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), for deterministic gradients
 
     def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        """How many K/V tiles add to dQ of the m_block before this one: the later tiles that list it."""
+        """How many K/V tiles add to dQ of the m_block before this one: the tiles after n_block that list it."""
         return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit
@@ -107,7 +107,7 @@ class BwdBlockIndices:
 
     @cute.jit
     def read(self, batch: Int32, head_kv: Int32, n_block: Int32, i: Int32) -> Int32:
-        """The bits of a `BwdBlockIndex`."""
+        """The i-th query block of the list, as the bits of a `BwdBlockIndex`."""
         return cute.arch.make_warp_uniform(self.mIndices[batch, head_kv, n_block, i])
 
 
@@ -123,7 +123,7 @@ class BwdBlockIndex:
 
     @property
     def head(self) -> Int32:
-        """Among the heads that share the K/V head."""
+        """Index among the query heads that share the K/V head."""
         return self.bits >> HEAD_SHIFT
 
     @property
@@ -132,5 +132,5 @@ class BwdBlockIndex:
 
     @property
     def is_last(self) -> Boolean:
-        """Whether it is the last of its head."""
+        """Whether it is the last block of its head in the list."""
         return (self.bits & IS_LAST) != 0

@@ -11,7 +11,7 @@ VECTOR_BYTES = 16
 
 
 def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
-    """Threads cover `row_elements` of a row with 16-byte vectors, then the next rows."""
+    """A tiled copy in 16-byte vectors. Neighbouring threads cover `row_elements` of a row, then of the next rows."""
     atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=VECTOR_BYTES * 8)
     vector = VECTOR_BYTES * 8 // dtype.width
     per_row = row_elements // vector
@@ -20,7 +20,7 @@ def row_copy(op, num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
 
 
 def async_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy:
-    """Global -> shared by cp.async, cached in L2 only: CTAs share K and V, the threads of one do not."""
+    """Global -> shared by cp.async, cached in L2 and not in L1: a CTA reads each element once."""
     return row_copy(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), num_threads, row_elements, dtype)
 
 
@@ -30,14 +30,14 @@ def plain_row_copy(num_threads: int, row_elements: int, dtype) -> cute.TiledCopy
 
 
 def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Tensor:
-    """The tile of `rows` rows from `first_row` on: a 64-bit address of its first element, and 32-bit offsets within.
+    """The tile of `rows` rows from `first_row` on, with a 64-bit base address and 32-bit offsets.
 
     The host has checked that a tile spans less than 2^31 elements. 64-bit offsets would cost a multiplication and two
     registers for every row that a thread copies.
     """
     row_stride = gX.stride[0]
     first = gX.iterator + cutlass.Int64(first_row) * row_stride
-    # Row strides are multiples of the vector, which the conversion forgets.
+    # Row strides are multiples of the vector size; the conversion to Int32 loses that fact.
     narrow_stride = cute.assume(Int32(row_stride), divby=VECTOR_BYTES * 8 // gX.element_type.width)
     return cute.make_tensor(first.align(VECTOR_BYTES), cute.make_layout((rows, cols), stride=(narrow_stride, 1)))
 
@@ -46,8 +46,8 @@ def row_tile(gX: cute.Tensor, first_row: Int32, rows: int, cols: int) -> cute.Te
 class RowTiles:
     """This thread's share of the tiles of one (rows, head_dim) matrix.
 
-    `head_dim` is static; the tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past the
-    matrix are zero-filled only with `check_rows`, which only the last tile needs.
+    The tile is `tile_d` wide, and columns past `head_dim` are zero-filled. Rows past the end of the matrix are
+    zero-filled with `check_rows`; only the last tile needs that.
     """
 
     copy: cute.TiledCopy
@@ -58,7 +58,7 @@ class RowTiles:
 
     @cute.jit
     def load(self, gX: cute.Tensor, sX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """Start to copy the tile gX (tile_rows, tile_d), of which `rows_left` rows exist, to sX."""
+        """Start to copy the tile gX (tile_rows, tile_d) to sX. `rows_left`: rows of the tile that exist."""
         thr_copy = self.copy.get_slice(self.thread)
         tXgX = thr_copy.partition_S(gX)
         tXsX = thr_copy.partition_D(sX)
@@ -69,7 +69,7 @@ class RowTiles:
 
     @cute.jit
     def predicates(self, thr_copy, tXsX: cute.Tensor, rows_left: Int32, check_rows: cutlass.Constexpr):
-        """Whether (vector, row, column) is inside the matrix; rows that are not checked share one value."""
+        """(vector, row, column): whether it is inside the matrix. Without `check_rows`, rows share their predicates."""
         tXcX = thr_copy.partition_S(cute.make_identity_tensor((self.tile_rows, self.tile_d)))
         rows, cols = cute.size(tXsX, mode=[1]), cute.size(tXsX, mode=[2])
         stride = (0, cols, 1) if check_rows else (0, 0, 1)

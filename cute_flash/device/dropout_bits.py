@@ -1,13 +1,14 @@
-"""Dropout in the backward: one bit for every score of a block of keys by queries, for dV and for dP.
+"""Dropout in the backward: one keep bit per score of a block of keys by queries, used for dV and for dP.
 
-One call of Philox serves {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys. A thread holds
-queries i, i + 1 and those 8, 16 and 24 further, and one of the keys j and j + 1 and the key 8 further.
-Therefore the threads of j and j + 1, which are lanes 4 apart, share the calls: the first calls for query i, the
-second for i + 1, each for both keys, and they exchange the results, 32 scores at a time.
+One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
+(`spec.dropout`). In the backward rows are keys: a thread holds queries i and i + 1 and those 8, 16 and 24 further, but
+only one of the keys j and j + 1, and the key 8 further. So the threads of keys j and j + 1, which are 4 lanes apart,
+need the results of the same calls. They split them: the first thread calls for query i, the second for query i + 1,
+each for both keys. Then a shuffle exchanges the bits of 32 scores.
 
-A step is one call: 2 rows and 8 columns of a thread, or 4 columns if it has no more. A few steps are unrolled; more are
-a loop, short enough to run beside the tensor cores before the scores are there. Columns begin at multiples of 32, or
-of 16 if a thread has 4.
+A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
+only 4. Up to MAX_UNROLLED steps are unrolled; more run as a loop, while the tensor cores compute the scores. The first
+column of a block is a multiple of 32, or of 16 if a thread has 4 columns.
 """
 
 from dataclasses import dataclass
@@ -22,38 +23,38 @@ from cute_flash.device.ptx import chosen_bytes, spread_signs
 from cute_flash.device.views import as_mn
 from cute_flash.spec.dropout import CALL_STRIDE, ROW_16_FACTOR
 
-HALF_COLUMNS = 4  # in half of a rectangle
+HALF_COLUMNS = 4  # columns of a thread in 16 queries, half of a Philox rectangle
 MAX_UNROLLED = 4  # steps
 LOW_BITS = 0x00010001  # the lowest bit of both halves
-NEIGHBOUR = 4  # lanes to the thread with the next key
-# Selectors of bytes: the low halves of this thread's word and its neighbour's, which has the odd query; the
-# high halves of the neighbour's word and this thread's.
+NEIGHBOUR = 4  # distance in lanes of the threads of keys j and j + 1
+# prmt selectors that combine this thread's word and its neighbour's. The thread of the even key takes both low halves,
+# its own (even queries) first; that of the odd key takes both high halves, the neighbour's (even queries) first.
 OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
-# Selectors of signs: the lower bytes of both halves, and the upper bytes, spread over all bits of the halves.
+# prmt selectors that fill each half with the sign bit of its low byte, or of its high byte.
 OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
 
 
 @dataclass(frozen=True)
 class DropoutBits:
-    """Bits of the elements (row, column) of an accumulator in one thread. Low halves belong to even queries."""
+    """The keep bits of this thread's accumulator elements. In a word, even queries have the low half."""
 
     words: cute.Tensor  # Int32
-    halves: cutlass.Constexpr  # of the queries of a call: 1 or 2
-    steps_of_row: cutlass.Constexpr
+    halves: cutlass.Constexpr  # halves of a rectangle's 32 queries in which the thread has columns: 1 or 2
+    steps_of_row: cutlass.Constexpr  # steps of a pair of rows
 
     @property
     def step_bits(self) -> int:
-        """Bits of a step in one half of a word: one for each key, and then for each query."""
+        """Bits of a step in one half of a word: 2 keys times `2 * halves` queries, the key fastest."""
         return 4 * self.halves
 
     @property
     def steps(self) -> int:
-        """Steps of a word."""
+        """Steps that fit in a word."""
         return 16 // self.step_bits
 
     @staticmethod
     def compute(dropout: Dropout, position: TilePosition, is_alone: bool) -> "DropoutBits":
-        """`is_alone`: registers are left for several calls at a time."""
+        """Compute the bits of a block. `is_alone`: there are registers for several Philox calls at a time."""
         rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
         halves = min(columns // HALF_COLUMNS, 2)
         steps_of_row, rest = divmod(columns, HALF_COLUMNS * halves)
@@ -75,18 +76,21 @@ class DropoutBits:
 
     @cute.jit
     def own_word(self, dropout: Dropout, position: TilePosition, steps: cutlass.Constexpr, parity: Int32) -> Int32:
-        """For the even or the odd queries of some steps: low halves of even keys, high halves of odd ones."""
+        """The bits that this thread computes: queries of one parity, even keys in the low half, odd keys in the high.
+
+        `steps`: (first, last, whether to unroll). `parity`: 0 for even queries, 1 for odd ones.
+        """
         first, last, unrolls = steps
         word = Int32(0)
         for step in cutlass.range(first, last, unroll=last - first if unrolls else 1):
             bits = self.step_word(dropout, position, step, parity) << 16 - self.step_bits
             word = ((word >> self.step_bits) & (0xFFFF >> self.step_bits) * LOW_BITS) | bits
-        # Fewer steps than a word has room for are at its beginning.
+        # If the word is not full, move its steps to the low end of both halves.
         missing = self.step_bits * (self.steps - (last - first))
         return word if missing == 0 else (word >> missing) & (0xFFFF >> missing) * LOW_BITS
 
     def step_word(self, dropout: Dropout, position: TilePosition, step: Int32, parity: Int32) -> Int32:
-        """Four or eight bits of both halves for one step: bit 2 (which query) + (second key)."""
+        """The bits of one step, at the low end of both halves: bit 2 q + k is for the q-th query and the k-th key."""
         tile, k = step // self.steps_of_row, step % self.steps_of_row
         query = query_index(position.column(0)) + Uint32(parity + CALL_STRIDE * k)
         words = dropout.words(position.batch_head, query, key_index(position.row(2 * tile)))
@@ -100,11 +104,11 @@ class DropoutBits:
         return bits
 
     def neighbour_word(self, own: Int32, dropout: Dropout, position: TilePosition, steps: tuple) -> Int32:
-        """The neighbour's `own_word`, for the other queries."""
+        """The neighbour's `own_word`, for queries of the other parity."""
         return cute.arch.shuffle_sync_bfly(own, offset=NEIGHBOUR)
 
     def bit_position(self, r: int, c: int) -> tuple[int, int]:
-        """The word, and the bit in the half of it that columns of this parity have."""
+        """(word, bit) of an element. The bit counts within the half of the word that the parity of c selects."""
         queries = 2 * self.halves  # of the same parity in a step
         step = r // 2 * self.steps_of_row + c // 2 // queries
         return step // self.steps, self.step_bits * (step % self.steps) + 2 * (c // 2 % queries) + r % 2
@@ -116,7 +120,7 @@ class DropoutBits:
         return cutlass.select_(is_set, x, Float32(0.0))
 
     def pair_mask(self, r: int, c: int) -> Int32:
-        """16 bits for each of the elements c and c + 1, c even: all set unless dropout drops it."""
+        """An AND mask for the packed 16-bit elements c and c + 1, c even: 0 where dropout drops the element."""
         word, bit = self.bit_position(r, c)
-        # Both bits become the signs of their bytes.
+        # Shift both bits to the sign positions of their bytes.
         return spread_signs(self.words[word] << 7 - bit % 8, OF_LOW_BYTES if bit < 8 else OF_HIGH_BYTES)

@@ -1,9 +1,9 @@
 """Dropout masks in shared memory: a producer warpgroup computes them for the consumer warpgroups.
 
-In an accumulator of wgmma, viewed as an operand (`views.as_operand_a`), a thread has four registers of 16-bit P
-for each k-step, in rows 8 apart and at keys 8 apart. Their masks are 16 bytes: one load. Warps 2 g and 2 g + 1
-of a warpgroup hold the halves of a rectangle of 32 rows (`spec.dropout`), so one Philox call of a lane makes
-the masks of the same lane in both warps.
+In a wgmma accumulator viewed as operand A (`views.as_operand_a`), a thread has four registers of 16-bit P per k-step:
+two rows 8 apart times two pairs of keys 8 apart. Their masks are 16 bytes, so a thread reads them with one load. Warps
+2 g and 2 g + 1 of a warpgroup hold the two halves of a Philox rectangle of 32 rows (`spec.dropout`). One call of a
+producer lane therefore gives the masks of the same lane in both warps.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.dropout import CALL_STRIDE, RECT_KEYS, RECT_ROWS, ROW_16_FACTOR
 
 WARPS = WARPGROUP_THREADS // 32
-REGISTERS = 4  # of P in a k-step
-RECTANGLES = WARPGROUP_ROWS // RECT_ROWS  # over the rows of a warpgroup
-CALLS_AT_ONCE = 2  # of Philox, as many as registers allow
-WARPS_PER_RECTANGLE = WARPS // RECTANGLES  # each takes every WARPS_PER_RECTANGLE-th k-step
+REGISTERS = 4  # registers of P of a thread in a k-step
+RECTANGLES = WARPGROUP_ROWS // RECT_ROWS  # Philox rectangles in the rows of a warpgroup
+CALLS_AT_ONCE = 2  # Philox calls in flight, limited by registers
+WARPS_PER_RECTANGLE = WARPS // RECTANGLES  # producer warps; each takes every WARPS_PER_RECTANGLE-th k-step
 
 
 @dataclass(frozen=True)
 class DropoutMaskPipeline:
-    """The masks of some blocks for every consumer warpgroup. Iterations are those of K and V."""
+    """The masks of the next blocks for every consumer warpgroup. Iterations are those of the K and V pipelines."""
 
     words: cute.Tensor  # (register, thread, k-step, stage, warpgroup)
-    barriers: Pipeline  # a part for each warpgroup
+    barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one
     stages: cutlass.Constexpr
 
     @staticmethod
@@ -39,7 +39,7 @@ class DropoutMaskPipeline:
         return DropoutMaskPipeline(words, Pipeline.allocate(smem, num_warpgroups * stages), stages)
 
     def init_barriers(self):
-        """One thread calls it, before a fence and a barrier of all threads."""
+        """Called by one thread, before a fence and a CTA barrier."""
         self.barriers.init(WARPS, WARPS)
 
     def pipeline(self, warpgroup: Int32) -> Pipeline:
@@ -52,10 +52,10 @@ class DropoutMaskPipeline:
 
     @cute.jit
     def produce(self, dropout: Dropout, batch_head: Int32, rectangle: Int32, first_key: Int32, where: tuple):
-        """Write a warp's share of the masks of one consumer warpgroup.
+        """Write a producer warp's share of a block's masks for one consumer warpgroup.
 
-        The block's rows begin with a rectangle, its keys at a multiple of 16. `where`: stage, consumer warpgroup, warp
-        of the producer, and lane.
+        `rectangle`: index of the first Philox rectangle of rows; `first_key`: a multiple of 16; `where`: (stage,
+        consumer warpgroup, producer warp, lane).
         """
         stage, warpgroup, warp, lane = where
         part, share = warp // WARPS_PER_RECTANGLE, warp % WARPS_PER_RECTANGLE
@@ -75,13 +75,13 @@ class DropoutMaskPipeline:
     def _store(self, masks: list, coord: tuple):
         quad = cute.make_rmem_tensor(REGISTERS, Int32)
         for i in range(REGISTERS):
-            # Philox words are in the order of keys, and then of rows.
+            # Among Philox words the pair of keys changes fastest, among registers the row.
             quad[i] = masks[2 * (i % 2) + i // 2]
         cute.autovec_copy(quad, self.words[coord])
 
     @cute.jit
     def publish(self, warpgroup: Int32, iteration: Int32):
-        """A producer warp calls it after its share is written."""
+        """Called by every producer warp after it has written its share."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.pipeline(warpgroup).full_barrier(iteration))
@@ -104,13 +104,13 @@ class DropoutMaskPipeline:
 
     @cute.jit
     def release(self, warpgroup: Int32, iteration: Int32):
-        """A consumer warp calls it when its masks are in registers, or used."""
+        """Called by every consumer warp after its last read of the masks."""
         cute.arch.sync_warp()
         self.pipeline(warpgroup).release(iteration)
 
 
 class NoDropoutMasks:
-    """The consumer side of a kernel without dropout."""
+    """The consumer side without dropout: does nothing."""
 
     def wait(self, warpgroup: Int32, iteration: Int32): ...
 

@@ -1,4 +1,4 @@
-"""Store a tile of the output and the LSE of its rows."""
+"""Stores of an output tile, of the LSE of its rows, and of the largest logit."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from cute_flash.device.views import as_mn
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Stores a tile through shared memory: accumulator -> shared memory -> rows of global memory."""
+    """Stores an accumulator of mma.sync to global memory through shared memory, in 16-byte vectors."""
 
     tiled_mma: cute.TiledMma
     rows: RowTiles
@@ -23,9 +23,9 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor):
-        """acc_O -> sO in the type of the output -> gO in 16-byte vectors, for rows and columns that exist."""
+        """acc_O -> sO in the dtype of the output -> gO, for rows and columns that exist."""
         dtype = sO.element_type
-        # sO overlaps Q: wait until every warp has read Q.
+        # sO reuses the memory of an operand: wait until every warp has read that.
         cute.arch.sync_threads()
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))
@@ -44,7 +44,7 @@ class Epilogue:
 
 @cute.jit
 def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: Int32, rows_left: Int32):
-    """One of the threads that share a row stores its LSE."""
+    """Store the LSE of the tile's first `rows_left` rows. One of the four threads of a row stores it."""
     coords = as_mn(tScS)
     if thread % THREADS_PER_ROW == 0:
         for r in cutlass.range_constexpr(cute.size(lse)):
@@ -55,7 +55,7 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, tScS: cute.Tensor, thread: In
 
 @cute.jit
 def update_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
-    """Raise the maximum of a head, in mMax (H), to the largest logit of this warp; NaN does not count."""
+    """Raise mMax[head] to the largest logit of this warp, atomically. NaN is ignored."""
     for step in cutlass.range_constexpr(5):
         largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
     if cute.arch.lane_idx() == 0 and largest > -Float32.inf:
@@ -64,9 +64,13 @@ def update_max_logit(mMax: cute.Tensor, head: Int32, largest: Float32):
 
 @cute.jit
 def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """Accumulators -> global memory in fp32. `where`: this thread, and how many rows of the tile exist.
+    """Store accumulators to global memory in fp32, directly from registers.
 
-    A store has two columns, so that the four threads of a row fill a sector of 32 bytes.
+    A thread stores two columns at a time, so the four threads of a row fill a 32-byte sector.
+
+    Args:
+        where: this thread, and the number of rows of the tile that exist.
+        width: the number of columns that exist.
     """
     thread, rows_left = where
     coords = as_mn(tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape)))
@@ -98,7 +102,7 @@ def store_fp32(acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, where: tup
 
 @cute.jit
 def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
-    """16-bit registers of a warpgroup -> global memory. `where`: as in `store_floats`."""
+    """Store a warpgroup's 16-bit output fragment to global memory. Arguments are those of `store_floats`."""
     thread, rows_left = where
     tOcO = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(gO.shape))
     # A pair of columns is one register: (2 rows, n8 tiles)
@@ -109,17 +113,17 @@ def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, wh
 
 @cute.jit
 def store_rows(packed: cute.Tensor, gO: cute.Tensor, tOcO: cute.Tensor, head_dim: cutlass.Constexpr, rows_left: Int32):
-    """Registers -> global memory, not through shared memory. `packed`: pairs of columns, (rows, n8 tiles).
+    """Store 16-bit results to global memory, directly from registers. `packed`: pairs of columns, (rows, n8 tiles).
 
-    Of two neighbouring tiles of 8 columns, even lanes collect the first and odd lanes the second, four columns
-    each: one store then fills a sector of 32 bytes of a row.
+    Neighbouring lanes exchange pairs: of two n8 tiles, an even lane gets four columns of the first, an odd lane four
+    columns of the second. The 8-byte stores of a row's four threads then fill a 32-byte sector.
     """
     is_odd = cute.arch.lane_idx() % 2 == 1
     gO_8_bytes = cute.recast_tensor(gO, cutlass.Int64)
     both = cute.make_rmem_tensor(2, Int32)
     for r in cutlass.range_constexpr(cute.size(packed, mode=[0])):
         row, first = tOcO[r, 0]
-        # The four columns of an odd lane begin with its neighbour's pair.
+        # The four columns of an odd lane begin with its neighbour's pair in the next n8 tile.
         first = first + 6 if is_odd else first
         for t in cutlass.range_constexpr(0, cute.size(packed, mode=[1]), 2):
             low, high = packed[r, t], packed[r, t + 1]

@@ -1,15 +1,15 @@
-"""Fused score-to-exp2 pass: P of a block straight from Q K^T, with the score transform among the exponentials.
+"""Fused score-to-exp2 pass: computes P of a block from Q K^T, with the score transform between the exponentials.
 
-The softmax waits for its exponentials, so the FMAs of a transform cost little between them and much before
-them. The pass needs Q K^T to be kept until the row sums are checked (`Softmax.may_have_outgrown`), and one
-formula for a block, in units of log2:
+The exponentials limit the softmax, so the FMAs of a transform cost little between them and much in a pass before them.
+The pass is used with a speculative row max, which keeps Q K^T until the row sums are checked
+(`Softmax.may_have_outgrown`). It needs one formula for a block, in units of log2:
 
-    LinearExp2     s scale + slope column + first(row) - m      ALiBi beside the diagonal, where distances have one
+    LinearExp2     s scale + slope column + first(row) - m      ALiBi off the diagonal, where distances have one
                                                                 sign; or scores that are already transformed
     SoftcapExp2    s (c0 + s² (c1 + s² c2)) - m                 softcap of scores near 0; or scores already capped
     ModExp2        score_mod(s scale + bias) - m                user mods (`device/mods.py`); -inf where masked
 
-A pass computes the exponents of one k-step at a time: four columns of both rows of a thread.
+Exponents are computed for one k-step at a time: four columns of both rows of a thread.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,23 @@ from cutlass import Float32
 
 from cute_flash.device.mask import column_offset
 
-# k-steps of 16 columns for which `SoftcapExp2` chooses one of its two ways together.
+# `SoftcapExp2` chooses one of its two methods for this many k-steps (of 16 columns) together.
 PART_STEPS = 4
 
 
 class FusedExp2:
-    """Subclasses compute the exponents of a k-step."""
+    """The pass over a block. Subclasses compute the exponents of a k-step."""
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
-        """Of scores[row][column] of the k-th step, less a reference of each row."""
+        """The exponents of scores[row][column] of the k-th k-step, minus the reference of their row."""
         raise NotImplementedError
 
     @cute.jit
     def exponentiate(self, views: tuple, steps: cutlass.Constexpr, row_max: tuple):
-        """P = exp(S - m), block_sum += rowsum P, for some k-steps of ((2, 2, 2), 1, k-step) views."""
+        """P = exp(S - m) and block_sum += rowsum P for some k-steps.
+
+        `views`: S and P as ((2, 2, 2), 1, k-step), and block_sum.
+        """
         acc_S, acc_P, block_sum = views
         for k in cutlass.range_constexpr(steps.start, steps.stop):
             exponents = self.exponents(_step_scores(acc_S, k), k, row_max)
@@ -46,7 +49,7 @@ class FusedExp2:
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The largest score of each row over this thread's columns, of a ((2, 2, 2), 1, k-step) view."""
+        """The largest score of each row over this thread's columns. `acc_S`: a ((2, 2, 2), 1, k-step) view."""
         result.fill(-Float32.inf)
         for k in cutlass.range_constexpr(cute.size(acc_S, mode=[2])):
             exponents = self.exponents(_step_scores(acc_S, k), k, (Float32(0.0), Float32(0.0)))
@@ -55,14 +58,19 @@ class FusedExp2:
                     result[r] = cute.arch.fmax(result[r], exponents[r][i])
 
     def release(self):
-        """The block is done: release what it holds."""
+        """Release the pipeline stage that the pass reads, if any. Called when the block is done."""
 
 
 @dataclass(frozen=True)
 class LinearExp2(FusedExp2):
+    """Exponents that are linear in the column: ALiBi off the diagonal.
+
+    In other blocks the scores are already transformed, and the factor is 1 and the slope 0.
+    """
+
     factor: Float32
     slope: Float32
-    first: tuple  # of each row, at its first column in this thread
+    first: tuple  # of each row, the ALiBi term at this thread's first column
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
         columns = [Float32(column_offset(4 * k + i)) for i in range(4)]
@@ -73,12 +81,15 @@ class LinearExp2(FusedExp2):
 
 @dataclass(frozen=True)
 class SoftcapExp2(FusedExp2):
+    """Softcap by a polynomial in parts whose scores are near 0. The scores of other parts are already capped."""
+
     series: tuple
-    are_near: tuple  # of each part: whether its scores are near 0, and not yet capped
+    are_near: tuple  # for each part of PART_STEPS k-steps, whether its scores are near 0 and not yet capped
 
     def capped(self, x: Float32, reference: Float32) -> Float32:
-        """The polynomial of a score, less a reference. FMAs are explicit: products that occur twice would not become
-        part of one.
+        """The polynomial of a score, minus a reference.
+
+        FMAs are explicit, because the compiler does not fuse a product that occurs twice.
         """
         c0, c1, c2 = self.series
         squared = x * x
@@ -101,7 +112,7 @@ class SoftcapExp2(FusedExp2):
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The capped maximum: capping is monotonic."""
+        """The maximum of each row, taken before capping, which is monotonic, and then capped."""
         result.fill(-Float32.inf)
         for part in cutlass.range_constexpr(len(self.are_near)):
             steps = range(PART_STEPS * part, min(PART_STEPS * (part + 1), cute.size(acc_S, mode=[2])))
@@ -115,12 +126,12 @@ class SoftcapExp2(FusedExp2):
 
 
 class CappedExp2(FusedExp2):
-    """For scores that are already capped."""
+    """The pass for scores that are already capped."""
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
         return [[x - reference[r] for x in scores[r]] for r in range(2)]
 
 
 def _step_scores(acc_S: cute.Tensor, k: int) -> list:
-    """[row][column]"""
+    """The scores of the k-th k-step: [row][column]."""
     return [[acc_S[(i % 2, r, i // 2), 0, k] for i in range(4)] for r in range(2)]

@@ -1,8 +1,7 @@
-"""Gradients of values that many scores share: sums in a thread, then over the lanes that share the entry, then atomic
-additions to global memory.
+"""Gradients of values that many scores share: summed in a thread, then over lanes, then atomically in global memory.
 
-For a block of keys by queries as the tensor cores hold it: the rows of a thread are keys, in which lanes 4, 8 and 16
-apart differ; its columns are queries, in which lanes 1 and 2 apart differ.
+Blocks are keys by queries, as in the accumulators of the backward. Rows of a thread are keys; lanes 4, 8 and 16 apart
+have different keys. Columns are queries; lanes 1 and 2 apart have different queries.
 """
 
 from collections.abc import Iterator
@@ -15,21 +14,28 @@ from cutlass import Boolean, Float32, Int32
 from cute_flash.device.ptx import add_if
 from cute_flash.score_mod.graph import COLUMN, ROW
 
-# By what an entry depends on, a query (ROW) or a key (COLUMN): offsets of the lanes that share it.
+# Offsets of the lanes that share an entry, if the entry depends on the query (ROW), on the key (COLUMN) or on neither.
 LANES = {ROW: (4, 8, 16), COLUMN: (1, 2), 0: (1, 2, 4, 8, 16)}
 BOTH = ROW | COLUMN
 
 
 class GradientSums:
-    """The sums of one block, which is visited column by column, and within a column row by row."""
+    """This thread's sums over one block. Elements must be added column by column, and row by row within a column."""
 
     def __init__(self) -> None:
-        # By (name, row): the sum, the coordinate of its entry, and the tensor of the gradient.
+        # (name, row) -> (sum, coordinate of the entry, gradient tensor)
         self.sums: dict[tuple[Any, int], tuple[Float32, Any, cute.Tensor]] = {}
         self.depends: dict[Any, int] = {}
 
     def add(self, name: Any, depends: int, r: int, value: Float32, gradient: cute.Tensor, coord: Any) -> None:
-        """Add to an entry of `gradient`, fp32. `depends`: bits of ROW and COLUMN that its coordinate depends on."""
+        """Add `value` to the entry `coord` of `gradient` (fp32).
+
+        Args:
+            name: identifies the sum among those of the block.
+            depends: bits of ROW and COLUMN, the indices that `coord` depends on. With both there is nothing to sum in
+                the thread, and the value goes to global memory at once.
+            r: the row of this thread.
+        """
         if depends == BOTH:
             add_at(gradient, coord, value)
             return
@@ -39,12 +45,13 @@ class GradientSums:
         self.depends[name] = depends
 
     def finish_column(self) -> None:
-        # In the middle of a block a branch would cost registers: the other lanes add 0.
+        """Add the sums of a column, whose entries depend on the query, to global memory."""
+        # All lanes add, most of them 0, because a branch in the middle of a block would cost registers.
         for value, coord, gradient, lanes in self._finished(ROW):
             add_at(gradient, coord, cutlass.select_(is_first(lanes), value, Float32(0.0)))
 
     def finish(self) -> None:
-        """To be called when nothing else of the block is in registers."""
+        """Add the other sums to global memory. Call it when no other values of the block are in registers."""
         for depends in (COLUMN, 0):
             for value, coord, gradient, lanes in self._finished(depends):
                 add_once(gradient, coord, value, lanes)
@@ -56,14 +63,14 @@ class GradientSums:
 
 
 def sum_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
-    """The sum over the lanes at these offsets; all of them get it."""
+    """The sum over the lanes at these XOR offsets; every lane gets it."""
     for offset in offsets:
         value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
     return value
 
 
 def is_first(lanes: int) -> Boolean:
-    """Whether this is the first of the lanes that differ in these bits only."""
+    """Whether this lane is the first of those that differ only in these bits of their index."""
     return (cute.arch.lane_idx() & lanes) == 0
 
 
@@ -73,6 +80,6 @@ def add_at(gradient: cute.Tensor, coord, value: Float32) -> None:
 
 
 def add_once(gradient: cute.Tensor, coord, value: Float32, lanes: int) -> None:
-    """The first lane adds, unless the value is 0."""
+    """Add from the first of the lanes that share the entry, unless the value is 0."""
     target = gradient.iterator + cute.crd2idx(coord, gradient.layout)
     add_if(Int32(is_first(lanes) & (value != 0.0)), target.toint(), value)

@@ -1,10 +1,10 @@
-"""MMA operands in shared memory, read by ldmatrix at addresses that cost one XOR; stores of fragments to such tiles.
+"""ldmatrix loads of MMA operands from swizzled shared memory, and stores of fragments to such tiles.
 
-The 16 bytes of a thread in a 16x16 sub-tile are at row r, chunk c ^ (r mod 8) (the swizzle). A step of 16
-columns flips bits of c only: the address is XORed with a constant. A step to other rows of sub-tiles, to the
-next atom of columns or to another stage adds a multiple of the swizzle's period: an immediate. The compiler by
-itself would compute the swizzle for every ldmatrix of a column step. In tiles without a swizzle, which are for
-study, columns add up like rows.
+An address takes one XOR. In a 16x16 sub-tile, the 16 bytes of a thread are in row r at chunk c ^ (r mod 8), by the
+swizzle. A step of 16 columns only flips bits of c, so the address is XORed with a constant. A step to the next
+sub-tile of rows, to the next atom of columns or to another stage adds a multiple of the swizzle's period, which is an
+immediate offset. Left alone, the compiler computes the swizzle for every ldmatrix. Tiles without a swizzle exist for
+comparison; their column steps are additions.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +21,8 @@ STEP = 16  # rows and columns of one ldmatrix.x4
 
 @dataclass(frozen=True)
 class MmaOperand:
+    """An operand of an mma.sync product: its addresses in shared memory and its register fragment."""
+
     copy: cute.TiledCopy
     address: Int32  # of this thread's 16 bytes in the first sub-tile of the first stage, swizzled
     tile: SmemTile
@@ -35,8 +37,9 @@ class MmaOperand:
     def of(
         copy: cute.TiledCopy, thread: Int32, sX: cute.Tensor, tile: SmemTile, step: int, fragment, is_transposed: bool
     ) -> "MmaOperand":
-        """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`. `step`: from one of this
-        warp's sub-tiles to the next, in rows, or in columns if `is_transposed`.
+        """The operand in sX (rows, cols, stage), or (cols, rows, stage) if `is_transposed`.
+
+        `step`: the distance between this warp's sub-tiles, in rows, or in columns if `is_transposed`.
         """
         thr_copy = copy.get_slice(thread)
         address = swizzled(Int32(thr_copy.partition_S(sX).iterator.toint()), tile)
@@ -45,15 +48,15 @@ class MmaOperand:
         return MmaOperand(copy, address, tile, row_step, fragment, view, is_transposed, column_step)
 
     def shifted(self, tiles: int) -> "MmaOperand":
-        """The same operand `tiles` tiles further: the same addresses with another immediate."""
+        """The same operand `tiles` tiles further in memory; only the immediate offsets differ."""
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     def rederived(self) -> "MmaOperand":
-        """The same operand, whose addresses of column steps are not kept in registers from block to block."""
+        """The same operand with an opaque address, so that no derived address occupies a register across blocks."""
         return replace(self, address=rederived(self.address))
 
     def load(self, column_step: int, stage: Int32) -> None:
-        """Load the fragments of all sub-tiles of rows at one step of columns."""
+        """Load the fragments of all this warp's sub-tiles of rows at one step of columns."""
         slot = (None, column_step, None) if self.is_transposed else (None, None, column_step)
         target = self.view[slot]
         layout = cute.make_layout(
@@ -62,7 +65,7 @@ class MmaOperand:
         cute.copy(self.copy, cute.make_tensor(self._pointer(column_step, stage), layout), target)
 
     def load_k(self, k: int, stage: Int32) -> None:
-        """Load the fragments of one k-step: all columns at a step of rows, if the product sums over rows."""
+        """Load the fragments of one k-step. If `is_transposed`, that is one step of rows with all its columns."""
         if not self.is_transposed:
             self.load(k, stage)
             return
@@ -83,8 +86,9 @@ class MmaOperand:
 
 
 def _by_instruction(view: cute.Tensor) -> cute.Tensor:
-    """((registers, loads), 1, k) -> ((registers, 1), loads, k). One tile of the copy takes several loads if the
-    sub-tiles of a warp are neighbours in it.
+    """((registers, loads), 1, k) -> ((registers, 1), loads, k): one ldmatrix per entry of the second mode.
+
+    A tile of the copy takes several loads if the sub-tiles of a warp are neighbours in it.
     """
     (registers, loads), tiles, steps = view.layout.shape
     if cute.size(loads) == 1:
@@ -109,8 +113,8 @@ def swizzled(address: Int32, tile: SmemTile) -> Int32:
 class FragmentStore:
     """Stores the accumulators of a thread to a tile in shared memory as pairs of 16-bit elements.
 
-    The four threads of each of eight rows write one chunk, and the swizzle puts the chunks of different rows into
-    different banks. The columns of a warp are contiguous: the next n8 tile is the next chunk.
+    The four threads of a row write one 16-byte chunk, and the swizzle puts the chunks of a warp's eight rows into
+    different banks. The columns of a warp are contiguous, so the next n8 tile is the next chunk.
     """
 
     address: Int32  # of this thread's first pair, swizzled
@@ -122,7 +126,7 @@ class FragmentStore:
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     def store(self, fragment: cute.Tensor) -> None:
-        """`fragment`: ((2, 2), MMA_M, MMA_N), compact."""
+        """Store `fragment`, ((2, 2), MMA_M, MMA_N) and compact."""
         tile, (_, tiles_m, tiles_n) = self.tile, fragment.shape
         first = rederived(self.address)
         pairs = cute.recast_tensor(fragment, Int32)

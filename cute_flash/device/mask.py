@@ -17,21 +17,21 @@ def column_offset(c: int) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """The band over one tile of rows."""
+    """Applies the band to the blocks of one tile of rows."""
 
     band: Band
     seqlen_q: Int32
     seqlen_k: Int32
     first_row: Int32
     tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
-    wraps: cutlass.Constexpr = False  # rows are those of several heads, one after the other (pack_gqa)
+    wraps: cutlass.Constexpr = False  # pack_gqa: a tile has the queries of several heads, one head after the other
 
     @cute.jit
     def apply(self, acc_S_mn: cute.Tensor, first_col: Int32, masked_value=-Float32.inf):
-        """Replace scores outside the band by `masked_value`, in a block that begins at `first_col`."""
+        """Replace scores outside the band by `masked_value`, in the block that begins at `first_col`."""
         coords = as_mn(self.tScS)
-        # The columns of a thread are its first one plus compile-time offsets. Counted from that one, there are fewer
-        # keys; the band is aligned to their end, so its formulas hold.
+        # Count keys from this thread's first column, so that its columns are compile-time offsets. The formulas of the
+        # band still hold, because the band is aligned to the last key.
         keys = self.seqlen_k - first_col - coords[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             row = self.first_row + coords[r, 0][0]
@@ -48,7 +48,7 @@ class Mask:
 
     @cute.jit
     def apply_to_tail_rows(self, acc_S_mn: cute.Tensor, masked_value=-Float32.inf):
-        """Replace rows past the end, which the band does not know."""
+        """Replace the rows past the end by `masked_value`; the band does not mask them."""
         coords = as_mn(self.tScS)
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             if self.first_row + coords[r, 0][0] >= self.seqlen_q:

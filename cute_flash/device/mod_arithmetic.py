@@ -1,8 +1,8 @@
 """The operations of user mods in a kernel: the arithmetic of `score_mod.evaluate.Evaluator` on DSL scalars.
 
-Floats are fp32, ints int32, and captured tensors CuTe tensors of any strides. Approximations err by a few units in the
-last place. A negative index of a captured tensor counts from its end, and an index out of bounds loads the nearest
-element, also at positions past the last row or key. Graphs must be lowered (`score_mod.lower`).
+Floats are fp32 and ints int32; captured tensors are CuTe tensors of any strides. Approximate functions err by a few
+units in the last place. A negative index of a captured tensor counts from its end. An index out of bounds, as may occur
+past the last row or key, loads the nearest element. Graphs must be lowered (`score_mod.lower`).
 """
 
 import operator
@@ -30,24 +30,24 @@ _exp2, _log2 = _fast("exp2"), _fast("log2")
 
 
 def _tanh(x: Float32) -> Float32:
-    """1 - 2 / (exp(2 x) + 1): one exponential and one reciprocal, exact at both ends."""
+    """1 - 2 / (exp(2 x) + 1): one exponential and one reciprocal; exactly -1 and 1 for large |x|."""
     return 1.0 - 2.0 * cute.arch.rcp_approx(_exp2(x * (2 * LOG2_E)) + 1.0)
 
 
 def _mod(a: Float32, b: Float32) -> Float32:
-    """The remainder with the sign of the divisor, exactly, as in Python."""
+    """The exact remainder with the sign of the divisor, as in Python."""
     rest = cute.math.rem(a, b)
     is_other_sign = (rest * b) < 0.0
     return Float32(cutlass.select_(is_other_sign, rest + b, rest))
 
 
 def _floordiv(a: Float32, b: Float32) -> Float32:
-    """(a - a % b) / b is an integer, but for rounding."""
+    """a // b as (a - a % b) / b, rounded to remove the error of the division; a / b if b is 0."""
     quotient = Float32(cute.math.roundeven((a - _mod(a, b)) / b))
     return Float32(cutlass.select_(b == 0.0, a / b, quotient))
 
 
-# Operations that have the same name in `operator`, and approximations that have it in `cute.math`.
+# Operations with the same name in `operator`, and functions with the same name in `cute.math`.
 OPERATORS = ("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "xor")
 FUNCTIONS = ("exp2", "log2", "sqrt", "rsqrt", "sin", "cos")
 OPS: dict[str, Any] = {
@@ -87,6 +87,8 @@ FLOAT_OPS: dict[str, Any] = {
 
 
 class CuteArithmetic:
+    """Arithmetic for `Evaluator` inside a kernel."""
+
     def constant(self, value: Any, kind: str) -> Any:
         return TYPES[kind](value)
 
@@ -113,7 +115,7 @@ class CuteArithmetic:
 
 
 def indices_in_bounds(capture: cute.Tensor, indices: Sequence[Int32], is_nonnegative: Sequence[bool]) -> Any:
-    """The coordinate of the element that is loaded."""
+    """The coordinate of the element to load: negative indices count from the end, others are clamped."""
     if not indices:
         return 0
     sizes = capture.shape if len(indices) > 1 else (cute.size(capture),)
@@ -123,10 +125,10 @@ def indices_in_bounds(capture: cute.Tensor, indices: Sequence[Int32], is_nonnega
 
 
 def _floordiv_ints(a: Int32, b: Int32) -> Int32:
-    """a // b, rounded down. The operator rounds towards 0 if an operand is a coordinate, an int of a layout."""
+    """a // b, rounded down. The DSL's operator rounds towards 0 if an operand is a coordinate of a layout."""
     return Int32(arith.floordivsi(Int32(a).ir_value(), Int32(b).ir_value()))
 
 
 def _from_end(i: Int32, size: Int32) -> Int32:
-    """The index, plus the size if it is negative: the sign bits of a number select the size."""
+    """The index, plus the size if it is negative. `i >> 31` is 0 or -1, so the AND gives 0 or the size."""
     return i + ((i >> 31) & size)

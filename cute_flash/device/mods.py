@@ -1,11 +1,11 @@
-"""A bias and user mods in the forward: what they do to a block of natural scores.
+"""A bias and user mods in the forward. They change a block of scores in natural units (not log2):
 
     s = score_mod(s + bias[b, h, i, j], b, h, i, j)
     s = -inf where mask_mod(b, h, i, j) is false
 
-Subexpressions that depend on the head are computed once per tile, those that depend on a row or a column once per
-block. The mods are also evaluated at positions past the last row and key; nothing is read there, and the results do
-not count.
+Subexpressions that depend only on the head are computed once per tile, those that depend on a row or a column once per
+block. Mods are also evaluated past the last row and key. Loads stay within their tensors there, and the results are
+not used.
 
 `ModExp2` does the same in the fused score-to-exp2 pass (`device/fused_exp2.py`).
 """
@@ -32,11 +32,11 @@ class ModParams:
 
     spec: cutlass.Constexpr  # ModSpec
     bias: cute.Tensor | None  # (B, H, Sq, Sk), of any strides
-    captures: tuple | None  # tensors that score_mod captured, then those of mask_mod
+    captures: tuple | None  # tensors that score_mod captures, then those of mask_mod
     scalars: tuple | None
 
     def evaluator(self, name: str) -> Evaluator | None:
-        """Of the "score" mod or the "mask" mod."""
+        """The evaluator of the "score" mod or of the "mask" mod; None: absent."""
         graph = getattr(self.spec.graphs, name)
         if graph is None:
             return None
@@ -63,16 +63,16 @@ class HeadMods:
     mask: Part | None  # subexpressions of mask_mod that depend on the head
 
     def in_block(self, name: str, mask: Mask, first_col: Int32) -> "BlockMod | None":
-        """The "score" mod or the "mask" mod in a block of a mask's rows that begins at a column; None: absent."""
+        """The "score" mod or the "mask" mod for the rows of `mask` from `first_col` on; None: absent."""
         part, evaluator = getattr(self, name), self.params.evaluator(name)
         return None if evaluator is None else BlockMod(evaluator, part, mask, first_col)
 
     @cute.jit
     def load_bias(self, mask: Mask, first_col: Int32, is_full: cutlass.Constexpr, by_warp: cutlass.Constexpr = False):
-        """Start to load the bias of the block that begins at a column; None without a bias.
+        """Start to load the bias of the block that begins at `first_col`; None without a bias.
 
-        To be called before waiting for the scores. `is_full`: all keys of the block exist; `by_warp`: all lanes call it
-        together.
+        Call it before waiting for the scores. `is_full`: all keys of the block exist. `by_warp`: all lanes of the warp
+        call it together.
         """
         if cutlass.const_expr(self.bias is None):
             return None
@@ -97,7 +97,7 @@ class HeadMods:
     def _load_pair(
         self, target: cute.Tensor, row: cute.Pointer, column: tuple, seqlen_k: Int32, is_full: cutlass.Constexpr
     ):
-        """Load two neighbouring keys, the first of which is even. With paired loads both exist, or none."""
+        """Load an even key and the next one. With paired loads the row's length is even, so both exist or neither."""
         first, offset = column
         if cutlass.const_expr(self.params.spec.bias_paired_loads):
             source = row + first + offset if is_full else row + cutlass.min(first + offset, seqlen_k - 2)
@@ -111,7 +111,7 @@ class HeadMods:
 
     @cute.jit
     def transform(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, bias: BlockBias | None):
-        """S + bias, and then score_mod, in place, for a block of a mask's rows that begins at a column."""
+        """Add the bias, then apply score_mod, in place, for the rows of `mask` from `first_col` on."""
         if cutlass.const_expr(bias is not None):
             bias.wait()
             bias.add_to(acc_S_mn)
@@ -125,7 +125,7 @@ class HeadMods:
 
     @cute.jit
     def apply_mask(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32):
-        """-inf where mask_mod is false."""
+        """Set scores to -inf where mask_mod is false."""
         mask_mod = self.in_block("mask", mask, first_col)
         if cutlass.const_expr(mask_mod is not None):
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
@@ -136,21 +136,21 @@ class HeadMods:
     def fused_exp2(
         self, mask: Mask, first_col: Int32, factors: tuple, bias: BlockBias | None, applies_mask: bool
     ) -> "ModExp2":
-        """The fused pass for a block that the band does not mask. `applies_mask`: it evaluates mask_mod."""
+        """The fused pass for a block that the band does not mask. `applies_mask`: it also applies mask_mod."""
         score_mod = self.in_block("score", mask, first_col)
         mask_mod = self.in_block("mask", mask, first_col) if applies_mask else None
         return ModExp2(factors, bias, score_mod, mask_mod)
 
 
 class BlockMod:
-    """A user mod in a block, with its subexpressions of every row of this thread."""
+    """A user mod in one block, with the values of its subexpressions that depend on a row of this thread."""
 
     def __init__(self, evaluator: Evaluator, head: Part, mask: Mask, first_col: Int32) -> None:
         self.evaluator, self.head, coords = evaluator, head, as_mn(mask.tScS)
         rows = range(cute.size(coords, mode=[0]))
         self.rows = [evaluator.at_row(head, mask.first_row + coords[r, 0][0]) for r in rows]
         self.first_column = first_col + coords[0, 0][1]
-        # Other columns need no conversion.
+        # Other columns are this one plus a constant, without a conversion.
         self.first_float = Float32(self.first_column)
 
     def position(self, c: int) -> tuple[Int32, Float32]:
@@ -158,25 +158,26 @@ class BlockMod:
         return self.first_column + column_offset(c), self.first_float + Float32(column_offset(c))
 
     def column(self, position: tuple[Int32, Float32]) -> Part:
-        """The subexpressions of a column."""
+        """The values of the subexpressions that depend on a column."""
         return self.evaluator.at_column(self.head, *position)
 
     def at(self, r: int, column: Part, score: Float32 | None = None) -> Any:
+        """The result of the mod in the thread's r-th row."""
         (result,) = self.evaluator.at(self.head, self.rows[r], column, score)
         return result
 
 
 @dataclass(frozen=True)
 class ModExp2(FusedExp2):
-    """P of a block with a bias and user mods."""
+    """The fused pass with a bias and user mods."""
 
-    factors: tuple  # of Q K^T to natural scores, if there is a bias or a score_mod; of those to log2
+    factors: tuple  # from Q K^T to natural units (None without bias and score_mod), and from those to log2
     bias: BlockBias | None
     score_mod: BlockMod | None
     mask_mod: BlockMod | None
 
     def exponents(self, scores: list, k: int, reference: tuple) -> list:
-        """-inf where mask_mod is false."""
+        """The exponents, -inf where mask_mod is false."""
         bias = None if self.bias is None else self.bias.step(k)
         mod = self.mask_mod if self.score_mod is None else self.score_mod
         positions = [] if mod is None else [mod.position(4 * k + i) for i in range(4)]
@@ -213,7 +214,7 @@ class ModExp2(FusedExp2):
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """In the units of the scores that the softmax sees."""
+        """The row maxima in the units in which the softmax gets scores, before its factor scale_log2."""
         FusedExp2.block_max(self, acc_S, result)
         inverse = cute.arch.rcp_approx(self.factors[1])
         for r in cutlass.range_constexpr(2):

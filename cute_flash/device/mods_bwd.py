@@ -1,16 +1,16 @@
-"""A bias and user mods in the backward: what they do to a block between S = Q K^T and dS.
+"""A bias and user mods in the backward: the steps of a block from Q K^T to dS.
 
-    S   = scale q·k, capped, - slope |distance| + bias
+    S   = softcap(scale q·k) - slope |distance| + bias
     P   = exp(score_mod(S) - LSE),  0 where the band or mask_mod masks
     dS' = P (Z dP - D)
-    dS  = the gradient of score_mod at S times dS'; 0 where P is 0
+    dS  = score_mod'(S) dS', 0 where P is 0; then the derivative of softcap
 
-Rows are keys, columns queries, as everywhere in the backward. P takes the registers of S while dP is computed. If the
-gradient needs S itself, or softcap its tanh, those are kept instead, and P is computed twice. Subexpressions that
-depend on a query are computed per column, and not kept longer; those that depend on a key once per block.
+Rows are keys and columns are queries. P takes the registers of S while dP is computed. If the gradient needs S itself,
+or the tanh of softcap, those are kept instead, and P is computed twice. Subexpressions that depend on a query are
+computed for each column and then dropped; those that depend on a key are computed once per block.
 
-A score_mod may give a finite number for any score, also for -inf. If P is kept, masked entries are set to 0; if
-S is kept, they hold a sentinel NaN; without a score_mod they are -inf.
+A score_mod may map -inf to a finite number, so -inf does not always mark masked entries. If P is kept, masked entries
+are set to 0; if S is kept, they hold a sentinel NaN; without a score_mod they are -inf.
 """
 
 from dataclasses import dataclass, replace
@@ -35,9 +35,9 @@ from cute_flash.score_mod.evaluate import Evaluator
 from cute_flash.score_mod.graph import COLUMN, ROW, Graph
 from cute_flash.score_mod.lower import lowered
 
-# Columns whose mask_mod may load captured elements at a time, if a thread has many columns.
+# If a thread has many columns, mask_mod loads captured elements for this many columns at a time.
 COLUMNS_AT_ONCE = 8
-# A NaN that no arithmetic returns: its results have other bits.
+# The sentinel NaN of masked scores. Arithmetic returns NaNs with other bits.
 MASKED_BITS = 0x7FC0DEAD
 
 
@@ -60,25 +60,25 @@ class BwdGraphs:
 
     @property
     def needs_score(self) -> bool:
-        """Whether the gradient needs the score, and not only P."""
+        """Whether the gradient graph reads the score, not only dS'."""
         nodes = () if self.gradient is None else self.gradient.nodes
         return any(node.op == "input" and node.value == "score" for node in nodes)
 
     def output(self, outputs: tuple, i: int, is_zero) -> Float32:
-        """An output; 0 where P is 0, also where the mod has no derivative."""
+        """The i-th output of the gradient graph, and 0 where P is 0, even if the derivative there is not finite."""
         assert self.gradient is not None
         node, value = self.gradient.nodes[self.gradient.outputs[i]], Float32(outputs[i])
-        # The incoming gradient is already 0 there.
+        # The incoming gradient is already 0 where P is 0.
         is_incoming = node.op == "input" and node.value == "grad"
         return value if is_incoming else cutlass.select_(is_zero, Float32(0.0), value)
 
     def nonnegative(self, load: LoadGradient) -> list[bool]:
-        """Which indices of a load are known not to be negative."""
+        """For each index of a load, whether it is known not to be negative."""
         assert self.gradient is not None
         return [self.gradient.is_nonnegative[self.gradient.outputs[i]] for i in load.indices]
 
     def depends(self, load: LoadGradient) -> int:
-        """Bits of ROW and COLUMN that the indices of a load depend on."""
+        """The bits of ROW and COLUMN that the indices of a load depend on."""
         assert self.gradient is not None
         bits = 0
         for i in load.indices:
@@ -88,8 +88,9 @@ class BwdGraphs:
 
 @dataclass(frozen=True)
 class BwdModParams:
-    """The bias and the user mods of a launch. `score`, `mask` and `gradient` are (captures, scalars) of those graphs;
-    None: the graph is absent, or has neither.
+    """The bias and the user mods of a launch.
+
+    `score`, `mask` and `gradient` are (captures, scalars) of those graphs; None: the graph is absent or has neither.
     """
 
     graphs: cutlass.Constexpr  # BwdGraphs
@@ -99,12 +100,14 @@ class BwdModParams:
     mask: tuple | None
     gradient: tuple | None
     bias: BwdBiasParams | None
-    dcaptures: tuple | None  # fp32 sums, of the captured tensors that need a gradient
+    dcaptures: tuple | None  # fp32 gradients of the captured tensors that need one
     block_indices: BwdBlockIndices | None = None  # of a block mask
-    prefetches_bias: cutlass.Constexpr = True  # there are registers for the bias of a block while S is computed
-    dcapture_terms: tuple | None = None  # of deterministic gradients: terms fp32 and elements, (loads, B, H, Sq, Sk)
+    prefetches_bias: cutlass.Constexpr = True  # registers suffice to load a block's bias while S is computed
+    # For deterministic gradients: the fp32 terms, and the elements that they are added to, (loads, B, H, Sq, Sk) each.
+    dcapture_terms: tuple | None = None
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
+        """`plain` with the bias and the user mods, for the keys of `mask` and the queries from `first_col` on."""
         coords = as_mn(mask.tScS)
         (row, column), size = coords[0, 0], tuple(cute.size(coords, mode=[i]) for i in range(2))
         position = BwdBlockPosition(head, batch, first_col + column, mask.first_row + row, plain.row_step)
@@ -114,7 +117,7 @@ class BwdModParams:
 
 
 class ModEvaluator:
-    """A graph at the position of a block, with its subexpressions of every key of this thread."""
+    """A graph in one block, with the values of its subexpressions that depend on a key of this thread."""
 
     def __init__(self, graph: Graph, arguments: tuple | None, position: BwdBlockPosition, num_rows: int) -> None:
         captures, scalars = (tuple(x or ()) for x in arguments or ((), ()))
@@ -127,17 +130,18 @@ class ModEvaluator:
         self.query = Float32(position.query)
 
     def column(self, c: int):
-        """The subexpressions of a query."""
+        """The values of the subexpressions that depend on the query of the thread's c-th column."""
         offset = column_offset(c)
         return self.evaluator.at_row(self.head, self.position.query + offset, self.query + Float32(offset))
 
     def at(self, r: int, column, score=None, grad=None) -> tuple:
+        """The outputs of the graph in the thread's r-th row."""
         return self.evaluator.at(self.head, column, self.keys[r], score, grad)
 
 
 @dataclass(frozen=True)
 class ModScores:
-    """A block of scores in one thread, with a bias and user mods on top of `BlockScores`."""
+    """This thread's scores of one block: `BlockScores` with a bias and user mods."""
 
     plain: BlockScores
     params: BwdModParams
@@ -145,7 +149,7 @@ class ModScores:
     size: cutlass.Constexpr  # rows and columns of this thread
     bias: BwdBlockBias | None
 
-    # ---- compile-time facts
+    # ---- compile-time properties
 
     @property
     def graphs(self) -> BwdGraphs:
@@ -161,40 +165,41 @@ class ModScores:
 
     @property
     def keeps_tanh(self) -> bool:
-        """The tanh of softcap is kept in the registers of S: the gradient of what comes after it needs more than P."""
+        """Whether the registers of S keep the tanh of softcap: later steps have gradients, which need more than P."""
         return self.has_softcap and (self.has_alibi or self.bias is not None or self.graphs.score is not None)
 
     @property
     def keeps_score(self) -> bool:
+        """Whether the registers of S keep S or tanh, not P, until dS is computed."""
         return self.keeps_tanh or self.graphs.needs_score
 
     @property
     def scales(self) -> bool:
-        """Q K^T is scaled before something is added to it; else the exponent contains the scale."""
+        """Whether Q K^T is scaled first, because something is added to it. Else the exponent includes the scale."""
         changes = self.has_alibi or self.bias is not None or self.graphs.score is not None
         return changes and not self.has_softcap
 
     @property
     def masks_probs(self) -> bool:
-        """P is computed from Q K^T in one pass, among the exponentials, and masked afterwards."""
+        """Whether masks apply to P: one pass computes P from Q K^T, transform and exponentials interleaved."""
         return self.scales and not self.keeps_score
 
     @property
     def masks_by_bits(self) -> bool:
-        """Masked scores hold a sentinel NaN, as score_mod may turn -inf into a finite number."""
+        """Whether masked scores hold a sentinel NaN, because score_mod may map -inf to a finite number."""
         return self.graphs.score is not None and not self.masks_probs
 
     # ---- the steps of a block
 
     @cute.jit
     def prefetch(self):
-        """To be called before the products are there."""
+        """Start to load the bias. Call it before waiting for the products."""
         if cutlass.const_expr(self.bias is not None and self.params.prefetches_bias):
             self.bias.load()
 
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
-        """Q K^T -> S, or the tanh of softcap, before the mask"""
+        """Q K^T -> S, or -> tanh with softcap, before the mask."""
         S_mn = as_mn(acc_S)
         if cutlass.const_expr(self.has_softcap):
             self.plain.score.apply_cap(acc_S)
@@ -211,21 +216,21 @@ class ModScores:
         return x if self.bias is None else x + self.bias.at(r, c)
 
     def masked_value(self, acc_S: cute.Tensor) -> tuple:
-        """The view of the elements that masks write to, and the value of masked elements."""
+        """The view that masks write to, and the value that they write."""
         if self.masks_by_bits:
             return bits_of(acc_S), Int32(MASKED_BITS)
         return as_mn(acc_S), Float32(0.0 if self.masks_probs else -Float32.inf)
 
     @cute.jit
     def apply_band(self, acc_S: cute.Tensor, mask: Mask, first_col: Int32):
-        """Mask what is outside the band, and keys past the end."""
+        """Mask scores outside the band, and keys past the end."""
         S_mn, masked = self.masked_value(acc_S)
         mask.apply(S_mn, first_col, masked)
         mask.apply_to_tail_rows(S_mn, masked)
 
     @cute.jit
     def apply_mask(self, acc_S: cute.Tensor, is_partial=None):
-        """Apply mask_mod; `is_partial`: with a block mask, whether this block needs it."""
+        """Apply mask_mod. `is_partial`: with a block mask, whether this block needs it."""
         if cutlass.const_expr(is_partial is None):
             self.apply_mask_mod(acc_S)
         elif is_partial:
@@ -238,7 +243,7 @@ class ModScores:
             S_mn, masked = self.masked_value(acc_S)
             for c in cutlass.range_constexpr(self.size[1]):
                 if cutlass.const_expr(self.size[1] > 2 * COLUMNS_AT_ONCE and c % COLUMNS_AT_ONCE == 0):
-                    # Loads do not move across it: those of all columns at once would spill.
+                    # The compiler does not move loads across it. Loading all columns at once would spill registers.
                     cute.arch.sync_warp()
                 query = mask_mod.column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
@@ -247,7 +252,10 @@ class ModScores:
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
-        """P, after dropout, to rP, unless it is masked later; the registers of S keep what dS needs."""
+        """Compute P, and pack it after dropout into rP, unless masks apply to P later (`pack_probs`).
+
+        The registers of S keep what `differentiate` needs.
+        """
         S_mn, bits = as_mn(acc_S), bits_of(acc_S)
         score_mod, bias = self.mod("score"), None if self.params.prefetches_bias else self.bias
         for c in cutlass.range_constexpr(0, self.size[1], 2):
@@ -268,7 +276,7 @@ class ModScores:
 
     @cute.jit
     def pack_probs(self, acc_P: cute.Tensor, rP: cute.Tensor):
-        """P, after dropout, to rP: after `exponentiate` and the masks, if those are applied to P."""
+        """Pack P after dropout into rP. Called after the masks if these apply to P."""
         P_mn = as_mn(acc_P)
         for c in cutlass.range_constexpr(0, self.size[1], 2):
             for r in cutlass.range_constexpr(self.size[0]):
@@ -286,14 +294,14 @@ class ModScores:
         return None if graph is None else ModEvaluator(graph, arguments, self.position, self.size[0])
 
     def mod_input(self, x: Float32, r: int, c: int) -> Float32:
-        """The input of score_mod, from what the registers of S hold."""
+        """The input of score_mod, from the value in a register of S."""
         if self.keeps_tanh or self.masks_probs:
             scale = self.params.softcap if self.has_softcap else self.params.scale
             return self.with_alibi_and_bias(x * scale, r, c)
         return x
 
     def prob(self, x: Float32, at: tuple, rLSE, score_mod: ModEvaluator | None, query, bits) -> Float32:
-        """exp(score_mod(S) - LSE)"""
+        """P = exp(score_mod(S) - LSE), from the value x in a register of S."""
         r, c = at
         lse = self.plain.of_query(rLSE, r, c)
         if score_mod is None:
@@ -307,8 +315,9 @@ class ModScores:
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dalibi):
-        """What `exponentiate` kept -> dS. The gradients of slope, bias and captures are added up; the sums that are
-        returned must be finished.
+        """Replace the values that `exponentiate` kept by dS, and sum the gradients of slope, bias and captured tensors.
+
+        The caller must call `finish` of the sums that are returned.
         """
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
         again, zero = self.opaque(dP_mn)
@@ -343,7 +352,7 @@ class ModScores:
         return sums
 
     def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int, c: int) -> None:
-        """Add the gradients of the captured tensors of score_mod, or store them for a sum in a fixed order."""
+        """Add the gradients of captured tensors, or store their terms, which are then summed in a fixed order."""
         for i, load in enumerate(self.graphs.loads):
             grad = self.graphs.output(outputs, load.output, is_zero)
             dcapture = self.params.dcaptures[self.graphs.captures_needing_grad.index(load.capture)]
@@ -354,7 +363,7 @@ class ModScores:
                 self.store_term(i, grad, cute.crd2idx(coord, dcapture.layout), r, c)
 
     def store_term(self, i: int, grad: Float32, element: Int32, r: int, c: int) -> None:
-        """Store what a score adds to the gradient of the i-th load, and the element that it is added to."""
+        """Store a score's term of the gradient of the i-th load, and the element that it is to be added to."""
         position, (mTerms, mElements) = self.position, self.params.dcapture_terms
         query, key = position.query + column_offset(c), position.key + position.row_offset(r)
         gTerms, gElements = (mX[i, position.batch, position.head, None, None] for mX in (mTerms, mElements))
@@ -364,9 +373,10 @@ class ModScores:
         store_if(exists, (gElements.iterator + offset).toint(), Int32(element), Int32)
 
     def opaque(self, dP_mn: cute.Tensor) -> tuple:
-        """The same scores at a position that the compiler does not recognise, and a 0 that it does not know.
+        """The same scores at a position that the compiler cannot recognise, and a float 0 that it does not know.
 
-        Else it would compute common subexpressions once, and keep them for all elements.
+        Otherwise the compiler would merge the second computation of P with the first, and keep the common
+        subexpressions of all elements in registers.
         """
         if not self.keeps_score and not self.graphs.loads:
             return self, None

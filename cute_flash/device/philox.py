@@ -1,9 +1,9 @@
-"""The dropout mask of an accumulator: Philox as `spec.dropout` defines it, 16 scores per call.
+"""The dropout mask of an accumulator, by Philox as `spec.dropout` defines it: 16 scores per call.
 
-Viewed as an operand (`views.as_operand_a`), an accumulator is ((pair, half, half), MMA_M, MMA_K): for each row tile and
-each 16 columns, a thread has pairs of neighbouring columns of a 16 x 16 square, in rows 8 apart and columns 8 apart.
-These are half of the scores of one Philox call, one word for each pair. The same words times a constant serve the next
-16 rows. Tiles begin at multiples of 16.
+Viewed as operand A (`views.as_operand_a`), an accumulator is ((pair, row half, column half), MMA_M, MMA_K). In each
+16 x 16 square a thread has four pairs of neighbouring columns, in rows 8 apart and columns 8 apart. These are half of
+the scores of one Philox call, one word for each pair. The same words times a constant serve the next 16 rows. Tiles
+begin at multiples of 16.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def philox_4x32(counter: tuple, key: tuple) -> tuple:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for i in range(ROUNDS):
-        # A 64-bit product is one instruction, and so are two exclusive-ors.
+        # A 64-bit product is one instruction, and so are two XORs.
         low, high = Uint64(c0) * Uint64(MULTIPLIERS[0]), Uint64(c2) * Uint64(MULTIPLIERS[1])
         r0, r1 = (k + Uint32(i * weyl & MASK32) for k, weyl in zip((k0, k1), WEYL))
         c0, c1, c2, c3 = Uint32(high >> 32) ^ c1 ^ r0, Uint32(high), Uint32(low >> 32) ^ c3 ^ r1, Uint32(low)
@@ -30,17 +30,17 @@ def philox_4x32(counter: tuple, key: tuple) -> tuple:
 
 
 def query_index(i: Int32) -> Uint32:
-    """The counter of queries i, i + 8, i + 16 and i + 24 of a rectangle."""
+    """The word of the Philox counter for queries i, i + 8, i + 16 and i + 24 of a rectangle."""
     return Uint32(i // RECT_ROWS * CALL_STRIDE + i % CALL_STRIDE)
 
 
 def key_index(j: Int32) -> Uint32:
-    """The counter of keys j, j + 1, j + 8 and j + 9 of a rectangle."""
+    """The word of the Philox counter for keys j, j + 1, j + 8 and j + 9 of a rectangle."""
     return Uint32(j // RECT_KEYS * (CALL_STRIDE // 2) + j % CALL_STRIDE // 2)
 
 
 def half_factor(i: Int32) -> Uint32:
-    """The factor of the words for query i and the one 8 further: 1 in the first half of a rectangle."""
+    """The factor of the words for queries i and i + 8: 1 in the first half of a rectangle, else ROW_16_FACTOR."""
     return cutlass.select_(i // (RECT_ROWS // 2) % 2 == 0, Uint32(1), Uint32(ROW_16_FACTOR))
 
 
@@ -50,30 +50,31 @@ class Dropout:
 
     seed: tuple[Uint32, Uint32]
     offset: Uint32
-    threshold: Uint32  # in both halves
+    threshold: Uint32  # the 15-bit threshold, in both 16-bit halves
 
     @staticmethod
     def read(mRng: cute.Tensor, threshold: Int32) -> "Dropout":
-        """`mRng`: (seed, offset), int64, in global memory."""
-        # All threads agree: `make_warp_uniform` puts the keys of the rounds into uniform registers.
+        """Read `mRng`, which is (seed, offset), int64, in global memory."""
+        # The values are the same in all threads; `make_warp_uniform` puts the round keys into uniform registers.
         words = cute.recast_tensor(mRng, Int32)
         low, high, offset = (Uint32(cute.arch.make_warp_uniform(words[i])) for i in range(3))
         return Dropout((low, high), offset, Uint32(threshold))
 
     def words(self, batch_head: Int32, query: Uint32, key: Uint32) -> tuple:
-        """The four words of one call: for its keys and those 8 further, of its query and then of the one 8 further."""
+        """The four words of one call. Word 2 r + c is for query i + 8 r and keys j + 8 c and j + 8 c + 1."""
         return philox_4x32((key, query, Uint32(batch_head), self.offset), self.seed)
 
     def masks(self, words: tuple, factor: Uint32 | None = None) -> list:
-        """A mask for each word, or for each word times a factor: 16 bits for each of two neighbouring keys, all set
-        unless dropout drops it.
+        """An AND mask for each word, or for each word times `factor`.
+
+        A mask has 16 bits for each of two neighbouring keys: 0 if dropout drops the score, else all set.
         """
         words = words if factor is None else [word * factor for word in words]
         return [keep_masks(word, self.threshold) for word in words]
 
     @cute.jit
     def masks_of(self, rP: cute.Tensor, position: TilePosition) -> cute.Tensor:
-        """A mask for each register of 16-bit P, viewed as an operand."""
+        """An AND mask for each register of 16-bit P, viewed as operand A."""
         masks = cute.make_rmem_tensor(cute.size(rP) // 2, Int32)
         first_key = key_index(position.column(0))
         for m in cutlass.range_constexpr(cute.size(rP, mode=[1])):

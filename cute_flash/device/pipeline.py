@@ -1,9 +1,9 @@
-"""Barriers of a warp-specialised kernel.
+"""Barriers of warp-specialised kernels: pipelines between producers and consumers, and the order of warpgroups.
 
-A pipeline is a buffer of stages between a producer and its consumers. The `full` barrier of a stage completes
-when its data has landed (TMA counts the bytes), the `empty` barrier when all consumers have released it. Both
-sides number their uses of the pipeline from 0: iteration i uses stage i % stages in phase (i // stages) % 2. The
-number of stages is a power of two, because the main loop computes stage and phase for every block.
+The `full` barrier of a pipeline stage completes when its data has landed (TMA counts the bytes), the `empty` barrier
+when all consumers have released the stage. Both sides count their uses of the pipeline from 0: iteration i uses stage
+i % stages in phase (i // stages) % 2. The number of stages is a power of two, because the main loop computes stage and
+phase for every block.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ WARPGROUP_THREADS = 128
 
 @dataclass(frozen=True)
 class Pipeline:
+    """The mbarriers of a pipeline; its data is allocated elsewhere."""
+
     full: cute.Pointer  # one mbarrier per stage
     empty: cute.Pointer
     stages: cutlass.Constexpr
@@ -27,12 +29,12 @@ class Pipeline:
         return Pipeline(barriers, barriers + stages, stages)
 
     def part(self, i: Int32 | int, stages: int) -> "Pipeline":
-        """The i-th pipeline of `stages` stages, if these are the stages of several."""
+        """The i-th of several pipelines of `stages` stages whose barriers were allocated together."""
         return Pipeline(self.full + i * stages, self.empty + i * stages, stages)
 
     @cute.jit
     def init(self, full_arrivals: cutlass.Constexpr, empty_arrivals: cutlass.Constexpr):
-        """One thread calls it, before a fence and a barrier of all threads."""
+        """Called by one thread, before a fence and a CTA barrier."""
         for stage in cutlass.range_constexpr(self.stages):
             cute.arch.mbarrier_init(self.full + stage, full_arrivals)
             cute.arch.mbarrier_init(self.empty + stage, empty_arrivals)
@@ -52,36 +54,40 @@ class Pipeline:
 
     @cute.jit
     def wait_empty(self, iteration: Int32):
-        """Wait until the stage may be written; the first use of a stage does not wait."""
+        """Wait until the stage may be written. The first use of a stage does not wait."""
         cute.arch.mbarrier_wait(self.empty + self.stage(iteration), self.phase(iteration) ^ 1)
 
     @cute.jit
     def wait_released(self, iteration: Int32):
-        """Wait until the consumers have released this iteration; iteration -1 does not wait."""
+        """Wait until the consumers have released this iteration. Iteration -1 does not wait."""
         cute.arch.mbarrier_wait(self.empty + self.stage(iteration), self.phase(iteration))
 
     @cute.jit
     def expect_bytes(self, iteration: Int32, num_bytes: cutlass.Constexpr):
+        """Arrive at the `full` barrier, which then also waits for `num_bytes` of TMA."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(iteration), num_bytes)
 
     @cute.jit
     def release_per_thread(self, iteration: Int32):
-        """One arrival per thread, for data that threads have read with plain loads."""
+        """Arrive at the `empty` barrier once per thread, for data that threads have read with plain loads."""
         cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
 
     @cute.jit
     def release(self, iteration: Int32):
-        """One arrival per warp, for data that tensor cores have read."""
+        """Arrive at the `empty` barrier once per warp, for data that tensor cores have read.
+
+        After plain loads, a warp barrier must come before it.
+        """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(iteration))
 
 
 @dataclass(frozen=True)
 class WarpgroupOrder:
-    """Ping-pong barriers: warpgroups pass in order, each after the arrival of the one before.
+    """Warpgroup ping-pong by named barriers: warpgroups pass `wait` in cyclic order, each after the previous arrives.
 
-    A warpgroup that is alone never waits.
+    With one warpgroup `wait` and `arrive` do nothing.
     """
 
     first_barrier: cutlass.Constexpr  # named barrier of warpgroup 0
@@ -90,7 +96,7 @@ class WarpgroupOrder:
 
     @cute.jit
     def start(self):
-        """The last warpgroup arrives once, so that warpgroup 0 passes first."""
+        """Let warpgroup 0 pass first: the last warpgroup arrives once."""
         if self.warpgroup == self.num_warpgroups - 1:
             self.arrive()
 

@@ -1,4 +1,4 @@
-"""Where the elements of an accumulator are in the scores of a head."""
+"""The positions of a thread's accumulator elements among the scores of a head."""
 
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,9 @@ class BwdBlockPosition:
     row_step: cutlass.Constexpr  # from one m16 tile of a thread to the next
 
     def row_offset(self, r: int) -> int:
+        """Distance of the r-th row of a thread from its first."""
         return r // 2 * self.row_step + r % 2 * 8
 
     def shifted(self, zero: Int32) -> "BwdBlockPosition":
+        """The same position plus a 0 that the compiler does not know (`ModScores.opaque`)."""
         return replace(self, query=self.query + zero, key=self.key + zero)

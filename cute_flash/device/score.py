@@ -1,24 +1,23 @@
-"""Softcap and ALiBi in the forward: from Q K^T to scores, before the mask, in units of log2.
+"""Softcap and ALiBi in the forward: from Q K^T to scores in units of log2, before the mask.
 
     s' = log2(e) (softcap tanh(scale s / softcap) - slope |row + Sk - Sq - column|)
 
-The softmax that follows has a scale of 1. The presence of a feature is compiled in, its value is a run-time argument.
-After the first block of a tile the running row max m, the *reference*, is known, and the last FMA subtracts it.
+The softmax that follows has a scale of 1. The presence of a feature is compiled in; its value is a run-time argument.
+After the first block of a tile the row max m so far, the *reference*, is known, and the last FMA subtracts it.
 
-Beside the diagonal ALiBi takes two FMAs per score: the distance has one sign there, and its term is linear,
+Off the diagonal the distance has one sign, so ALiBi is linear in the column and takes two FMAs per score:
 
     s' - m = s scale + (±slope column + (∓slope (row + Sk - Sq) - m))
 
-If all scores of a warp are near 0, which is common, tanh is computed as an odd polynomial: four instructions per score,
-none of the special function unit. Sums of squares bound the largest score. Otherwise tanh takes an exponential and a
+tanh has two methods. If all scores of a warp are near 0, which is common, it is an odd polynomial: four instructions
+per score, none of them MUFU. Sums of squares bound the largest score. Otherwise it takes an exponential and a
 reciprocal: with e = exp(2 x),
 
     tanh x = (e - 1) / (e + 1)
 
-Four scores of a row share one reciprocal: 1 / a = b (c d) / (a b c d). With the softmax, that is 2.25 instructions of
-the special function unit per score. tanh.approx would make it 2, but has a relative error of 2^-11, which is visible
-in 16-bit P and in the LSE. The polynomial has a relative error of 2^-19, the exponential one of 2^-21 plus 2^-23 of
-softcap.
+Four scores share one reciprocal: 1 / a = b (c d) / (a b c d). With the exponential of the softmax, that is 2.25 MUFU
+instructions per score. tanh.approx would make it 2, but its relative error of 2^-11 is visible in 16-bit P and in the
+LSE. The relative error of the polynomial is 2^-19. The second method errs by 2^-21 of the score plus 2^-23 of softcap.
 """
 
 from collections.abc import Sequence
@@ -33,16 +32,16 @@ from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 
-# tanh is 1 in fp32 from 2 x = 17.3 on, which is 25 in units of log2; the product of four such sums is finite.
+# Upper limit of 2 x in units of log2. tanh rounds to 1 in fp32 from 25 on, and the product of four e + 1 stays finite.
 MAX_EXPONENT = 30.0
-TOGETHER = 4
+TOGETHER = 4  # scores that share a reciprocal
 # tanh x / x = 1 + x² (c1 + x² c2) up to |x| = NEAR, with a relative error of 1.4e-6 (minimax).
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
-# Scores for which one of the two methods is chosen together; number of sums of squares; the limit of `Score.near`.
+# Scores of a thread for which one method is chosen; partial sums of squares per such part; limit of `Score.near`.
 PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 2, 1e37
-# A smaller coefficient would be 0, and the polynomial of a masked score, -inf, must be -inf.
+# Lower limit of c2: it must not underflow to 0, because the polynomial of a masked score (-inf) must be -inf.
 LEAST = 1e-37
-# Largest ratio of x to q·k: powers of larger ones leave fp32.
+# Upper limit of scale / softcap for the polynomial; the powers of larger ratios leave the range of fp32.
 MAX_NEAR_FACTOR = 65536.0
 
 
@@ -55,7 +54,7 @@ class Score:
     softcap_log2: Float32 | None = None
     slope_log2: Float32 | None = None
     cap: Float32 | None = None  # factor of tanh: softcap_log2, or 1 for tanh itself
-    near: Float32 | None = None  # largest (q·k)² for which the polynomial is accurate
+    near: Float32 | None = None  # largest sum of squares of q·k for which the polynomial is accurate
     series: tuple | None = None  # coefficients of the polynomial
     unit: cutlass.Constexpr = LOG2_E  # LOG2_E: scores are in units of log2; 1: in natural units, despite the names
 
@@ -76,15 +75,15 @@ class Score:
         return Score(scale * unit, x * (2 * LOG2_E), softcap_log2, None, cap, near, series, unit)
 
     def for_head(self, slope: Float32 | None) -> "Score":
-        """With the ALiBi slope of a head."""
+        """The transform with the ALiBi slope of a head."""
         return replace(self, slope_log2=None if slope is None else slope * self.unit)
 
     @cute.jit
     def apply(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, looks_near: cutlass.Constexpr = True):
-        """Transform a block of a mask's rows that begins at a column, in place, before the mask.
+        """Transform the scores of the rows of `mask` from `first_col` on, in place, before the mask.
 
-        `looks_near`: use the polynomial if all scores of the warp are near 0. It takes registers, and makes a row's
-        result depend on the other rows, so `batch_invariant` disables it.
+        `looks_near`: use the polynomial if all scores of the warp are near 0. This takes registers. It also makes a
+        row's result depend on other rows, so `batch_invariant` disables it.
         """
         if cutlass.const_expr(self.rate is not None):
             self.apply_cap(acc_S_mn, looks_near)
@@ -94,10 +93,10 @@ class Score:
     def apply_relative(
         self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple, reference: tuple, looks_near: cutlass.Constexpr = True
     ):
-        """Do what `apply` does, and subtract the reference of each row.
+        """`apply`, and subtract the reference of each row.
 
-        `block`: its first column, its rows and its columns. `looks_near`: as for `apply`; it also allows a choice
-        between two formulas of ALiBi for the whole block.
+        `block`: (first column, number of rows, number of columns). `looks_near`: as for `apply`; it also allows the
+        linear formula of ALiBi if the whole block is on one side of the diagonal.
         """
         first_col = block[0]
         has_slope = cutlass.const_expr(self.slope_log2 is not None)
@@ -115,8 +114,9 @@ class Score:
 
     @cute.jit
     def fused_exp2(self, acc_S_mn: cute.Tensor, mask: Mask, block: tuple) -> LinearExp2 | SoftcapExp2:
-        """The fused pass of a block, for softcap or ALiBi. Scores that its formula does not fit are transformed in
-        place first.
+        """The fused pass of a block, for softcap or ALiBi.
+
+        Where its formula does not hold, scores are transformed in place first. `block`: as for `apply_relative`.
         """
         first_col = block[0]
         if cutlass.const_expr(self.rate is not None):
@@ -137,7 +137,7 @@ class Score:
         return LinearExp2(factor, slope, tuple(-slope * self.first_distance(mask, r, first_col) for r in range(num)))
 
     def scaled(self, x: Float32) -> Float32:
-        """Softcap includes the scale."""
+        """The score times the scale, unless softcap has already applied it."""
         return x * self.scale_log2 if self.rate is None else x
 
     def sides(self, mask: Mask, block: tuple) -> tuple:
@@ -148,7 +148,7 @@ class Score:
 
     @cute.jit
     def apply_abs_alibi(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, reference: tuple | None = None):
-        """Scale and ALiBi at any position of the block."""
+        """Scale and ALiBi for any block: the distance is an absolute value."""
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             distance = self.first_distance(mask, r, first_col)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
@@ -160,7 +160,10 @@ class Score:
 
     @cute.jit
     def apply_linear_alibi(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, slope: Float32, reference: tuple):
-        """Scale and ALiBi if all keys are before, or all after: the distance has one sign."""
+        """Scale and ALiBi if the block is on one side of the diagonal: the distance has one sign.
+
+        `slope`: positive if all keys are before the rows' positions, negative if all are after.
+        """
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             first = -slope * self.first_distance(mask, r, first_col) - reference[r]
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
@@ -169,7 +172,7 @@ class Score:
 
     @cute.jit
     def apply_cap(self, acc: cute.Tensor, looks_near: cutlass.Constexpr = True, reference: tuple | None = None):
-        """Q K^T -> log2(e) softcap tanh(scale s / softcap), or tanh, in place, minus the reference if there is one.
+        """Q K^T -> cap tanh(scale s / softcap), in place, minus the reference if there is one.
 
         A NaN stays NaN and changes no other score.
         """
@@ -185,7 +188,7 @@ class Score:
 
     @cute.jit
     def are_near(self, acc: cute.Tensor, part: cutlass.Constexpr):
-        """Whether the polynomial is accurate for all scores of this warp."""
+        """Whether the polynomial is accurate for this part of the scores in all lanes of the warp."""
         sums = [acc[i] * acc[i] for i in part[:SUMS]]
         for i in cutlass.range_constexpr(part.start + SUMS, part.stop):
             sums[i % SUMS] = sums[i % SUMS] + acc[i] * acc[i]
@@ -196,6 +199,7 @@ class Score:
 
     @cute.jit
     def cap_near(self, acc: cute.Tensor, part: cutlass.Constexpr, reference: tuple | None):
+        """Softcap by the polynomial."""
         c0, c1, c2 = self.series
         for i in cutlass.range_constexpr(part.start, part.stop):
             squared = acc[i] * acc[i]
@@ -204,6 +208,7 @@ class Score:
 
     @cute.jit
     def cap_all(self, acc: cute.Tensor, part: cutlass.Constexpr, reference: tuple | None):
+        """Softcap by an exponential and a shared reciprocal, for scores of any size."""
         for i in cutlass.range_constexpr(part.start, part.stop, TOGETHER):
             four = self._capped([acc[i + j] for j in range(TOGETHER)])
             for j in cutlass.range_constexpr(TOGETHER):
@@ -219,7 +224,7 @@ class Score:
     def _capped(self, scores: Sequence) -> list:
         exponents = (cute.arch.fmin(x * self.rate, MAX_EXPONENT, nan=True) for x in scores)
         e = [cute.math.exp2(x, fastmath=True) for x in exponents]
-        # The minimum of a number and a NaN is the number.
+        # This minimum replaces NaN by the limit, so that a NaN does not reach the shared reciprocal.
         sums = [cute.arch.fmin(x + 1.0, 2.0 ** (MAX_EXPONENT + 1)) for x in e]
         cap = self.cap
         return [(x * cap - cap) * y for x, y in zip(e, _reciprocals(sums))]

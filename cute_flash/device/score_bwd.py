@@ -1,16 +1,18 @@
-"""Softcap, ALiBi and dropout in the backward: what they do to a block between S = Q K^T and dS.
+"""Softcap, ALiBi and dropout in the backward: the steps of a block from Q K^T to dS.
 
     t   = tanh(scale q·k / softcap)
     P   = exp(softcap t - slope |distance| - LSE)
     dS' = P (Z dP - D),  Z = 0 or 1 / (1 - dropout)     the gradient of the slope is the sum of -dS' |distance|
     dS  = dS' (1 - t²)
 
-A kernel has only the parts of its features. P (1 - t²) takes the registers of S until dP is there, so softcap needs no
-registers of its own. With ALiBi beside softcap those registers keep t instead, and P is computed twice, because the
-gradient of the slope needs dS'. P is not scaled by 1 / (1 - dropout): dV is, at the end.
+A kernel contains only the code of its features. The registers of S hold P (1 - t²) until dP is computed, so softcap
+needs no registers of its own. With ALiBi and softcap they hold t instead, and P is computed twice, because the gradient
+of the slope needs dS'. P is not scaled by 1 / (1 - dropout); dV is scaled at the end.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -31,11 +33,11 @@ from cute_flash.device.views import as_mn
 class BwdScoreParams:
     """The score features of a backward launch. None: absent."""
 
-    score: Score  # without the slopes; of softcap, tanh
+    score: Score  # without the slopes; `apply_cap` gives tanh
     heads: Int32
     alibi_slopes: cute.Tensor | None  # (B, H)
-    dalibi_partial: cute.Tensor | None  # (B, H, partial sums); in a varlen batch (1, H, those of all sequences)
-    dropout_threshold: Int32 | None  # in both halves: random numbers below it drop their score
+    dalibi_partial: cute.Tensor | None  # (B, H, partial sums), or (1, H, partial sums) in a varlen batch
+    dropout_threshold: Int32 | None  # in both halves of the word; scores with smaller random numbers are dropped
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
     mods: Any = None  # BwdModParams: a bias and user mods
@@ -43,8 +45,9 @@ class BwdScoreParams:
     def block(
         self, mask: Mask, head: Int32, batch: Int32, first_col: Int32, is_transposed: bool, row_step: int = 16
     ) -> Any:
-        """The scores of a mask's rows from a column on; `is_transposed`: rows are keys. `row_step`: from one m16 tile
-        of a thread to the next.
+        """The scores of the rows of `mask` from `first_col` on.
+
+        `is_transposed`: rows are keys. `row_step`: rows from one m16 tile of a thread to the next.
         """
         score, bits, distance = self.score, None, None
         if self.alibi_slopes is not None:
@@ -59,28 +62,31 @@ class BwdScoreParams:
 
     @cute.jit
     def store_dalibi(self, dalibi: cute.Tensor, head: Int32, seqlen: SeqlenInfo, part: Int32):
-        """Store a warp's partial sum of the gradient of a head's slope, and reset `dalibi`."""
+        """Store a warp's partial sum of the gradient of a head's slope at index `part`, and reset `dalibi`."""
         total = cute.arch.warp_reduction_sum(dalibi[0])
         if cute.arch.lane_idx() == 0:
             seqlen.slice_head(self.dalibi_partial, head)[part] = total
         dalibi.fill(0.0)
 
 
-def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Int32 | None = None) -> None:
-    """Store two neighbouring P of a row in the type of rP; neighbours in a row are neighbours in registers."""
+def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Callable[[], Int32] | None = None) -> None:
+    """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
+
+    `mask`: computes the bits to keep of a packed pair.
+    """
     if rP.element_type is Float32:
         rP[index], rP[index + 1] = pair
         return
     packed = pack(*pair, rP.element_type)
-    cute.recast_tensor(rP, Int32)[index // 2] = packed if mask is None else packed & mask
+    cute.recast_tensor(rP, Int32)[index // 2] = packed if mask is None else packed & mask()
 
 
 @dataclass(frozen=True)
 class BlockScores:
-    """A block of scores in one thread. Rows are those of a mask: keys or queries."""
+    """This thread's scores of one block. Rows are keys if `is_transposed`, else queries."""
 
-    score: Score  # of its head
-    first_distance: Float32 | None  # of the first element
+    score: Score  # of the block's head
+    first_distance: Float32 | None  # of this thread's first element
     heads: Int32
     dropout_bits: DropoutBits | None
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
@@ -89,45 +95,48 @@ class BlockScores:
 
     @property
     def is_alone(self) -> bool:
-        """Neither softcap nor ALiBi."""
+        """Whether there is neither softcap nor ALiBi."""
         return self.score.rate is None and self.score.slope_log2 is None
 
     @property
     def keeps_tanh(self) -> bool:
+        """Whether the registers of S hold t, not P, until dS is computed."""
         return self.score.rate is not None and self.score.slope_log2 is not None
 
     @cute.jit
     def apply_softcap(self, acc_S: cute.Tensor):
-        """S -> t, before the mask"""
+        """S -> t, before the mask."""
         if cutlass.const_expr(self.score.rate is not None):
-            # Beside ALiBi or dropout there are no registers for both ways.
+            # With ALiBi or dropout there are not enough registers for both methods of tanh.
             is_alone = self.score.slope_log2 is None and self.dropout_bits is None
             self.score.apply_cap(acc_S, is_alone)
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
-        """P, after dropout, to rP; the registers of S keep what dS needs."""
+        """Compute P, and store it after dropout in rP. The registers of S keep what `differentiate` needs."""
         S_mn = as_mn(acc_S)
         for c in cutlass.range_constexpr(0, cute.size(S_mn, mode=[1]), 2):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 pair = [self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)]
-                masks_pair = self.dropout_bits is not None and self.is_alone
-                if cutlass.const_expr(masks_pair and rP.element_type is Float32):
-                    pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
-                mask = self.dropout_bits.pair_mask(r, c) if masks_pair and rP.element_type is not Float32 else None
+                mask = None
+                if cutlass.const_expr(self.dropout_bits is not None and self.is_alone):
+                    mask = partial(self.dropout_bits.pair_mask, r, c)
+                    if cutlass.const_expr(rP.element_type is Float32):
+                        pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
                 store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
+        """P, after dropout unless `exponentiate` applies it to pairs. S keeps P, P (1 - t²) or t."""
         x = S_mn[r, c]
         P = self.prob(x, r, c, rLSE)
         if not self.keeps_tanh:
             S_mn[r, c] = P if self.score.rate is None else P * tanh_derivative(x)
-        # Beside softcap or ALiBi the masks of pairs would spill.
+        # With softcap or ALiBi, `DropoutBits.pair_mask` would spill registers.
         return P if self.dropout_bits is None or self.is_alone else self.dropout_bits.select(P, r, c)
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dalibi):
-        """What `exponentiate` kept -> dS; adds the gradient of the slope to `dalibi` (1)."""
+        """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to `dalibi` (1)."""
         S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
         again = self.opaque(dP_mn)
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
@@ -142,20 +151,23 @@ class BlockScores:
                 S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_tanh) else dS
 
     def opaque(self, dP_mn: cute.Tensor) -> "BlockScores":
-        """The same scores with distances that the compiler does not recognise. Else it would compute common
-        subexpressions once, or too early, and keep them for all elements.
+        """The same scores with distances that the compiler cannot recognise.
+
+        Otherwise the compiler would merge them with those of the first pass, or compute them too early, and keep the
+        values of all elements in registers.
         """
         distance = self.first_distance
         if distance is None:
             return self
         if self.dropout_bits is not None:
             return replace(self, first_distance=rederived(distance))
-        # Without dropout ptxas sees through `rederived`. There are less than 2^24 heads, which it does not know.
+        # Without dropout ptxas sees through `rederived`. `heads >> 24` is 0, because there are less than 2^24 heads,
+        # but ptxas does not know that.
         zero = self.heads >> 24
         return replace(self, first_distance=distance + Float32(bits_and(dP_mn[0, 0], zero)))
 
     def prob(self, x: Float32, r: int, c: int, rLSE: cute.Tensor) -> Float32:
-        """exp(S - LSE) of S, or of t with softcap"""
+        """P = exp(S - LSE). `x`: Q K^T, or t with softcap."""
         unit = self.score.scale_log2 if self.score.rate is None else self.score.softcap_log2
         x = x * unit - self.of_query(rLSE, r, c)
         if self.score.slope_log2 is not None:
@@ -163,8 +175,10 @@ class BlockScores:
         return cute.math.exp2(x, fastmath=True)
 
     def distance(self, r: int, c: int) -> Float32:
+        """The distance of ALiBi, an absolute value."""
         offset = r // 2 * self.row_step + r % 2 * 8 - column_offset(c)
         return cute.math.absf(self.first_distance + Float32(offset))
 
     def of_query(self, rX: cute.Tensor, r: int, c: int) -> Float32:
+        """LSE or D of the query of an element."""
         return rX[c if self.is_transposed else r]

@@ -1,8 +1,8 @@
-"""A semaphore per tile of global memory: CTAs add to the tile one after the other, in a fixed order.
+"""A semaphore per tile in global memory: CTAs add to the tile one after the other, in a fixed order.
 
-A tile's semaphore counts the CTAs that have added to it, from 0. A CTA waits until the count is its rank, adds, and
-increments it, so the result does not depend on which CTA is faster. A CTA must come after those that it waits for
-in the grid: else it could keep them from running.
+The semaphore counts the CTAs that have added to its tile. A CTA waits until the count equals its rank, adds, and
+increments the count, so the result does not depend on which CTA is faster. A CTA must come later in the grid than those
+that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from cute_flash.device.seqlen import SeqlenInfo
 
 @dataclass(frozen=True)
 class DQSemaphore:
-    """The order of additions to dQ: K/V tiles add to an m_block from the last tile down to the first.
+    """The order of additions to dQ: the last K/V tile adds to an m_block first, the first tile last.
 
-    The grid runs down as well, so the tile that is waited for has begun, and no CTA waits forever. With a mask, a
-    K/V tile visits m_blocks upwards from the diagonal, so that no two tiles are due at the same block at once.
-    Without a mask all tiles start at the first m_block; as the grid interleaves several heads, the tiles of one head
-    start at different times anyway.
+    The grid starts the last tiles first too, so a tile that others wait for has always started. With a mask, a K/V
+    tile visits m_blocks upwards from the diagonal, so tiles reach the same m_block at different times. Without a mask
+    all tiles begin with the first m_block, but the grid interleaves several heads, so the tiles of one head start at
+    different times.
     """
 
     mSemaphore: cute.Tensor  # (B, H, m_block)
-    band: Band  # of queries over keys
-    seqlen_q: Int32  # of every sequence, unless the batch is varlen
+    band: Band  # rows are queries, columns are keys
+    seqlen_q: Int32  # not used in a varlen batch
     seqlen_k: Int32
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
-    by_tma: cutlass.Constexpr = True  # TMA adds, whose accesses need proxy fences
+    by_tma: cutlass.Constexpr = True  # bulk copies do the additions, which needs proxy fences
 
     def rank(self, n_block: Int32, m_block: Int32, seqlen: SeqlenInfo | None = None) -> Int32:
-        """How many K/V tiles add to the m_block before this one; `seqlen`: in a varlen batch."""
+        """How many K/V tiles add to the m_block before this one. `seqlen`: the sequence, in a varlen batch."""
         lengths = (self.seqlen_q, self.seqlen_k) if seqlen is None else (seqlen.q_len, seqlen.k_len)
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
         return blocks.end - 1 - n_block
@@ -46,7 +46,10 @@ class DQSemaphore:
 
     @cute.jit
     def wait(self, coord: tuple, rank: Int32):
-        """One thread waits until `rank` tiles have added; their sums are visible then."""
+        """Wait until `rank` tiles have added to the block at `coord`; their sums are then visible.
+
+        Called by one thread. `coord`: (head, batch, m_block).
+        """
         address = self._address(coord)
         count = Int32(-1)
         while count != rank:
@@ -56,7 +59,10 @@ class DQSemaphore:
 
     @cute.jit
     def arrive(self, coord: tuple, rank: Int32):
-        """The thread whose additions are complete increments the count or, after a barrier, one for its CTA."""
+        """Increment the count after this CTA's additions are complete.
+
+        Called by the thread that issued them or, if several threads did, by one thread after a barrier.
+        """
         if cutlass.const_expr(self.by_tma):
             cute.arch.inline_ptx("fence.proxy.async.global;")
         arguments = [self._address(coord), rank + 1]

@@ -1,4 +1,4 @@
-"""Where the rows of a sequence are in (B, H, S, D) tensors, and how many there are."""
+"""The position and the length of a sequence, in dense (B, H, S, D) and in varlen (1, H, T, D) tensors."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ NUM_VALUES = 5
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """A sequence: an entry of the batch or, in varlen tensors (1, H, T, D), a range of rows."""
+    """A sequence: an entry of a dense batch, or a range of rows of varlen tensors."""
 
     batch: Int32  # index of the sequence
     q_len: Int32
     k_len: Int32
-    q_begin: Int32 | None = None  # None: the sequence is an entry of the batch
+    q_begin: Int32 | None = None  # first row in varlen tensors; None: a dense batch
     k_begin: Int32 | None = None
 
     @property
@@ -26,49 +26,52 @@ class SeqlenInfo:
         return self.q_begin is not None
 
     def slice_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
-        """(S, D) of a head, or (S) of statistics; its rows are those of `q_row` and `k_row`."""
+        """(S, D) of a head, or (S) of statistics. Rows are indexed by `q_row` and `k_row`."""
         rest = (None,) * (cute.rank(mX) - 2)
         return mX[(0 if self.is_varlen else self.batch, head, *rest)]
 
     def slice_keys(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
-        """(S, D) of a head, from the first key of the sequence."""
+        """(S, D) of a head, beginning with the first key of the sequence."""
         gX = self.slice_head(mX, head)
         if not self.is_varlen:
             return gX
         return cute.make_tensor(gX.iterator + Int64(self.k_begin) * gX.stride[0], gX.layout)
 
     def q_row(self, row: Int32) -> Int32:
+        """The row of the tensor that holds the sequence's query `row`."""
         return self.q_begin + row if self.is_varlen else row
 
     def k_row(self, row: Int32) -> Int32:
+        """The row of the tensor that holds the sequence's key `row`."""
         return self.k_begin + row if self.is_varlen else row
 
     def padded_q_block(self, m_block: Int32, tile_m: int) -> Int32:
-        """The m_block in a workspace that pads every sequence to full blocks of queries."""
+        """The index of an m_block in a workspace that pads every sequence to full blocks of queries."""
         return padded_block(self.q_begin, self.batch, tile_m) + m_block if self.is_varlen else m_block
 
     def padded_k_block(self, n_block: Int32, tile_n: int) -> Int32:
-        """The n_block in a workspace that pads every sequence to full blocks of keys."""
+        """The index of an n_block in a workspace that pads every sequence to full blocks of keys."""
         return padded_block(self.k_begin, self.batch, tile_n) + n_block if self.is_varlen else n_block
 
     def padded_q_row(self, row: Int32, tile_m: int) -> Int32:
+        """The row that holds the sequence's query `row` in that workspace."""
         return self.padded_q_block(0, tile_m) * tile_m + row if self.is_varlen else row
 
     @property
     def q_tma_coord(self):
-        """The last coordinate of `TmaTiles` and `VarlenTmaTiles` for queries."""
+        """The `batch` argument of `TmaTiles` and `VarlenTmaTiles` for queries."""
         return (self.q_begin, self.q_len) if self.is_varlen else self.batch
 
     @property
     def k_tma_coord(self):
-        """The last coordinate of `TmaTiles` and `VarlenTmaTiles` for keys."""
+        """The `batch` argument of `TmaTiles` and `VarlenTmaTiles` for keys."""
         return (self.k_begin, self.k_len) if self.is_varlen else self.batch
 
     @property
     def values(self) -> tuple:
-        """The integers that a producer publishes; `of_values` is the inverse for varlen batches.
+        """The integers that a producer warp publishes. For varlen batches `of_values` is the inverse.
 
-        Those of a varlen batch are in the order of a row of the tile list (`planning.varlen`), not of the fields.
+        In a varlen batch their order is that of a row of the tile list (`planning.varlen`).
         """
         if not self.is_varlen:
             return (self.batch,)
@@ -81,6 +84,6 @@ class SeqlenInfo:
 
 
 def with_batch_mode(mX: cute.Tensor) -> cute.Tensor:
-    """A varlen tensor (T, H, D) as (1, H, T, D); one of statistics, (H, T), as (1, H, T)."""
+    """View a varlen tensor (T, H, D) as (1, H, T, D), or varlen statistics (H, T) as (1, H, T)."""
     by_head = mX.layout if cute.rank(mX) == 2 else cute.select(mX.layout, mode=[1, 0, 2])
     return cute.make_tensor(mX.iterator, cute.prepend(by_head, cute.make_layout(1, stride=0)))

@@ -1,4 +1,4 @@
-"""Tiles of `cute_flash/smem` in the shared memory of a kernel."""
+"""The tiles of `cute_flash/smem` as CuTe layouts, and their allocation in shared memory."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from cute_flash.smem.tile import SmemTile
 
 
 def byte_swizzle(tile: SmemTile) -> Any:
-    """The tile's swizzle as a CuTe swizzle of byte addresses, which a pointer applies; or None."""
+    """The tile's swizzle as a CuTe swizzle of byte addresses, for a pointer or a TMA descriptor; None: no swizzle."""
     swizzle = tile.swizzle
     if swizzle is None:
         return None
@@ -18,13 +18,13 @@ def byte_swizzle(tile: SmemTile) -> Any:
 
 
 def affine_layout(tile: SmemTile) -> cute.Layout:
-    """The layout of a tile without its swizzle, for a pointer or a descriptor that swizzles."""
+    """The layout of a tile without its swizzle, which the pointer or the TMA descriptor applies."""
     shape, stride = tile.affine
     return cute.make_layout(shape, stride=stride)
 
 
 def allocate_stages(smem: SmemAllocator, dtype, tile: SmemTile, stages: int) -> cute.Tensor:
-    """A tile for every stage: (rows, columns, stage). The pointer carries the swizzle, the layout stays affine."""
+    """Allocate a tile per stage: (rows, columns, stage). The pointer carries the swizzle; the layout stays affine."""
     shape, stride = tile.staged(stages)
     layout = cute.make_layout(shape, stride=stride)
     return smem.allocate_tensor(dtype, layout, SMEM_ALIGN, swizzle=byte_swizzle(tile))

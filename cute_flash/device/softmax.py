@@ -1,12 +1,12 @@
 """Online softmax over blocks of scores (Milakov & Gimelshein; FlashAttention, algorithm 1).
 
-Per row: m, the running maximum of the scores, and l, the sum of exp(scale * (s - m)). A new block raises m to
-m', scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the
-scale folded in: one FMA and one MUFU per score. Each thread sums l over its own columns; the four threads of a
-row add theirs at the end.
+A row has m, the running maximum of its scores, and l, the sum of exp(scale * (s - m)). A new block raises m to m',
+scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the scale folded
+in: one FMA and one MUFU per score. Each thread sums l over its own columns; the four threads of a row add up their sums
+at the end.
 
-With a speculative row max, P of a block is computed with the old maximum before that of the block is known. If the row
-sums show that the old maximum may be too small, and it is, P is computed again.
+With a *speculative* row max, P of a block is computed with the old m, before the maximum of the block is known. If the
+row sums show that m may be too small, the maximum is computed, and P again if m is in fact too small.
 """
 
 from collections.abc import Callable
@@ -20,29 +20,30 @@ from cute_flash.device.views import as_mn
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Four neighbouring threads hold the columns of one row of an accumulator, of mma.sync and of wgmma.
+# In an accumulator of mma.sync or wgmma, four neighbouring threads hold the columns of one row.
 THREADS_PER_ROW = 4
 
-# log2 of how far m may lag behind the true maximum of a row; beyond it, m, l and O are rescaled. The final division
-# removes the factor exactly, so it shows only in the rounding of P: with an exact maximum the largest P is 1, which
-# rounds to itself, and the larger P, the more its rounding matters. In a model of the kernels, on inputs with outliers,
-# the error is up to 1.20 times that of an exact maximum with 8, 1.06 with 4, 1.04 with 3, 1.02 with 2; on normal inputs
-# one block in 100 exceeds 3, one in 15 exceeds 2.
+# How far m may lag behind the true maximum of a row, in units of log2. If it lags further, m, l and O are rescaled. The
+# final division removes the factor exactly, so it matters only for the rounding of P: with an exact maximum the largest
+# P is 1, which has no rounding error, and the larger P, the more its error counts. In a model of the kernels, on inputs
+# with outliers, the error is at most 1.20 times that of an exact maximum with a threshold of 8, 1.06 with 4, 1.04 with
+# 3 and 1.02 with 2. On normal inputs one block in 100 exceeds 3, and one in 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
-# Over the first keys m is exact: the fewer keys there are, the more the largest P matters. An exact block rescales, as
-# every block of FlashAttention-2 does. Measured on an H200, error against FlashAttention-2's at S=512 and speed of
-# short full tiles: first block only 1.056, 192 keys 1.038 and 3 % slower, 512 keys 1.00 and 8 % slower.
+# m is exact over this many first keys, because the fewer keys there are, the more the largest P matters. Exact blocks
+# rescale like every block of FlashAttention-2. Measured on an H200, error relative to FlashAttention-2 at S=512, and
+# speed of short full tiles: exact first block only 1.056; 192 keys 1.038 and 3 % slower; 512 keys 1.00 and 8 % slower.
 EXACT_KEYS = 128
-# With a speculative maximum, row sums of a block that exceed this thread's part of l by so much are checked.
+# With a speculative maximum, a block is checked if its row sums exceed this thread's part of l by more than this.
 SPECULATION_EXCESS = 6.0
-# The check fails for a single P above this share of the sums, plus the offset, or a sum near the largest 16-bit P. In
-# the model: error up to 1.04; of the blocks of normal inputs one in 50 is checked, one in 300 computed again.
+# The check fails if a single P exceeds this share of the row's sums plus the offset, or if a block's sum exceeds
+# MAX_BLOCK_SUM, which keeps P in the range of fp16. In the model the error is at most 1.04 times that of an exact
+# maximum. Of the blocks of normal inputs one in 50 is checked, and one in 300 is computed again.
 REDO_SHARE, REDO_OFFSET = 0.5, 1.0
 MAX_BLOCK_SUM = 256.0
 
 
 def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) -> Float32:
-    """Combine a value over the threads of a row; the DSL's own reduction adds NaN handling."""
+    """Combine a value over the four threads of a row. The DSL's own reduction would add NaN handling."""
     for offset in (THREADS_PER_ROW // 2, 1):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value
@@ -50,12 +51,14 @@ def _row_reduce(value: Float32, combine: Callable[[Float32, Float32], Float32]) 
 
 @dataclass(frozen=True)
 class Softmax:
-    row_max: cute.Tensor  # (rows of this thread,) fp32, of scores times scale_log2
+    """The softmax statistics of this thread's rows."""
+
+    row_max: cute.Tensor  # (rows of this thread,) fp32, m times scale_log2
     row_sum: cute.Tensor  # (rows of this thread,) fp32, this thread's columns only
     alpha: cute.Tensor  # (rows of this thread,) fp32, the factor of the last rescaling
     scale_log2: Float32  # scale * log2(e)
     max_score: cute.Tensor | None = None  # (rows of this thread,) fp32, over this thread's columns, for max_logit
-    is_exact: cutlass.Constexpr = False  # m never lags behind, so a row does not depend on those of its warp
+    is_exact: cutlass.Constexpr = False  # m never lags, so a row does not depend on the other rows of its warp
 
     @staticmethod
     def start(
@@ -76,7 +79,7 @@ class Softmax:
             self.max_score.fill(-Float32.inf)
 
     def reference(self) -> tuple:
-        """The row max m that the transform of a later block subtracts from its scores; 0 for rows without keys.
+        """The row max m, which the score transform of a later block subtracts; 0 for rows without keys so far.
 
         The subtraction is part of an FMA of the transform. Transformed scores have a scale of 1.
         """
@@ -86,7 +89,7 @@ class Softmax:
 
     @cute.jit
     def rebase(self, acc_S_mn: cute.Tensor, reference: tuple | None):
-        """Subtract from scores, which are relative to the reference, how much m was raised since."""
+        """Make scores that are relative to `reference` relative to m, which may have been raised since."""
         if cutlass.const_expr(reference is not None):
             for r in cutlass.range_constexpr(cute.size(self.row_max)):
                 grown = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r] - reference[r]
@@ -94,9 +97,9 @@ class Softmax:
 
     @cute.jit
     def step(self, acc_S_mn: cute.Tensor, acc_O_mn: cute.Tensor, keys_seen: Int32):
-        """Scores of a block -> P, in place; rescale the output if a maximum grew.
+        """Replace the scores of a block by P, and rescale the output if a maximum grew.
 
-        `keys_seen`: keys of the blocks before this one.
+        `keys_seen`: number of keys in the blocks before this one.
         """
         block_max = cute.make_fragment_like(self.row_max)
         if self.is_outgrown(acc_S_mn, block_max, keys_seen):
@@ -110,7 +113,7 @@ class Softmax:
             block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             if cutlass.const_expr(reference is not None):
                 block_max[r] = block_max[r] + reference[r]
-            # m may lag behind.
+            # Tracked apart from m, which may lag behind the true maximum.
             if cutlass.const_expr(self.max_score is not None):
                 self.max_score[r] = cute.arch.fmax(self.max_score[r], block_max[r])
 
@@ -118,7 +121,7 @@ class Softmax:
     def is_outgrown(
         self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, keys_seen: Int32, reference: tuple | None = None
     ):
-        """Whether a row of this warp exceeds m by more than the threshold; computes `block_max`.
+        """Whether a row of this warp exceeds m by more than the threshold. Writes `block_max`.
 
         The maximum over this thread's columns suffices, because the warp votes.
         """
@@ -133,10 +136,10 @@ class Softmax:
 
     @cute.jit
     def may_have_outgrown(self, block_sum: cute.Tensor, is_relative: cutlass.Constexpr = False):
-        """Whether the row sums of a block, computed with the old maximum, do not rule out that a row exceeds it.
+        """Whether a row of this warp may exceed m by too much, judged by the row sums of a block computed with m.
 
-        A NaN does not rule it out: a row without keys so far has m = -inf, and gives NaN for scores of -inf. Relative
-        scores give no NaN, so m is checked.
+        A NaN sum means yes: a row without keys so far has m = -inf, and gives NaN for scores of -inf. Relative scores
+        give no NaN, so m is compared with -inf instead.
         """
         is_fine = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
@@ -148,7 +151,7 @@ class Softmax:
 
     @cute.jit
     def must_redo(self, block_max: cute.Tensor, block_sum: cute.Tensor):
-        """Whether a single P of the block is too large a share of its row sum, or the sum is too large."""
+        """Whether P must be computed again: one P is too large a share of its row sum, or a row sum is too large."""
         is_within = cutlass.Boolean(True)
         for r in cutlass.range_constexpr(cute.size(block_sum)):
             largest = cute.math.exp2(block_max[r] * self.scale_log2 - self.row_max[r], fastmath=True)
@@ -158,11 +161,11 @@ class Softmax:
 
     @cute.jit
     def raise_max(self, block_max: cute.Tensor, acc_O_mn: cute.Tensor | None = None):
-        """m' = max(m, block_max); alpha = exp(scale * (m - m')); scales l, and O if it is passed."""
+        """m' = max(m, block_max); alpha = exp(scale * (m - m')). Scales l by alpha, and O too if it is passed."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             m_old = self.row_max[r]
             m_new = cute.arch.fmax(m_old, _row_reduce(block_max[r], cute.arch.fmax) * self.scale_log2)
-            # A row without keys so far holds zeros, so any finite factor will do; -inf - -inf would be NaN.
+            # A row without keys so far holds zeros, so any finite factor is right; -inf - -inf would be NaN.
             grown = Float32(0.0) if m_old == -Float32.inf else m_old - m_new
             self.alpha[r] = cute.math.exp2(grown, fastmath=True)
             self.row_max[r] = m_new
@@ -178,11 +181,15 @@ class Softmax:
 
     @cute.jit
     def exponentiate_steps(self, views: tuple, steps: range, maybe_empty: bool, is_relative: bool = False):
-        """P = exp(scale (S - m)), block_sum += rowsum P, for some k-steps of `views`: S and P, which are
-        ((2, 2, 2), 1, k-step), and block_sum.
+        """P = exp(scale (S - m)) and block_sum += rowsum P for some k-steps.
 
-        S and l do not change: the caller may have to begin again with another m. `maybe_empty`: m of a row without
-        keys so far is -inf. `is_relative`: S is relative to m, and scaled.
+        S and l stay unchanged, because P may have to be computed again with another m.
+
+        Args:
+            views: S and P as ((2, 2, 2), 1, k-step), and block_sum.
+            steps: the k-steps.
+            maybe_empty: rows may have no keys so far, which have m = -inf.
+            is_relative: S is already scaled and relative to m.
         """
         acc_S, acc_P, block_sum = views
         row_max = [self.row_max[r] for r in range(2)]
@@ -207,7 +214,7 @@ class Softmax:
 
     @cute.jit
     def exponentiate(self, acc_S_mn: cute.Tensor):
-        """P = exp(scale * (S - m)) in place; l += rowsum P. m of a row without keys so far is -inf."""
+        """P = exp(scale * (S - m)) in place, and l += rowsum P."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             row_max = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r]
             probs = cute.math.exp2(acc_S_mn[r, None].load() * self.scale_log2 - row_max, fastmath=True)
@@ -216,7 +223,7 @@ class Softmax:
 
     @cute.jit
     def max_logit(self, tScS: cute.Tensor, rows_left: Int32) -> Float32:
-        """The largest natural score of this thread, over rows that exist."""
+        """The largest score of this thread's rows that exist, in natural units."""
         coords, largest = as_mn(tScS), -Float32.inf
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             largest = cute.arch.fmax(largest, self.max_score[r] if coords[r, 0][0] < rows_left else largest)
@@ -226,7 +233,7 @@ class Softmax:
     def finish(
         self, acc_O_mn: cute.Tensor, lse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
-        """Normalise the output, and compute the LSE of each row."""
+        """Normalise the output, and compute the natural LSE of each row."""
         inverse = cute.make_fragment_like(self.row_sum)
         self.close(lse, inverse, sink, dropout_scale)
         self.scale_rows(acc_O_mn, inverse)
@@ -235,8 +242,9 @@ class Softmax:
     def close(
         self, lse: cute.Tensor, inverse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
-        """The natural LSE of each row, and 1 / l, times the scale of dropout. A row without keys has an LSE of -inf,
-        or of the sink, and 0 for 1 / l.
+        """Compute the natural LSE and 1 / l of each row, with the sink and times the scale of dropout.
+
+        For a row without keys the LSE is -inf, or the sink, and 1 / l is 0.
         """
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             total = _row_reduce(self.row_sum[r], lambda a, b: a + b)
@@ -253,7 +261,7 @@ class Softmax:
 
 @cute.jit
 def _add_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """log(exp(lse) + exp(sink)), and the share of the keys. Exact if either is -inf."""
+    """log(exp(lse) + exp(sink)), and the keys' share of that sum. Exact if either argument is -inf."""
     has_keys = lse != -Float32.inf
     over = (sink - lse) * LOG2_E if has_keys else Float32(0.0)
     weight = cute.math.exp2(over, fastmath=True)

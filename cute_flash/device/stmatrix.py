@@ -1,7 +1,7 @@
-"""Store accumulators to shared memory, transposed: columns of a product become rows of a tile.
+"""Transposed stores of wgmma accumulators to shared memory: columns of a product become rows of a tile.
 
-`stmatrix.trans` stores matrices of 8 x 8 elements: lane 8 i + j holds the address of column j of the i-th matrix. An
-accumulator of 64 rows goes to a `SmemTile` of 64 columns, one atom wide, from the first row of an atom on.
+`stmatrix.trans` stores 8 x 8 matrices. Lane 8 i + j supplies the address of column j of the i-th matrix. An accumulator
+of 64 rows goes to a `SmemTile` of 64 columns, which is one atom wide, beginning with the first row of an atom.
 """
 
 import cutlass
@@ -11,13 +11,14 @@ from cutlass import Int32
 from cute_flash.smem.tile import CHUNK_BYTES, WAVEFRONT_BYTES
 
 MATRIX = 8
-MATRIX_BYTES = MATRIX * WAVEFRONT_BYTES  # rows of the tile that one n8 tile fills
+MATRIX_BYTES = MATRIX * WAVEFRONT_BYTES  # bytes of the 8 rows that one n8 tile fills
 _STMATRIX = "stmatrix.sync.aligned.m8n8.{}.trans.shared.b16 [{{$r0}}], {{ {} }};"
 
 
 def lane_offset(thread):
-    """Bytes from the first row to the target of this lane's column of the first two n8 tiles: the 16 rows of a warp are
-    two chunks of a row of the tile, permuted as in every swizzled tile.
+    """Byte offset from the first row to this lane's column of the first two n8 tiles.
+
+    The 16 rows of a warp are two 16-byte chunks of a row of the tile, permuted by the swizzle.
     """
     lane, warp = thread % 32, thread // 32
     column, half, second = lane % MATRIX, lane // MATRIX % 2, lane // (2 * MATRIX)
@@ -27,7 +28,7 @@ def lane_offset(thread):
 
 @cute.jit
 def store_transposed(rX: cute.Tensor, first: cute.Pointer, thread: Int32):
-    """`rX`: a 16-bit fragment in the order of m64nN accumulators; `first`: the first of the N rows of the tile."""
+    """Store `rX`, a 16-bit fragment in the order of m64nN accumulators, to N rows of a tile from `first` on."""
     packed = cute.recast_tensor(rX, Int32)
     address = first.toint() + lane_offset(thread)
     tiles = cute.size(packed) // 2

@@ -1,8 +1,8 @@
-"""Which tile a CTA computes, and in which order.
+"""Tile schedulers: which tiles a CTA computes, and in which order.
 
-The GPU launches CTAs in the order of their indices, so the order of tiles is the schedule. Heads form L2 groups,
-whose K and V fit in L2 together. The row tiles of all heads of a group run side by side. With a right bound the
-long tiles (late rows, which see more keys) come first, so that the short ones fill the last wave.
+The GPU starts CTAs in the order of their indices, so the order of tiles is the schedule. Heads form L2 groups, whose K
+and V fit in L2 together, and the tiles of all heads of a group run at the same time. With a right bound the long tiles
+(late rows, which see more keys) come first, so that short ones fill the last wave.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class StaticTileScheduler:
     batch: Int32
     heads_per_l2_group: Int32
     longest_first: cutlass.Constexpr
-    # Whether the tiles of all batches of a head are neighbours, so that they read a bias that they share together;
-    # None: they are not.
+    # Whether the tiles of one head in all batch entries are neighbours, so that they read a shared bias at the same
+    # time. None: they are not, and the kernel has no code for it.
     batch_is_inner: cutlass.Boolean | None = None
 
     @cute.jit
     def tile_coord(self, index: Int32):
-        """(block, head, batch)"""
+        """(block, head, batch) of a tile."""
         group_tiles = self.heads_per_l2_group * self.num_blocks
         group = index // group_tiles
         rest = index - group * group_tiles
@@ -47,20 +47,21 @@ class StaticTileScheduler:
                 flat = batch * self.heads + head
                 head = flat // self.batch
                 batch = flat - head * self.batch
-        # Division hides that all threads agree; `make_warp_uniform` restores it for uniform registers.
+        # The compiler does not see that the quotients are the same in all threads; `make_warp_uniform` allows uniform
+        # registers for them.
         uniform = cute.arch.make_warp_uniform
         return uniform(block), uniform(head), uniform(batch)
 
 
 @dataclass(frozen=True)
 class PersistentTileScheduler:
-    """Indices of the tiles of a persistent CTA.
+    """The indices of the tiles of a persistent CTA.
 
-    The first tile is that of the CTA's own index. A static schedule continues with every grid-th tile. A dynamic
-    one, for tiles that differ in length, fetches the next index from a counter when the CTA is free.
+    The first index is that of the CTA. A static schedule continues with every grid-th tile. A dynamic schedule, for
+    tiles that differ in length, fetches the next index from a counter when the CTA is free.
 
-    `tile_counter` is the address of an int32 in global memory that is 0 between launches and that no concurrent
-    launch uses. Each tile fetches one index, so the last index to be fetched is known: its CTA resets the counter.
+    `tile_counter` is the address of an int32 in global memory that is 0 between launches, and that no concurrent
+    launch uses. One index is fetched per tile, so the last one is known; the CTA that fetches it resets the counter.
     """
 
     num_tiles: Int32
@@ -75,7 +76,7 @@ class PersistentTileScheduler:
 
     @cute.jit
     def next_tile(self, index: Int32) -> Int32:
-        """The tile after `index`; called by one warp."""
+        """The tile after `index`. Called by one warp."""
         following = index + cute.arch.grid_dim()[0]
         if cutlass.const_expr(self.is_dynamic):
             fetched = Int32(0)
@@ -86,7 +87,7 @@ class PersistentTileScheduler:
 
     @cute.jit
     def finish(self, index: Int32):
-        """Reset the counter; `index` is the first that is no tile."""
+        """Reset the counter if this CTA fetched the last index. `index`: the CTA's first index that is not a tile."""
         if cutlass.const_expr(self.is_dynamic):
             if cute.arch.lane_idx() == 0 and index == cute.arch.grid_dim()[0] + self.num_tiles - 1:
                 cute.make_tensor(self._pointer(), cute.make_layout(1))[0] = Int32(0)
@@ -94,7 +95,7 @@ class PersistentTileScheduler:
 
 @dataclass(frozen=True)
 class VarlenTileList:
-    """The tiles of a varlen batch, as the scheduler kernel listed them; see `planning.varlen`."""
+    """The tile list of a varlen batch, which the scheduler kernel has written (`planning.varlen`)."""
 
     mTiles: cute.Tensor  # (TILE_LIST_HEADER + tiles, TILE_LIST_WIDTH)
     heads: Int32
@@ -106,7 +107,7 @@ class VarlenTileList:
 
     @cute.jit
     def read(self, index: Int32):
-        """Block, head, and the values of `SeqlenInfo` of a tile."""
+        """(block, head, `SeqlenInfo.values`) of a tile."""
         scheduler = StaticTileScheduler(self.mTiles[0, 0], self.heads, Int32(1), self.heads_per_l2_group, False)
         row, head, _batch = scheduler.tile_coord(index)
         block, seqlen_values = read_tile(self.mTiles, row)
@@ -118,7 +119,7 @@ class VarlenTileList:
 
 @cute.jit
 def read_tile(mTiles: cute.Tensor, index: Int32):
-    """Block, and the values of `SeqlenInfo`, of an entry of the tile list."""
+    """(block, `SeqlenInfo.values`) of an entry of the tile list."""
     row = cute.make_rmem_tensor(TILE_LIST_WIDTH, Int32)
     source = (mTiles.iterator + (index + TILE_LIST_HEADER) * TILE_LIST_WIDTH).align(16)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(TILE_LIST_WIDTH)), row)

@@ -1,10 +1,9 @@
-"""Tiles of (B, H, S, D) tensors that TMA moves.
+"""TMA loads and stores of tiles of (B, H, S, D) tensors.
 
-TMA zero-fills rows past S and columns past D when it loads, and drops them when it stores. It knows the bounds
-of a tensor, not those of the sequences in a varlen tensor (1, H, T, D). `VarlenTmaTiles` therefore describes a
-tensor in which every sequence ends where the rows end: it has WRAP rows, of which a sequence of `length` rows
-takes the last, and two more dimensions move the address back to the sequence, through the 2^64 bytes at which
-addresses wrap around:
+TMA zero-fills rows past S and columns past D when it loads, and drops them when it stores. It knows the bounds of a
+tensor, but not those of the sequences in a varlen tensor (1, H, T, D). `VarlenTmaTiles` therefore describes a tensor of
+WRAP rows in which every sequence ends at the last row: a sequence of `length` rows takes the last `length` rows. Two
+more dimensions, y and w, move the address back to the real rows, using that addresses wrap around at 2^64 bytes:
 
     dimension   row                     y                 w
     size        WRAP                    MANY              MANY
@@ -33,6 +32,8 @@ WRAP_STRIDE = 1 << 34
 
 @dataclass(frozen=True)
 class TmaTiles:
+    """A TMA descriptor of a dense tensor, and its tiles of (rows, cols)."""
+
     atom: cute.CopyAtom
     coords: cute.Tensor  # TMA coordinates of (S, D, H, B)
     rows: cutlass.Constexpr
@@ -40,7 +41,7 @@ class TmaTiles:
 
     @classmethod
     def of(cls, op, mX: cute.Tensor, tile: SmemTile) -> "TmaTiles":
-        """Build the descriptor, in a `@cute.jit` function on the host."""
+        """Build the descriptor. Called on the host, in a `@cute.jit` function."""
         by_rows = cute.make_tensor(mX.iterator, cls._layout(mX))
         smem = cute.make_composed_layout(byte_swizzle(tile), 0, affine_layout(tile))
         info = cpasync.make_tiled_tma_atom(op, by_rows, smem, (tile.rows, tile.cols))
@@ -55,30 +56,34 @@ class TmaTiles:
         return self.coords[None, None, head, batch]
 
     def _partition(self, sX: cute.Tensor, head: Int32, batch, column: Int32 | int):
-        """(bytes of a tile, stage...) of shared memory, and (bytes of a tile, tile of rows) of global memory."""
+        """Shared memory as (tile, ...) and global memory as (tile, index of the row tile)."""
         gX = cute.local_tile(self._head(head, batch), (self.rows, self.cols), (None, column))
         sX, gX = (cute.group_modes(x, 0, 2) for x in (sX, gX))
         return cpasync.tma_partition(self.atom, 0, cute.make_layout(1), sX, gX)
 
     @cute.jit
     def load(self, sX: cute.Tensor, block: Int32, head: Int32, batch, barrier: cute.Pointer, column: Int32 | int = 0):
-        """Start to load one tile of rows, the `column`-th of its row tiles, into sX (rows, cols).
+        """Start to load a tile into sX (rows, cols); `barrier` counts its bytes.
 
-        The barrier counts the bytes.
+        Args:
+            block: index of the tile along the rows.
+            batch: batch index, or (begin, length) of the sequence in a varlen tensor.
+            column: index of the tile along the columns.
         """
         tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXgX[None, block], tXsX, tma_bar_ptr=barrier)
 
     @cute.jit
     def store(self, sX: cute.Tensor, block: Int32, head: Int32, batch, column: Int32 | int = 0):
-        """Start to store sX (rows, cols) as one tile of rows, the `column`-th of its row tiles."""
+        """Start to store sX (rows, cols) as a tile. Arguments are those of `load`."""
         tXsX, tXgX = self._partition(sX, head, batch, column)
         cute.copy(self.atom, tXsX, tXgX[None, block])
 
 
 class VarlenTmaTiles(TmaTiles):
-    """Tiles of a varlen tensor: (begin, length) of a sequence takes the place of a batch index, and the coordinates are
-    those of (row, D, H, y, w).
+    """Tiles of a varlen tensor, with coordinates (row, D, H, y, w).
+
+    The argument `batch` is (begin, length) of a sequence.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Views of MMA accumulators, which hide the difference between the architectures.
+"""Views of MMA accumulators that are the same for mma.sync and wgmma.
 
-An accumulator of mma.sync m16n8k16 is ((2, 2), MMA_M, MMA_N): a pair of columns, a pair of rows 8 apart, then
-the tiles. An accumulator of wgmma m64nNk16 is ((2, 2, N/8), MMA_M, MMA_N): the n8 tiles are inside the
-instruction. All other parts see both as (m, n): rows of this thread, columns of this thread.
+An accumulator of mma.sync m16n8k16 is ((2, 2), MMA_M, MMA_N): a pair of columns, a pair of rows 8 apart, then the
+tiles. An accumulator of wgmma m64nNk16 is ((2, 2, N/8), MMA_M, MMA_N): the n8 tiles are inside the instruction. The
+rest of the code uses the (m, n) view of both: rows of this thread, columns of this thread.
 """
 
 import cutlass.cute as cute

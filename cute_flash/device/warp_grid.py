@@ -1,4 +1,4 @@
-"""Warps in a grid over the tile of an mma.sync product, and the operands that each of them reads."""
+"""The distribution of an mma.sync product over the warps of a CTA, and the operands that a warp reads."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,15 @@ from cute_flash.smem.tile import SmemTile
 
 @dataclass(frozen=True)
 class WarpGrid:
-    """`along` warps share the rows of the product, and `num_warps / along` its columns.
+    """A grid of `along` x `across` warps over the rows and columns of a product.
 
-    Rows are dealt to warps in steps of 16: the m16 tiles of a warp are 16 * along apart. Columns are dealt in runs.
+    m16 tiles of rows are distributed cyclically: those of a warp are 16 * along rows apart. Columns are distributed in
+    runs of `run` contiguous columns.
     """
 
     dtype: type
     num_warps: int
-    along: int
+    along: int  # warps over the rows
     run: int = STEP  # contiguous columns of a warp
 
     @property
@@ -28,7 +29,7 @@ class WarpGrid:
         return self.num_warps // self.along
 
     def mma(self) -> cute.TiledMma:
-        """For a `@cute.jit` function. One ldmatrix.x4 feeds two n8 tiles."""
+        """The tiled MMA. Columns come in steps of 16, because one ldmatrix.x4 loads two n8 tiles."""
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         columns = STEP
         if self.across > 1:
@@ -37,23 +38,23 @@ class WarpGrid:
         return cute.make_tiled_mma(op, (self.along, self.across, 1), permutation_mnk=permutation)
 
     def a(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed=False) -> MmaOperand:
-        """Rows of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
+        """Operand A: rows of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_A(thr_mma.partition_A(sX[None, None, 0]))
         copy = cute.make_tiled_copy_A(self._ldmatrix(is_transposed), mma)
         return MmaOperand.of(copy, thread, sX, tile, STEP * self.along, fragment, is_transposed)
 
     def b(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile, is_transposed=False) -> MmaOperand:
-        """Columns of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
+        """Operand B: columns of the product are rows of sX (rows, cols, stage), or its columns if `is_transposed`."""
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))
         copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed), mma)
-        # Within a run the next 16 columns follow; runs of 16 are dealt to all warps.
+        # In a long run the warp's next 16 columns follow at once; runs of 16 go to the warps cyclically.
         step = STEP if self.run > STEP else STEP * self.across
         return MmaOperand.of(copy, thread, sX, tile, step, fragment, is_transposed)
 
     def store(self, mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, tile: SmemTile) -> FragmentStore:
-        """The store of accumulators to sX (rows, cols, stage); a warp holds one run of its columns."""
+        """The store of accumulators to sX (rows, cols, stage). All columns of a warp must be one run."""
         first = mma.get_slice(thread).partition_C(sX[None, None, 0]).iterator
         return FragmentStore(swizzled(Int32(first.toint()), tile), tile, STEP * self.along)
 

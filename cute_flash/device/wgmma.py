@@ -1,4 +1,4 @@
-"""wgmma: the products of a warpgroup."""
+"""wgmma products of one warpgroup, and the conversion of their accumulators."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +10,7 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 
 def make_mma(dtype, columns: int, a_in_registers: bool, a_major, b_major) -> cute.TiledMma:
-    """The tiled MMA of one warpgroup: 64 rows."""
+    """The tiled MMA of one warpgroup: 64 rows by `columns`."""
     source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
     shape = (WARPGROUP_ROWS, columns, 16)
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, a_major, b_major))
@@ -25,8 +25,9 @@ def start_gemm(
     accumulate: cutlass.Constexpr,
     steps: cutlass.Constexpr = None,
 ):
-    """Start acc (+)= A B as one wgmma group; its registers must not be touched before the wait for it. `steps`: the
-    range of k-steps; None: all.
+    """Start acc = A B, or acc += A B if `accumulate`, as one wgmma group.
+
+    Registers of the product must not be touched before the wait for the group. `steps`: range of k-steps; None: all.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
@@ -39,7 +40,7 @@ def start_gemm(
 
 @cute.jit
 def convert(acc: cute.Tensor, fragment: cute.Tensor, steps: range | None = None):
-    """Convert all k-steps, or some, to the type of the fragment; a k-step is 8 contiguous registers."""
+    """Convert `acc` to the dtype of `fragment`, for some k-steps or all. A k-step is 8 contiguous elements."""
     packed = cute.recast_tensor(fragment, Int32)
     pairs = range(cute.size(acc) // 2) if steps is None else range(4 * steps.start, 4 * steps.stop)
     for i in cutlass.range_constexpr(pairs.start, pairs.stop):

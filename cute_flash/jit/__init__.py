@@ -1,1 +1,1 @@
-"""Compiled kernels: compiler, disk cache, resource usage, NVTX ranges and progress."""
+"""Compiles and loads kernels: compiler, disk cache, resource usage, NVTX ranges and progress."""

@@ -1,9 +1,9 @@
 """Compiled kernels, from memory, from the disk cache, or from `cute.compile`.
 
-An entry on disk is a shared object (`<digest>.so`; an object file `.o` on a machine without a linker) with a checksum
-file. The digest covers the compile key, the sources that generate code, the versions of the DSL and of TVM-FFI, the
-DSL's CUDA flavour (cu12, cu13) and the host platform. A missing, truncated or altered entry, or one of another user, is
-a miss. Loading an `.so` does not import cutlass.
+An entry on disk is a shared object (`<digest>.so`, or an object file `.o` on a machine without a linker) with a
+checksum file. The digest covers the compile key, the sources that generate code, the versions of the DSL and of
+TVM-FFI, the DSL's CUDA flavour (cu12, cu13) and the host platform. An entry that is missing, truncated, altered or
+owned by another user is a miss. Loading an `.so` does not import cutlass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cute_flash.jit.nvtx import marked
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 
-# Files that determine the generated code; this one has the compiler's options.
+# Files that determine the generated code; jit/compile.py has the compiler's options.
 SOURCES = (
     "kernels/**/*.py", "device/**/*.py", "smem/**/*.py", "score_mod/**/*.py", "spec/**/*.py",
     "planning/**/*.py", "jit/compile.py",
@@ -49,6 +49,8 @@ _functions: dict[CompileKey, Callable[..., None]] = {}
 
 @dataclass(frozen=True)
 class CacheInfo:
+    """The numbers of kernels that this process compiled, loaded from disk, and reused from memory."""
+
     compiles: int = 0
     disk_hits: int = 0
     memory_hits: int = 0
@@ -58,12 +60,12 @@ _counts: Counter[str] = Counter()  # by the fields of CacheInfo
 
 
 def cache_info() -> CacheInfo:
-    """How many kernels this process compiled, loaded from disk, and reused from memory."""
+    """The cache statistics of this process."""
     return CacheInfo(**_counts)
 
 
 def compiled_kernel(key: CompileKey) -> Callable[..., None]:
-    """The function that launches a kernel; its arguments are the operands of the kernel's `__call__`."""
+    """The function that launches a kernel. Its arguments are the kernel's operands, in the order of `KERNELS`."""
     with lock:
         if key in _functions:
             _counts["memory_hits"] += 1
@@ -165,7 +167,7 @@ def driver_cuda_version() -> int:
 
 
 def cute_compile(key: CompileKey, options: str = "") -> Any:
-    """Trace and compile a kernel; the caller must hold the lock."""
+    """Trace and compile a kernel. The caller must hold `lock`."""
     import cutlass.cute as cute
 
     from cute_flash.kernels.common.fakes import fake_arguments

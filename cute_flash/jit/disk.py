@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# Of shared objects, and of object files on a machine without a linker.
+# Suffixes of shared objects, and of object files (from a machine without a linker).
 SUFFIXES = (".so", ".o")
-# Of the resources that `jit.resources` read from a kernel's machine code.
+# Suffix of the resources that `jit.resources` reads from a kernel's machine code.
 RESOURCES = ".resources"
 
 
@@ -32,8 +32,10 @@ class CacheWarning(UserWarning):
 
 @dataclass(frozen=True)
 class DiskCache:
+    """A folder of entries, each with a checksum file beside it."""
+
     folder: Path
-    is_persistent: bool = True
+    is_persistent: bool = True  # False: a temporary folder of this process
 
     @staticmethod
     def default() -> DiskCache:
@@ -57,7 +59,7 @@ class DiskCache:
             return None
 
     def store(self, name: str, content: bytes, suffix: str) -> Path:
-        """Write an entry atomically: a reader sees all of it or nothing."""
+        """Write an entry atomically, so that a reader sees all of it or nothing."""
         path = self.folder / (name + suffix)
         self._replace(path, content)
         self._replace(path.with_name(path.name + ".sha256"), hashlib.sha256(content).hexdigest().encode())
@@ -88,7 +90,7 @@ class DiskCache:
         return f"{len(files)} kernel(s), {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
 
     def clear(self) -> None:
-        """Delete all kernels, and what was read from them."""
+        """Delete all kernels, and their stored resources."""
         for path in [*self.files(), *self.folder.glob(f"*{RESOURCES}")]:
             path.with_name(path.name + ".sha256").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -96,6 +98,7 @@ class DiskCache:
 
 @cache
 def _usable(folder: str) -> DiskCache:
+    """The cache in a folder or, if that cannot be used or is not private, in a temporary folder of this process."""
     path = Path(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

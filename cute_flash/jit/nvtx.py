@@ -13,6 +13,7 @@ MARKS_LAUNCHES = bool(os.environ.get("NVTX_INJECTION64_PATH") or os.environ.get(
 
 
 def marked(name: str) -> AbstractContextManager:
+    """An NVTX range with this name around a `with` block."""
     # Imported here, because it would take a large part of the time of `import cute_flash`.
     import nvtx
 

@@ -38,6 +38,8 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Resources:
+    """The resources of one compiled kernel, with its cubin and PTX."""
+
     symbol: str
     target: str
     registers: int  # per thread at launch
@@ -81,14 +83,14 @@ class Resources:
 
 
 def cached_resources(key: CompileKey) -> Resources:
-    """The resources of a kernel, from the disk cache. The first call compiles it, and stores it for launches too."""
+    """The resources of a kernel, from the disk cache. On a miss the kernel is compiled, and stored for launches too."""
     cache, kernel = DiskCache.default(), compiling.digest(key)
     name = f"{kernel}.{_reader_digest()}"
     with compiling.lock, cache.locked(kernel):
         path = cache.find(name, RESOURCES)
         if path is not None:
             resources = pickle.loads(path.read_bytes())
-            # The kernel may be older than the disassembler.
+            # The disassembler may have been installed after the entry was stored.
             return resources if resources.sass else replace(resources, sass=_instructions(resources.cubin))
         resources, function = _compile(key)
         if not any(cache.find(kernel, suffix) for suffix in SUFFIXES):
@@ -99,18 +101,18 @@ def cached_resources(key: CompileKey) -> Resources:
 
 @lru_cache(maxsize=1)
 def _reader_digest() -> str:
-    """A digest of this file, which decides what `Resources` hold."""
+    """A digest of this file, which defines the content of `Resources`."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
 def kernel_resources(key: CompileKey) -> Resources:
-    """Compile a kernel and return its resources. It takes seconds, and nothing is cached."""
+    """Compile a kernel and return its resources. This takes seconds; nothing is cached."""
     with compiling.lock:
         return _compile(key)[0]
 
 
 def _compile(key: CompileKey) -> tuple[Resources, Any]:
-    """The resources of a kernel, and the compiled function; the caller must hold the lock."""
+    """The resources of a kernel, and the compiled function. The caller must hold `compile.lock`."""
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="cute_flash_") as folder:
         with contextlib.redirect_stderr(remarks):
@@ -142,7 +144,7 @@ def _instructions(cubin: bytes) -> Counter[str]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of a cubin; empty without `nvdisasm` (from the wheel nvidia-cuda-nvdisasm, or on the path)."""
+    """The SASS of a cubin; empty without `nvdisasm`."""
     tool = nvdisasm()
     if tool is None:
         return ""
@@ -154,6 +156,7 @@ def disassemble(cubin: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def nvdisasm() -> str | None:
+    """The path of nvdisasm, from the wheel nvidia-cuda-nvdisasm or on PATH; None if there is none."""
     try:
         files = importlib.metadata.distribution("nvidia-cuda-nvdisasm").files or []
     except importlib.metadata.PackageNotFoundError:

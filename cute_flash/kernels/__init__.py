@@ -1,1 +1,1 @@
-"""Kernels, one folder per family, and the parts that both families share."""
+"""The kernels: a folder for each family (sm80, sm90), and `common` for code of both."""

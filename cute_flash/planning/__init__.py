@@ -1,1 +1,1 @@
-"""From a problem to a plan: kernels, tile rows, grids and workspace."""
+"""Turns a problem into a plan: kernels, tiles, grids and workspace."""

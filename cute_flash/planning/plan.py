@@ -58,7 +58,7 @@ class CompileKey:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor of the workspace. `init`: "empty", "zeros", or "-inf"."""
+    """A tensor of the workspace. `init` is "empty", "zeros" or "-inf"."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ def plan_forward(
     problem.check("cuda")
     family = _family(problem, arch, family)
     if arch.capability < FAMILIES[family]:
-        raise UnsupportedError(f"kernel family {family!r} needs more than {arch.name}")
+        raise UnsupportedError(f"kernel family {family!r} does not run on {arch.name}")
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name}={getattr(problem, name)}: at most {MAX_SEQLEN}")
@@ -200,8 +200,8 @@ def _fwd_launches(
     static: Static, seqused_k: bool, tile: Any, family: str, arch: str, pack_gqa: bool
 ) -> tuple[CompileKey, ...]:
     target, is_sm90 = _target(arch, family), family == "sm90"
-    # Without a mask a packed kernel needs no position of a row, so it is the same as an unpacked one. `seqused_k` stays
-    # False: the kernel reads lengths from the tile list.
+    # Without a mask the kernel does not use the positions of rows, so pack_gqa does not change it. `seqused_k` stays
+    # False, because the kernel reads lengths from the tile list.
     compiled = replace(
         static, pack_gqa=pack_gqa and static.is_bounded, mods=None if static.mods is None else static.mods.for_forward
     )
@@ -218,7 +218,7 @@ def _rows_only(static: Static) -> Static:
 
 
 def _target(arch: str, family: str) -> str:
-    """The architecture of the compiler: wgmma is in the code of "sm_90a" alone."""
+    """The architecture to compile for. wgmma needs "sm_90a"."""
     return arch + "a" * (family == "sm90")
 
 
@@ -228,14 +228,14 @@ def _tiles_differ(static: Static) -> bool:
 
 
 def _num_tiles(problem: Problem, seqlen: int, tile_rows: int, has_unused: bool = False) -> int:
-    """Tiles of a head; an upper bound for a varlen batch."""
+    """The number of tiles of a head; for a varlen batch, an upper bound."""
     if problem.varlen:
         return varlen.max_tiles(seqlen, tile_rows, problem.batch, has_unused)
     return ceil_div(seqlen, tile_rows)
 
 
 def _packing_pays(problem: Problem, tile_m: int) -> bool:
-    """Whether pack_gqa needs fewer tiles, and the kernel needs the head of a row only for the mask."""
+    """Whether pack_gqa reduces the number of tiles, and no feature depends on the head of a row."""
     rows, group = problem.seqlen_q, problem.group
     if problem.varlen or problem.batch_invariant or problem.block_sparse or set(problem.features) - {"softcap"}:
         return False
@@ -262,7 +262,7 @@ def _kv_heads_in_l2(problem: Problem, arch: ArchSpec, head_bytes: int) -> int:
 def _scheduler(
     kernel: str, static: Static, seqused_k: bool, target: str, overlaps_next: bool = False
 ) -> tuple[CompileKey, ...]:
-    """The launch of the kernel that lists the tiles of a varlen batch. It is the same for all dtypes and head dims."""
+    """The launch of the varlen scheduler kernel, which is the same for all dtypes and head dims; () if dense."""
     if not static.varlen:
         return ()
     static = Static("bfloat16", 8, varlen=True, seqused_k=seqused_k, overlaps_next=overlaps_next)
@@ -290,9 +290,9 @@ def _scheduler_sizes(problem: Problem, tile: Any, tile_order: int) -> dict[str, 
 def plan_backward(
     problem: Problem, arch: ArchSpec, deterministic: bool = False, has_dlse: bool = False, family: str = ""
 ) -> Plan:
-    """Plan the gradients; raise `UnsupportedError` if no kernel supports the problem.
+    """Plan a backward pass; raise `UnsupportedError` if no kernel supports the problem.
 
-    Without a requested family, the first one with a tile for the problem is chosen.
+    Without a requested family, the first family with a tile for the problem is chosen.
     """
     problem.check("cuda")
     check_family(family)
@@ -322,7 +322,7 @@ def _plan_backward(
     # CTAs of an L2 group read Q and dO, and add to the fp32 dQ, of their query heads.
     row_bytes = problem.head_dim * (ELEMENT_BYTES + 4) + problem.width_v * ELEMENT_BYTES
     l2_bytes = problem.group * problem.seqlen_q * row_bytes
-    # With a semaphore there is one CTA per tile: a tile waits for another one, which must have started.
+    # With a semaphore there is one CTA per tile, because a tile waits for others, which must have started.
     is_persistent = isinstance(tile, BwdTileSm90) and not deterministic
     rows = batch, problem.heads, num_m_blocks * tile.tile_m
     workspace = [
@@ -343,7 +343,7 @@ def _plan_backward(
     if problem.varlen:
         workspace.append(_tile_list("kv_tile_list", num_kv_tiles))
         workspace.append(_tile_list("q_tile_list", _num_tiles(problem, problem.seqlen_q, tile.tile_m)))
-        # With a semaphore a tile waits for the tiles of later keys of its sequence, so those start first.
+        # With a semaphore a tile waits for the later K/V tiles of its sequence, so those come first.
         order = varlen.DESCENDING if deterministic else varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING
         sizes |= _scheduler_sizes(problem, tile, order)
     if "alibi" in problem.features:
@@ -382,7 +382,7 @@ def _bwd_launches(
         batch_invariant=False,
         deterministic=deterministic,
     )
-    # Pre- and postprocess work row by row: mask and features do not matter to them.
+    # Preprocess and postprocess do not depend on mask and features.
     rows = Static(static.dtype, static.head_dim, varlen=static.varlen)
     preprocess = replace(
         rows, head_dim=static.width_v, out_fp32=static.out_fp32, deterministic=deterministic, has_dlse=has_dlse
@@ -399,7 +399,7 @@ def _bwd_launches(
 
 
 def _num_blocks(problem: Problem, seqlen: int, tile_rows: int) -> int:
-    """Blocks of the workspace of a head; in a varlen batch each sequence starts with a new block."""
+    """The number of workspace blocks of a head. In a varlen batch each sequence starts with a new block."""
     if problem.varlen:
         return varlen.num_padded_blocks(seqlen, tile_rows, problem.batch)
     return ceil_div(seqlen, tile_rows)
@@ -416,8 +416,8 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
         least += ", and without gradients of captured tensors"
     return (
         f"{what} of {'attn_varlen' if problem.varlen else 'attn'} with {names}head_dim={problem.head_dim}"
-        f"{of_values} on {arch.name} by kernel family {family!r}: it has no kernel for it ({least}); "
-        "ask for 'sm80', or for no family"
+        f"{of_values} on {arch.name} by kernel family {family!r}: there is no such kernel ({least}); "
+        "ask for 'sm80', or name no family"
     )
 
 

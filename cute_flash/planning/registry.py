@@ -12,7 +12,7 @@ class KernelSpec(NamedTuple):
     """A kernel class and its operands.
 
     `path` is "module:class" below `cute_flash.kernels`. The class is constructed from (Static, tile). Its `__call__`
-    takes the stream and the operands by these names; a compiled kernel takes them in this order.
+    takes the stream and the operands by name; a compiled kernel takes the operands in this order.
     """
 
     path: str
@@ -42,15 +42,15 @@ SCALE, WINDOW = Operand("scale", "f32"), _scalars("i32", "window_left", "window_
 L2_GROUP = Operand("heads_per_l2_group", "i32")
 # Hopper kernels: the size of the grid, and the address of the tile counter of a dynamic scheduler.
 NUM_CTAS, TILE_COUNTER = Operand("num_ctas", "i32"), Operand("tile_counter", "i64")
-# Queries of one head. With pack_gqa the rows of q are those of several heads, so its shape does not give the number.
+# Number of queries of one head. With pack_gqa q has the rows of several heads, so its shape does not give the number.
 SEQLEN_Q = Operand("seqlen_q", "i32")
-# Index lists of a block mask. In the forward: those of full blocks, then those of partial blocks.
+# Index lists of a block mask (`device/block_sparse.py`).
 FWD_BLOCKS, BWD_BLOCKS = (Operand("block_indices", "fwd_block_indices"), Operand("block_indices", "bwd_block_indices"))
-# Tiles of a varlen batch, written by the scheduler kernel.
+# Tile lists of a varlen batch, written by the scheduler kernel.
 Q_TILES, KV_TILES = Operand("q_tile_list", "tile_list"), Operand("kv_tile_list", "tile_list")
-# Gradients. dQ is accumulated in fp32, in tiles whose elements have the order of the MMA accumulators.
+# Gradients. dQ is accumulated in fp32, in tiles whose elements are in register order.
 DOUT = _rows("dout", "B", "H", "Sq", "Dv", element="out")
-DOUT_CAST = _rows("dout_cast", "B", "H", "Sq", "Dv")  # in the type of q
+DOUT_CAST = _rows("dout_cast", "B", "H", "Sq", "Dv")  # dout in the dtype of q
 DLSE = Operand("dlse", "statistics f32", ("B", "H", "Sq"))
 LSE_LOG2 = Operand("lse_log2", "compact f32", ("B", "H", "padded Sq"))
 DELTA = Operand("delta", "compact f32", ("B", "H", "padded Sq"))
@@ -68,7 +68,7 @@ NORMS = Operand("norms", "compact f32", ("tensors", "B", "H"))
 
 
 def _of_features(direction: str) -> tuple[Operand, ...]:
-    """The operands of all score features, without duplicates, in the order of `FEATURES`."""
+    """The operands of all score features in one direction ("fwd" or "bwd"), in the order of `FEATURES`."""
     operands: dict[str, Operand] = {}
     for feature in features.FEATURES:
         operands |= {operand.name: operand for operand in getattr(feature, direction)}

@@ -1,18 +1,18 @@
 """The tile list of a varlen batch: its layout, an upper bound of its size, and the order of its tiles.
 
-Only the GPU reads the lengths of the sequences. A scheduler kernel (`kernels/common/varlen_scheduler.py`) lists their
-tiles, and the other kernels read their tiles from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
+The host does not know the lengths of the sequences. A scheduler kernel (`kernels/common/varlen_scheduler.py`) lists
+their tiles, and the other kernels read their tiles from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
 TILE_LIST_WIDTH). Row 0 begins with the number of tiles; each further row is one tile:
 
     block, sequence, q_begin, q_len, k_begin, k_len
 
 Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they share its keys in L2.
-If a mask makes tiles shorter than half of the sequence's longest tile, they are listed with tiles of their length
-instead, so that short tiles fill the last wave. Rows without a sequence (after the last offset, and unused keys) are
-listed last, as sequences without keys or queries; their tiles write zeros.
+Tiles shorter than half of the sequence's longest tile, because of a mask, are listed with tiles of their own length
+instead, so that short tiles fill the last wave. Rows without a sequence (those after the last offset, and unused keys)
+are listed last, as sequences without keys or queries; their tiles write zeros.
 
-The scheduler kernel calls some of these functions with traced integers. They use the minimum and maximum of the `Band`
-that they get: `device.band.Band` has those of the DSL.
+The scheduler kernel calls some of these functions with traced integers. Minimum and maximum then come from the
+`device.band.Band` that is passed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from cute_flash.spec.band import Band, Index, ceil_div
 
 TILE_LIST_WIDTH = 8
-# Order of the tiles of a sequence: ascending, descending, or from the end with the longer tile, short tiles separately.
+# Order of the tiles of a sequence. BY_LENGTH begins at the end with the longer tile, and lists short tiles separately.
 ASCENDING, DESCENDING, BY_LENGTH = 0, 1, 2
 TILE_LIST_HEADER = 1
 # Classes of tile length; each is one thread of the scheduler kernel.
@@ -39,7 +39,7 @@ def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) ->
 
 
 def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
-    """Column blocks of the longest tile of a sequence: the longer of its first and last, which suffices for sorting."""
+    """Column blocks of the longest tile of a sequence: of its first or its last tile, which suffices for sorting."""
     last, sizes = band.maximum(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
     return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
 
@@ -60,9 +60,9 @@ def descends_by_length(
 
 
 def max_tiles(total: int, tile_rows: int, batch: int, has_unused: bool = False) -> int:
-    """An upper bound of the tiles of a varlen batch of `total` rows: each sequence may end with a partial tile.
+    """An upper bound of the tiles of a varlen batch of `total` rows. Each sequence may end with a partial tile.
 
-    `has_unused`: sequences may have unused rows at their end, which are listed as another sequence.
+    `has_unused`: sequences may end with unused rows, which are listed as another sequence.
     """
     sequences = (2 if has_unused else 1) * batch + 1
     return total // tile_rows + min(sequences, total)

@@ -19,10 +19,21 @@ Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor | None]]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute attention in O(S) memory: out, lse and max_logit (H), which is None unless `args.return_max_logit`.
+    """Compute attention in O(S) memory.
 
-    q, k, v are (B, H, S, D) and lse is (B, H, Sq), or (T, H, D) and (H, Tq) with `args.cu_seqlens_q`. out has
-    the stride order of q. Raises `ValueError` for calls that `spec.describe` rejects and for wrong offsets.
+    Args:
+        q: (B, H, Sq, D), or (Tq, H, D) with `args.cu_seqlens_q`.
+        k: (B, Hkv, Sk, D) or (Tk, Hkv, D).
+        v: (B, Hkv, Sk, Dv) or (Tk, Hkv, Dv).
+        args: All other arguments.
+
+    Returns:
+        out: (B, H, Sq, Dv), in the stride order of q, or (Tq, H, Dv).
+        lse: (B, H, Sq) or (H, Tq).
+        max_logit: (H), or None without `args.return_max_logit`.
+
+    Raises:
+        ValueError: `spec.describe` rejects the call, or offsets are wrong.
     """
     describe(q, k, v, args)
     check_rng(args)
@@ -32,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tenso
     if args.cu_seqlens_q is None:
         tiled.forward(q, k, v, args, out, lse, max_logit)
         return out, lse, max_logit
-    # No sequence writes the padding.
+    # The loop does not write the padding after the last sequence.
     out.zero_()
     lse.fill_(-torch.inf)
     for s in sequences(q, k, args):
@@ -44,7 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tenso
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: AttentionArgs
 ) -> Gradients:
-    """Return dq, dk, dv and the gradients of `args.differentiable`, in its order; None for tensors without a gradient.
+    """Compute dq, dk, dv and the gradients of `args.differentiable`, in its order; None for those without a gradient.
 
     Gradients have the dtype and the stride order of their tensors.
     """

@@ -1,4 +1,4 @@
-"""Attention by definition, with the full (B, H, Sq, Sk) matrix in memory: the fp64 oracle, and a rounding reference."""
+"""Attention by its definition, with all scores in memory: the fp64 oracle, and a yardstick for rounding errors."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def dense_low_precision(
     Its distance from `dense` is the error of a careful implementation in that dtype; tests accept a kernel whose error
     is at most twice as large. K is scaled before the product, which keeps fp16 scores in range. Products accumulate in
     fp32 on every machine, because PyTorch is less accurate on a CPU without bf16 arithmetic. Score features are
-    computed in fp32 from rounded scores: ALiBi terms of thousands, rounded to bf16, would make the error useless as a
-    measure. Arguments and differentiability as for `dense`.
+    computed in fp32 from rounded scores: rounding ALiBi terms of several thousand to bf16 would make the error too
+    large to be a yardstick. The arguments are those of `dense`, and the result is differentiable.
     """
     args = plain_args(q, band, scale) if args is None else args
     return _each_sequence(_dense_low_precision, q, k, v, args)
@@ -109,7 +109,7 @@ def _single_block(q: Tensor, k: Tensor, args: AttentionArgs, sequence: int, dtyp
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
     sequences_here = range(sequence, sequence + batch)
     features = ScoreFeatures(args, sequences_here, range(heads), 1, (sq, sk), dtype, heads)
-    # `in_band`: `_mask` applies the band.
+    # With `in_band`, the block does not apply the band; `_mask` does.
     return features.block(range(sq), range(sk), in_band=True)
 
 
@@ -118,11 +118,11 @@ def _mask(S: Tensor, band: Band, block: ScoreBlock) -> Tensor:
     mask = band_mask(band, S.shape[2], S.shape[3], S.device)
     if block.features.mods is None:
         return mask
-    # The block has `in_band`, so this is the mask of the user mods without the band.
+    # The mask of the user mods without the band, because the block has `in_band`.
     mod_mask = block.visible(S.device)
     if mod_mask is not None:
         mask = mask & mod_mask.expand(*S.shape[:2], 1, *S.shape[2:]).flatten(1, 2)
-    # A score_mod masks by -inf.
+    # A score_mod masks a score by returning -inf.
     return mask & (S.detach() != -torch.inf)
 
 
@@ -141,7 +141,7 @@ def _probabilities(S: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tenso
         S = torch.cat([S, sinks.view(-1, 1, 1).expand(*S.shape[:3], 1)], dim=-1)
         mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], dim=-1)
     empty = ~mask.any(dim=-1)
-    # Rows without keys get finite scores here and their result below, because -inf - (-inf) would make gradients NaN.
+    # Rows without keys get finite scores, because -inf - (-inf) would make gradients NaN. Their results are set below.
     S = S.masked_fill(empty[..., None], 0.0)
     lse = S.logsumexp(dim=-1)
     P = torch.exp(S - lse[..., None]).masked_fill(~mask, 0.0)

@@ -1,4 +1,4 @@
-"""The dropout mask of `spec.dropout` in torch's integer arithmetic."""
+"""The dropout mask that `spec.dropout` defines, computed with torch's integers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Compute four 32-bit words for each counter. Words are int64; counters broadcast against each other."""
+    """The four 32-bit words of each counter, as int64. The words of `counter` broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(spec.ROUNDS):
-        # The product of two words has 64 bits, which int64 holds; the highest is its sign bit.
+        # The product of two words has 64 bits, which int64 holds: the highest bit is the sign.
         low, high = c0 * spec.MULTIPLIERS[0], c2 * spec.MULTIPLIERS[1]
         c0, c1, c2, c3 = (word & spec.MASK32 for word in (high >> 32 ^ c1 ^ k0, high, low >> 32 ^ c3 ^ k1, low))
         k0, k1 = (k0 + spec.WEYL[0]) & spec.MASK32, (k1 + spec.WEYL[1]) & spec.MASK32
@@ -43,7 +43,7 @@ class Dropout:
         device = self.rng.device
 
         def counters(positions: range, size: int, calls: int) -> Tensor:
-            """One word of the counters of all Philox calls whose rectangles overlap `positions`."""
+            """A word of the counters of all Philox calls whose rectangles overlap `positions`."""
             begin, end = positions.start // size, -(-positions.stop // size)
             return torch.arange(begin * calls, end * calls, device=device)
 
@@ -56,8 +56,8 @@ class Dropout:
         words = torch.stack(philox_4x32(counter, (seed & spec.MASK32, seed >> 32 & spec.MASK32)), dim=-1)
         words = torch.stack([words, words * spec.ROW_16_FACTOR], dim=-2)
         draws = torch.stack([words & spec.MAX_RANDOM, words >> 16 & spec.MAX_RANDOM], dim=-1)
-        # (b, h, rows' rectangle, row, keys' rectangle, pair of keys, which 16 rows, which 8 rows, which 8
-        # keys, key of a pair) to rows and keys in order.
+        # From (b, h, rectangle of rows, row, rectangle of keys, pair of keys, which 16 rows, which 8 rows, which 8
+        # keys, key of a pair) to (b, h, rows, keys).
         draws = draws.unflatten(5, (2, 2)).unflatten(3, (-1, stride // 2)).unflatten(2, (-1, stride))
         draws = draws.permute(0, 1, 2, 6, 7, 3, 4, 8, 5, 9).flatten(6, 9).flatten(2, 5)
         top, left = rows.start % spec.RECT_ROWS, keys.start % spec.RECT_KEYS

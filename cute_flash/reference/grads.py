@@ -23,7 +23,7 @@ class FeatureGrads:
 
     @staticmethod
     def zeros(args: AttentionArgs, batch: int, q: Tensor) -> FeatureGrads:
-        """Contiguous sums in the dtype of the accumulators; `batch` counts sequences."""
+        """Contiguous zeros in the dtype of accumulators, for `batch` sequences."""
         heads, grads = q.shape[1], FeatureGrads()
         new: dict[str, Any] = {"dtype": lse_dtype(q.dtype), "device": q.device}
         if args.alibi is not None:
@@ -37,7 +37,7 @@ class FeatureGrads:
         return grads
 
     def result(self, args: AttentionArgs) -> list[Tensor | None]:
-        """In the order of `AttentionArgs.differentiable`, each in the dtype and strides of its argument."""
+        """The gradients in the order of `AttentionArgs.differentiable`, with the dtype and strides of the arguments."""
         alibi = self.alibi
         if alibi is not None and args.alibi is not None and args.alibi.dim() == 1:
             alibi = alibi[0] if len(alibi) == 1 else alibi.sum(dim=0)

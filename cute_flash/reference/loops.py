@@ -1,13 +1,12 @@
-"""The two loop orders of FlashAttention as in the papers, with the number of bytes that they move.
+"""The loop orders of the FlashAttention papers, for study: plain torch that counts the bytes it would move on a GPU.
 
 Q is split into Tr tiles of Br rows, K and V into Tc blocks of Bc keys, which fit into shared memory.
 
     tiled_q_outer    FlashAttention-2, Algorithm 1: for each Q tile all K/V blocks; O, m, l stay on chip
     tiled_kv_outer   FlashAttention, Algorithm 1: for each K/V block all Q tiles; O, m, l are reloaded every time
 
-Both give the same results; `Traffic` is their cost. Tensors are (B, H, S, D), where H is a multiple of Hkv. Every step
-computes all batches and heads, as the CTAs of a grid do, and every count is summed over them. A step is the online
-softmax:
+Both give the same results; `Traffic` is their cost. Tensors are (B, H, S, D), where H is a multiple of Hkv. Each step
+computes all batches and heads, as the CTAs of a grid do, and counts are sums over them. A step is the online softmax:
 
     S = scale Q Kᵀ    m' = max(m, rowmax S)    P = exp(S - m')
     α = exp(m - m')   l' = α l + rowsum P      O' = α O + P V
@@ -28,13 +27,13 @@ from cute_flash.spec.shapes import lse_dtype
 
 @dataclass
 class Traffic:
-    """The bytes that a loop order moves between device memory and the chip, and how often it rescales."""
+    """The bytes that a loop order moves between device memory and the chip, and the rescales of the accumulator."""
 
     read_bytes: int = 0
     write_bytes: int = 0
-    # Rows whose maximum grew in a later block, so that their accumulator was multiplied by exp(m - m').
+    # How often the maximum of a row grew in a later block, so that its accumulator was multiplied by exp(m - m').
     rescales: int = 0
-    # Steps in which at least one row of the tile rescaled: a kernel that tests once per step executes these.
+    # Steps in which at least one row of the tile rescaled: the rescales of a kernel that tests once per step.
     block_rescales: int = 0
     blocks_visited: int = 0
     # Blocks that needed a mask, because an edge of the band or the end of the keys is inside them.
@@ -46,7 +45,7 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def group_size(q: Tensor, k: Tensor) -> int:
-    """Query heads that share one key head."""
+    """The number of query heads that share a K/V head."""
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
@@ -69,7 +68,7 @@ def visible(band: Band, distance: Tensor) -> Tensor:
 def softmax_step(S: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One step of the online softmax: P (in the memory of S), α, m', l'."""
     m_new = torch.maximum(m, S.amax(dim=-1, keepdim=True))
-    # A row that has seen no key would compute -inf - (-inf); with a shift of 0 its P and α are 0.
+    # For a row that has seen no key, m' is -inf and S - m' would be NaN; with a shift of 0, its P and α are 0.
     shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
     P = S.sub_(shift).exp_()
     alpha = torch.exp(m - shift)
@@ -82,14 +81,14 @@ def divisor(l: Tensor) -> Tensor:
 
 
 class _Loop:
-    """The parts that both loop orders share: inputs in the accumulator's precision, scores, counters."""
+    """The parts that both loop orders share: inputs in the accumulator's dtype, scores, counters."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None, Br: int, Bc: int) -> None:
         self.band, self.scale, self.Br, self.Bc = band, default_scale(q, scale), Br, Bc
         self.dtype = lse_dtype(q.dtype)
         self.sq, self.sk = q.shape[2], k.shape[2]
         self.Q = q.to(self.dtype)
-        # Every query head reads the keys and values of its group, and the reads are counted for each head.
+        # Each query head reads K and V of its K/V head, and the reads count for each query head.
         self.K, self.V = (x.to(self.dtype).repeat_interleave(group_size(q, k), dim=1) for x in (k, v))
         self.element_bytes = q.element_size()
         self.traffic = Traffic()
@@ -104,9 +103,9 @@ class _Loop:
         return self.band.blocks(i, self.Br, self.Bc, self.sq, self.sk)
 
     def load(self, x: Tensor, at: range, is_statistic: bool = False) -> Tensor:
-        """Rows or keys `at` of a tensor in device memory.
+        """Load the rows or keys `at` from device memory and count the bytes.
 
-        Q, K, V and O have the input's precision there, the statistics m, l and LSE the accumulator's.
+        Q, K, V and O count with the element size of the input, the statistics m, l and LSE with their own.
         """
         tile = x[:, :, at.start : at.stop]
         self.traffic.read_bytes += tile.numel() * (x.element_size() if is_statistic else self.element_bytes)
@@ -117,7 +116,7 @@ class _Loop:
         self.traffic.write_bytes += tile.numel() * (x.element_size() if is_statistic else self.element_bytes)
 
     def scores(self, Qi: Tensor, Kj: Tensor, i: int, j: int, blocks: BlockRange) -> Tensor:
-        """S = scale Q Kᵀ of tile i and block j, masked if the block is not inside the band."""
+        """S = scale Q Kᵀ of tile i and block j, masked unless the block lies inside the band."""
         heads = Qi.shape[0] * Qi.shape[1]
         self.traffic.blocks_visited += heads
         S = (Qi @ Kj.mT) * self.scale
@@ -141,8 +140,8 @@ def tiled_q_outer(
 ) -> tuple[Tensor, Tensor, Traffic]:
     """FlashAttention-2: outer loop over Q tiles, inner loop over K/V blocks. Returns (out, lse, traffic).
 
-    Q is read once, K and V once per Q tile, O and the LSE are written once: with no mask
-    (Sq + 2 Tr Sk) d elements in, Sq d elements and Sq statistics out, per head.
+    Q is read once, K and V once per Q tile, and O and the LSE are written once. Without a mask, this reads
+    (Sq + 2 Tr Sk) d elements and writes Sq d elements and Sq statistics per head.
     """
     loop = _Loop(q, k, v, band, scale, Br, Bc)
     sq, d = q.shape[2], v.shape[-1]
@@ -171,11 +170,12 @@ def tiled_kv_outer(
 ) -> tuple[Tensor, Tensor, Traffic]:
     """FlashAttention: outer loop over K/V blocks, inner loop over Q tiles. Returns (out, lse, traffic).
 
-    K and V are read once; Q, O, m and l are read, and O, m and l written, once per K/V block: with no mask
-    (2 Sk + 2 Tc Sq) d elements and 2 Tc Sq statistics in, Tc Sq d elements and 2 Tc Sq statistics out,
-    per head.
-    As in the paper O is normalised at each step, so no final pass over it is needed. O counts at the input's
-    element size, though it is held wider here; the fill of O, m and l before the loop is not counted.
+    K and V are read once; Q, O, m and l are read, and O, m and l are written, once per K/V block. Without a mask, this
+    reads (2 Sk + 2 Tc Sq) d elements and 2 Tc Sq statistics, and writes Tc Sq d elements and 2 Tc Sq statistics, per
+    head.
+
+    As in the paper, O is normalised at each step, so it needs no final pass. O counts with the element size of the
+    input, although it is wider here. The initialization of O, m and l is not counted.
     """
     loop = _Loop(q, k, v, band, scale, Br, Bc)
     sq, sk, d = q.shape[2], k.shape[2], v.shape[-1]

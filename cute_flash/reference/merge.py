@@ -1,7 +1,4 @@
-"""`merge` combines attention over parts of the keys; `attention_probs` computes the probabilities of some rows.
-
-Both are plain torch on any device, differentiable by autograd.
-"""
+"""`merge` and `attention_probs`: public helpers around the LSE, in plain torch for any device."""
 
 from __future__ import annotations
 
@@ -15,22 +12,39 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.problem import check_heads, check_window
 from cute_flash.spec.shapes import lse_dtype
 
-# out is (B, H, S, D), (B, S, H, D), or (T, H, D) of a varlen batch; the LSE is (B, H, S), or (H, T).
+# Orders of the dimensions of out. The LSE is (B, H, S) for the first two and (H, T) for "thd".
 LAYOUTS = ("bhsd", "bshd", "thd")
 # Scores that `attention_probs` computes at a time.
 MAX_SCORES = 1 << 24
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
-    """Attention over all keys from attention over disjoint parts of them: (out, lse).
+    """Combine attention over disjoint parts of the keys into attention over all keys.
+
+    lse = log Σᵢ exp(lseᵢ) and out = Σᵢ exp(lseᵢ - lse) outᵢ, summed in fp32 (fp64 for fp64). A row that sees no key in
+    any part has output 0 and LSE -inf. The function is plain torch, runs on any device, and is differentiable.
 
     Args:
-        outs, lses: the results of `attn(..., return_lse=True)` for the same queries and each part of the
-        keys, as sequences or as tensors stacked along the first dimension. Only one part may have the sinks.
-        layout: the order of dimensions of each out: "bhsd", "bshd", or "thd" for `attn_varlen`.
+        outs: The outputs of `attn(..., return_lse=True)` for the same queries and each part of the keys, as a sequence
+            or as a tensor stacked along the first dimension. Pass `out_dtype=torch.float32` to `attn` to avoid rounding
+            each part.
+        lses: Their log-sum-exps, in the same order. As an LSE includes the sink, pass `sinks` for one part only.
+        layout: The order of dimensions of each output: "bhsd", "bshd", or "thd" for `attn_varlen`.
 
-    With w = exp(lse_i - lse), lse = log Σ exp(lse_i): out = Σ w out_i, summed in fp32 (fp64 for fp64) and
-    returned in the dtype of the parts. A row that sees no key in any part gives 0, with an LSE of -inf.
+    Returns:
+        out: The output over all keys, in the dtype of the parts.
+        lse: The log-sum-exp over all keys.
+
+    Raises:
+        ValueError: The numbers or shapes of `outs` and `lses` do not fit.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+        >>> parts = [cute_flash.attn(q, k[:, :, keys], v[:, :, keys], return_lse=True)
+        ...          for keys in (slice(0, 3), slice(3, 8))]
+        >>> out, lse = cute_flash.merge(*zip(*parts))
+        >>> torch.testing.assert_close(out, cute_flash.attn(q, k, v))
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
@@ -80,14 +94,34 @@ def attention_probs(
     softcap: float | None = None,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """The attention probabilities of some rows: exp(score - lse), (B, H, len(rows), Sk), fp32 (fp64 for fp64 inputs).
+    """The attention probabilities exp(score - lse) of some rows, to inspect a call of `attn`.
+
+    The function is plain torch, runs on any device, and is differentiable. Dropout is not applied. With sinks, rows sum
+    to less than 1, because the LSE includes the sink. A bias and mods are not supported.
 
     Args:
-        q, k: (B, H, Sq, D) and (B, Hkv, Sk, D), the arguments of `attn`. lse: (B, H, Sq), its result.
-        rows: indices of queries; negative indices count from the end; all rows by default.
-        causal, window, scale, softcap, alibi: the arguments of `attn`.
+        q: Queries of the call, (B, H, Sq, D).
+        k: Keys of the call, (B, Hkv, Sk, D).
+        lse: The log-sum-exp that the call returned, (B, H, Sq).
+        rows: Indices of queries; negative ones count from the end; None: all rows.
+        causal: As in the call.
+        window: As in the call.
+        scale: As in the call.
+        softcap: As in the call.
+        alibi: As in the call.
 
-    The lse includes sinks: with them rows sum to less than 1. Dropout is not applied.
+    Returns:
+        The probabilities, (B, H, len(rows), Sk), fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: Shapes do not fit, or a row does not exist.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+        >>> out, lse = cute_flash.attn(q, k, v, causal=True, return_lse=True)
+        >>> last = cute_flash.attention_probs(q, k, lse, rows=[-1], causal=True)
+        >>> torch.testing.assert_close(last @ v, out[:, :, -1:])
     """
     check_window(window)
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -107,7 +141,7 @@ def attention_probs(
     step = max(1, MAX_SCORES // max(1, batch * heads * sk))
     parts = []
     for i in indices.split(step):
-        # S = scale Q Kᵀ. The heads of a group are one matrix product, so K is not repeated for each head.
+        # S = scale Q Kᵀ. Query heads that share a K/V head have a dimension of their own, so that K broadcasts.
         Q = q[:, :, i].to(wide).unflatten(1, (heads_kv, heads // max(heads_kv, 1)))
         S = ((Q * scale) @ K.mT).flatten(1, 2)
         if softcap:

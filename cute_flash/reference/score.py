@@ -1,6 +1,6 @@
 """Mask, score features and their gradients on one block of scores, in torch: all steps between Q Kᵀ and P V.
 
-For row i and key j of sequence b and query head h, in this order:
+For query i and key j of sequence b and query head h, in this order:
 
     s = scale q·k
     s = softcap tanh(s / softcap)
@@ -26,9 +26,9 @@ from cute_flash.spec.args import AttentionArgs
 
 
 def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
-    """An upper bound of the fp32 temporaries per score of a block, in addition to those of plain attention.
+    """An upper bound on the fp32 temporaries per score of a block, in addition to those of plain attention.
 
-    Dropout uses int64 words. Each operation of a user mod may keep a result and a copy of it.
+    Dropout uses int64 words. Each operation of a user mod may keep a result and a copy.
     """
     num = 2 * bool(args.softcap) + 3 * (args.alibi is not None) + 16 * bool(args.dropout)
     if not args.has_mods:
@@ -45,8 +45,14 @@ def num_temporaries(args: AttentionArgs, with_grad: bool) -> int:
 class ScoreFeatures:
     """The mask and the score features of a call, for some of its sequences and K/V heads.
 
-    `batch` has the indices of the sequences in the whole call, `group` query heads share a K/V head, `seqlens` is
-    (Sq, Sk), and `num_heads` counts all query heads of the call.
+    Args:
+        args: The call's arguments.
+        batch: The indices of the sequences in the whole call.
+        heads_kv: The indices of the K/V heads.
+        group: The number of query heads that share a K/V head.
+        seqlens: (Sq, Sk).
+        dtype: The dtype of scores.
+        num_heads: The number of all query heads of the call.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class ScoreFeatures:
             self.mods = UserMods(args, batch, self.heads, shape, dtype)
 
     def block(self, rows: range, keys: range, in_band: bool = False) -> ScoreBlock:
-        """`in_band`: the block lies inside the band."""
+        """A block of scores. If `in_band`, the block lies inside the band and needs no mask for it."""
         return ScoreBlock(self, rows, keys, in_band)
 
     def initial_stats(self, Q: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +104,7 @@ class ScoreFeatures:
 class ScoreBlock:
     """The scores of some rows and keys.
 
-    `apply` saves intermediate values for `backward`. It works out of place, so that autograd can record it.
+    `apply` saves intermediate values for `backward`. It is out of place, so that autograd can record it.
     """
 
     def __init__(self, features: ScoreFeatures, rows: range, keys: range, in_band: bool) -> None:
@@ -130,7 +136,7 @@ class ScoreBlock:
         return distances(self.rows, self.keys, *self.features.seqlens, device)
 
     def visible(self, device: torch.device) -> Tensor | None:
-        """The mask, which broadcasts against `by_head`: false where a score is masked. None: no score is masked."""
+        """The mask, which broadcasts with `by_head`: false for masked scores. None: no score is masked."""
         features = self.features
         if self.mask is None:
             self.mask = None if features.mods is None else features.mods.visible(self.rows, self.keys, device)
@@ -146,21 +152,21 @@ class ScoreBlock:
             self.by_head(block).masked_fill_(~mask, value)
 
     def scores(self, Q: Tensor, K: Tensor) -> Tensor:
-        """Q Kᵀ, and 0 where it is masked: a masked key may be NaN, and has no influence on gradients."""
+        """Q Kᵀ, with 0 for masked scores, so that NaN in a masked key has no influence on gradients."""
         S = Q @ K.mT
         self.apply_mask_(S, 0.0)
         return S
 
     def product(self, weights: Tensor, V: Tensor) -> Tensor:
-        """The product of weights, which are 0 where they are masked, with a row for each key.
+        """weights V, where masked weights are 0 and V has a row for each key.
 
-        A masked row has no influence, even if it is NaN or infinite.
+        A masked key has no influence, even if its row of V is NaN or infinite.
         """
         mask = self.visible(V.device)
         return weights @ V if mask is None else _product(weights, V, self._flat(mask, weights))
 
     def product_t(self, weights: Tensor, rows: Tensor) -> Tensor:
-        """The product of transposed weights with the rows of queries; see `product`."""
+        """weightsᵀ rows, where `rows` has a row for each query; see `product`."""
         mask = self.visible(rows.device)
         return weights.mT @ rows if mask is None else _product(weights.mT, rows, self._flat(mask, weights).mT)
 
@@ -169,7 +175,7 @@ class ScoreBlock:
         return mask.expand_as(self.by_head(block)).flatten(2, 3)
 
     def dropout_factors(self) -> Tensor | None:
-        """The factors of the weights of a block: 0 for dropped ones, 1 / (1 - dropout) for the others."""
+        """The factor of each weight: 0 for dropped weights, 1 / (1 - dropout) for the others. None: no dropout."""
         features = self.features
         if features.dropout is None:
             return None
@@ -177,7 +183,7 @@ class ScoreBlock:
         return mask.unflatten(1, (-1, features.group)).flatten(2, 3).to(features.dtype).mul_(features.dropout.scale)
 
     def backward(self, dS: Tensor, P: Tensor, grads: FeatureGrads) -> Tensor:
-        """The gradient of `apply`'s argument from that of its result; adds the block's contribution to `grads`."""
+        """The gradient of S before `apply` from that of its result. Adds the block's contribution to `grads`."""
         features = self.features
         if features.mods is not None:
             blocks = self.by_head(dS), self.before_mod, self.by_head(P)
@@ -189,7 +195,7 @@ class ScoreBlock:
 
 
 def _product(weights: Tensor, X: Tensor, mask: Tensor) -> Tensor:
-    """weights @ X, without the products of masked weights with elements of X that are not finite."""
+    """weights @ X, without the products of masked weights and non-finite elements of X."""
     is_finite = X.isfinite()
     if is_finite.all():
         return weights @ X

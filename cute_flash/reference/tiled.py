@@ -1,8 +1,8 @@
 """Tiled attention in plain PyTorch, exact and in O(S) memory: the loops of the CPU path.
 
 Tensors are q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of any strides; query head h uses K/V head
-h // (H // Hkv). A row that sees no key gives out = 0 and LSE = -inf. The LSE, (B, H, Sq), is the natural
-logarithm, in fp32 (fp64 for fp64 inputs); so are the accumulators. `score.py` defines the scores.
+h // (H // Hkv). A row that sees no key has out = 0 and LSE = -inf. Accumulators and the LSE, (B, H, Sq), are fp32 (fp64
+for fp64 inputs). `score.py` defines the scores.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import BlockRange, ceil_div
 from cute_flash.spec.shapes import lse_dtype
 
-# The most memory of the temporaries of `forward`, and of one step of `backward`, for any shape.
+# A bound on the temporaries of `forward`, and of one step of `backward`, for any shape.
 MAX_TEMPORARY_BYTES = 64 << 20
-# Large enough for efficient matrix products. More rows than keys, because each chunk of rows converts K and V once.
+# Large enough for efficient matrix products. More rows than keys, because each chunk of rows converts all of K and V.
 MAX_ROWS, MAX_KEYS = 512, 256
-# Chunks have fewer heads rather than fewer rows than this.
+# To save memory, chunks first get fewer heads, and only then fewer rows than this.
 FEW_ROWS = 64
 
 
@@ -43,8 +43,8 @@ class _Chunks:
         group, width = group_size(q, k), max(d, v.shape[-1])
         element_bytes = torch.finfo(lse_dtype(q.dtype)).bits // 8
         keys = min(max(sk, 1), MAX_KEYS)
-        # Live at once in `backward`, which needs more than `forward`: per row q, dO, dq and two products, and
-        # S, P, dP, dS; per key the converted k and v, their copies for the product, and two products.
+        # Live at the same time in `backward`, which needs more than `forward`: per row q, dO, dq, two products, and S,
+        # P, dP, dS; per key the converted k and v, their copies for the product, and two products.
         blocks = 4 + num_temporaries(args, with_grad)
         row_bytes = element_bytes * group * (5 * width + blocks * keys)
         key_bytes = element_bytes * keys * 6 * width
@@ -58,7 +58,7 @@ class _Chunks:
     def parts(
         self, q: Tensor, k: Tensor, args: AttentionArgs, sequence: int
     ) -> Iterator[tuple[slice, slice, ScoreFeatures]]:
-        """The slices of batch and K/V heads that are computed at a time, and their features."""
+        """The slices of batch and K/V heads that are computed at a time, with their features."""
         num_sequences, heads_kv, sk, _ = k.shape
         for b in range(0, num_sequences, self.batch):
             for h in range(0, heads_kv, self.heads):
@@ -70,10 +70,10 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class _Tile:
-    """The rows of one chunk of queries, for one part of the batch and heads, and the K/V blocks that they visit.
+    """One chunk of rows, for a part of the batch and heads, and the K/V blocks that it visits.
 
-    The query heads that share a K/V head are rows of one matrix product: (batch, Hkv, group * rows, D) times
-    (batch, Hkv, keys, D)ᵀ. So K is not repeated for each head.
+    The query heads that share a K/V head are rows of one matrix product, (batch, Hkv, group * rows, D) times
+    (batch, Hkv, keys, D)ᵀ, so that K is not repeated for each query head.
     """
 
     features: ScoreFeatures
@@ -127,10 +127,17 @@ def forward(
     max_logit: Tensor | None = None,
     sequence: int = 0,
 ) -> None:
-    """Write out (B, H, Sq, Dv) and lse (B, H, Sq), both of any strides.
+    """Compute attention into `out` and `lse`.
 
-    `max_logit` (H) is raised to the largest score of each head, as it enters the softmax. `sequence` is the
-    index of the first sequence here in the call's batch.
+    Args:
+        q: (B, H, Sq, D).
+        k: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, Dv).
+        args: All other arguments.
+        out: Written; (B, H, Sq, Dv), of any strides.
+        lse: Written; (B, H, Sq), of any strides.
+        max_logit: (H), raised to the largest score of each head before the softmax.
+        sequence: The index of the first of these sequences in the call's batch.
     """
     dtype, group = lse_dtype(q.dtype), group_size(q, k)
     chunks = _Chunks.of(q, k, v, args, with_grad=False)
@@ -173,20 +180,20 @@ def backward(
     grads: FeatureGrads,
     sequence: int = 0,
 ) -> None:
-    """Write dq, dk and dv, and add to `grads`; P is recomputed from the LSE, block by block.
+    """Compute the gradients into `dq`, `dk` and `dv`, and add the others to `grads`.
 
-    With Δ = rowsum(dO ∘ O) - dLSE, P = exp(S - LSE), t = tanh(s / softcap), Z the factors of dropout and A
-    the distances of ALiBi:
+    P is recomputed from the LSE, block by block. With Δ = rowsum(dO ∘ O) - dLSE, P = exp(S - LSE),
+    t = tanh(s / softcap), Z the factors of dropout and A the distances of ALiBi:
 
         dV = (P ∘ Z)ᵀ dO    dS' = P ∘ (Z ∘ dO Vᵀ - Δ)    dS = dS' ∘ (1 - t²)
         dQ = scale dS K     dK = scale dSᵀ Q
         dalibi = -Σ dS' ∘ A    dsinks = -Σ exp(sinks - LSE) Δ
 
-    A row that sees no key has no influence on dq, dk and dv, whatever its dO and dLSE hold.
+    A row that sees no key has no influence on dq, dk and dv, even if its dO or dLSE is NaN.
     """
     dtype, group = lse_dtype(q.dtype), group_size(q, k)
     chunks = _Chunks.of(q, k, v, args, with_grad=True)
-    # Summed for this call and added at its end, so that the contribution of a sequence does not depend on others.
+    # A separate sum, added to `grads` at the end, so that the contribution of a sequence does not depend on the others.
     dsinks = None if grads.sinks is None else torch.zeros_like(grads.sinks)
     for b, h, features in chunks.parts(q, k, args, sequence):
         Q, dQ, O, dO, LSE = (x.unflatten(1, (-1, group))[b, h] for x in (q, dq, out, dout, lse[..., None]))
@@ -196,7 +203,7 @@ def backward(
         for tile in _Tile.all_of(features, chunks):
             Qi, LSEi = tile.load(Q, dtype) * args.scale, tile.load(LSE, dtype)
             empty = LSEi == -torch.inf
-            # exp(S - inf) = 0, which is P of an empty row.
+            # Rows without keys get P = exp(S - inf) = 0.
             LSEi = LSEi.masked_fill(empty, torch.inf)
             dLSEi = None if dLSE is None else tile.load(dLSE, dtype).masked_fill(empty, 0.0)
             if dsinks is not None:

@@ -30,7 +30,7 @@ class UserMods:
             self.block_status, self.tile = block_mask.status, (block_mask.tile_m, block_mask.tile_n)
 
     def apply(self, S: Tensor, rows: range, keys: range) -> tuple[Tensor, Tensor | None]:
-        """S after bias and score_mod; and before score_mod, if there is one, for its gradient."""
+        """S after bias and score_mod, and S before score_mod for its gradient (None without a score_mod)."""
         if self.bias is not None:
             S = S + self._grouped(self._slice(self.bias, rows, keys).to(self.dtype))
         if self.graphs.score is None:
@@ -43,13 +43,13 @@ class UserMods:
     def backward(
         self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range, grads: FeatureGrads
     ) -> Tensor:
-        """The gradient of `apply`'s argument from that of its result; adds the block's contribution to `grads`."""
+        """The gradient of S before `apply` from that of its result. Adds the block's contribution to `grads`."""
         if before is not None:
             gradient = self.graphs.gradient(self.captures_needing_grad)
             indices = self._indices(rows, keys, dS.device)
             outputs = evaluate(gradient.graph, self.arguments.gradient, self.dtype, indices, before, dS)
             outputs = tuple(x.expand_as(dS) if x.is_floating_point() else x for x in outputs)
-            # A weight of 0 has a gradient of 0, even where score_mod is not differentiable.
+            # A weight of 0 has a gradient of 0, even if score_mod is not differentiable there.
             is_zero = P == 0
             for load in gradient.loads:
                 share = outputs[load.output].masked_fill(is_zero, 0.0)
@@ -61,7 +61,7 @@ class UserMods:
         return dS
 
     def visible(self, rows: range, keys: range, device: torch.device) -> Tensor | None:
-        """The mask of mask_mod and block mask, to broadcast with a block. None: everything is visible."""
+        """The mask of mask_mod and block mask, which broadcasts with a block. None: no score is masked."""
         mask = None
         if self.graphs.mask is not None:
             indices = self._indices(rows, keys, device)

@@ -1,8 +1,7 @@
-"""The sequences of a varlen batch, concatenated in q (Tq, H, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv).
+"""Splits a varlen batch, q (Tq, H, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv), into views of its sequences.
 
-Sequence b has the queries cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1, and the keys likewise. With `seqused_k` only its
-first seqused_k[b] keys are used, and Sk is their number. Tokens after the last offset are padding: their output is 0,
-their LSE is -inf, and their gradients are 0. The LSE is (H, Tq).
+Sequence b has the queries cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1, and likewise the keys. With `seqused_k`, only its
+first seqused_k[b] keys are used, and Sk is their number. Tokens after the last offset are padding.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Runs plans on torch tensors: binds them to functions, and launches their kernels."""
+"""Runs plans on torch tensors: binds each plan to a Python function that launches its kernels."""

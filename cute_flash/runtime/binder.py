@@ -1,7 +1,7 @@
 """Generates the Python source of the function that runs a plan: allocations, launches, finalizers.
 
-A launch passes up to thirty arguments. Looking each of them up through tables would cost the host more than the
-launch itself, so the source names the operands of each kernel directly. It is generated once per kind of plan and
+A launch passes up to thirty arguments. Looking each of them up in a table would take longer than the launch, so the
+source names the operands of each kernel directly. Plans that differ only in numbers share the compiled source. It is
 registered with `linecache`: tracebacks and debuggers show it, and `source_of` returns it.
 
 The function of a plain forward call on Hopper:
@@ -78,7 +78,7 @@ class FunctionSource:
     def __init__(self, name: str, parameters: str, plan: Plan, device: torch.device) -> None:
         self.name, self.plan, self.gpu = name, plan, current_gpu()
         self.lines = [f"def {name}({parameters}):"]
-        # Free names whose values differ between plans with the same source.
+        # Values of free names. They may differ between plans with the same source.
         self.values: dict[str, Any] = {
             "current_device": self.gpu.current_device,
             "on_device": self.gpu.on_device,
@@ -111,16 +111,16 @@ class FunctionSource:
         self.assign(name, f"{call}, dtype={dtype}, device=device)")
 
     def call(self, function: Callable[..., Any], **renamed: str) -> str:
-        """The source of a call of `function`; each argument is the local variable with the name of the parameter.
+        """The source of a call of `function` with local variables that have the names of its parameters.
 
-        `renamed` maps a parameter to another expression.
+        `renamed` maps parameters to other expressions.
         """
         names = inspect.signature(function).parameters
         self.values.setdefault(function.__name__, function)
         return f"{function.__name__}({', '.join(renamed.get(name, name) for name in names)})"
 
     def launch(self, key: CompileKey, **renamed: str) -> None:
-        """Add the launch of a kernel with its operands; `renamed` maps an operand to an expression."""
+        """Add the launch of a kernel. `renamed` maps operands to expressions."""
         self.values[key.kernel] = self.gpu.kernel(key)
         direction = "fwd" if key.kernel.startswith("fwd") else "bwd"
         of_features = {
@@ -132,6 +132,7 @@ class FunctionSource:
     def _operand(
         self, operand: Operand, key: CompileKey, of_features: dict[str, Operand], renamed: dict[str, str]
     ) -> str:
+        """The expression of an operand: that of `renamed` or `Operand.value`, a variable of its name, or None."""
         name = operand.name
         if name in renamed:
             return renamed[name]
@@ -140,7 +141,7 @@ class FunctionSource:
         return name if name in self.locals or name in self.values else "None"
 
     def window(self) -> dict[str, str]:
-        """The expressions of the window operands: 0 for an absent bound, which kernels do not read."""
+        """The expressions of the window operands. Kernels do not read an absent bound, which is passed as 0."""
         band = self.plan.problem.band
         return {
             f"window_{side}": "0" if bound is None else f"clamp_window(args.window_{side})"
@@ -148,7 +149,11 @@ class FunctionSource:
         }
 
     def tile_counter(self) -> None:
-        """Add the tile counter, before the first launch: nothing may come between overlapping launches."""
+        """Add the tile counter of a dynamic scheduler; for use before the first launch.
+
+        Fetching a counter may enqueue a memset, which must not come between launches that overlap (programmatic
+        dependent launch).
+        """
         if self.plan.is_dynamic:
             self.values["fetch_counter"] = self.gpu.tile_counter
             self.add("counter, tile_counter = fetch_counter(device_index)")
@@ -187,7 +192,7 @@ class FunctionSource:
             self.assign(f"scheduler_{side}", text)
 
     def bind(self) -> Callable[..., Any]:
-        """Compile the source and return the function. Plans that differ only in values share the compiled source."""
+        """Compile the source, or reuse equal source, and return the function."""
         if nvtx.MARKS_LAUNCHES:
             self.values["marked"] = nvtx.marked
             first, *body = self.lines
@@ -223,7 +228,11 @@ def compact_strides(shape: Iterable[int]) -> tuple[int, ...]:
 def bind_forward(plan: Plan, device: torch.device, copies_inputs: bool, copies_output: bool) -> Callable[..., Any]:
     """Bind the plan of a forward pass to a function of (q, k, v, args).
 
-    `copies_inputs`, `copies_output`: kernels cannot read these strides of q, k, v, or write those of out.
+    Args:
+        plan: The plan.
+        device: The device of the tensors.
+        copies_inputs: Whether kernels cannot read q, k or v in place because of their strides.
+        copies_output: Whether kernels cannot write out in place because of its strides.
     """
     problem = plan.problem
     f = FunctionSource("forward", "q, k, v, args", plan, device)
@@ -275,8 +284,12 @@ def bind_backward(
 ) -> Callable[..., Any]:
     """Bind the plan of a backward pass to a function of (dout, dlse, q, k, v, out, lse, args).
 
-    `copies_inputs`, `copies_gradients`: kernels cannot read these strides of the inputs, or write those of dq, dk, dv.
-    `captures`: indices of the captured tensors that need a gradient.
+    Args:
+        plan: The plan.
+        device: The device of the tensors.
+        copies_inputs: Whether kernels cannot read an input in place because of its strides.
+        copies_gradients: Whether kernels cannot write dq, dk or dv in place because of their strides.
+        captures: Indices of the captured tensors that need a gradient.
     """
     problem = plan.problem
     f = FunctionSource("backward", "dout, dlse, q, k, v, out, lse, args", plan, device)
@@ -348,7 +361,7 @@ def _gradients(f: FunctionSource, captures: tuple[int, ...]) -> str:
 
 
 def _align(f: FunctionSource, names: tuple[str, ...], copies: bool) -> None:
-    """Add the copies of misaligned inputs. `copies`: some strides are misaligned; else only addresses are checked."""
+    """Add the copies of misaligned inputs. Unless `copies`, all strides are aligned, and only addresses are checked."""
     aligned = f"{', '.join(names)} = {', '.join(f'ensure_aligned({name})' for name in names)}"
     if copies:
         f.add(aligned)

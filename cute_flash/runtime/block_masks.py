@@ -1,4 +1,4 @@
-"""The index lists of a block mask, in the form of the kernels' operands."""
+"""The index lists of a block mask as operands of kernels, cached for each block mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward_block_indices(args: AttentionArgs, problem: Problem) -> list[Tensor]
         # Detached, because a view that autograd tracks would keep the block mask alive.
         lists = [x.contiguous().expand(*heads, *(-1,) * (x.dim() - 2)).detach() for x in tensors]
         if all(x.is_contiguous() for x in tensors):
-            # These lists are views, so they stay valid if the block mask is written to.
+            # Only views of the block mask are cached: they stay valid if it is written to.
             _forward_lists.put(tensors, heads, lists)
     return lists
 
@@ -29,7 +29,7 @@ def forward_block_indices(args: AttentionArgs, problem: Problem) -> list[Tensor]
 def backward_block_indices(
     args: AttentionArgs, problem: Problem, tile_m: int, tile_n: int, deterministic: bool
 ) -> list[Tensor]:
-    """For every K/V tile, the query blocks of all heads that share the K/V head; see `score_mod.block_sparse`."""
+    """For each K/V tile, the query blocks of all query heads that share the K/V head; see `score_mod.block_sparse`."""
     return query_block_indices(
         list(args.block_mask),
         list(args.block_mask_sizes),

@@ -1,10 +1,11 @@
-"""Finalizers: torch operations after the backward kernels, for the gradients of slopes, sinks, bias and captures.
+"""Finalizers: torch operations that follow the backward kernels and give the gradients of score features.
 
-    dalibi = sum of the partial sums of K/V blocks
-    dsinks = -Σ exp(sink - LSE) Δ over rows;  a query that sees no key has Δ = -dLSE
-    dbias  = sum over the dimensions that broadcast
+    dalibi     sum of the partial sums of K/V blocks
+    dsinks     -Σ exp(sink - LSE) Δ over rows, where Δ = -dLSE for a query that sees no key
+    dbias      sum over the dimensions in which the bias broadcasts
+    dcaptures  sum of one term per score, if they are deterministic; else the kernel adds them up
 
-Sums have a fixed order, and the host does not read the offsets of a varlen batch.
+Sums in torch have a fixed order. The host does not read the offsets of a varlen batch.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def alibi_gradient(
 
 
 def _varlen_dalibi(partial: Tensor, args: AttentionArgs, total_k: int, tile_n: int) -> Tensor:
-    """The gradient of slopes, (B, H) or (H), of a varlen batch.
+    """The gradient of the slopes, (B, H) or (H), of a varlen batch.
 
-    `partial` is (1, H, K/V blocks, warps). The blocks of a sequence are contiguous, and 0 if no query sees their keys.
+    `partial` is (1, H, K/V blocks, warps). The blocks of a sequence are contiguous; blocks that no query sees are 0.
     """
     assert args.alibi is not None and args.cu_seqlens_k is not None
     by_block = partial[0].sum(dim=-1)
@@ -47,7 +48,7 @@ def _varlen_dalibi(partial: Tensor, args: AttentionArgs, total_k: int, tile_n: i
         return by_block.sum(dim=1)
     offsets = args.cu_seqlens_k.clamp(0, total_k)
     sequence = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
-    # `cummax`, because decreasing offsets, from a wrong cu_seqlens_k, would make segment_reduce fail on the GPU.
+    # `cummax`, because segment_reduce fails on the GPU if a wrong cu_seqlens_k makes the offsets decrease.
     first = padded_block(offsets, sequence, tile_n).cummax(0).values
     return torch.segment_reduce(by_block.T.contiguous(), "sum", offsets=first, unsafe=True, initial=0)
 
@@ -55,7 +56,7 @@ def _varlen_dalibi(partial: Tensor, args: AttentionArgs, total_k: int, tile_n: i
 def sinks_gradient(
     args: AttentionArgs, problem: Problem, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, tile_m: int
 ) -> Tensor:
-    """The gradient of sinks, (H). `delta` is None if no kernel ran, because no query sees a key."""
+    """The gradient of the sinks, (H). `delta` is None if no kernel ran because there are no keys or no queries."""
     assert args.sinks is not None
     if problem.varlen:
         return like(args.sinks, _varlen_dsinks(lse, delta, dlse, args, tile_m))
@@ -64,7 +65,7 @@ def sinks_gradient(
 
 
 def num_blind_queries(problem: Problem) -> int:
-    """The number of queries that see no key: the first ones, for which the right bound masks all keys."""
+    """The number of queries that see no key: the first ones, whose right bound is before the first key."""
     right, sq, sk = problem.band.right, problem.seqlen_q, problem.seqlen_k
     if sk == 0:
         return sq
@@ -72,7 +73,7 @@ def num_blind_queries(problem: Problem) -> int:
 
 
 def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int) -> Tensor:
-    # The sink of a query with an LSE of -inf (no key and no sink) gets a weight of 0.
+    # A query with an LSE of -inf, which has no key and a sink of -inf, gives the sink a weight of 0.
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     if delta is None:
         total = sinks.new_zeros(sinks.shape, dtype=torch.float32)
@@ -84,9 +85,9 @@ def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor
 
 
 def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args: AttentionArgs, tile_m: int) -> Tensor:
-    """The gradient of sinks, (H), of a varlen batch.
+    """The gradient of the sinks, (H), of a varlen batch.
 
-    `lse` and `dlse` are (H, Tq); `delta` is (1, H, rows), with every sequence padded to full blocks.
+    `lse` and `dlse` are (H, Tq). `delta` is (1, H, rows), where each sequence starts at a multiple of `tile_m`.
     """
     assert args.sinks is not None and args.cu_seqlens_q is not None
     offsets, total = args.cu_seqlens_q, lse.shape[1]
@@ -103,7 +104,7 @@ def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args:
         row_delta = delta[0][:, at.clamp(0, delta.shape[2] - 1)]
         flow = torch.where(_is_blind(row, sequence.clamp(max=batch - 1), args), flow, row_delta)
     weights = torch.exp(args.sinks.float()[:, None] - lse)
-    # Padding, and rows with neither a key nor a sink, have a weight of 0.
+    # Padding, and rows with an LSE of -inf, have a weight of 0.
     counts = (sequence < batch) & (lse != -torch.inf)
     return -torch.where(counts, weights * flow, 0.0).sum(dim=1)
 
@@ -120,7 +121,7 @@ def _is_blind(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
 
 
 def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
-    """The gradient of the bias. `dbias`, which the kernel wrote, has the shape of the bias or (B, H, Sq, Sk)."""
+    """The gradient of the bias from the kernel's `dbias`, which has the shape of the bias or (B, H, Sq, Sk)."""
     assert args.bias is not None
     broadcast = [i for i in range(4) if dbias.shape[i] != args.bias.shape[i]]
     return like(args.bias, dbias.sum(dim=broadcast, keepdim=True) if broadcast else dbias)
@@ -129,18 +130,19 @@ def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:
 def sum_capture_terms(problem: Problem, dcaptures: list[Tensor], dcapture_terms: list[Tensor]) -> None:
     """Add the terms of deterministic gradients of captured tensors to `dcaptures`.
 
-    `dcapture_terms`: for each load, what each score adds, and the element that it is added to; (loads, B, H, Sq, Sk).
-    Scores that no kernel visited are 0 in both. `index_put_` sorts elements, so its sums have a fixed order.
+    `dcapture_terms` is (terms, elements), both (loads, B, H, Sq, Sk): for each load of a captured tensor, the term of
+    each score, and the index of the element that it is added to. Scores that no kernel visited have 0 in both.
+    `index_put_` sorts by index, so its sums have a fixed order.
     """
     mods = problem.mods
     for (capture, depends), terms, elements in zip(mods.capture_loads, *dcapture_terms, strict=True):
         total = dcaptures[mods.captures_needing_grad.index(capture)].view(-1)
         shared = [dim for dim, bit in ((2, ROW), (3, COLUMN)) if not depends & bit]
         if shared:
-            # Visited scores that differ in these dimensions have one element, and the others have 0.
+            # Scores that differ only in these dimensions share an element. `amax` skips unvisited scores, which have 0.
             terms, elements = terms.sum(shared)[None], elements.amax(shared)[None]
         else:
-            # One head at a time: sorting takes several times the memory of what is sorted.
+            # One head at a time, because sorting takes several times the memory of its input.
             terms, elements = terms.flatten(0, 1), elements.flatten(0, 1)
         for values, places in zip(terms, elements, strict=True):
             total.index_put_((places.flatten().long(),), values.flatten(), accumulate=True)

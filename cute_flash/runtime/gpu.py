@@ -1,6 +1,6 @@
-"""The interface of launches to a GPU, as one object that can be replaced.
+"""`Gpu`: everything that a launch needs from CUDA, as one object.
 
-Tools that record launches, and tests without a GPU, replace it with `use_gpu`.
+Tools that record launches and tests without a GPU replace it, with `use_gpu`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cute_flash.spec.arch import ArchSpec, detect
 
 
 class Gpu:
-    """CUDA through torch, and kernels from the compile cache."""
+    """CUDA through torch, with kernels from the compile cache."""
 
-    # Without the lazy initialization of `torch.cuda.current_device`: a CUDA tensor exists, so CUDA is initialized.
+    # The C function, without lazy initialization: CUDA is initialized, because a CUDA tensor exists.
     current_device = staticmethod(getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device))
 
     def arch(self, index: int | None) -> ArchSpec:

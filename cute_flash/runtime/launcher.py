@@ -1,8 +1,8 @@
-"""The operators on CUDA: plans a call once per signature, binds the plan to a function, and calls it.
+"""The CUDA implementation of the operators: plans a call once per signature, and calls the function bound to it.
 
 A signature is the shapes, strides, dtypes and devices of q, k and v, and `AttentionArgs.key`. `forward` and `backward`
-look up the function that is bound to it. On a miss the call is described, planned and compiled, and `runtime.binder`
-generates the function.
+look up its bound function. On a miss, the call is described and planned, its kernels are compiled, and
+`runtime.binder` generates the function.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_CAPTURE_ELEMENTS = (1 << 31) - 1
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """Return out, lse and max_logit, which is None unless `args.return_max_logit`."""
+    """Compute out, lse and max_logit, which is None unless `args.return_max_logit`."""
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(), args.key,
@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: AttentionArgs
 ) -> Gradients:
-    """Return dq, dk, dv and the gradients of `args.differentiable`."""
+    """Compute dq, dk, dv and the gradients of `args.differentiable`."""
     # The compiled kernels check the shapes and dtypes of dout, out, lse and dlse.
     signature = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.stride(), out.stride(), q.dtype,
@@ -91,7 +91,7 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
     with nvtx.marked("plan"):
-        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernels, can_pack)
+        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernel_family, can_pack)
     return binder.bind_forward(
         plan,
         q.device,
@@ -101,7 +101,7 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
 
 
 def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
-    """The forward without keys or without queries: out is 0, and the LSE of a row is its sink, or -inf."""
+    """The forward without keys or without queries: out is 0, and the LSE of a row is its sink or -inf."""
     out, lse, max_logit = outputs(q, v, args)
     out.zero_()
     lse.fill_(-math.inf)
@@ -117,7 +117,7 @@ def _empty_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outp
 
 
 def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
-    """Add to `Problem.mods` how kernels load the bias, which depends on its strides and address."""
+    """Set the fields of `Problem.mods` about loading the bias, which depend on its strides and address."""
     if args.bias is None:
         return problem
     assert BIAS.value is not None
@@ -139,11 +139,11 @@ def _with_bias(problem: Problem, args: AttentionArgs) -> Problem:
 
 
 def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> tuple[Problem, Buffer | None]:
-    """Add to `Problem.mods` how the backward kernel writes the gradient of a bias, and return the buffer for it.
+    """Set the fields of `Problem.mods` about writing the gradient of the bias, and return the buffer for it.
 
-    The kernel writes the gradient of a bias that does not broadcast directly. It accumulates that of other biases with
-    fp32 atomic additions in no fixed order; for deterministic gradients it writes all terms, (B, H, Sq, Sk), which
-    torch sums afterwards.
+    If the bias does not broadcast, the kernel stores the gradient. If it does, the kernel accumulates the gradient by
+    fp32 atomic additions in no fixed order; for deterministic gradients it stores all terms, (B, H, Sq, Sk), and torch
+    sums them.
     """
     bias = args.bias
     if bias is None:
@@ -156,7 +156,7 @@ def _with_dbias(problem: Problem, args: AttentionArgs, deterministic: bool) -> t
         return replace(problem, mods=mods), None
     full_shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     if tuple(bias.shape) == full_shape:
-        # Zeros if the kernel skips blocks, because skipped blocks are not written.
+        # Zeros if the kernel skips blocks, because it does not write skipped blocks.
         visits_all = not problem.static.is_bounded and not problem.block_sparse
         dtype = str(bias.dtype) if str(bias.dtype) in BIAS_DTYPES else "float32"
         init = "empty" if visits_all else "zeros"
@@ -188,12 +188,12 @@ def _bind_backward(
         )
     with nvtx.marked("plan"):
         gpu = current_gpu().arch(q.device.index)
-        plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernels)
+        plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernel_family)
     buffers = [] if dbias is None else [dbias]
     for i in captures:
         buffers.append(Buffer(f"dcapture_{i}", tuple(args.captures[i].shape) or (1,), init="zeros"))
     if captures and deterministic:
-        # Zeros, because scores of skipped blocks are not written.
+        # Zeros, because the kernel does not write scores of skipped blocks.
         shape = (len(problem.mods.capture_loads), problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
         buffers += [Buffer("terms", shape, init="zeros"), Buffer("elements", shape, "int32", "zeros")]
     return binder.bind_backward(

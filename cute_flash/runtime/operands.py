@@ -1,4 +1,4 @@
-"""Converts a call's tensors and numbers to operands of kernels: alignment, signs, clamps, views."""
+"""Conversions of a call's tensors and numbers to operands of kernels: alignment, signs, clamps, views."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cute_flash.planning.plan import MAX_SEQLEN
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.problem import check_window
 
-# A tile spans less than 2^31 elements.
+# Keeps 512 rows below 2^31 elements, because kernels compute offsets within a tile in 32 bits.
 MAX_ROW_STRIDE = (1 << 31) // 512
 # Bounds are clamped to the longest sequence, so that sums of positions and bounds do not overflow 32 bits.
 MAX_WINDOW = MAX_SEQLEN
-# The smallest |scale| that kernels get: with 0 a masked score would be 0 * -inf = NaN. Scores times 1e-30 have the
-# softmax of zeros.
+# The smallest scale of a kernel: with 0, a masked score would be 0 * -inf = NaN. Scores times 1e-30 have the same
+# softmax as zeros.
 MIN_SCALE = 1e-30
 
 
@@ -38,7 +38,7 @@ def has_aligned_strides(tensor: Tensor) -> bool:
 def ensure_aligned(tensor: Tensor) -> Tensor:
     """The tensor itself, or a contiguous copy if kernels cannot read it in place.
 
-    Tensors with the negative bit are copied too: they are imaginary parts, whose elements have a stride of 2.
+    Tensors with the negative bit (torch's lazy negation) are copied too, because their elements have a stride of 2.
     """
     if has_aligned_strides(tensor) and tensor.data_ptr() % ROW_ALIGN_BYTES == 0:
         return tensor
@@ -46,7 +46,7 @@ def ensure_aligned(tensor: Tensor) -> Tensor:
 
 
 def aligned_like(tensor: Tensor) -> Tensor:
-    """A tensor that kernels can write: the tensor itself, or an empty contiguous one of its shape."""
+    """The tensor itself, or an empty contiguous tensor of its shape if kernels cannot write it."""
     if has_aligned_strides(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -107,7 +107,7 @@ def _capture(x: Tensor) -> Tensor:
     if 0 in x.shape:
         raise ValueError(f"a captured tensor has shape {tuple(x.shape)}: there is nothing to read")
     if x.is_neg():
-        # The dispatcher resolves the negative bit of arguments, but not of those in optional lists.
+        # The dispatcher resolves the negative bit of tensor arguments, but not of tensors in optional lists.
         x = x.resolve_neg()
     if x.dtype == torch.bool:
         x = x.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The seed of a call with dropout."""
+"""Draws the seed of a call with dropout."""
 
 from __future__ import annotations
 

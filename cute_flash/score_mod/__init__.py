@@ -1,1 +1,1 @@
-"""User score_mod and mask_mod functions: tracing, derivatives, evaluation, lowering; block masks."""
+"""User mods (score_mod, mask_mod, score_mod_bwd): tracing, derivatives, evaluation, lowering; and block masks."""

@@ -1,12 +1,11 @@
-"""Block masks: which blocks of scores a kernel skips, computes with the mask, or computes without it.
+"""Block masks, as in FlexAttention: the blocks of scores that a kernel skips, masks, or computes without a mask.
 
-A block is `tile_m` queries by `tile_n` keys. It is full if it has `tile_n` keys and every query sees all of them, empty
-if no query sees a key, else partial. The mask is a `mask_mod` and a window. The batch or head dimension has size 1 if
-the mask does not depend on it.
+A block has `tile_m` queries and `tile_n` keys. It is *empty* if no query sees a key of it, *full* if every query sees
+all `tile_n` keys, and else *partial*. A block of fewer than `tile_n` keys, at the end, is never full.
 
-A block mask keeps its mask_mod, with copies of the tensors and numbers that it captured, and its window: `attn` applies
-them inside partial blocks. It is a snapshot: `attn` raises a `ValueError` if a captured tensor was written to since. A
-write through `.data` to a CUDA tensor is not detected; the snapshot is used.
+A `BlockMask` is a snapshot of its mask: it holds copies of the tensors and numbers that the mask_mod captured. `attn`
+uses the copies, and raises a `ValueError` if a captured tensor was written to since. A write through `.data` to a CUDA
+tensor is not detected.
 """
 
 from __future__ import annotations
@@ -25,27 +24,56 @@ from cute_flash.score_mod.tensor_cache import TensorCache
 from cute_flash.score_mod.trace import BoundMod, bind
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-# The most (query, key) pairs that are evaluated at a time.
+# The largest number of (query, key) pairs that are evaluated at a time.
 MAX_PAIRS = 1 << 22
 
-Window = tuple[int | None, int | None]  # keys before and after its position that a query sees; None: all
+Window = tuple[int | None, int | None]  # (left, right), as for `attn`
 
 
 class BlockIndices(NamedTuple):
-    """For each block of queries, the blocks of keys to visit, ascending; int32."""
+    """For each query block, the K/V blocks to visit, in ascending order; int32.
 
-    num_blocks: Tensor  # (B or 1, H or 1, blocks)
-    indices: Tensor  # (B or 1, H or 1, blocks, K/V blocks); only the first num_blocks are valid
+    Attributes:
+        num_blocks: (B or 1, H or 1, query blocks): the number of K/V blocks to visit.
+        indices: (B or 1, H or 1, query blocks, K/V blocks): their indices. Only the first `num_blocks` are valid.
+    """
+
+    num_blocks: Tensor
+    indices: Tensor
 
     @staticmethod
     def of(chosen: Tensor) -> BlockIndices:
+        """Build the indices from a bool for each block: whether to visit it."""
         order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
         return BlockIndices(chosen.sum(dim=-1, dtype=torch.int32), order.to(torch.int32).contiguous())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The K/V blocks that each query block of a mask visits, and the mask."""
+    """A mask and the K/V blocks that each query block visits, for `attn(block_mask=...)`. Build one with `of`.
+
+    Attributes:
+        tile_m: The number of queries of a block.
+        tile_n: The number of keys of a block.
+        seqlen_q: The number of queries.
+        seqlen_k: The number of keys.
+        partial_kv: The partial blocks, in which the mask is applied.
+        full_kv: The full blocks, which need no mask.
+        window: (left, right), as for `attn`.
+        mask: The traced mask_mod with copies of its captured values; None: the window alone, or unknown.
+        is_mask_known: Whether `mask` and `window` are the whole mask; false for `of_status`.
+        captured: The tensors that the mask_mod captured; `mask` holds copies of them.
+        versions: Their version counters when they were copied.
+
+    Examples:
+        >>> import torch
+        >>> from cute_flash import BlockMask, attn, masks
+        >>> q, k, v = (torch.randn(2, 4, 512, 16) for _ in range(3))
+        >>> block_mask = BlockMask.of(masks.sliding_window(100), (2, 4, 512, 512))
+        >>> block_mask.density
+        0.4375
+        >>> out = attn(q, k, v, block_mask=block_mask)
+    """
 
     tile_m: int
     tile_n: int
@@ -54,16 +82,27 @@ class BlockMask:
     partial_kv: BlockIndices
     full_kv: BlockIndices
     window: Window = (None, None)
-    mask: BoundMod | None = None  # its captures are copies; None: the mask is the window alone, or is not known
+    mask: BoundMod | None = None
     is_mask_known: bool = False
-    captured: tuple[Tensor, ...] = ()  # the user's tensors; `mask.captures` are copies of them
-    versions: tuple[int, ...] = ()  # of `captured`, when they were copied
+    captured: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
 
     @staticmethod
     def of_status(status: Tensor, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> BlockMask:
-        """Build a block mask from the EMPTY, PARTIAL or FULL of each block.
+        """Build a block mask from the status of each block. Pass `attn` the mask_mod of its partial blocks too.
 
-        `status`: (B or 1, H or 1, query blocks, K/V blocks). Its mask is not known: give `attn` the mask_mod too.
+        Args:
+            status: (B or 1, H or 1, query blocks, K/V blocks): EMPTY (0), PARTIAL (1) or FULL (2).
+            tile_m: The number of queries of a block.
+            tile_n: The number of keys of a block.
+            seqlen_q: The number of queries.
+            seqlen_k: The number of keys.
+
+        Returns:
+            The block mask. It has no window and no mask_mod.
+
+        Raises:
+            ValueError: Sizes do not fit, or the last block has fewer than `tile_n` keys and is full.
         """
         _check_sizes((1, 1, seqlen_q, seqlen_k), (tile_m, tile_n))
         blocks = _ceil_div(seqlen_q, tile_m), _ceil_div(seqlen_k, tile_n)
@@ -84,17 +123,32 @@ class BlockMask:
         window: Window = (None, None),
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The block mask of a mask_mod, within a window, for (B, H, Sq, Sk).
+        """Build the block mask of a mask_mod and a window, as FlexAttention's `create_block_mask` does.
 
-        It evaluates the mask for all pairs, so make it once for all layers. That of a mask_mod without captured tensors
-        is cached.
+        The mask is evaluated for all (query, key) pairs, so build it once for all layers. The result is cached if the
+        mask_mod captures no tensor.
+
+        Args:
+            mask_mod: A function mask_mod(b, h, q_idx, kv_idx), as for `attn`; None: the window alone.
+            shape: (B, H, Sq, Sk). The block mask has a batch or head dimension of 1 if the mask does not depend on it.
+            tile: The queries and keys of a block; on CUDA, multiples of 128.
+            causal: As for `attn`.
+            window: As for `attn`.
+            device: The device of the calls; by default that of the first captured tensor, or the CPU.
+
+        Returns:
+            The block mask.
+
+        Raises:
+            ValueError: Sizes or the window are invalid, or a captured tensor is on another device.
+            TraceError: The mask_mod cannot be traced.
         """
         _check_sizes(shape, tile)
         mask = None if mask_mod is None else bind(mask_mod, "mask_mod")
         captures = () if mask is None else mask.captures
         if device is None:
             device = captures[0].device if captures else "cpu"
-        # The device of a tensor has an index, which "cuda" has not.
+        # The device of a tensor has an index; `torch.device("cuda")` has none.
         device = torch.empty(0, device=device).device
         for x in captures:
             if x.device != device:
@@ -121,10 +175,14 @@ class BlockMask:
         return _cache.of_contents((), key, compute)
 
     def mask_for(self, mask_mod: Callable | None) -> Callable | BoundMod | None:
-        """The mask to apply inside partial blocks. `mask_mod` is the argument of `attn` beside this block mask.
+        """The mask to apply inside partial blocks of a call of `attn`.
 
-        Raises `ValueError` for another mask than that of the block mask, because full blocks would ignore it, and if a
-        captured tensor was written to since. Writes through `.data` are noticed on the CPU only.
+        Args:
+            mask_mod: The mask_mod that was passed to `attn` together with this block mask, or None.
+
+        Raises:
+            ValueError: `mask_mod` differs from the block mask's own, which full blocks would ignore; or a captured
+                tensor was written to since the block mask was built.
         """
         if torch.compiler.is_dynamo_compiling():
             if mask_mod is not None and self.is_mask_known:
@@ -150,23 +208,24 @@ class BlockMask:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """num_blocks and indices of partial_kv, then of full_kv."""
+        """The num_blocks and indices of `partial_kv`, then those of `full_kv`."""
         return *self.partial_kv, *self.full_kv
 
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
-        """The inverse of `tensors` and `sizes`."""
+        """Rebuild a block mask, without its window and mask_mod, from its `tensors` and `sizes`."""
         tile_m, tile_n, seqlen_q, seqlen_k = sizes
         partial, full = (BlockIndices(*tensors[i : i + 2]) for i in (0, 2))
         return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """(tile_m, tile_n, seqlen_q, seqlen_k)."""
         return self.tile_m, self.tile_n, self.seqlen_q, self.seqlen_k
 
     @property
     def status(self) -> Tensor:
-        """(B or 1, H or 1, query blocks, K/V blocks), uint8: EMPTY, PARTIAL or FULL."""
+        """The status of each block, (B or 1, H or 1, query blocks, K/V blocks), uint8: EMPTY, PARTIAL or FULL."""
         shape, device = self.partial_kv.indices.shape, self.partial_kv.num_blocks.device
         status = torch.zeros(shape, dtype=torch.uint8, device=device)
         for value, blocks in ((PARTIAL, self.partial_kv), (FULL, self.full_kv)):
@@ -180,11 +239,11 @@ class BlockMask:
         visited = self.partial_kv.num_blocks.sum() + self.full_kv.num_blocks.sum()
         return float(visited) / max(1, self.partial_kv.indices.numel())
 
-    # The former name, for one release.
+    # The former name of `density`, kept for one release.
     share = density
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> None:
-        """Raise `ValueError` unless the block mask belongs to a call of these sizes."""
+        """Raise `ValueError` unless the block mask fits a call of these sizes on this device."""
         if (self.seqlen_q, self.seqlen_k) != (seqlen_q, seqlen_k):
             raise ValueError(
                 f"block_mask is of {self.seqlen_q} queries and {self.seqlen_k} keys: the call has {seqlen_q} "
@@ -200,7 +259,7 @@ class BlockMask:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether the host can read a tensor without a sync. Fake tensors have no contents."""
+    """Whether the host can read a tensor without a sync: a CPU tensor that is not fake."""
     is_plain = type(x) in (Tensor, torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
     return is_plain and x.device.type == "cpu"
 
@@ -229,7 +288,7 @@ def _ceil_div(a: int, b: int) -> int:
 def visible_pairs(
     mask: BoundMod | None, window: Window, rows: Tensor, keys: Tensor, seqlens: tuple[int, int], head: tuple[int, int]
 ) -> Tensor:
-    """(rows, keys): which keys each query of a (batch, head) sees."""
+    """The mask of some queries and keys of a (batch, head), (rows, keys): true where the query sees the key."""
     (seqlen_q, seqlen_k), (left, right) = seqlens, window
     distance = keys - (rows[:, None] + (seqlen_k - seqlen_q))
     visible = torch.ones_like(distance, dtype=torch.bool)
@@ -259,11 +318,11 @@ def _status(
     for b, h, first in product(range(batch), range(heads), range(0, sq, step)):
         rows = torch.arange(first, min(first + step, sq), device=device)
         visible = visible_pairs(mask, window, rows, keys, (sq, sk), (b, h))
-        # Keys past the last are padded as masked, so that the last block is partial or empty.
+        # Padding keys are masked, so that a last block of fewer keys is partial or empty.
         padded = torch.nn.functional.pad(visible, (0, -sk % tile_n, 0, -len(rows) % tile_m))
         by_block = padded.view(_ceil_div(len(rows), tile_m), tile_m, blocks[1], tile_n)
         some = by_block.any(dim=3).any(dim=1)
-        # Queries past the last do not exist, and must not make a block partial.
+        # Padding queries see all keys, so that they do not make a full block partial.
         padded[len(rows) :] = True
         every = by_block.all(dim=3).all(dim=1)
         m_block = first // tile_m

@@ -1,15 +1,15 @@
-"""The index lists of a block mask for the backward.
+"""The index lists of a block mask for the backward, whose outer loop is over K/V tiles.
 
-The list of a K/V tile has the query blocks to visit, of all query heads that share the K/V head, head by head. An entry
-is an int32 of bit fields:
+The list of a K/V tile has the query blocks that it visits, of all query heads that share the K/V head, head by head. An
+entry is an int32 of bit fields:
 
     bit 0           partial: mask_mod is applied; else the block is full
     bit 1           the last entry of its head
     from bit 2      the query block (m_block)
-    from bit 20     the query head, counted within those that share the K/V head
+    from bit 20     the query head, counted within the heads that share the K/V head
 
-Deterministic gradients add to dQ of a query block from the last K/V tile that lists it down to the first. The rank of a
-tile is the number of tiles before it in this order.
+For deterministic gradients, the K/V tiles that list a query block add to its dQ in a fixed order, from the last tile to
+the first. The rank of a tile is the number of tiles that add before it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,22 @@ def query_block_indices(
     tile: tuple[int, int],
     has_ranks: bool = False,
 ) -> list[Tensor]:
-    """The number of entries (B, Hkv, K/V tiles), and the entries (B, Hkv, K/V tiles, maximal number).
+    """The index lists for the tile of a kernel, computed without a host sync.
 
-    With `has_ranks`, also the ranks (B, H, query blocks, K/V tiles), of which those of listed blocks are read.
-    `tensors` and `sizes` are those of a `BlockMask`; `tile` is the kernel's and divides the mask's. The result is
-    computed without a host sync, and cached until the block mask is written to or freed.
+    They are cached until the block mask is written to or freed.
+
+    Args:
+        tensors: `BlockMask.tensors`.
+        sizes: `BlockMask.sizes`.
+        batch: B of the call.
+        heads: H of the call.
+        heads_kv: Hkv of the call.
+        tile: (tile_m, tile_n) of the kernel, which divides the tile of the block mask.
+        has_ranks: Also return the ranks.
+
+    Returns:
+        The number of entries (B, Hkv, K/V tiles), the entries (B, Hkv, K/V tiles, largest number), and the ranks
+            (B, H, query blocks, K/V tiles), which are valid for listed blocks only.
     """
     key = tuple(sizes), tile, batch, heads, heads_kv, has_ranks
 
@@ -68,6 +79,7 @@ def _ranks(mask: BlockMask, batch: int, heads: int, tile: tuple[int, int]) -> Te
 
 
 def _query_blocks(mask: BlockMask, batch: int, heads: int, heads_kv: int, tile: tuple[int, int]) -> list[Tensor]:
+    """The numbers of entries and the entries of all K/V tiles."""
     m_blocks, group = -(-mask.seqlen_q // tile[0]), heads // heads_kv
     if m_blocks >= 1 << (HEAD_SHIFT - M_BLOCK_SHIFT) or group >= 1 << (31 - HEAD_SHIFT):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The user mods of one call: their graphs, which are compiled in, and their captured values, which are arguments."""
+"""The three mods of one call together: their graphs, which are compiled in, and their captured values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Graphs:
 
     @cached_property
     def text(self) -> str:
-        """The graphs as text, the argument of torch operators; `graphs_of` parses it in any process."""
+        """The graphs as text: `AttentionArgs.mod_graphs`. `graphs_of` parses it in any process."""
         graphs = self.score, self.mask, self.bwd
         if graphs == (None, None, None):
             return ""
@@ -43,7 +43,7 @@ class Graphs:
         return GraphArguments(*arguments)
 
     def gradient(self, captures_needing_grad: tuple[int, ...] = ()) -> Gradient:
-        """The gradient of score_mod, whose arguments are `GraphArguments.gradient`."""
+        """The gradient of score_mod. Its captures and scalars are `GraphArguments.gradient`."""
         assert self.score is not None
         return gradient(self.score, captures_needing_grad, self.bwd)
 
@@ -58,12 +58,13 @@ class GraphArguments:
 
     @property
     def gradient(self) -> tuple[tuple, tuple]:
+        """(captures, scalars) of the gradient of score_mod: those of score_mod, then those of score_mod_bwd."""
         return (*self.score[0], *self.bwd[0]), (*self.score[1], *self.bwd[1])
 
 
 @lru_cache(maxsize=1024)
 def graphs_of(text: str) -> Graphs:
-    """Parse `Graphs.text`. Equal texts give the same object; other texts raise `ValueError`."""
+    """Parse `Graphs.text`. Equal texts give the same object; invalid text raises `ValueError`."""
     if not text:
         return Graphs()
     graphs = json.loads(text)
@@ -74,7 +75,7 @@ def graphs_of(text: str) -> Graphs:
 
 @lru_cache(maxsize=1024)
 def _interned(score: Graph | None, mask: Graph | None, bwd: Graph | None) -> Graphs:
-    """The object that `graphs_of` returns for these graphs, so that later lookups compare by identity."""
+    """The object that `graphs_of` returns for these graphs. Sharing it makes comparisons of graphs fast."""
     return graphs_of(Graphs(score, mask, bwd).text)
 
 
@@ -105,7 +106,7 @@ def check_mods(score_mod: Callable | None, score_mod_bwd: Callable | None) -> No
 def mod_arguments(
     score_mod: Callable | None, mask_mod: Callable | None, score_mod_bwd: Callable | None, device: torch.device
 ) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-    """The fields score_mod, captures and scalars of `AttentionArgs`, for a call on a device."""
+    """The fields mod_graphs, captures and scalars of `AttentionArgs` for a call on a device."""
     if torch.compiler.is_dynamo_compiling():
         from cute_flash.score_mod import compiled
 

@@ -1,8 +1,8 @@
 """Replaces the values that a mod captures by proxies: closures, defaults, globals, and attributes of objects.
 
 The mod is rebuilt with proxies: captured tensors become captures of the graph, captured numbers become its scalars, and
-captured functions and objects are rebuilt recursively. A `Source` records how to read each value. With it, the next
-call reads the value again, from the same function or from another one with the same code, and checks that the trace is
+captured functions and objects are rebuilt recursively. A `Source` records how to read each value. The next call, of the
+same function or of another one with the same code, uses it to read the value again and to check that the trace is
 still valid.
 """
 
@@ -38,17 +38,25 @@ MAX_CONTAINER_SIZE = 256
 class Source(NamedTuple):
     """How to read a captured value, and the condition under which a trace is valid for it."""
 
-    parent: int  # index of the source from whose value `read` takes this one
-    read: Callable[[Any, Any], Any] | None  # of the parent's value and `key`; None: this is the mod itself
+    parent: int  # index of the source that holds this value, such as the function that captures it
+    read: Callable[[Any, Any], Any] | None  # read(parent's value, key) returns the value; None for the mod itself
     key: Any
-    guard: Callable[[Any], bool]
+    guard: Callable[[Any], bool]  # whether the trace is valid for a value
 
 
 def code_of(function: Any) -> CodeType | type:
-    """The key of a function's traces: its code object, or the type of a callable object."""
+    """The key under which traces of a function are cached: its code object, or the type of a callable object."""
     while isinstance(function, (functools.partial, MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return function.__code__ if isinstance(function, FunctionType) else type(function)
+
+
+def definition_of(mod: Any) -> str:
+    """The file and line where a mod is defined, or the class of a callable object, for error messages."""
+    code = code_of(mod)
+    if isinstance(code, CodeType):
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{code.__module__}.{code.__qualname__}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,23 +67,23 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 
 
 class CaptureTracer:
-    """Rebuilds a mod with proxies for its captured values. `static`: paths of numbers to compile in."""
+    """Rebuilds a mod with proxies for its captured values. `static` has the paths of numbers to compile in."""
 
     def __init__(self, builder: Builder, mod: Any, static: frozenset[tuple]) -> None:
         self.builder, self.static = builder, static
         self.sources = [Source(-1, None, None, _guard(mod))]
-        self.values = [mod]  # of the sources
-        self.paths: list[tuple] = [()]  # of the sources: the (read, key) pairs that lead to them from the mod
+        self.values = [mod]  # the value of each source
+        self.paths: list[tuple] = [()]  # the path of each source: the (read, key) pairs that lead from the mod to it
         self.captures: list[int] = []  # the source of each capture of the builder
         self.scalars: list[int] = []  # the source of each scalar of the builder
         self.proxies: dict[tuple, Any] = {}  # by path
-        self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # by id; functions may refer to themselves
+        self.rebuilding: dict[int, tuple[FunctionType, int]] = {}  # functions in progress, by id, with their sources
         self.objects: dict[int, tuple[ObjectProxy, int]] = {}  # by id, with their sources
-        self.aliases: list[tuple[int, int]] = []  # pairs of sources that found the same function or object
+        self.aliases: list[tuple[int, int]] = []  # pairs of sources with the same function or object
         self.function = self._proxy(mod, 0)
 
     def visit(self, parent: int, read: Callable[[Any, Any], Any], key: Any = None) -> Any:
-        """The proxy of a value that `read` takes from the value of the parent source."""
+        """The proxy of the value that `read` gets from the value of the parent source."""
         path = (*self.paths[parent], (read, key))
         if path not in self.proxies:
             value, source = read(self.values[parent], key), len(self.sources)
@@ -119,7 +127,7 @@ class CaptureTracer:
         return self._object(value, source)
 
     def _object(self, value: Any, source: int) -> ObjectProxy:
-        """One proxy for each object, so that `is` and == of objects are those of the originals."""
+        """One proxy per object, so that `is` and `==` of proxies give the results of the objects."""
         if id(value) in self.objects:
             proxy, first = self.objects[id(value)]
             self.aliases.append((first, source))
@@ -145,7 +153,7 @@ class CaptureTracer:
         return proxies if isinstance(value, dict) else type(value)(proxies.values())
 
     def _function(self, value: FunctionType, source: int) -> FunctionType:
-        """A function with the same code, whose closure, globals and defaults are proxies."""
+        """A function with the same code and with proxies in its closure, globals and defaults."""
         if id(value) in self.rebuilding:
             new, first = self.rebuilding[id(value)]
             self.aliases.append((first, source))
@@ -159,7 +167,7 @@ class CaptureTracer:
         # Registered before its captures are visited, because it may capture itself.
         self.rebuilding[id(value)] = new, source
         for i, (cell, old) in enumerate(zip(cells, value.__closure__ or ())):
-            if old == CellType():  # it is not assigned
+            if old == CellType():  # an unassigned cell
                 self.visit(source, _has_cell, i)
             else:
                 cell.cell_contents = self.visit(source, _cell, i)
@@ -190,13 +198,13 @@ def capture(builder: Builder, dtype: torch.dtype, rank: int, sizes: Callable[[],
 
 
 def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
-    """The condition under which a trace is valid for another value in place of this one."""
+    """The condition under which a trace that was made with this value is valid for another value."""
     kind = type(value)
     if isinstance(value, Tensor):
         dtype, rank = value.dtype, value.dim()
         return lambda x: isinstance(x, Tensor) and x.dtype == dtype and x.dim() == rank
     if is_static and (value == 0 or value != value):
-        text = repr(value)  # -0.0 is not 0.0, and NaN is NaN
+        text = repr(value)  # differs for 0.0 and -0.0, and is equal for NaN
         return lambda x: type(x) is kind and repr(x) == text
     if is_compiled_in(value) or is_static:
         return lambda x: type(x) is kind and x == value
@@ -220,7 +228,7 @@ def _guard(value: Any, is_static: bool = False) -> Callable[[Any], bool]:
     return lambda x: type(x) is kind
 
 
-# Readers of captured values; `getattr`, `getitem` and those of `objects` are the others.
+# Functions for `Source.read`. `getattr`, `getitem` and functions of `objects` are used too.
 
 
 def _cell(function: FunctionType, i: int) -> Any:
@@ -244,7 +252,7 @@ def _shape(x: Tensor, _: None) -> tuple[int, ...]:
 
 
 def _number(x: Any, _: None) -> Any:
-    """An int, a float or a bool from an instance of a subclass, or from a numpy scalar."""
+    """The int, float or bool of a numpy scalar or of an instance of a subclass."""
     if is_numpy(x, "generic"):
         return x.item()
     return int(x) if isinstance(x, int) else float(x)

@@ -1,15 +1,16 @@
 """Traces mods inside `torch.compile`, without a graph break.
 
-Dynamo runs this module symbolically, and with it the mod. The mod is called with placeholders, which are tensors
-without data, and `Recorder` sees each torch function, method and operator that is applied to them. It records steps:
-tuples of constants that refer to values by name, such as "%3". `_replay` repeats them on the proxies of an ordinary
-trace, so the same functions are supported and give the same graph. Dynamo calls it as it is; its results are constants.
+Dynamo traces this module, and with it the mod. The mod is called with placeholders: tensors on the meta device. The
+torch function mode `Recorder` sees each function, method and operator that is applied to them, and records it as a
+step: a tuple of constants that refers to values by name, such as "%3". `_replay` repeats the steps on the proxies of an
+ordinary trace, so that the same functions are supported and give the same graph. Dynamo does not trace `_replay`; it
+calls it and takes the result for a constant.
 
-Dynamo itself reads the values that a mod captures, and guards them. Captured tensors become arguments of the operator.
-A captured number is compiled in. When it changes, Dynamo compiles again and makes it a variable; then it becomes a
-captured tensor without dimensions.
+Dynamo reads and guards the values that a mod captures. Captured tensors become arguments of the operator. A captured
+number is compiled in. When it changes, Dynamo compiles again and makes it a variable; it then becomes a captured
+tensor without dimensions.
 
-Only calls that are compiled import this module, because importing torch._dynamo takes seconds.
+Only compiled calls import this module, because importing torch._dynamo takes seconds.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from cute_flash.score_mod import bound
 from cute_flash.score_mod.captures import capture
 from cute_flash.score_mod.graph import Builder, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, Specialise, TensorProxy
+from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, Specialise, TensorProxy, without_line
 from cute_flash.score_mod.trace import ROLES, BoundMod, output_node
 
-Step = tuple  # (function or its name, its arguments, its keyword arguments as pairs), or ("capture", dtype, rank)
+Step = tuple  # (function or its name, arguments, keyword arguments as pairs), or ("capture", dtype, rank)
 META = torch.device("meta")
-# Functions that describe a tensor; placeholders answer them.
+# Functions that describe a tensor. They are not recorded: placeholders give the right results.
 DESCRIPTIONS = ("dim", "size", "numel", "is_floating_point", "element_size", "stride", "is_complex", "get_device")
 POWERS = ("pow", "pow_", "__pow__", "__rpow__")
 NOT_RECORDED = "torch.compile hides how a value is computed: use methods of tensors and functions of torch"
 
 
 class Recorder(TorchFunctionMode):
-    """Records the operations of a mod on its arguments."""
+    """Records the operations that a mod applies to its arguments."""
 
     def __init__(self, role: str, device: torch.device) -> None:
         super().__init__()
         self.role, self.device = role, device
-        self.float_dtype = torch.float64 if device.type == "cpu" else torch.float32  # of numbers
+        self.float_dtype = torch.float64 if device.type == "cpu" else torch.float32  # of captured numbers
         self.steps: list[Step] = []
         self.captures: list[Tensor] = []
         dtypes = [torch.float32 if name in ("score", "grad") else torch.int32 for name in ROLES[role]]
         self.inputs = [torch.empty((), dtype=dtype, device=META) for dtype in dtypes]
-        # The names of placeholders and captured tensors. Values are the inputs and then the result of each step.
+        # The names of placeholders and captured tensors: the inputs, then the result of each step, are numbered.
         self.names: dict[Tensor, str] = {x: f"%{i}" for i, x in enumerate(self.inputs)}
 
     def result(self, x: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any([_is_placeholder(x) for x in (*args, *kwargs.values())]):
-            # On tensors and numbers only. A device is that of a placeholder.
+            # No placeholder is involved. A meta device was read from a placeholder and stands for the real device.
             if "device" in kwargs and kwargs["device"] == META:
                 kwargs = {**kwargs, "device": self.device}
             return func(*args, **kwargs)
@@ -72,7 +73,8 @@ class Recorder(TorchFunctionMode):
         if name in DESCRIPTIONS:
             return func(*args, **kwargs)
         if name in POWERS:
-            args = tuple([operator.index(x) if isinstance(x, int) else x for x in args])  # makes them static
+            # `operator.index` makes symbolic ints static.
+            args = tuple([operator.index(x) if isinstance(x, int) else x for x in args])
         operands = tuple([self.operand(x) for x in args])
         self.steps.append((func, operands, tuple([(key, self.operand(x)) for key, x in kwargs.items()])))
         dtype = _known(_dtype_of_last(self.role, tuple(self.steps)))
@@ -88,7 +90,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(x, (int, float)) and not isinstance(x, bool):
             if has_static_value(x):
                 return operator.index(x) if isinstance(x, int) else x
-            # An addition, because that keeps the number a variable; torch.full and lists of numbers do not.
+            # Added to a tensor, which keeps the number symbolic; torch.full would make it static.
             dtype = torch.int32 if isinstance(x, int) else self.float_dtype
             return self.capture(torch.zeros((), dtype=dtype, device=self.device) + x)
         if not isinstance(x, Tensor):
@@ -104,7 +106,7 @@ class Recorder(TorchFunctionMode):
         return self.names[self.result(x)]
 
     def add_hidden(self, x: Tensor) -> None:
-        """Add the steps that computed a value without a call of the mode: since torch 2.13 Dynamo hides `abs`."""
+        """Add the steps of a value that the mode did not see: since torch 2.13, Dynamo hides `abs` from it."""
         known = list(self.names)  # noqa: F841  `_find_hidden` reads it
         comptime(_find_hidden)
         num_values = len(self.inputs) + len(self.steps)
@@ -133,7 +135,7 @@ def mod_arguments(
     scalars: tuple[float, ...] = ()
     tensors: Sequence[Tensor]
     for mod, role in mods:
-        if isinstance(mod, BoundMod):  # that of a block mask
+        if isinstance(mod, BoundMod):  # the mask_mod of a block mask
             text, tensors, scalars = mod.graph.text, mod.captures, mod.scalars
         else:
             text, tensors = ("null", ()) if mod is None else _bind(mod, role, device)
@@ -142,7 +144,7 @@ def mod_arguments(
     return f"[{','.join(texts)}]", tuple(captures), scalars
 
 
-# If Dynamo cannot run a mod, it breaks the graph and calls `mod_arguments` as it is, which traces the mod as usual.
+# If Dynamo cannot trace a mod, it breaks the graph and calls `mod_arguments` untraced, which traces the mod as usual.
 _ordinary_mod_arguments = torch.compiler.disable(bound.mod_arguments)
 skip_code(mod_arguments.__code__)
 
@@ -158,16 +160,16 @@ def _bind(mod: Callable, role: str, device: torch.device) -> tuple[str, list[Ten
 
 
 def _known(found: Any) -> Any:
-    """A result of `_dtype_of_last` or `_graph`; raise the error that it describes.
+    """Return a result of the functions below, or raise the error if it is an error message.
 
-    An error raised inside those functions would end the compilation; here, it ends at most the graph.
+    An error raised inside those functions would abort the compilation. Raised here, it can break the graph instead.
     """
     if isinstance(found, str):
         raise TraceError(found)
     return found
 
 
-# ---- functions that Dynamo calls
+# ---- functions that Dynamo calls without tracing them
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -197,17 +199,17 @@ def _graph(role: str, steps: tuple[Step, ...], result: Any) -> Any:
     return graph.text, captures
 
 
-_hidden: list[Any] = []  # from `_find_hidden` to `_hidden_steps`
+_hidden: list[Any] = []  # passes nodes from `_find_hidden` to `_hidden_steps`
 
 
 def _find_hidden(context: Any) -> None:
-    """Find the nodes of Dynamo's graph that compute `x` from `known`, both variables of the caller."""
+    """Store the nodes in Dynamo's graph of `x` and `known`, which are local variables of the caller."""
     _hidden[:] = context.get_local("x").as_proxy().node, [y.node for y in context.get_local("known").as_proxy()]
 
 
 @torch.compiler.assume_constant_result
 def _hidden_steps(names: tuple[str, ...], num_values: int) -> Any:
-    """The steps that compute the node of `_find_hidden`, or an error message."""
+    """The steps that compute the node of `x` from those of `known`, or an error message."""
     node, known = _hidden
     names_of, steps = dict(zip(known, names)), []
 
@@ -230,8 +232,8 @@ def _hidden_steps(names: tuple[str, ...], num_values: int) -> Any:
 
 
 def _message(role: str, error: BaseException) -> str:
-    # Without a line, which would be that of the call: Dynamo shows the line of the mod.
-    return f"{role}: {str(error).rpartition(' (')[0] or error}"
+    # Without the line: the mod is not running, so it would be the line of the call. Dynamo shows the line of the mod.
+    return f"{role}: {without_line(error)}"
 
 
 def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:
@@ -241,7 +243,7 @@ def _replay(role: str, steps: tuple[Step, ...]) -> tuple[Builder, list[Any]]:
     for step in steps:
         if step[0] == "capture":
             _, dtype, rank = step
-            values.append(capture(builder, dtype, rank, tuple))  # Dynamo knows the sizes
+            values.append(capture(builder, dtype, rank, tuple))  # sizes are not needed: Dynamo reads them
             continue
         func, args, kwargs = step
         args = _decoded(args, values)

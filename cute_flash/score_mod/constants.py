@@ -1,4 +1,4 @@
-"""Captured values that never change and need no proxy: functions, classes and constants of Python, torch and numpy."""
+"""Recognizes captured values that need no proxy: functions, classes and constants of Python, torch and numpy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-# Modules whose functions and classes never change. They need no proxy.
+# Modules whose functions and classes need no proxy.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
-# Of these, modules whose functions depend on a clock, the system or random numbers.
+# Those among them whose functions depend on a clock, the system or random numbers.
 IMPURE_MODULES = frozenset({"datetime", "os", "platform", "posix", "secrets", "socket", "time", "uuid"})
 # Modules whose numbers and strings are constants, such as math.pi.
 MODULES_OF_CONSTANTS = ("cmath", "math", "numpy", "string", "torch")
@@ -29,7 +29,7 @@ _BOUND = (BuiltinFunctionType, MethodWrapperType)
 
 
 def is_compiled_in(value: Any) -> bool:
-    """Whether the value is part of a trace, which is valid only for an equal value."""
+    """Whether the value becomes part of the trace, so that the trace is valid only for an equal value."""
     return value is None or isinstance(value, (bool, str, bytes, range))
 
 
@@ -45,7 +45,7 @@ def is_fixed(value: Any) -> bool:
     if isinstance(value, enum.Enum):
         return is_key(value.value)
     if isinstance(value, (type, FunctionType)):
-        # An inner function captures values. torch's `and_masks`, for example, returns one that captures the masks.
+        # Inner functions may capture values. torch's `and_masks`, for example, returns one that captures the masks.
         is_inner = isinstance(value, FunctionType) and "<locals>" in value.__qualname__
         module = value.__module__ or ""
         return _root(module) in FIXED_MODULES and not module.startswith("cute_flash.masks") and not is_inner
@@ -67,7 +67,7 @@ def is_impure(function: Any) -> bool:
 
 
 def bound_to(value: Any) -> Any:
-    """The object whose built-in method this is; None: it is a function of a module or of a class."""
+    """The object that a built-in method is bound to; None for functions of a module or a class, and other values."""
     owner = getattr(value, "__self__", None) if isinstance(value, _BOUND) else None
     return None if isinstance(owner, (ModuleType, type)) else owner
 

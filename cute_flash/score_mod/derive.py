@@ -22,25 +22,27 @@ LN_2 = math.log(2)
 
 @dataclass(frozen=True)
 class LoadGradient:
-    """The gradient of one load."""
+    """The gradient of one load of a captured tensor."""
 
     capture: int
-    output: int  # of the gradient graph: the gradient of the loaded element
+    output: int  # output of the gradient graph: the gradient of the loaded element
     indices: tuple[int, ...]  # outputs of the gradient graph: the indices of that element
 
 
 @dataclass(frozen=True)
 class Gradient:
+    """The gradient of a score_mod. The first output of `graph` is the gradient of the score."""
+
     graph: Graph
     loads: tuple[LoadGradient, ...] = ()
 
 
 def _chosen(gradient: ScalarProxy, is_first: ScalarProxy) -> tuple[ScalarProxy, ScalarProxy]:
-    """The gradients of two operands, one of which is the result."""
+    """The gradients of two operands, where the result is the first if `is_first`, else the second."""
     return op("where", is_first, gradient, 0.0), op("where", is_first, 0.0, gradient)
 
 
-# The derivatives: rule(gradient, result, *operands) -> a gradient for each operand, or None.
+# The derivatives: rule(gradient of the result, result, *operands) -> for each operand, its gradient or None.
 _RULES: dict[str, Callable[..., tuple]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, -g),

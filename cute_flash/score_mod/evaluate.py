@@ -1,14 +1,14 @@
 """Evaluates a graph with an `Arithmetic`: on torch tensors here, on registers in a kernel.
 
-Values that depend only on the head, on a row or on a column are computed once for it:
+Values that depend only on the head, a row or a column are computed once per head, row or column:
 
     evaluator = Evaluator(graph, arithmetic, captures, scalars)
     head = evaluator.at_head(b, h)
     row, column = evaluator.at_row(head, q), evaluator.at_column(head, kv)
     (score,) = evaluator.at(head, row, column, score)
 
-A `Part` has only the values that later stages need, in a plain tuple, so that a kernel can keep it in registers through
-a loop.
+`head`, `row` and `column` are plain tuples of the values that later stages need (`Part`), so that a kernel can keep
+them in registers across a loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ AT_HEAD, AT_ROW, AT_COLUMN, AT_SCORE = range(4)
 
 
 class Arithmetic(Protocol):
-    """The representation of values, and the operations on them."""
+    """The representation of values, and the operations on them.
+
+    The implementations are `TorchArithmetic` and, in kernels, `device.mod_arithmetic.CuteArithmetic`.
+    """
 
     def constant(self, value: Any, kind: str) -> Any:
         """A constant or a captured number."""
@@ -46,8 +49,8 @@ class Arithmetic(Protocol):
 class Stages:
     """The stage at which each node of a graph is computed, and the nodes that later stages need."""
 
-    nodes: tuple[tuple[int, ...], ...]  # by stage
-    live: tuple[tuple[int, ...], ...]  # by stage: nodes that later stages or the outputs need
+    nodes: tuple[tuple[int, ...], ...]  # for each stage, the nodes that it computes
+    live: tuple[tuple[int, ...], ...]  # for each stage, those of its nodes that later stages or the outputs need
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -55,7 +58,7 @@ class Stages:
         stage = [_stage(bits) for bits in graph.depends]
         needed = {j for i, node in enumerate(graph.nodes) for j in node.args if stage[j] != stage[i]}
         needed.update(graph.outputs)
-        # Constants are created where they are used, so that they take no register before.
+        # Constants are created where they are used, so that they take no register until then.
         live = [i for i in sorted(needed) if graph.nodes[i].op != "constant"]
 
         def by_stage(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -76,7 +79,7 @@ Part = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A graph with its arguments, in the order of the graph's captures and scalars."""
+    """A graph with its arguments: the values of its captures and scalars, in the graph's order."""
 
     graph: Graph
     arithmetic: Arithmetic
@@ -91,14 +94,14 @@ class Evaluator:
         return self._part(AT_HEAD, (), {"b": b, "h": h})
 
     def at_row(self, head: Part, q: Any, q_float: Any = None) -> Part:
-        """`q_float`: q as a float, if the caller has it; it saves a conversion."""
+        """`q_float` is q as a float, if the caller has it, which saves a conversion."""
         return self._part(AT_ROW, (head,), {"q": q, "float q": q_float})
 
     def at_column(self, head: Part, kv: Any, kv_float: Any = None) -> Part:
         return self._part(AT_COLUMN, (head,), {"kv": kv, "float kv": kv_float})
 
     def at(self, head: Part, row: Part, column: Part, score: Any = None, grad: Any = None) -> tuple[Any, ...]:
-        """The outputs; `grad` is an input of gradient graphs."""
+        """The outputs of the graph. `grad` is an input of gradient graphs only."""
         values = self._run(AT_SCORE, (head, row, column), {"score": score, "grad": grad})
         return tuple(self._value(values, i) for i in self.graph.outputs)
 
@@ -111,7 +114,7 @@ class Evaluator:
         return self.arithmetic.constant(node.value, node.kind) if node.op == "constant" else values[i]
 
     def _run(self, stage: int, parts: tuple[Part, ...], inputs: dict[str, Any]) -> dict[int, Any]:
-        """The values of a stage's nodes and of the parts of earlier stages, by node index."""
+        """The values of a stage's nodes and of earlier stages, by node index."""
         values: dict[int, Any] = {}
         for live, part in zip(self.stages.live, parts):
             values.update(zip(live, part))
@@ -142,7 +145,7 @@ TORCH_OPS = {name: getattr(torch, TORCH_NAMES.get(name, name)) for name in OPERA
 
 @dataclass(frozen=True)
 class TorchArithmetic:
-    """Tensors that broadcast with each other: floats of one dtype, 64-bit ints."""
+    """Values are torch tensors that broadcast: floats of one dtype, 64-bit ints and bools."""
 
     dtype: torch.dtype
     device: torch.device
@@ -180,9 +183,18 @@ def evaluate(
     score: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs for tensors of (b, h, q, kv) that broadcast; differentiable, also in the captures.
+    """Evaluate a graph with torch. The result is differentiable with respect to the score and the captures.
 
-    `arguments`: (captures, scalars).
+    Args:
+        graph: The graph.
+        arguments: Its (captures, scalars).
+        dtype: The dtype of floats.
+        indices: Tensors of b, h, q and kv, which broadcast.
+        score: The scores; None for a mask_mod.
+        grad: The gradients of the modified scores, for a gradient graph.
+
+    Returns:
+        The outputs of the graph.
     """
     b, h, q, kv = indices
     evaluator = Evaluator(graph, TorchArithmetic(dtype, b.device), *map(tuple, arguments))

@@ -1,9 +1,8 @@
-"""The graph of a score_mod or mask_mod: the operations that it performs, without the Python around them.
+"""The graph of a mod: its operations on scores, positions and captured values.
 
-Nodes are in topological order and refer to their operands by index; equal nodes are shared. A value has one
-of three kinds: "bool", "int" (int32 in a kernel) and "float" (fp32 in a kernel). The tensors and numbers that
-a mod captures are arguments of the graph, `captures` and `scalars`: changing their values does not change the
-graph.
+Nodes are in topological order and refer to their operands by index; equal nodes are shared. A value has one of three
+kinds: "bool", "int" (int32 in a kernel) or "float" (fp32 in a kernel). The tensors and numbers that a mod captures are
+arguments of the graph, `captures` and `scalars`: changing their values does not change the graph.
 
 `Graph.text` identifies a graph. Graphs with the same text are equal and share a kernel.
 """
@@ -20,7 +19,7 @@ from typing import Any
 
 from cute_flash.errors import TraceError
 
-# Bits: the indices, or the score, that a value depends on.
+# Bits for what a value depends on: batch, head, query position, key position, score.
 B, H, ROW, COLUMN, SCORE = 1, 2, 4, 8, 16
 INPUTS = {
     "b": ("int", B),
@@ -30,7 +29,7 @@ INPUTS = {
     "score": ("float", SCORE),
     "grad": ("float", SCORE),  # gradient of the modified score, an input of gradient graphs
 }
-TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # of constants, by kind, narrowest first
+TYPES: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float}  # Python type of each kind, narrowest first
 CAPTURE_KINDS = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
     **dict.fromkeys(("int8", "uint8", "int16", "int32", "int64"), "int"),
@@ -67,9 +66,9 @@ CASTS: dict[str, Callable] = {f"to_{kind}": cast for kind, cast in TYPES.items()
 OPERATIONS: dict[str, Callable] = {
     **ARITHMETIC, **COMPARISONS, **LOGIC, **SHIFTS, **FLOATING, **CASTS, "where": lambda c, a, b: a if c else b,
 }  # fmt: skip
-# What bools do in the place of arithmetic, as in torch.
+# Arithmetic on bools is logic, as in torch.
 OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
-# Operations of floats that take many instructions, and how many operations they count as.
+# Operations on floats that take many instructions, with the number of operations that they count as.
 LONG_OPERATIONS = {"erf": 10, "atan": 10, "pow": 30, "floordiv": 20, "mod": 20}
 # The torch functions of operations, where their names differ.
 TORCH_NAMES = {
@@ -77,7 +76,7 @@ TORCH_NAMES = {
     **{name: f"bitwise_{name}" for name in LOGIC},
     **{"shl": "bitwise_left_shift", "shr": "bitwise_right_shift"},
 }
-# x op identity = x; also identity op x = x if the operation commutes.
+# Simplifications: x op identity = x, and identity op x = x if the operation commutes.
 _IDENTITIES = {
     **dict.fromkeys(("add", "sub", "or", "xor", "shl", "shr"), 0),
     **dict.fromkeys(("mul", "div", "floordiv", "and"), 1),
@@ -93,18 +92,18 @@ class Node:
 
     op: str
     kind: str
-    args: tuple[int, ...] = ()  # operands; the indices of a load
-    value: Any = None  # name of an input; value of a constant; index of a scalar or of a loaded capture
+    args: tuple[int, ...] = ()  # nodes: the operands of an operation, or the indices of a load
+    value: Any = None  # the name of an input, the value of a constant, or the index of a scalar or of a loaded capture
 
     @property
     def num_ops(self) -> int:
-        """The number of operations that this one counts as."""
+        """The number of operations that the node counts as."""
         if self.op == "input":
             return 0
         return LONG_OPERATIONS.get(self.op, 1) if self.kind == "float" else 1
 
     def moved(self, indices: Any) -> Node:
-        """The node with its operands at other indices: those of the operands' former ones in a list or dict."""
+        """The node with each operand i replaced by indices[i]."""
         return replace(self, args=tuple(indices[i] for i in self.args))
 
     def __str__(self) -> str:
@@ -114,7 +113,7 @@ class Node:
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """The part of a captured tensor that is compiled in; sizes and strides are run-time values."""
+    """The properties of a captured tensor that are compiled in. Sizes and strides are run-time values."""
 
     dtype: str
     rank: int
@@ -130,14 +129,16 @@ class CaptureSpec:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
+    """A traced mod, or the gradient of one."""
+
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
     captures: tuple[CaptureSpec, ...] = ()
-    scalars: tuple[str, ...] = ()  # kinds
+    scalars: tuple[str, ...] = ()  # the kind of each scalar
 
     @cached_property
     def text(self) -> str:
-        """The graph as JSON, without loss: `parse.parse_graph` builds an equal graph from it in any process."""
+        """The graph as JSON. `parse.parse_graph` builds an equal graph from it in any process."""
         captures = [[x.dtype, x.rank] for x in self.captures]
         nodes = [[x.op, x.kind, x.args] + ([] if x.value is None else [x.value]) for x in self.nodes]
         return json.dumps([captures, self.scalars, nodes, self.outputs], separators=(",", ":"))
@@ -150,7 +151,7 @@ class Graph:
 
     def __str__(self) -> str:
         """A listing for people to read."""
-        lines = [f"capture {i}: {x.dtype}[{x.rank}]" for i, x in enumerate(self.captures)]
+        lines = [f"capture {i}: {x.dtype}, {x.rank}-d" for i, x in enumerate(self.captures)]
         lines += [f"scalar {i}: {kind}" for i, kind in enumerate(self.scalars)]
         lines += [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
         return "\n".join([*lines, "return " + ", ".join(f"%{i}" for i in self.outputs)])
@@ -174,7 +175,7 @@ class Graph:
 
     @property
     def per_score(self) -> list[Node]:
-        """The nodes whose values differ from score to score, rather than from row, column or head to the next."""
+        """The nodes that are computed for each score, rather than once per row, column or head."""
         return [node for node, bits in zip(self.nodes, self.depends) if is_per_score(bits)]
 
     @property
@@ -184,7 +185,7 @@ class Graph:
 
     @cached_property
     def is_nonnegative(self) -> tuple[bool, ...]:
-        """Which nodes are known to be at least 0, or NaN."""
+        """Whether each node is known to be at least 0, or NaN."""
         known: list[bool] = []
         for node in self.nodes:
             known.append(_is_nonnegative(node, [known[i] for i in node.args], self))
@@ -210,7 +211,7 @@ def _is_nonnegative(node: Node, operands: list[bool], graph: Graph) -> bool:
 
 
 def is_per_score(bits: int) -> bool:
-    """Whether a value that depends on these inputs differs from score to score."""
+    """Whether a value that depends on these inputs must be computed for each score."""
     return bool(bits & SCORE or (bits & ROW and bits & COLUMN))
 
 
@@ -223,8 +224,8 @@ class Builder:
         self.captures, self.scalars = list(captures), list(scalars)
 
     def add(self, node: Node) -> int:
-        """The index of a node, appended unless an equal one exists."""
-        # By repr, because 0.0 and -0.0 are equal numbers but two constants, and NaN is unequal but one constant.
+        """The index of a node. It is appended unless an equal node exists."""
+        # By repr, because 0.0 == -0.0 although they are two constants, and NaN != NaN although it is one.
         key = node.op, node.kind, node.args, repr(node.value)
         if key not in self.indices:
             self.indices[key] = len(self.nodes)
@@ -257,7 +258,7 @@ class Builder:
         return i if self.kind(i) == kind else self.op(f"to_{kind}", i)
 
     def op(self, name: str, *args: int) -> int:
-        """The index of an operation's result."""
+        """Add an operation, cast its operands, simplify it if possible, and return the index of the result."""
         if name in OF_BOOLS and self._widest(args) == "bool":
             name = OF_BOOLS[name]
         args, kind = self.typed(name, args)
@@ -266,12 +267,12 @@ class Builder:
             try:
                 return self.constant(OPERATIONS[name](*(node.value for node in operands)), kind)
             except (ArithmeticError, ValueError):
-                pass  # 1 / 0 and the like are left to torch or the GPU
+                pass  # 1 / 0 and the like are computed by torch or the GPU
         same = self._simplified(name, args, kind)
         return self.add(Node(name, kind, args)) if same is None else same
 
     def typed(self, name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """The operands, cast to the kind that an operation takes, and the kind of its result."""
+        """The operands, cast to a kind that the operation takes, and the kind of its result."""
         if name in CASTS:
             return args, name.removeprefix("to_")
         if name == "where":
@@ -295,7 +296,7 @@ class Builder:
         return max((self.kind(i) for i in args), key=list(TYPES).index)
 
     def _simplified(self, name: str, args: tuple[int, ...], kind: str) -> int | None:
-        """A node that equals the operation by a simple identity such as x + 0; None: there is none."""
+        """A node that equals the operation by an identity such as x + 0 = x; None: there is none."""
         a, b = args[0], args[-1]
         if name in CASTS:
             return a if self.kind(a) == kind else None
@@ -323,10 +324,10 @@ class Builder:
         return node.op == "constant" and node.value == value
 
     def graph(self, *outputs: int) -> Graph:
-        """The graph of the outputs, with all captures and scalars.
+        """The graph of these outputs, with all captures and scalars.
 
-        Unused nodes are dropped. The order of the others depends on the outputs alone, so that mods that
-        compute the same have the same graph.
+        Unused nodes are dropped. The order of the others depends only on the outputs, so that equal computations give
+        the same graph.
         """
         order: dict[int, int] = {}
         todo = list(reversed(outputs))

@@ -1,4 +1,4 @@
-"""Limits that tracing, checks and planning share."""
+"""Limits of mods that tracing, checks and planning share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Rewrites a graph for kernels: the same values, with fewer operations of the slow units of an SM.
+"""Rewrites a graph for kernels, with fewer conversions and divisions per score.
 
-An integer that is converted to float is computed in floats if that is exact, because a conversion per score would take
-as long as the exponential. A division of a score by a value of its head, row or column becomes a multiplication by the
-reciprocal, which is computed once.
+An integer that is converted to float is computed in floats if that is exact: a conversion runs at the rate of exp2. A
+division of a score by a value of its head, row or column becomes a multiplication by the reciprocal, which is computed
+once per head, row or column.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SUMS, _BOUNDED = ("add", "sub"), ("neg", "abs", "min", "max")
 
 @lru_cache(maxsize=1024)
 def lowered(graph: Graph) -> Graph:
-    """The graph that a kernel evaluates in place of this one."""
+    """The graph that a kernel evaluates instead of this one."""
     builder = Builder(graph.captures, graph.scalars)
     bounds = _bounds(graph)
-    nodes: list[int] = []  # of the builder, for each of the graph
-    floats: dict[int, int] = {}
+    nodes: list[int] = []  # for each node of the graph, its node in the builder
+    floats: dict[int, int] = {}  # the same, for integer nodes that are computed in floats
 
     def as_float(i: int) -> int:
         """An integer node, computed in floats."""
@@ -54,7 +54,7 @@ def _divides_scores(graph: Graph, a: int, b: int) -> bool:
 
 
 def _bounds(graph: Graph) -> list[float]:
-    """A bound of the magnitude of each integer and of its operands; inf: unknown."""
+    """A bound on the magnitude of each integer and of its operands; inf: unknown."""
     bounds: list[float] = []
     for node in graph.nodes:
         operands = [bounds[j] for j in node.args]

@@ -1,4 +1,4 @@
-"""`ModSpec`: the part of user mods, bias and block mask that is compiled into a kernel. All else is an argument."""
+"""`ModSpec`: the part of user mods, bias and block mask that is compiled into a kernel."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cute_flash.score_mod.lower import lowered
 
 @dataclass(frozen=True)
 class ModSpec:
-    """The compiled-in part of user mods, bias and block mask.
+    """The compiled-in part of user mods, bias and block mask. Everything else is a run-time argument.
 
-    `spec.describe` fills graphs, block_mask_tile, bias_needs_grad and captures_needing_grad. `runtime.launcher` adds
+    `spec.describe` sets graphs, block_mask_tile, bias_needs_grad and captures_needing_grad. `runtime.launcher` adds
     the fields about loading the bias, which depend on its strides and address, and about writing its gradient.
     """
 
@@ -24,23 +24,23 @@ class ModSpec:
     bias_paired_loads: bool = False  # the bias of two neighbouring keys is one aligned load
     bias_tma: bool = False  # TMA can load tiles of the bias
     bias_varies_by_row: bool = False  # forward: the bias differs between queries (its stride is not 0)
-    block_mask_tile: tuple[int, int] | None = None  # queries and keys of a tile of the block mask
+    block_mask_tile: tuple[int, int] | None = None  # queries and keys of a block of the block mask
     # The gradients that the backward computes: of the bias, and of these captures of score_mod.
     bias_needs_grad: bool = False
     captures_needing_grad: tuple[int, ...] = ()
-    bias_varies: int = 0  # backward: ROW and COLUMN, the dimensions in which the bias is larger than 1
+    bias_varies: int = 0  # backward: bits ROW and COLUMN, for the dimensions in which the bias does not broadcast
     dbias_dtype: str = ""  # as the backward kernel writes it; "": no gradient of the bias
     dbias_accumulates: bool = False  # the kernel adds to dbias, because several scores share an element of the bias
 
     @property
     def ops_per_score(self) -> int:
-        """The operations of the forward's mods per score."""
+        """The number of operations of score_mod and mask_mod that run once per score."""
         graphs = self.graphs.score, self.graphs.mask
         return sum(graph.ops_per_score for graph in graphs if graph is not None)
 
     @property
     def fuses_with_exp2(self) -> bool:
-        """Whether the Hopper forward computes the mods in the pass that computes exp2 of full blocks.
+        """Whether the Hopper forward computes the mods of full blocks in the same pass as exp2.
 
         The mods must be short, and must not load a captured element per score. With a block mask, full blocks
         need no mask_mod.
@@ -52,14 +52,15 @@ class ModSpec:
 
     @property
     def bias_pairs_are_shared(self) -> bool:
-        """Whether all queries share one row of the bias, which is read as 32-bit pairs of keys."""
+        """Whether all queries share one row of a 16-bit bias, which is read as 32-bit pairs of keys."""
         return self.bias_paired_loads and self.bias_dtype != "float32" and not self.bias_varies_by_row
 
     @property
     def has_cheap_fusion(self) -> bool:
         """Whether fusing with exp2 needs hardly any registers.
 
-        This holds for a score_mod of a few operations of one instruction each, and for a bias that all queries share.
+        This holds for a score_mod of few operations that are one instruction each, and for a bias that all queries
+        share.
         """
         score, is_alone = self.graphs.score, self.graphs.mask is None and self.block_mask_tile is None
         if not (self.fuses_with_exp2 and is_alone) or (score is not None and self.bias_dtype):
@@ -70,7 +71,7 @@ class ModSpec:
 
     @property
     def capture_loads(self) -> tuple[tuple[int, int], ...]:
-        """For each load that has a gradient, its capture, and bits of ROW and COLUMN that its indices depend on."""
+        """For each load that has a gradient: its capture, and the bits ROW and COLUMN that its indices depend on."""
         gradient = self.graphs.gradient(self.captures_needing_grad)
         depends, outputs = gradient.graph.depends, gradient.graph.outputs
         found = []
@@ -83,13 +84,13 @@ class ModSpec:
 
     @property
     def bwd_ops_per_score(self) -> int:
-        """The operations of the backward's mods per score; slow ones count as several."""
+        """The number of operations of the backward's mods that run once per score; slow ones count as several."""
         score = None if self.graphs.score is None else self.graphs.gradient(self.captures_needing_grad).graph
         return sum(_weighted_ops(graph) for graph in (score, self.graphs.mask) if graph is not None)
 
     @property
     def has_cheap_bwd(self) -> bool:
-        """Whether the mods of the backward are short, load little, and need no score for the gradient."""
+        """Whether the mods of the backward are short, load little, and have a gradient that does not need the score."""
         score, mask = self.graphs.score, self.graphs.mask
         if score is not None:
             gradient = self.graphs.gradient(self.captures_needing_grad).graph
@@ -103,21 +104,24 @@ class ModSpec:
 
     @property
     def for_forward(self) -> ModSpec:
-        """The fields that the forward uses."""
+        """The spec with only the fields that the forward uses, so that equal kernels have equal specs."""
         spec = replace(self, graphs=Graphs(self.graphs.score, self.graphs.mask), bias_needs_grad=False, bias_varies=0)
         return replace(spec, captures_needing_grad=(), dbias_dtype="", dbias_accumulates=False)
 
     @property
     def for_backward(self) -> ModSpec:
-        """The fields that the backward uses: it loads the bias without TMA, and its index lists are in kernel tiles."""
+        """The spec with only the fields that the backward uses.
+
+        The backward loads the bias without TMA, and its index lists are in units of kernel tiles.
+        """
         return replace(self, bias_tma=False, bias_varies_by_row=False, block_mask_tile=None, bias_needs_grad=False)
 
 
-# Limits of operations per score: of a fused score_mod with `has_cheap_fusion`; of a mod with `has_cheap_bwd`; and of
-# such a mask_mod that loads an element per query.
+# Limits of operations per score: for `has_cheap_fusion`; for `has_cheap_bwd`; and for `has_cheap_bwd` with a mask_mod
+# that loads an element per query.
 CHEAP_OPS, CHEAP_BWD_OPS, CHEAP_BWD_OPS_WITH_LOADS = 6, 7, 3
 _ONE_INSTRUCTION = {"input", "constant", "add", "sub", "mul", "neg", "abs", "min", "max", "to_float"}
-# Instructions of slow operations on ints.
+# The number of instructions of slow operations on ints.
 _SLOW = {"mod": 10, "floordiv": 10}
 
 

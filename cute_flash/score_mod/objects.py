@@ -1,7 +1,7 @@
 """Proxies of captured objects and modules, whose attributes and elements are captured values too.
 
-Python methods are traced with the proxy in place of `self`. What C code computes from an object is either read again at
-each call, as the elements of a container and the value of a `ContextVar` are, or refused.
+Python methods are traced with the proxy in place of `self`. Methods in C cannot be traced: the elements of a container
+and the value of a `ContextVar` are read again at each call, and other methods in C raise a `TraceError`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ObjectProxy:
         try:
             attribute = getattr(value, name)
         except AttributeError:
-            self.__read(_has_attribute, name)  # the trace is valid while it has none
+            self.__read(_has_attribute, name)  # the trace is valid while the attribute is missing
             raise
         if isinstance(attribute, MethodType) and attribute.__self__ is value:
             return functools.partial(self.__read(_method, name), self)
@@ -78,7 +78,7 @@ class ObjectProxy:
         except LookupError:
             if not default:
                 raise
-            self.__read(_is_set)  # the trace is valid while it is not
+            self.__read(_is_set)  # the trace is valid while the variable is not set
             return default[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -97,7 +97,7 @@ class ObjectProxy:
         return self.__special("__call__", *args, **kwargs)
 
     def __special(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A special method of the object's class, which operators and built-in functions call."""
+        """Call a special method of the object's class, as operators and built-in functions do."""
         value = self.__value
         if isinstance(getattr(type(value), name, None), FunctionType):
             return functools.partial(self.__read(_special, name), self)(*args, **kwargs)
@@ -144,7 +144,7 @@ class ObjectProxy:
 
 
 class ModuleProxy:
-    """A module of Python, torch or numpy. Its functions, classes and constants get no proxy; other values do."""
+    """A module of Python, torch or numpy. Its functions, classes and constants need no proxy; other values do."""
 
     __slots__ = ("__module", "__tracer")
 
@@ -162,7 +162,7 @@ class ModuleProxy:
 
 
 def describe(x: Any) -> str:
-    """A captured object, in an error message."""
+    """A description of a captured object, for error messages."""
     value = original(x)
     return f"the captured class {value.__name__}" if type(value) is type else f"a captured {type(value).__name__}"
 
@@ -176,7 +176,7 @@ def is_container(value: Any) -> bool:
     return isinstance(value, (Mapping, Sequence, Set)) and not isinstance(value, type)
 
 
-# Readers of captured values
+# Functions for `captures.Source.read`
 
 
 def plain(value: Any, _: None = None) -> Any:
@@ -222,7 +222,7 @@ def _is_set(variable: ContextVar, _: None) -> bool:
 
 _UNSET = object()
 
-# Built-in functions that ask for the class of a value, for which a proxy answers as its value would.
+# Replacements of built-in functions that inspect the class of a value: for a proxy, they inspect the captured value.
 
 
 def _isinstance(x: Any, classes: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Operators, torch functions and tensor methods on proxies: each records its operations in the graph."""
+"""The operators, torch functions and tensor methods that mods may use. On proxies, they record their operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_flash.score_mod.graph import CASTS, COMPARISONS, LOGIC, OPERATIONS, TORCH_NAMES, Builder
 from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, node_of, op, trace_error
 
-# The largest integer exponent for which a power is computed by products.
+# Powers with integer exponents up to this are computed by multiplication.
 MAX_PRODUCT = 64
 KINDS = {torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float32: "float", torch.float64: "float"}
 
@@ -33,7 +33,7 @@ def _to(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    # The bound is the first operand: if both are equal, the gradient goes to the second.
+    # The bound comes first, because the gradient of equal operands goes to the second.
     x = x if min is None else op("max", min, x)
     return x if max is None else op("min", max, x)
 
@@ -86,7 +86,7 @@ def _ceil(x: Any) -> ScalarProxy:
 
 
 def _of_floats(function: Callable[[ScalarProxy], ScalarProxy]) -> Callable:
-    """A rounding function, which leaves ints as they are."""
+    """A rounding function that returns ints unchanged."""
     return lambda x: x if _is_int(x) else function(x)
 
 
@@ -118,7 +118,7 @@ def _gelu(x: Any, approximate: str = "none") -> ScalarProxy:
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> ScalarProxy:
-    # The exponent is bounded, so that the gradient of the branch that is not taken is no NaN.
+    # The exponent is clamped, so that the gradient of the branch that is not taken is not NaN.
     product = x * beta
     power = op("exp", _clamp(product, max=threshold))
     return op("where", product > threshold, x, op("div", op("log", op("add", 1.0, power)), beta))
@@ -133,7 +133,7 @@ def _is_infinite(x: Any) -> Any:
 
 
 def _new_full(value: Any) -> Callable:
-    """`new_ones` and the like: a value of no dimension and of the proxy's kind, or of another dtype."""
+    """`new_ones` and the like, without dimensions. None: the value is the second argument."""
 
     def new(x: ScalarProxy, size: Any, fill_value: Any = value, **kwargs: Any) -> ScalarProxy:
         if tuple(size):
@@ -151,7 +151,7 @@ def _logical(name: str) -> Callable:
 
 
 def _full_like(value: Any) -> Callable:
-    """A value of the proxy's kind, or of another dtype. None: it is the second argument."""
+    """`ones_like` and the like. None: the value is the second argument."""
 
     def like(x: ScalarProxy, *args: Any, **kwargs: Any) -> ScalarProxy:
         node = node_of(x._builder, args[0] if value is None else value)
@@ -215,9 +215,9 @@ for _method, _handler in METHODS.items():
     for _owner in (torch, Tensor, torch.nn.functional, torch.special):
         if hasattr(_owner, _method):
             TORCH[getattr(_owner, _method)] = _handler
-# The method's condition is the second operand.
+# `Tensor.where` takes the condition as its second operand, unlike `torch.where`.
 METHODS["where"] = TORCH[Tensor.where] = lambda x, condition, other: op("where", condition, x, other)
-# Python operators of proxies, and of a tensor made inside the mod with a proxy on the right.
+# Python operators on proxies. They are also registered for tensors: a tensor made inside the mod may be on the left.
 _OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
     "and": "and", "or": "or", "xor": "xor", "lshift": "shl", "rshift": "shr",

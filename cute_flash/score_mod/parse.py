@@ -1,7 +1,7 @@
 """Parses the text of a graph: the inverse of `Graph.text`.
 
-Operators receive graphs as text, possibly from another process or from a saved program. The text is checked like any
-other argument: names, kinds, arity and indices must be those of a graph that tracing could produce.
+Operators receive graphs as text, possibly from another process or from an exported program. The text is checked like
+any other argument: it must be a graph that tracing could produce.
 """
 
 from __future__ import annotations

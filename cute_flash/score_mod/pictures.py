@@ -1,4 +1,4 @@
-"""Pictures of a mask and its block mask: the keys that each query sees, and the blocks that kernels skip."""
+"""`draw`: pictures of a mask and its block mask, as text and as SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_flash.score_mod.block_mask import EMPTY, FULL, PARTIAL, BlockMask, visible_pairs
 from cute_flash.score_mod.trace import bind
 
-# (ANSI 256-colour code, the same colour for SVG) of a block, by status.
+# The colour of a block by status: an ANSI 256-colour code, and the same colour for SVG.
 _COLOURS = {EMPTY: (255, "#eeeeee"), PARTIAL: (229, "#ffffaf"), FULL: (157, "#afffaf")}
 # The colour of a visible (query, key) pair in a block, by status.
 _VISIBLE = {PARTIAL: "#d7af5f", FULL: "#5faf5f"}
@@ -48,10 +48,34 @@ def draw(
     as_svg: bool = False,
     has_colour: bool = False,
 ) -> str:
-    """Draw a mask and its block mask as text or as SVG; rows are queries.
+    """Draw a mask and its block mask as text or as SVG. Rows are queries, columns are keys.
 
-    In text, `#` is a visible (query, key) pair in a full block, `+` a visible and `.` a masked pair in a
-    partial block; empty blocks are blank. `place`: the (b, h) to show; causal, window: as for `attn`.
+    In text, `#` is a visible pair in a full block, `+` is a visible pair and `.` a masked pair in a partial block, and
+    empty blocks are blank.
+
+    Args:
+        mask_mod: The mask; None: the window alone.
+        seqlen_q: The number of queries.
+        seqlen_k: The number of keys; `seqlen_q` by default.
+        tile: The queries and keys of a block.
+        causal: As for `attn`.
+        window: As for `attn`.
+        place: The (b, h) to draw.
+        title: The title; the name of the mask_mod by default.
+        as_svg: Return SVG instead of text.
+        has_colour: Colour the blocks of text with ANSI codes.
+
+    Returns:
+        The picture as text, or the source of an SVG file.
+
+    Examples:
+        >>> from cute_flash import masks
+        >>> print(masks.draw(None, 4, tile=(2, 2), window=(1, 0), title="window of 2"), end="")
+        window of 2: 4 queries x 4 keys, blocks of 2 x 2: 0 full, 3 partial, 1 empty; 44% visible
+           0 +.
+             ++
+           2 .++.
+             ..++
     """
     window = window[0], 0 if causal else window[1]
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

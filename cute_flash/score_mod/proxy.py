@@ -30,23 +30,29 @@ TORCH: dict[Any, Callable] = {}
 
 
 class Specialise(BaseException):
-    """Python control flow needs captured numbers: trace again with their values compiled in."""
+    """Raised when Python needs the value of captured numbers, to trace again with these numbers compiled in."""
 
     def __init__(self, scalars: set[int]) -> None:
         self.scalars = scalars
 
 
 def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first of these (frame, line number) pairs that is in user code."""
+    """The file and line of the first (frame, line number) pair in user code; "": none is."""
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
         if module != "torch" and not module.startswith(("cute_flash.score_mod.", "torch.")):
             return f"{frame.f_code.co_filename}:{line}"
-    return "while tracing"
+    return ""
 
 
 def trace_error(what: str) -> TraceError:
+    """A `TraceError` whose message ends with the line of user code that is running, in parentheses."""
     return TraceError(f"{what} ({user_line(walk_stack(sys._getframe()))})")
+
+
+def without_line(error: BaseException) -> str:
+    """The message of a `trace_error` without its line."""
+    return str(error).rpartition(" (")[0] or str(error)
 
 
 class ScalarProxy:
@@ -102,7 +108,7 @@ class ScalarProxy:
             raise trace_error(f".{name} of a value has no place in a kernel")
         return lambda *args, **kwargs: handler(self, *args, **kwargs)
 
-    # Conversions to Python values, which are possible only for constants and captured numbers
+    # Conversions to Python values, for constants and captured numbers only
 
     def _leaves(self) -> list[Node]:
         """The inputs, loads, scalars and constants that the value depends on."""
@@ -117,10 +123,11 @@ class ScalarProxy:
 
     @property
     def _python_type(self) -> type | None:
-        """The type of a value that depends on constants and captured numbers only; None: it is a tensor's."""
+        """The Python type of a value that depends only on constants and captured numbers; None for other values."""
         return None if any(node.op in ("input", "load") for node in self._leaves()) else TYPES[self._kind]
 
     def _python_value(self, what: str) -> Any:
+        """The value of a constant. Raises `Specialise` for captured numbers, and an error naming `what` for others."""
         if self._python_type is None:
             raise trace_error(f"{what} is not known when a function is traced; {USE_WHERE}")
         if scalars := {node.value for node in self._leaves() if node.op == "scalar"}:
@@ -175,7 +182,7 @@ def node_of(builder: Builder, x: Any) -> int:
 
 
 def op(name: str, *operands: Any) -> ScalarProxy:
-    """Record an operation."""
+    """Record an operation and return its result."""
     builder = next(x._builder for x in operands if isinstance(x, (ScalarProxy, TensorProxy)))
     nodes = [node_of(builder, x) for x in operands]
     try:

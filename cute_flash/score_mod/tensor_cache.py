@@ -12,9 +12,9 @@ Value = TypeVar("Value")
 
 
 class TensorCache(Generic[Value]):
-    """At most `max_size` values. A value, which may hold device memory, is dropped when one of its tensors is freed.
+    """Caches at most `max_size` values. A value is dropped when one of its tensors is freed.
 
-    A value must not be a view that autograd tracks: such a view would keep its tensor alive.
+    A value must not be a view that autograd tracks, because such a view would keep its tensor alive.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -25,16 +25,17 @@ class TensorCache(Generic[Value]):
         return len(self._known)
 
     def get(self, tensors: Sequence[Tensor], key: Hashable) -> Value | None:
-        """The value of these tensors and a key of its other inputs; None if it is not cached."""
+        """The value for these tensors and other inputs (`key`); None if it is not cached."""
         refs, value = self._known.get((*map(id, tensors), key), ((), None))
         for ref, x in zip(refs, tensors):
-            if ref() is not x:  # a new tensor with the id of one that was freed
+            if ref() is not x:  # a new tensor that reuses the id of a freed one
                 return None
         return value
 
     def put(self, tensors: Sequence[Tensor], key: Hashable, value: Value) -> Value:
+        """Cache a value, dropping the oldest values beyond `max_size`."""
         full_key = (*map(id, tensors), key)
-        # A copy, because entries are dropped during the iteration if their tensors are freed.
+        # A copy, because freeing a tensor during the iteration drops entries.
         for oldest in list(self._known)[: max(0, len(self._known) + 1 - self._max_size)]:
             self._known.pop(oldest, None)
         refs = tuple(weakref.ref(x, lambda _: self._known.pop(full_key, None)) for x in tensors)
@@ -42,9 +43,9 @@ class TensorCache(Generic[Value]):
         return value
 
     def of_contents(self, tensors: Sequence[Tensor], key: Hashable, compute: Callable[[], Value]) -> Value:
-        """The value of the tensors' present contents, computed if it is not cached.
+        """The value for the present contents of the tensors, computed if it is not cached.
 
-        It is not cached for inference tensors, which do not count the writes to them.
+        Values of inference tensors are not cached, because these tensors have no version counter.
         """
         if any(x.is_inference() for x in tensors):
             return compute()

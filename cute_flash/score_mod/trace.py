@@ -1,14 +1,14 @@
 """Traces a mod into a graph, and binds the graph to the values that the mod captures.
 
-A mod is traced once. Traces are cached by code object and are guarded, as in torch.compile: a trace is valid
-while the captured values have the same types. Captured numbers and tensors are read again at each call and
-may differ. Bools, None and strings are compiled in, and so is a number that Python itself needs, as in
-`range(n)` or `if n > 0`.
+A mod is traced once. Traces are cached by code object and guarded, as in torch.compile: a trace is valid while the
+captured values have the same types. Captured numbers and tensors are read again at each call and may differ. Bools,
+None and strings are compiled in, and so are numbers that Python itself needs, as in `range(n)` or `if n > 0`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
 from types import CodeType
@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cute_flash.errors import TraceError
-from cute_flash.score_mod.captures import CaptureTracer, Source, code_of
+from cute_flash.score_mod.captures import CaptureTracer, Source, code_of, definition_of
 from cute_flash.score_mod.graph import Builder, Graph, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line
+from cute_flash.score_mod.proxy import ScalarProxy, Specialise, TensorProxy, node_of, user_line, without_line
 
+# The inputs of each kind of mod.
 ROLES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
     "mask_mod": ("b", "h", "q", "kv"),
@@ -42,11 +43,13 @@ class BoundMod(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
+    """A graph, and how to read the values that a mod with the same code captures."""
+
     graph: Graph
     sources: tuple[Source, ...]
     captures: tuple[int, ...]  # indices into sources
     scalars: tuple[int, ...]  # indices into sources
-    aliases: tuple[tuple[int, int], ...]  # pairs of sources that must have the same object
+    aliases: tuple[tuple[int, int], ...]  # pairs of sources that must give the same object
 
     def bind(self, mod: Any) -> BoundMod | None:
         """Read the captured values of a mod; None if a guard fails."""
@@ -69,13 +72,18 @@ class Trace:
 
 
 _traces: dict[tuple[str, CodeType | type], list[Trace]] = {}
-num_traces = 0  # traces made so far, for tests
+num_traces = 0  # the number of traces so far, for tests
 
 
 def bind(mod: Callable, role: str) -> BoundMod:
-    """The graph of a mod, traced if no cached trace is valid, and the values that it captures now.
+    """The graph of a mod and the values that it captures now. The mod is traced if no cached trace is valid.
 
-    `role`: "score_mod", "mask_mod" or "score_mod_bwd".
+    Args:
+        mod: The function. A `BoundMod` is returned unchanged.
+        role: "score_mod", "mask_mod" or "score_mod_bwd".
+
+    Raises:
+        TraceError: The mod cannot be traced.
     """
     if isinstance(mod, BoundMod):
         return mod
@@ -102,6 +110,15 @@ def _signature(role: str) -> str:
     return ", ".join(names.get(name, name) for name in ROLES[role])
 
 
+@contextmanager
+def _errors_at_definition(mod: Callable) -> Iterator[None]:
+    """Errors inside name the line where the mod is defined. For use while the mod itself is not running."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{without_line(error)} ({definition_of(mod)})") from None
+
+
 def _traced(mod: Callable, role: str) -> Trace:
     global num_traces
     num_traces += 1
@@ -110,9 +127,12 @@ def _traced(mod: Callable, role: str) -> Trace:
         builder = Builder()
         tracer = None
         try:
-            tracer = CaptureTracer(builder, mod, static)
+            with _errors_at_definition(mod):
+                tracer = CaptureTracer(builder, mod, static)
             result = tracer.function(*inputs(builder, ROLES[role]))
-            graph, captures, scalars = drop_unused_arguments(builder.graph(output_node(builder, result, role)))
+            with _errors_at_definition(mod):
+                output = output_node(builder, result, role)
+            graph, captures, scalars = drop_unused_arguments(builder.graph(output))
             return Trace(
                 graph,
                 tuple(tracer.sources),
@@ -126,12 +146,12 @@ def _traced(mod: Callable, role: str) -> Trace:
         except TraceError as error:
             raise TraceError(f"{role}: {error}") from None
         except Exception as error:
-            line = user_line(reversed(list(walk_tb(error.__traceback__))))
+            line = user_line(reversed(list(walk_tb(error.__traceback__)))) or definition_of(mod)
             raise TraceError(f"{role}: {type(error).__name__}: {error} ({line})") from error
 
 
 def output_node(builder: Builder, result: Any, role: str) -> int:
-    """The node of what a mod returns."""
+    """The node of a mod's result, cast to the kind that its role requires."""
     if isinstance(result, TensorProxy) or not isinstance(result, (ScalarProxy, bool, int, float, Tensor)):
         raise TraceError(f"it returns a {type(result).__name__}, not a value")
     node = node_of(builder, result)

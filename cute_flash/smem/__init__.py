@@ -1,8 +1,8 @@
 """Shared-memory layouts of the kernels, in plain Python.
 
 swizzle   the XOR swizzle
-tile      the tiles of the kernels: names, shapes and strides of their layouts
+tile      tiles in shared memory: variants, shapes and strides
 
-`device/smem.py` makes CuTe layouts from them. The folder `layouts/` of the repository studies them: the layout
-algebra, bank conflicts and pictures.
+`device/smem.py` turns them into CuTe layouts. The folder `layouts/` of the repository explains them, and counts their
+bank conflicts.
 """

@@ -18,8 +18,8 @@ class Swizzle:
 
                                   x := x XOR y
 
-    `base` = 3 low bits stay (a 16-byte chunk moves as one), the `bits` = 3 bits above them change, and their
-    source lies `shift` = 3 bits higher. The source stays, so the swizzle applied twice gives the index back.
+    The low `base` = 3 bits stay, so a 16-byte chunk moves as a unit. The `bits` = 3 bits above them are XORed with the
+    bits that are `shift` = 3 higher. Those do not change, so the swizzle is its own inverse.
     """
 
     bits: int
@@ -39,7 +39,7 @@ class Swizzle:
 
     @property
     def period(self) -> int:
-        """An aligned block of this many indices is mapped onto itself."""
+        """The number of indices in an aligned block that the swizzle maps onto itself."""
         return 1 << (self.base + self.bits)
 
     def __call__(self, index: int) -> int:

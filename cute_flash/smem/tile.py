@@ -1,4 +1,4 @@
-"""The shared-memory tiles of the kernels: one description for kernels, bank counter and pictures."""
+"""The shared-memory tiles of the kernels, which the bank-conflict counter and the pictures of `layouts/` share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from cute_flash.smem.swizzle import Swizzle
 # The shape or the stride of a layout, whose modes are (position in an atom, atom).
 Modes = tuple[tuple[int, int], ...]
 
-# Layouts that a kernel can be built with; the first one is the default. The mma.sync kernels read rows with
-# ldmatrix, which takes any 16 aligned bytes; TMA and wgmma take only these forms.
+# Layouts that kernels can be built with; the first is the default. The mma.sync kernels use ldmatrix, which reads rows
+# at any aligned 16 bytes. TMA and wgmma support only HOPPER_VARIANTS.
 VARIANTS = ("swizzled", "padded", "plain")
 HOPPER_VARIANTS = ("swizzled", "swizzled64", "swizzled32", "interleaved")
 
 # The widest shared-memory access of one thread, and the unit that a swizzle moves.
 CHUNK_BYTES = 16
-# The bytes of one wavefront: 32 banks of 4 bytes.
+# Bytes that shared memory delivers in one wavefront: 32 banks of 4 bytes.
 WAVEFRONT_BYTES = 128
 
-# Bytes of an atom's row where it is not as wide as it can be.
+# Bytes of an atom's row, in variants whose atoms are narrower than possible.
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
 _ATOM_ROWS = 8
-# The source bits of the swizzle start where the 8 chunks of a wavefront end, whatever the width of the atom.
+# The swizzle reads the bits above those of the 8 chunks of a wavefront, whatever the width of the atom.
 _SWIZZLE_SHIFT = 3
 
 
@@ -31,17 +31,17 @@ _SWIZZLE_SHIFT = 3
 class SmemTile:
     """A tile of `rows` x `cols` elements in shared memory, rows contiguous.
 
-    `swizzled`  atoms of 8 rows x 128 bytes (64 bytes where 128 do not divide a row), whose 16-byte chunks are
-                permuted by the row; the atoms stand below each other first. These are also the 128-byte and
-                64-byte swizzles of TMA and wgmma. No padding, no conflicts.
-    `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and nothing
-                that TMA or wgmma can read.
+    `swizzled`  atoms of 8 rows x 128 bytes (64 bytes if 128 do not divide a row), in which the row permutes the
+                16-byte chunks. Atoms are ordered down the rows first. These are the 128-byte and 64-byte swizzles of
+                TMA and wgmma. No padding, no conflicts.
+    `padded`    row-major, each row 16 bytes longer than its elements. Few conflicts, but larger, and TMA and wgmma
+                cannot read it.
     `plain`     row-major, the baseline with bank conflicts.
     `swizzled64`, `swizzled32`, `interleaved`
-                atoms of 8 rows x 64, 32 and 16 bytes: the other forms that TMA and wgmma know. An atom of 16
-                bytes is one 8x8 matrix in one piece, with nothing left to permute.
+                atoms of 8 rows x 64, 32 and 16 bytes: the other layouts that TMA and wgmma support. An atom of 16
+                bytes is one contiguous 8x8 matrix, without a permutation.
 
-    All variants take the same sizes, so that one can replace another.
+    All variants take the same sizes, so any of them can replace another.
     """
 
     rows: int
@@ -66,13 +66,13 @@ class SmemTile:
 
     @property
     def copy_cols(self) -> int:
-        """Columns that neighbouring threads copy: 128 bytes, or 64 where 128 do not divide a row."""
+        """Columns of a row that neighbouring threads copy: 128 bytes, or 64 if 128 do not divide a row."""
         wide = WAVEFRONT_BYTES // self.element_bytes
         return wide if self.cols % wide == 0 else wide // 2
 
     @property
     def atom_cols(self) -> int:
-        """Columns of an atom; without a swizzle, the whole row."""
+        """Columns of an atom; without a swizzle, the full row."""
         if self.variant in ("padded", "plain"):
             return self.cols
         atom_bytes = _ATOM_BYTES.get(self.variant)
@@ -85,13 +85,14 @@ class SmemTile:
 
     @property
     def row_stride(self) -> int:
-        """Elements from a row to the next one of its atom, swizzle aside."""
+        """Elements from a row to the next row of its atom, before the swizzle."""
         return self.atom_cols + self.padding
 
     def column(self, col: int) -> tuple[int, int]:
-        """What leads from the first chunk of a row to the one at `col`: index bits to flip, elements to add.
+        """How to get from the index of a row's first chunk to the chunk at `col`: (bits to XOR, elements to add).
 
-        Within an atom the swizzle only flips bits, whatever the row; without one, columns add up.
+        In an atom of a swizzled tile, a column step flips the same bits in every row. Without a swizzle, and from atom
+        to atom, it is an addition.
         """
         if self.swizzle is None:
             return 0, col
@@ -112,7 +113,7 @@ class SmemTile:
 
     @property
     def cosize(self) -> int:
-        """Elements to reserve. The last row is not padded."""
+        """Elements to allocate. The last row is not padded."""
         return self.rows * self.cols + (self.rows - 1) * self.padding
 
     @property
@@ -121,7 +122,7 @@ class SmemTile:
 
     @property
     def affine(self) -> tuple[Modes, Modes]:
-        """Shape and stride of (row, col) -> element index, before the swizzle. The stride of a single atom is 0."""
+        """Shape and stride of (row, col) -> element index, before the swizzle. The stride of a mode of size 1 is 0."""
         atom_rows = self.rows if self.swizzle is None else _ATOM_ROWS
         atoms_m, atoms_n = self.rows // atom_rows, self.cols // self.atom_cols
         shape = (atom_rows, atoms_m), (self.atom_cols, atoms_n)

@@ -1,1 +1,1 @@
-"""The description of a call: arguments, problem, features, mask, dtypes and GPU."""
+"""The description of a call, before planning: arguments, score features, mask, dtypes, GPU, and their checks."""

@@ -1,7 +1,7 @@
 """GPU architectures: the limits that bound a tile, and the rates that bound its speed.
 
-Rates are datasheet values of the largest common GPU of each architecture. `detect()` replaces the number of SMs and
-the size of L2 by the driver's values, and the bandwidth by that of the GPU's name.
+Rates are datasheet values of one common GPU per architecture. `detect()` reads the number of SMs and the size of L2
+from the driver, and looks up the bandwidth by the name of the GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class ArchSpec:
+    """Limits and rates of a GPU architecture."""
+
     name: str  # as the compiler spells it: "sm_80"
     gpu: str  # name of the GPU with the rates below
     smem_per_cta: int  # bytes that a CTA can allocate
@@ -37,7 +39,7 @@ class ArchSpec:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether there are wgmma and TMA."""
+        """Whether the architecture has wgmma and TMA."""
         return self.capability >= (9, 0)
 
     @property
@@ -55,7 +57,7 @@ ARCHS = {spec.name: spec for spec in (SM_80, SM_86, SM_89, SM_90)}
 H200 = replace(SM_90, gpu="H200", hbm_tbps=4.8)
 GPUS = {spec.gpu: spec for spec in (*ARCHS.values(), H200)}
 
-# The bandwidth of GPUs that differ from `ARCHS`, which the driver does not report, by a part of the GPU's name. The
+# Memory bandwidth by a part of the GPU's name, for GPUs that differ from `ARCHS`: the driver does not report it. The
 # first match is used.
 _HBM_TBPS = {"GH200": 4.0, "H200": H200.hbm_tbps, "H100 PCIe": 2.0, "A100-PCIE-40GB": 1.555, "A100-SXM4-40GB": 1.555}
 

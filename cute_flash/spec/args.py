@@ -1,4 +1,4 @@
-"""`AttentionArgs`: all arguments of a call besides q, k and v."""
+"""`AttentionArgs`: all arguments of a call besides q, k and v, and their form in the operators' schema."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class _Fields(NamedTuple):
     """The fields of `AttentionArgs`, in the order of `SCHEMA`."""
 
-    # The first four do not influence the plan: `AttentionArgs.key` leaves them out.
+    # The first four do not influence the plan, so `AttentionArgs.key` omits them.
     scale: float
-    scalars: tuple[float, ...] = ()  # numbers captured by user mods: of score_mod, mask_mod, then score_mod_bwd
+    scalars: tuple[float, ...] = ()  # numbers captured by score_mod, then by mask_mod, then by score_mod_bwd
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     window_left: int | None = None
@@ -31,8 +31,8 @@ class _Fields(NamedTuple):
     rng: Tensor | None = None  # (seed, offset) of dropout, int64
     return_max_logit: bool = False
     bias: Tensor | None = None  # (B or 1, H or 1, Sq or 1, Sk or 1)
-    score_mod: str = ""  # `Graphs.text` of all user mods: score_mod, mask_mod and score_mod_bwd
-    captures: tuple[Tensor, ...] = ()  # tensors captured by user mods, in the order of `scalars`
+    mod_graphs: str = ""  # the graphs of score_mod, mask_mod and score_mod_bwd as text (`Graphs.text`); "": no mods
+    captures: tuple[Tensor, ...] = ()  # tensors captured by the mods, in the order of `scalars`
     needs_grad: tuple[bool, ...] = ()  # whether the bias, and then each captured tensor, needs a gradient
     block_mask: tuple[Tensor, ...] = ()  # `BlockMask.tensors`
     block_mask_sizes: tuple[int, ...] = ()  # `BlockMask.sizes`
@@ -42,15 +42,15 @@ class _Fields(NamedTuple):
     out_fp32: bool = False
     deterministic: bool = False  # bitwise reproducible gradients
     batch_invariant: bool = False
-    kernels: str = ""  # kernel family, "sm80" or "sm90"; "": the best one for the GPU
+    kernel_family: str = ""  # "sm80" or "sm90"; "": the best family for the GPU
 
 
 class AttentionArgs(_Fields):
     """All arguments of a call besides q, k and v; the trailing arguments of both operators.
 
-    `api.py` builds it by keyword, and the layers below pass it on unchanged. The kernel family is a field because
-    autograd threads and compiled graphs do not see context variables. It is a tuple because tuples are fast to build,
-    and a subclass of one so that it can have cached properties.
+    `api.py` builds it by keyword, and the layers below pass it on unchanged. It is a named tuple because tuples are
+    fast to build; the subclass adds cached properties. The kernel family is a field, because threads of autograd and
+    compiled graphs do not see the context variable of `use_kernels`.
     """
 
     def _replace(self, **changes: Any) -> AttentionArgs:
@@ -66,18 +66,19 @@ class AttentionArgs(_Fields):
 
     @cached_property
     def mods(self) -> Graphs:
+        """The parsed `mod_graphs`."""
         from cute_flash.score_mod.bound import graphs_of
 
-        return graphs_of(self.score_mod)
+        return graphs_of(self.mod_graphs)
 
     @property
     def has_mods(self) -> bool:
         """Whether there is a bias, a score_mod, a mask_mod or a block mask."""
-        return self.bias is not None or bool(self.score_mod) or bool(self.block_mask)
+        return self.bias is not None or bool(self.mod_graphs) or bool(self.block_mask)
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that may have a gradient, in the order of the backward operator's `gradients`."""
+        """The tensors besides q, k, v that may have a gradient, in the order of `attention_bwd`'s `gradients`."""
         return self.alibi, self.sinks, self.bias, *self.captures
 
     @property
@@ -86,7 +87,7 @@ class AttentionArgs(_Fields):
 
     @property
     def captures_needing_grad(self) -> tuple[int, ...]:
-        """Indices of captured tensors of score_mod that need a gradient."""
+        """Indices of the captured tensors of score_mod that need a gradient."""
         graph = self.mods.score
         if graph is None or not any(self.needs_grad[1:]):
             return ()
@@ -98,6 +99,7 @@ class AttentionArgs(_Fields):
 
     @cached_property
     def has_tensors(self) -> bool:
+        """Whether any field holds a tensor."""
         return not (
             self.alibi is self.sinks is self.rng is self.bias is self.cu_seqlens_q is None
             and not self.captures
@@ -106,17 +108,17 @@ class AttentionArgs(_Fields):
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """The part of a call's signature that comes from these arguments; tensors by shape, dtype and device."""
+        """The part of a call's signature that comes from these arguments. Tensors count by shape, dtype and device."""
         if not self.has_tensors:
             return self[4:]
         alibi, sinks, bias, rng = self.alibi, self.sinks, self.bias, self.rng
         return (
-            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.score_mod,
+            self.window_left, self.window_right, self.softcap, self.dropout, self.return_max_logit, self.mod_graphs,
             self.needs_grad, self.block_mask_sizes, self.out_fp32, self.deterministic, self.batch_invariant,
-            self.kernels,
+            self.kernel_family,
             None if alibi is None else (alibi.shape, alibi.dtype, alibi.device),
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-            # The strides and the alignment of a bias decide how kernels load it.
+            # How kernels load a bias depends on its strides and alignment.
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16),
             None if rng is None else (rng.shape, rng.dtype, rng.device),
             None if self.cu_seqlens_q is None else self._offsets_key(),
@@ -133,10 +135,10 @@ SCHEMA = (
     "float scale, float[]? scalars=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, Tensor? alibi=None, "
     "Tensor? sinks=None, float dropout=0.0, Tensor? rng=None, bool return_max_logit=False, Tensor? bias=None, "
-    'str score_mod="", Tensor[]? captures=None, bool[]? needs_grad=None, '
+    'str mod_graphs="", Tensor[]? captures=None, bool[]? needs_grad=None, '
     "Tensor[]? block_mask=None, SymInt[]? block_mask_sizes=None, Tensor? cu_seqlens_q=None, "
     "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
-    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernels=""'
+    'bool out_fp32=False, bool deterministic=False, bool batch_invariant=False, str kernel_family=""'
 )
 _PLACES = {name: i for i, name in enumerate(AttentionArgs._fields)}
 # Fields that are tuples here and lists in the operators' schema.

@@ -6,8 +6,8 @@ Query row `i` sees the keys `lo(i) <= j < hi(i)`, aligned to the bottom right:
     hi(i) = min(Sk, i + Sk - Sq + right + 1)     right = None: no upper bound but Sk
 
 Causal attention is `right = 0`, a sliding window bounds both sides, and `min(Sk, ...)` masks the tail of the last K/V
-block. Both bounds grow with `i`, so four divisions give the K/V blocks that a tile of rows visits, and the full ones
-among them. `device.band.Band` does the same for the traced integers of a kernel.
+block. Both bounds grow with `i`, so the first and the last row of a tile determine the K/V blocks that it visits, and
+the full blocks among them. `device.band.Band` does the same on traced integers inside a kernel.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ NARROW = 2048
 
 @dataclass(frozen=True)
 class Band:
+    """The mask of `attn(causal=..., window=...)`; None: unbounded on that side."""
+
     left: Index | None = None
     right: Index | None = None
 
@@ -88,7 +90,7 @@ class Band:
         last = self.minimum(first + tile_m, sq) - 1
         begin = self.lo(first, sq, sk) // tile_n
         end = self.maximum(begin, ceil_div(self.hi(last, sq, sk), tile_n))
-        # Without a left bound `begin` is the constant 0, also at compile time of a kernel.
+        # Without a left bound, `begin` is the constant 0, and so is known when a kernel is compiled.
         full_begin = begin if self.left is None else self.minimum(ceil_div(self.lo(last, sq, sk), tile_n), end)
         full_end = self.maximum(full_begin, self.minimum(self.hi(first, sq, sk) // tile_n, end))
         return BlockRange(begin, full_begin, full_end, end)

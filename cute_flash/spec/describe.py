@@ -15,10 +15,18 @@ from cute_flash.spec.problem import CPU_DTYPES, Problem, check_dropout, check_he
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str = "") -> Problem:
-    """Return the `Problem` of a call.
+    """Check a call and return its `Problem`.
 
-    Raises `ValueError` for invalid arguments and `UnsupportedError` for those that the device has no kernel for.
-    `device`: "cuda" or "cpu", the implementation that will compute it; by default that of q's device.
+    Args:
+        q: (B, H, Sq, D), or (Tq, H, D) with `args.cu_seqlens_q`.
+        k: (B, Hkv, Sk, D) or (Tk, Hkv, D).
+        v: (B, Hkv, Sk, Dv) or (Tk, Hkv, Dv).
+        args: All other arguments.
+        device: "cuda" or "cpu", the implementation that will run; by default that of q's device.
+
+    Raises:
+        ValueError: Arguments are invalid.
+        UnsupportedError: The device has no kernel for the arguments.
     """
     varlen = args.cu_seqlens_q is not None
     _check_tensors(q, k, v, 3 if varlen else 4)
@@ -60,7 +68,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
 
 
 def _mod_spec(args: AttentionArgs) -> Any:
-    """The `ModSpec` of a call. The launcher adds how to load the bias, which depends on its strides and address."""
+    """The `ModSpec` of a call. The launcher adds the fields that depend on the strides and address of the bias."""
     from cute_flash.score_mod.mod_spec import ModSpec
 
     sizes = args.block_mask_sizes
@@ -106,7 +114,7 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
 
 
 def check_rng(args: AttentionArgs) -> None:
-    """Raise `ValueError` for dropout without a seed. `describe` accepts that, for `supports`."""
+    """Raise `ValueError` for dropout without a seed, which `describe` accepts because `supports` draws none."""
     if args.dropout and args.rng is None:
         raise ValueError("dropout needs rng: (seed, offset)")
 
@@ -157,10 +165,10 @@ def _check_float(name: str, x: Tensor) -> None:
 
 
 def _check_tables(args: AttentionArgs, sizes: tuple[int, int, int, int]) -> None:
-    """Raise `ValueError` for a captured tensor that is indexed by a position and has too few elements for it."""
+    """Raise `ValueError` if a captured tensor is indexed by b, h, q_idx or kv_idx and has too few elements."""
     known = dict(zip(("b", "h", "q", "kv"), sizes))
     if args.cu_seqlens_q is not None:
-        # Positions are within a sequence, and the host does not read its length.
+        # Positions count within a sequence, and the host does not know its length.
         del known["q"], known["kv"]
     first = 0
     for graph in filter(None, (args.mods.score, args.mods.mask, args.mods.bwd)):

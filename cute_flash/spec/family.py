@@ -1,4 +1,4 @@
-"""The kernel family, sm80 or sm90, that a caller may choose."""
+"""The kernel families, sm80 and sm90, and the choice of one by the caller."""
 
 from __future__ import annotations
 
@@ -21,19 +21,31 @@ def requested_family() -> str:
     return _family.get()
 
 
-# A compiled function keeps the family of its first call, because Dynamo cannot trace context variables. This attribute
-# is the one that `torch.compiler.assume_constant_result` sets; calling that would import torch._dynamo.
+# A compiled function keeps the family of its first call, because Dynamo cannot trace context variables.
+# `torch.compiler.assume_constant_result` would set the same attribute, but it imports torch._dynamo.
 requested_family._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# The same, as a C function, for calls that are not compiled.
+# The same as a C function, which is faster, for calls that are not compiled.
 current_family = _family.get
 
 
 @contextmanager
 def use_kernels(family: str) -> Iterator[None]:
-    """Choose the kernel family, for experiments and tests: `with use_kernels("sm80"): attn(q, k, v)`.
+    """A context manager that selects the kernel family of calls on CUDA, for experiments and tests.
 
-    The same family computes the gradients of the call. The environment variable `CUTE_FLASH_KERNELS`, read at import,
-    sets the family of a process.
+    The same family computes the gradients of these calls, also if `backward()` runs outside of the context. The
+    environment variable `CUTE_FLASH_KERNELS`, which is read at import, sets the family of a process.
+
+    Args:
+        family: "sm80" (mma.sync, cp.async), "sm90" (wgmma, TMA), or "": the best family for the GPU.
+
+    Raises:
+        UnsupportedError: There is no such family.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> x = torch.randn(1, 1, 8, 16)
+        >>> with cute_flash.use_kernels("sm80"):
+        ...     out = cute_flash.attn(x, x, x)
     """
     check_family(family)
     token = _family.set(family)

@@ -2,13 +2,13 @@
 
 A *score feature* changes or reads a score between Q Kᵀ and P V: softcap, ALiBi, sinks, dropout, bias, score_mod,
 mask_mod and return_max_logit. A row of `FEATURES` has the condition under which a call has the feature, the operands
-that it adds to the forward and backward kernels, and its register cost.
-Geometry (varlen, block masks) and policy (deterministic, batch_invariant, fp32 output) change tiles, grids and
-workspace instead; they are no rows here.
+that it adds to the forward and backward kernels, and its register cost. Geometry (varlen, block masks) and policy
+(deterministic, batch_invariant, fp32 output) have no rows here: they change tiles, grids and workspace.
 
-A kernel is called with its operands in the order of `planning.registry.KERNELS`; absent ones are None. `Operand.value`
-is the function that computes the argument. The bound function (`runtime.binder`) passes its parameters by name from
-its local variables: the call's tensors, `args`, `scale`, `problem`, and the plan's workspace and sizes.
+A kernel is called with its operands in the order of `planning.registry.KERNELS`; absent operands are None.
+`Operand.value` is the function that computes an argument. The bound function (`runtime.binder`) calls it with local
+variables that have the names of its parameters: the call's tensors, `args`, `scale`, `problem`, and the plan's
+workspace and sizes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from cute_flash.spec.dropout import threshold
 
-# Keeps scale / softcap finite. Scores that are capped at 1e-30 have the softmax of zeros.
+# Keeps scale / softcap finite. Scores capped at 1e-30 have the same softmax as zeros.
 MIN_SOFTCAP = 1e-30
-# Types of a bias that kernels read; others are converted to fp32.
+# Dtypes of a bias that kernels read; others are converted to fp32.
 BIAS_DTYPES = ("torch.float16", "torch.bfloat16", "torch.float32")
 # The largest row stride of a bias.
 MAX_BIAS_ROW_BYTES = (1 << 31) - 1
@@ -60,7 +60,7 @@ def _softcap(args: Any, scale: float) -> float:
 
 
 def _alibi_slopes(args: Any, problem: Any) -> Any:
-    """Slopes as (B, H), in fp32; those of shape (H) get a batch stride of 0."""
+    """Slopes as (B, H), in fp32; slopes of shape (H) get a batch stride of 0."""
     alibi = args.alibi if args.alibi.element_size() == 4 else args.alibi.float()
     return alibi.expand(problem.batch, problem.heads)
 
@@ -70,7 +70,7 @@ def _sinks(args: Any) -> Any:
 
 
 def _dropout_threshold(args: Any) -> int:
-    """The threshold in both halves of a word, because kernels compare two scores at once."""
+    """The threshold in both halves of a 32-bit word, because kernels compare two random numbers at once."""
     return threshold(args.dropout) * 0x10001
 
 
@@ -113,7 +113,7 @@ DBIAS = Operand("dbias", "dbias", ("B", "H", "dbias rows", "dbias columns"))
 # Tensors and numbers captured by score_mod and mask_mod; in the backward also by score_mod_bwd.
 CAPTURED = (Operand("captures", "captures"), Operand("scalars", "scalars"))
 DCAPTURES = Operand("dcaptures", "dcaptures")
-# Deterministic gradients of captured tensors: what each score adds, and to which element.
+# Deterministic gradients of captured tensors: the term of each score, and the index of the element it is added to.
 DCAPTURE_TERMS = Operand("dcapture_terms", "dcapture_terms", ("loads", "B", "H", "Sq", "Sk"))
 
 FEATURES = (

@@ -1,6 +1,6 @@
-"""The keywords of `attn` and `attn_varlen` as types, for their overloads.
+"""TypedDicts of the keywords of `attn` and `attn_varlen`, for their overloads.
 
-`return_lse` and `return_max_logit` are not here: they decide the type of the result, so each overload names them.
+`return_lse` and `return_max_logit` are missing: they decide the type of the result, so each overload names them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class SharedKeywords(TypedDict, total=False):
+    """Keywords of all public attention functions."""
+
     causal: bool
     window: tuple[int | None, int | None]
     scale: float | None
@@ -33,13 +35,15 @@ class SharedKeywords(TypedDict, total=False):
 
 
 class AttnKeywords(SharedKeywords, total=False):
+    """Keywords of `attn`."""
+
     layout: str
     block_mask: BlockMask | None
     block_map: BlockMask | None
 
 
 class VarlenKeywords(SharedKeywords, total=False):
-    """Of `attn_varlen` and `attn_nested`."""
+    """Keywords of `attn_varlen` and `attn_nested`."""
 
     max_seqlen_q: int | Tensor | None
     max_seqlen_k: int | Tensor | None

@@ -1,4 +1,4 @@
-"""`Problem`: a frozen description of one attention call, and checks against the limits of the kernels."""
+"""`Problem`, the description of one attention call, its compiled-in part `Static`, and the limits of the kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,28 @@ GPU_DTYPES = ("float16", "bfloat16", "float32")
 # fp32 kernels hold two 16-bit pieces of each element in shared memory.
 MAX_HEAD_DIM_FP32 = 128
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
-# The kernels' tanh has an error of 2^-23 · softcap in the score.
+# The largest softcap: the kernels' tanh gives a score an error of 2^-23 · softcap.
 MAX_SOFTCAP = 1 << 14
-# Kernels compare random numbers with the threshold as fp16 bit patterns. Patterns above 0x7C00, infinity, are NaN.
+# The largest dropout: kernels compare random numbers with the threshold as fp16 bit patterns, and patterns above
+# 0x7C00 (infinity) are NaN.
 MAX_DROPOUT = 0x7C00 / 0x8000
 
 
 @dataclass(frozen=True)
 class Support:
-    """The result of `supports()`: a truth value, with the reason if it is false."""
+    """The result of `supports()`. Its truth value is `ok`.
+
+    Attributes:
+        ok: Whether the call is supported.
+        reason: The error message that the call would raise; "" if it is supported.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> x = torch.empty(1, 4, 16, 64)
+        >>> support = cute_flash.supports(x, x, x, softcap=-1.0)
+        >>> bool(support), support.reason
+        (False, 'softcap=-1.0: use a positive number, or None for no cap')
+    """
 
     ok: bool
     reason: str = ""
@@ -36,10 +49,10 @@ class Support:
 
 @dataclass(frozen=True)
 class Static:
-    """The part of a problem that is compiled into a kernel. All else is a run-time argument.
+    """The part of a problem that is compiled into a kernel. Everything else is a run-time argument.
 
-    `Problem.static` fills the fields that the call decides. Planning sets pack_gqa, seqused_k, deterministic, has_dlse
-    and overlaps_next for each launch.
+    `Problem.static` sets the fields that follow from the call. Planning sets pack_gqa, seqused_k, deterministic,
+    has_dlse and overlaps_next for each launch.
     """
 
     dtype: str
@@ -47,17 +60,17 @@ class Static:
     has_left: bool = False
     has_right: bool = False
     head_dim_v: int | None = None  # of V and of the output; None: equal to head_dim
-    pack_gqa: bool = False  # rows are (query head of a group, position), and the mask applies to position
+    pack_gqa: bool = False  # a tile has rows of all query heads of a group; the mask uses the position of a row
     features: tuple[str, ...] = ()  # names of `spec.features.FEATURES`
     mods: Any = None  # a `score_mod.mod_spec.ModSpec`: user mods, bias and block mask
     varlen: bool = False
-    seqused_k: bool = False  # of the varlen scheduler; other kernels read the lengths from its tile list
+    seqused_k: bool = False  # for the varlen scheduler; other kernels read the lengths from its tile list
     block_sparse: bool = False  # K/V blocks come from the index lists of a block mask
     out_fp32: bool = False
     batch_invariant: bool = False
     deterministic: bool = False  # dQ is accumulated in a fixed order, by a semaphore
     has_dlse: bool = False
-    overlaps_next: bool = False  # the next kernel starts early, by programmatic dependent launch
+    overlaps_next: bool = False  # the next kernel starts early (programmatic dependent launch)
 
     @property
     def is_fp32(self) -> bool:
@@ -74,7 +87,7 @@ class Static:
 
     @property
     def widest(self) -> int:
-        """The larger head dim: the width of a tile that can hold K or V."""
+        """The larger head dim, the width of a tile that can hold K or V."""
         return max(self.head_dim, self.width_v)
 
     @property
@@ -88,7 +101,7 @@ class Static:
 
     @property
     def base_cost(self) -> int:
-        """The feature cost without the part that depends on the operations of user mods."""
+        """`feature_cost` without the part that depends on the operations of user mods and the layout of the bias."""
         return feature_cost(self.features, self.block_sparse)
 
     @property
@@ -103,7 +116,7 @@ class Static:
 
     @property
     def k_steps(self) -> tuple[range | None, range | None]:
-        """k-steps of 16 columns of the products over the head dim of K, and of V, in a tile of the larger width.
+        """The MMA k-steps, of 16 columns, over the head dims of K and of V in a tile of the larger width.
 
         None: all steps of the tile.
         """
@@ -154,7 +167,7 @@ class Problem:
 
     @property
     def batch_dim(self) -> int:
-        """The batch size of tensors by head; a head of a varlen batch has the tokens of all sequences."""
+        """The batch size of per-head buffers: 1 for varlen, where a head has the tokens of all sequences."""
         return 1 if self.varlen else self.batch
 
     @property
@@ -180,10 +193,10 @@ class Problem:
 
     @property
     def usual_keys(self) -> int:
-        """The number of keys that a query typically sees, for the choice of a tile.
+        """An estimate of the number of keys that a query sees, for the choice of a tile.
 
-        For a varlen batch, it is the average length. A narrow window counts as `NARROW // 2` keys, whatever its bounds
-        are, because plans do not depend on the bounds.
+        For a varlen batch, it is the average length. A narrow window counts as `NARROW // 2` keys, so that plans do not
+        depend on its exact bounds.
         """
         left, right = self.band.bounds
         if left is not None and right is not None and left + right < NARROW:
@@ -192,7 +205,7 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or no keys, so that nothing is launched."""
+        """Whether there are no queries or no keys. Nothing is launched then."""
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     def check(self, device: str = "cuda") -> None:
@@ -234,10 +247,10 @@ def check_window(window: tuple[int | None, int | None]) -> tuple[int | None, int
 
 
 def check_tile_fits_mods(problem: Problem, tile_m: int, tile_n: int, deterministic: bool = False) -> None:
-    """Raise `UnsupportedError` for user mods and block masks that a kernel with this tile does not support.
+    """Raise `UnsupportedError` if a kernel with this tile does not support the mods or the block mask of a problem.
 
-    Sequences must be short enough for positions in fp32. A tile must lie within one block of the block mask. The
-    gradients of captured tensors of a varlen batch are not deterministic.
+    Positions must be exact in fp32, and a tile must lie within one block of the block mask. Gradients of captured
+    tensors of a varlen batch cannot be deterministic.
     """
     if deterministic and problem.varlen and problem.mods and problem.mods.captures_needing_grad:
         raise UnsupportedError(

@@ -9,6 +9,7 @@ from cute_flash.spec.args import AttentionArgs
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the LSE and of accumulators, for inputs of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -17,7 +18,7 @@ def out_like(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = q.dtype if dtype is None else dtype
     if q.shape[3] == v.shape[3]:
         return torch.empty_like(q, dtype=dtype)
-    # `empty_like` gives the dense strides of q's order; a tensor with the head dim of v is allocated in that order.
+    # Allocate in the order of the strides that `empty_like(q)` would have, then permute back.
     like_q = torch.empty_like(q).stride()
     order = sorted(range(4), key=lambda i: like_q[i], reverse=True)
     out = torch.empty([(*q.shape[:3], v.shape[3])[i] for i in order], dtype=dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Converts the arguments of a call that are not tensors. Wrong types raise a `ValueError` that names the argument."""
+"""Conversions of the keywords that are not tensors. A wrong type raises a `ValueError` that names the argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.problem import check_window
 
-# What to write for a number that is learned.
+# What the error message advises for a learned number.
 _LEARNED = {
     "scale": "multiply q by it, attn(q * scale, k, v, scale=1.0), and it gets its gradient from q",
     "softcap": "capture it in score_mod=lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)",
@@ -20,7 +20,7 @@ _LEARNED = {
 
 
 def as_float(name: str, value: Any) -> float:
-    """A number as a float. A tensor must have one element and not require grad: no gradient would reach it."""
+    """A number as a float. A tensor must have one element, and must not require grad, because it would get none."""
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():
             remedy = _LEARNED.get(name, "detach it")

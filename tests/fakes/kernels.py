@@ -64,7 +64,7 @@ def args_of(key: CompileKey, a: Arguments, block_mask: BlockMask | None = None) 
         return args
     tables = [table for graph in graphs_of(static) for table in graph.captures]
     return args._replace(
-        score_mod=mods.graphs.text,
+        mod_graphs=mods.graphs.text,
         captures=tuple(_as_captured(x, table) for x, table in zip(a["captures"] or (), tables)),
         scalars=tuple(a["scalars"] or ()),
         needs_grad=(False, *(i in mods.captures_needing_grad for i in range(len(tables)))),

@@ -199,7 +199,7 @@ def varlen_cases_keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKe
 
 def case_keys(case: AnyCombination, arch: ArchSpec, family: str) -> Iterator[CompileKey]:
     x = case.tensors()
-    q, k, v, args = x["q"], x["k"], x["v"], case.args(x)._replace(kernels=family)
+    q, k, v, args = x["q"], x["k"], x["v"], case.args(x)._replace(kernel_family=family)
     yield from forward_keys(q, k, v, args, arch)
     is_listed = case in CASES or case is CAPTURED or case in VARLEN_CASES
     is_deterministic = case in DETERMINISTIC or case in VARLEN_CASES[-2:]

@@ -46,7 +46,7 @@ def calls() -> Iterator[tuple[Tensor, Tensor, Tensor, AttentionArgs]]:
 
 def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
     for (q, k, v, args), family, out_fp32 in itertools.product(calls(), runnable, (True, False)):
-        args = args._replace(kernels=family, out_fp32=out_fp32)
+        args = args._replace(kernel_family=family, out_fp32=out_fp32)
         yield from forward_keys(q, k, v, args, arch)
         for has_dlse in (False, True):
             yield from backward_keys(q, k, v, args, arch, has_dlse)

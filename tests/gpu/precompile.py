@@ -45,7 +45,7 @@ def call_keys(
 ) -> Iterator[CompileKey]:
     """Forward and gradients of one call by every family; what a family has no kernel for is left out."""
     for family in families.runnable():
-        own = args._replace(kernels=family, deterministic=deterministic)
+        own = args._replace(kernel_family=family, deterministic=deterministic)
         try:
             if forward:
                 yield from forward_keys(*inputs, own, detect(0))
@@ -104,7 +104,7 @@ def feature_keys() -> Iterator[CompileKey]:
     """Those of the forward tests, and forward and backward of the tests of gradients."""
     for case, family in itertools.product(feature_cases.CASES, families.runnable()):
         q, k, v, options = case.tensors("cpu")
-        yield from forward_keys(q, k, v, case.args(q, options)._replace(kernels=family), detect(0))
+        yield from forward_keys(q, k, v, case.args(q, options)._replace(kernel_family=family), detect(0))
     yield from feature_combinations.keys(detect(0), families.runnable(), COMBINATIONS)
 
 
@@ -115,7 +115,7 @@ def float_keys() -> Iterator[CompileKey]:
 def mod_keys() -> Iterator[CompileKey]:
     """Those of the tests with user mods, a bias and block masks, and of batch invariance; others are few."""
     for case, family in itertools.product(mod_cases.cases("cpu"), families.runnable()):
-        yield from forward_keys(*case.uninitialized_inputs(), case.args(kernels=family), detect(0))
+        yield from forward_keys(*case.uninitialized_inputs(), case.args(kernel_family=family), detect(0))
     yield from test_batch_invariance.keys(detect(0), families.runnable())
 
 

@@ -26,7 +26,7 @@ def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
         q, k, v = drawn(head_dim, 2, "cpu")
         band = Band.of(options.get("causal", False), options.get("window", (None, None)))
         args = reference.plain_args(q, band)._replace(
-            batch_invariant=True, deterministic=True, softcap=options.get("softcap", 0.0), kernels=family
+            batch_invariant=True, deterministic=True, softcap=options.get("softcap", 0.0), kernel_family=family
         )
         yield from forward_keys(q, k, v, args, arch)
 

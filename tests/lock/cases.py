@@ -394,7 +394,7 @@ def call_of(case: Case, sizes: Sizes | None = None) -> tuple[Tensor, Tensor, Ten
         out_fp32="out_dtype" in names,
         batch_invariant="batch_invariant" in names,
         deterministic=case.deterministic,
-        kernels=case.family,
+        kernel_family=case.family,
     )
     args = _with_mods(args, case, sizes) if case.has_mods else args
     return q, k, rows(sizes.heads_kv, sizes.seqlen_k, width_v), args
@@ -413,7 +413,7 @@ def _with_mods(args: AttentionArgs, case: Case, sizes: Sizes) -> AttentionArgs:
         block_mask = BlockMask.of(mask_mod, shape, tile=mod_cases.BLOCK, causal=case.mask == "causal")
     return args._replace(
         bias=None if bias is None else bias.detach(),
-        score_mod=mods.graphs.text,
+        mod_graphs=mods.graphs.text,
         captures=tuple(capture.detach() for capture in mods.captures),
         scalars=mods.scalars,
         needs_grad=tuple(x is not None and x.requires_grad for x in (bias, *mods.captures)),

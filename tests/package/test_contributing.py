@@ -41,5 +41,5 @@ def test_the_demo_installs_no_tools() -> None:
         lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
         commands[target] = [line for line in lines if "pip install" in line]
     assert [line.split()[-1] for line in commands["demo"]] == ["."]
-    assert [line.split()[-1] for line in commands["lint"]] == ["'.[dev,bench]'"]
+    assert [line.split()[-1] for line in commands["lint"]] == ["'.[dev,bench,docs]'"]
     assert not any("--quiet" in line for lines in commands.values() for line in lines)

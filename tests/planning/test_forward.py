@@ -265,11 +265,11 @@ def test_the_environment_chooses_the_family_of_a_process() -> None:
 
 def test_a_family_that_the_gpu_cannot_run() -> None:
     old = dataclasses.replace(A100, name="sm_75")
-    with pytest.raises(UnsupportedError, match="family 'sm80' needs more than sm_75"):
+    with pytest.raises(UnsupportedError, match="family 'sm80' does not run on sm_75"):
         plan_forward(Problem(1, 1, 1, 10, 10, 64), old, "sm80")
     for arch in ARCHS.values():
         if arch is not H100:
-            refusal = f"family 'sm90' needs more than {arch.name}"
+            refusal = f"family 'sm90' does not run on {arch.name}"
             with pytest.raises(UnsupportedError, match=refusal):
                 plan_forward(Problem(1, 1, 1, 10, 10, 64), arch, "sm90")
 

@@ -90,5 +90,5 @@ def test_few_kernels_serve_many_cases() -> None:
     cases = mod_cases.cases("cpu")[::7]
     keys: set[CompileKey] = set()
     for case in cases:
-        keys.update(forward_keys(*case.uninitialized_inputs(), case.args(kernels="sm90"), ARCHS["sm_90"]))
+        keys.update(forward_keys(*case.uninitialized_inputs(), case.args(kernel_family="sm90"), ARCHS["sm_90"]))
     assert len(keys) <= 45

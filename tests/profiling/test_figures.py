@@ -17,7 +17,7 @@ from profiling.ncu_metrics import METRICS
 from profiling.suites import Shape
 from profiling.svg import COLOURS, Canvas, number
 
-README = Path(figures.__file__).with_name("README.md")
+PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -34,7 +34,7 @@ def test_a_figure_is_drawn_from_checked_in_files(name: str) -> None:
 def test_no_other_figure_is_there_and_all_are_shown() -> None:
     there = {path.name for path in FOLDER.iterdir()}
     assert there == {name for name, figure in FIGURES.items() if not figure.missing}
-    assert there <= set(re.findall(r"\(plots/(.*?)\)", README.read_text()))
+    assert there <= set(re.findall(r"/plots/(.*?)\)", PERFORMANCE.read_text()))
 
 
 def test_the_tables_are_made_from_checked_in_files() -> None:
@@ -46,7 +46,7 @@ def test_the_tables_are_made_from_checked_in_files() -> None:
         links = re.findall(rf"\]\(({folder}(?:results|reports|plots)/[^)#]*)", text)
         assert links and all((path.parent / link).exists() for link in links)
     assert shown == set(doc_tables.BLOCKS)
-    assert "| [forward sm90](results/h200/" in README.read_text()
+    assert "| [forward sm90](../profiling/results/h200/" in PERFORMANCE.read_text()
 
 
 def test_tables_of_counters(monkeypatch, tmp_path) -> None:

@@ -367,7 +367,7 @@ def test_compile_only_for_real(family, arch, tmp_path, capsys, monkeypatch):
     [
         (("--arch", "sm_90"), "use it with --compile-only"),
         (("--compile-only", "--arch", "sm_70"), "sm_70"),
-        (("--compile-only", "--arch", "sm_80"), "family 'sm90' needs more than sm_80"),
+        (("--compile-only", "--arch", "sm_80"), "family 'sm90' does not run on sm_80"),
         (("--compile-only", "--arch", "sm_90", "--tile", "64: 128x64"), "s (stages) missing"),
         (("--compile-only", "--arch", "sm_90", "--tile", "tiles.txt"), "nor a file"),
         (("--compile-only", "--arch", "sm_90", "--masks", "diagonal"), "diagonal"),

@@ -222,7 +222,7 @@ def test_rows_are_those_of_every_length(family, arch, head_dim):
 
 
 def test_a_family_that_the_gpu_cannot_run_is_refused():
-    with pytest.raises(UnsupportedError, match="family 'sm90' needs more than sm_80"):
+    with pytest.raises(UnsupportedError, match="family 'sm90' does not run on sm_80"):
         choose(Selection(), HOPPER, SM_80)
 
 

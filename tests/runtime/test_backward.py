@@ -176,7 +176,7 @@ def test_everything_that_decides_a_launch_is_in_the_signature(gpu: FakeGpu) -> N
 
 def test_the_family_of_the_forward_computes_the_gradients(sm_90: FakeGpu) -> None:
     for family in ("", "sm80", "", "sm80"):
-        run_backward(inputs(), plain(kernels=family))
+        run_backward(inputs(), plain(kernel_family=family))
     mains = [name for name in sm_90.kernels if name.startswith("bwd_sm")]
     assert mains == ["bwd_sm90", "bwd_sm80"] * 2
     assert [key.kernel for key in main_keys(sm_90)] == ["bwd_sm90", "bwd_sm80"]
@@ -335,7 +335,7 @@ def test_deterministic_gradients_with_features(gpu: FakeGpu) -> None:
     message = r"deterministic gradients of attn with softcap and alibi and dropout and head_dim=136 on .*'sm90'"
     if gpu.name == "sm_90":
         with pytest.raises(UnsupportedError, match=message):
-            run_backward(tensors, plain(**ALL, deterministic=True, kernels="sm90"))
+            run_backward(tensors, plain(**ALL, deterministic=True, kernel_family="sm90"))
 
 
 # ---- fp32 outputs

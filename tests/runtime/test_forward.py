@@ -198,7 +198,7 @@ def test_everything_that_decides_a_launch_is_in_the_signature(gpu: FakeGpu) -> N
         ([inputs()[0].transpose(1, 2).contiguous().transpose(1, 2), *inputs()[1:]], plain()),
         ([inputs()[0], inputs()[1].mT.contiguous().mT, inputs()[2]], plain()),
         ([*inputs()[:2], inputs()[2].mT.contiguous().mT], plain()),
-        (inputs(), plain(kernels="sm80")),
+        (inputs(), plain(kernel_family="sm80")),
     ]
     for number, (tensors, args) in enumerate(calls, start=1):
         for _ in range(2):

@@ -260,7 +260,7 @@ def test_deterministic_gradients_of_tables(gpu: FakeGpu, name: str) -> None:
     assert gpu.main.kernel == "bwd_sm80" and terms.shape == elements.shape == (len(terms), B, H, SQ, SK)
     if gpu.family == "sm90":
         with pytest.raises(UnsupportedError, match="without gradients of captured tensors"):
-            run_gradients(CASES[name], deterministic=True, kernels="sm90")
+            run_gradients(CASES[name], deterministic=True, kernel_family="sm90")
 
 
 def test_deterministic_gradients_of_tables_of_varlen_batches_are_refused(gpu: FakeGpu) -> None:

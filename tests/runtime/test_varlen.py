@@ -179,7 +179,7 @@ def test_gradients_of_wide_heads_are_computed_by_mma_sync(gpu: FakeGpu) -> None:
     assert gpu.kernels[-3:] == ["bwd_preprocess", "bwd_sm80", "bwd_postprocess_sm80"]
     if gpu.name == "sm_90":
         with pytest.raises(UnsupportedError, match="attn_varlen with head_dim=136"):
-            run_backward(inputs, varlen(SMALL, kernels="sm90"))
+            run_backward(inputs, varlen(SMALL, kernel_family="sm90"))
 
 
 @pytest.mark.parametrize("name", ["strides of 0", "heads first", "columns not contiguous"])
@@ -244,7 +244,7 @@ def test_wide_heads_with_features(gpu: FakeGpu) -> None:
     if gpu.name == "sm_90":
         message = "attn_varlen with softcap and alibi and dropout and head_dim=136"
         with pytest.raises(UnsupportedError, match=message):
-            run(lengths, args._replace(kernels="sm90"), width=136)
+            run(lengths, args._replace(kernel_family="sm90"), width=136)
 
 
 def test_softcap_with_slopes_is_compiled_with_dropout_where_it_would_spill(gpu: FakeGpu) -> None:

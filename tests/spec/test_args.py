@@ -70,7 +70,7 @@ def test_keys_hold_shapes_and_no_values() -> None:
     changes: dict[str, Any] = {
         "alibi": torch.ones(2, 4), "sinks": torch.ones(4), "bias": torch.ones(1, 1, 1, 1), "window_left": 3,
         "window_right": 3, "return_max_logit": True, "out_fp32": True, "deterministic": True,
-        "batch_invariant": True, "kernels": "sm80", "score_mod": "[null,null,null]", "needs_grad": (True,),
+        "batch_invariant": True, "kernel_family": "sm80", "mod_graphs": "[null,null,null]", "needs_grad": (True,),
         "captures": (torch.ones(3),), "cu_seqlens_q": torch.zeros(3, dtype=torch.int32),
     }  # fmt: skip
     for name, value in changes.items():
@@ -94,10 +94,10 @@ def test_tensors_are_noticed() -> None:
 KEYED = {
     "window_left": 3, "window_right": 0, "softcap": 2.0, "alibi": torch.ones(2), "sinks": torch.ones(2),
     "dropout": 0.5, "rng": torch.zeros(2, dtype=torch.int64), "return_max_logit": True,
-    "bias": torch.ones(1, 1, 1, 1), "score_mod": "text", "captures": (torch.ones(3),), "needs_grad": (True,),
+    "bias": torch.ones(1, 1, 1, 1), "mod_graphs": "text", "captures": (torch.ones(3),), "needs_grad": (True,),
     "block_mask": (torch.ones(1),), "block_mask_sizes": (128,), "cu_seqlens_q": torch.zeros(2, dtype=torch.int32),
     "cu_seqlens_k": torch.zeros(2, dtype=torch.int32), "seqused_k": torch.zeros(1, dtype=torch.int32),
-    "out_fp32": True, "deterministic": True, "batch_invariant": True, "kernels": "sm80",
+    "out_fp32": True, "deterministic": True, "batch_invariant": True, "kernel_family": "sm80",
 }  # fmt: skip
 
 

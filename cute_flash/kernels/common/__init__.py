@@ -1,1 +1,1 @@
-"""Kernels and parameters that both families share."""
+"""Kernels, base classes and parameters that both families share."""

@@ -1,7 +1,7 @@
-"""The fake arguments that a kernel is compiled with: one for each operand of its row in `planning.registry`.
+"""The fake arguments with which a kernel is compiled: one for each of its operands in `planning.registry`.
 
-Sizes and strides are dynamic, except the head dims. An operand that the `Static` of a kernel does not ask for is None.
-In a varlen batch rows are (T, H, D) instead of (B, H, S, D), and statistics (H, T); the batch of the workspace is 1.
+All sizes and strides are dynamic, except the head dims. An operand that the kernel's `Static` does not need is None. In
+a varlen batch, rows are (T, H, D) instead of (B, H, S, D), statistics are (H, T), and the workspace has a batch of 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.features import FEATURES, Operand
 from cute_flash.spec.problem import Static
 
-# Element types, as the DSL calls those of torch. Kernels read captured bools as bytes and doubles as floats.
+# DSL types of torch dtypes. Captured bools are read as bytes; captured doubles are converted to fp32 before the launch.
 CUTE_DTYPES = {
     "float16": cutlass.Float16,
     "bfloat16": cutlass.BFloat16,
@@ -33,7 +33,7 @@ CUTE_DTYPES = {
 }
 SCALARS = {"f32": Float32, "i32": Int32, "i64": Int64}
 ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
-# Dimensions that are the batch: always, and unless the batch is varlen.
+# Names of dimensions whose size is B: always, and only in dense batches.
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 # Operands whose presence is a field of `Static`.
 _IF_STATIC = {
@@ -48,14 +48,14 @@ _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fw
 
 
 def fake_arguments(operands: tuple[Operand, ...], static: Static, tile: Any) -> dict[str, Any]:
-    """The fakes of a launch by name, in order, and that of the stream: torch's current one."""
+    """The fakes of a launch by name: torch's current stream, then the operands in order."""
     fakes = Fakes(static, tile)
     arguments = {x.name: fakes.make(x) if is_present(x, static) else None for x in operands}
     return {"stream": make_fake_stream(use_tvm_ffi_env_stream=True), **arguments}
 
 
 def is_present(operand: Operand, static: Static) -> bool:
-    """Whether the features, geometry and policy of a kernel add an operand."""
+    """Whether a kernel with this `Static` takes the operand."""
     name = operand.name
     if name in _IF_STATIC:
         return getattr(static, _IF_STATIC[name])
@@ -66,12 +66,12 @@ def is_present(operand: Operand, static: Static) -> bool:
 
 
 def out_dtype(static: Static) -> str:
-    """The element type of the output, and of the gradient that a caller passes."""
+    """The dtype of the output, and of the gradient with respect to it."""
     return "float32" if static.out_fp32 else static.dtype
 
 
 class Fakes:
-    """Makes the fakes of one launch: dimensions of one name are one symbol."""
+    """Makes the fakes of one launch. Dimensions of the same name share one symbolic size."""
 
     def __init__(self, static: Static, tile: Any) -> None:
         self.static, self.tile = static, tile
@@ -101,7 +101,7 @@ class Fakes:
     # ---- layouts
 
     def rows(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
-        """(B, H, S, D), or (T, H, D), with rows that begin at multiples of 16 bytes."""
+        """(B, H, S, D), or (T, H, D) in a varlen batch, with rows that begin at multiples of 16 bytes."""
         if self.static.varlen:
             _batch, heads, seqlen, width = dims
             dims = seqlen, heads, width
@@ -110,11 +110,11 @@ class Fakes:
         return make_fake_tensor(CUTE_DTYPES[dtype], self.shape(dims), strides, assumed_align=ROW_ALIGN_BYTES)
 
     def statistics(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
-        """(B, H, S), or (H, T), contiguous."""
+        """(B, H, S), or (H, T) in a varlen batch, contiguous."""
         return _compact(CUTE_DTYPES[dtype], self.shape(dims[1:] if self.static.varlen else dims))
 
     def compact(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
-        # Kernels copy rows of a padded workspace 16 bytes at a time.
+        # Kernels copy a padded workspace in 16-byte vectors.
         align = ROW_ALIGN_BYTES if any(name.startswith("padded") for name in dims) else None
         return _compact(CUTE_DTYPES[dtype], self.shape(dims), align)
 
@@ -124,11 +124,11 @@ class Fakes:
     # ---- named kinds
 
     def tile_list(self, operand: Operand) -> cute.Tensor:
-        """See `planning.varlen`."""
+        """The tile list of a varlen batch (`planning.varlen`)."""
         return _compact(Int32, (cute.sym_int(), TILE_LIST_WIDTH), ROW_ALIGN_BYTES)
 
     def dq_accum(self, operand: Operand) -> cute.Tensor:
-        """Accumulators of blocks of queries, fp32, in the order of the registers."""
+        """fp32 accumulators of dQ, a tile per m_block, in register order."""
         elements = self.tile.tile_m * self.tile.head_dim
         return _compact(Float32, (*self.shape(operand.dims), elements), ROW_ALIGN_BYTES)
 
@@ -152,7 +152,7 @@ class Fakes:
         return _strided(CUTE_DTYPES[name], self.shape(operand.dims), last=1) if name else None
 
     def captures(self, operand: Operand) -> list[cute.Tensor] | None:
-        """Tensors that user mods captured, those of one graph after the other; None without any."""
+        """The tensors that user mods capture, graph by graph; None without any."""
         return [_capture(x) for graph in self.graphs() for x in graph.captures] or None
 
     def scalars(self, operand: Operand) -> list | None:
@@ -160,28 +160,25 @@ class Fakes:
         return [Float32(1.0) if kind == "float" else Int32(1) for kind in kinds] or None
 
     def dcaptures(self, operand: Operand) -> list[cute.Tensor] | None:
-        """fp32 sums, of the captured tensors of score_mod that need a gradient."""
+        """fp32 gradients of the tensors that score_mod captures and that need one."""
         mods = self.static.mods
         ranks = [max(1, mods.graphs.score.captures[i].rank) for i in mods.captures_needing_grad]
         shapes = [tuple(cute.sym_int() for _ in range(rank)) for rank in ranks]
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 
     def dcapture_terms(self, operand: Operand) -> list[cute.Tensor] | None:
-        """For each load of those tensors, what a score adds, and the element that it is added to."""
+        """For deterministic gradients of captures: the terms of all scores, and the elements that they are added to."""
         if not (self.static.deterministic and self.static.mods.captures_needing_grad):
             return None
         return [_compact(dtype, self.shape(operand.dims)) for dtype in (Float32, Int32)]
 
     def fwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """Number (B, H, blocks) and indices (B, H, blocks, others) of full blocks, then of partial ones."""
+        """The fields of `device.block_sparse.BlockIndices`."""
         heads, blocks, others = self.shape(("B", "H")), cute.sym_int(), cute.sym_int()
         return [_strided(Int32, (*heads, blocks, *x), last=1) for _ in range(2) for x in ((), (others,))]
 
     def bwd_block_indices(self, operand: Operand) -> list[cute.Tensor]:
-        """Number (B, Hkv, tiles) and indices (B, Hkv, tiles, entries) of the m_blocks of each K/V tile.
-
-        With deterministic gradients also the ranks (B, H, m_blocks, tiles).
-        """
+        """The fields of `device.block_sparse.BwdBlockIndices`; the ranks only with deterministic gradients."""
         heads, tiles = self.shape(("B", "Hkv")), cute.sym_int()
         lists = [_strided(Int32, (*heads, tiles)), _strided(Int32, (*heads, tiles, cute.sym_int()))]
         if self.static.deterministic:
@@ -189,7 +186,7 @@ class Fakes:
         return lists
 
     def graphs(self) -> list:
-        """Those of the user mods; the forward has none of score_mod_bwd."""
+        """The graphs of the user mods. That of score_mod_bwd is absent in the forward."""
         graphs = self.static.mods.graphs
         return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
 
@@ -200,7 +197,7 @@ def _compact(dtype: Any, shape: tuple, align: int | None = None, **options: Any)
 
 
 def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
-    """With strides of any size; `last`: the stride of the last dimension, if it is known."""
+    """A tensor of any strides. `last`: the stride of the last dimension, if it is known."""
     *strides, end = (cute.sym_int64() for _ in shape)
     strides = (*strides, end if last is None else last)
     return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)

@@ -1,4 +1,4 @@
-"""What kernels have in common: their operands by name, and their launch."""
+"""Base classes of the kernels: operands by name, symbols and launches."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,8 @@ _WITH_ROWS = {
 class Kernel:
     """A kernel of `planning.registry.KERNELS`.
 
-    Its `__call__` takes the stream, and the operands of its row by name. Its method `kernel` is the device code.
+    `__call__` is the host side: it takes the stream, and the operands of the kernel's row by name. The method `kernel`
+    is the device code.
     """
 
     def __init__(self, static: Static, tile: Any):
@@ -36,9 +37,9 @@ class Kernel:
         self.dtype = CUTE_DTYPES[static.mma_dtype]  # of the MMA operands
 
     def read_operands(self, operands: dict) -> SimpleNamespace:
-        """The operands as attributes. Tensors of a varlen batch get a batch mode: (1, H, T, D) and (1, H, T).
+        """The operands as attributes. Varlen tensors get a batch mode: (1, H, T, D) and (1, H, T).
 
-        A kernel that has the pieces of a tensor, and not the tensor, has them under the tensor's name too.
+        The fp16 pieces of an fp32 tensor x (`x_pieces`) are also `x`, unless the kernel has x itself.
         """
         pieces = {name.removesuffix("_pieces"): mX for name, mX in operands.items() if name.endswith("_pieces")}
         operands = pieces | operands
@@ -53,7 +54,7 @@ class Kernel:
         return Band(args.window_left if left else None, args.window_right if right else None)
 
     def symbol(self, kernel: str) -> str:
-        """The symbol of an attention kernel."""
+        """The symbol of an attention kernel, which names its head dims, dtype, mask, tile and features."""
         static, tile = self.static, self.tile
         mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
         layout = getattr(tile, "layout", "swizzled")
@@ -61,18 +62,18 @@ class Kernel:
         return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"
 
     def launch(self, symbol: str, params: Any, grid: tuple, num_threads: int, stream: CUstream, **options: Any):
-        """Launch `kernel` as `symbol`. ptxas compiles kernels with "cutlass" in their symbol differently."""
+        """Launch `kernel` as `symbol`, without "cutlass" in it: ptxas compiles kernels with that word differently."""
         self.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(grid=grid, block=(num_threads, 1, 1), stream=stream, **options)
 
 
 class MBlockKernel(Kernel):
-    """A kernel with a CTA for each m_block of a head: preprocess and postprocess of the backward."""
+    """A kernel with one CTA per m_block and head: the preprocess and postprocess kernels of the backward."""
 
     name: str
-    rows: str  # the operand that has the rows of queries
+    rows: str  # name of the operand that has a row per query
     num_threads: int
-    overlaps_last = False  # programmatic dependent launch: start before the previous kernel ends, and wait for it
+    overlaps_last = False  # programmatic dependent launch: it starts before the previous kernel ends, and waits for it
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -86,7 +87,7 @@ class MBlockKernel(Kernel):
 
     @cute.jit
     def process_cta(self, p: Any, coord: tuple, *thread):
-        """Call `process_block` for the block of a CTA, unless the grid is larger than the tile list."""
+        """Call `process_block` for the m_block of this CTA, if there is one: a varlen grid may exceed the tile list."""
         index, head, batch = coord
         if cutlass.const_expr(self.static.varlen):
             if index < p.q_tile_list[0, 0]:

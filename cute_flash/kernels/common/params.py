@@ -1,4 +1,4 @@
-"""Parameters of score features: from the operands of a launch to what kernels read."""
+"""The score features of a launch as kernels use them, built from the launch's operands."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class ScoreParams:
     alibi_slopes: cute.Tensor | None = None  # (B, H)
     sinks: cute.Tensor | None = None  # (H)
     rng: cute.Tensor | None = None  # (seed, offset)
-    dropout_threshold: Int32 | None = None  # in both halves of the word; random numbers below it drop their score
+    dropout_threshold: Int32 | None = None  # in both halves of the word; scores with smaller numbers are dropped
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
     mods: ModParams | None = None
@@ -36,12 +36,12 @@ class ScoreParams:
 
     @staticmethod
     def of(static: Static, args: SimpleNamespace) -> "ScoreParams":
-        """From the operands of a launch."""
+        """Build them from the operands of a launch."""
         mods = None
         if static.has_mods:
             arguments = (None if x is None else tuple(x) for x in (args.captures, args.scalars))
             mods = ModParams(static.mods, args.bias, *arguments)
-        # A bias and user mods take scores in natural units, not in units of log2.
+        # A bias and a score_mod need scores in natural units, not in units of log2.
         is_natural = mods is not None and mods.changes_scores
         transforms = args.softcap is not None or args.alibi_slopes is not None or is_natural
         return ScoreParams(
@@ -57,9 +57,9 @@ class ScoreParams:
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
-        """The factor from the scores that the softmax gets to units of log2.
+        """The factor that converts the scores that reach the softmax to units of log2.
 
-        Without a transform they are q·k; transformed scores are in units of log2, or in natural units.
+        Without a score transform they are q·k. Transformed scores are in units of log2, or in natural units.
         """
         if self.score is None:
             return scale * LOG2_E
@@ -69,7 +69,7 @@ class ScoreParams:
         return None if self.rng is None else Dropout.read(self.rng, self.dropout_threshold)
 
     def batch_shares_bias(self) -> cutlass.Boolean | None:
-        """Whether all of the batch have the same bias; None without a bias."""
+        """Whether all batch entries share one bias; None without a bias."""
         return None if self.mods is None or self.mods.bias is None else self.mods.bias.stride[0] == 0
 
     def for_head(self, head: Int32, batch: Int32) -> "HeadScoreParams":
@@ -128,6 +128,6 @@ def bwd_score_params(static: Static, tile: BwdTileSm80 | BwdTileSm90, args: Simp
 
 
 def _or_none(arguments: tuple) -> tuple | None:
-    """(captures, scalars) of a graph, with None for an empty tuple: kernels take no empty tuples."""
+    """(captures, scalars) of a graph with None for empty tuples, which kernels do not take; None if both are empty."""
     nonempty = tuple(x or None for x in arguments)
     return None if nonempty == (None, None) else nonempty

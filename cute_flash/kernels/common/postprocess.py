@@ -1,4 +1,4 @@
-"""Postprocess of the backward: dQ in the type of q."""
+"""Base of the postprocess kernels of the backward, which convert dQ to the dtype of q."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,15 +12,17 @@ from cute_flash.kernels.common.kernel import MBlockKernel
 
 @dataclass(frozen=True)
 class Params:
-    dq_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
+    """The argument of the kernel."""
+
+    dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     dq: cute.Tensor  # (B, H, Sq, D)
     dq_scale: Float32
-    tiled_mma: cute.TiledMma  # its accumulators define the order of dq_accum
+    tiled_mma: cute.TiledMma  # its accumulator layout is the order of dq_accum
     q_tile_list: cute.Tensor | None  # of a varlen batch
 
 
 class BwdPostprocess(MBlockKernel):
-    """dQ = scale times the fp32 accumulators, from the order of the registers to rows in the type of q."""
+    """dQ = scale times the fp32 accumulators: from register order to rows in the dtype of q."""
 
     rows = "dq"
     arch: str

@@ -1,4 +1,4 @@
-"""Preprocess of the backward: row statistics, and zeros in the accumulators of dQ."""
+"""The preprocess kernel of the backward: row statistics, and zeros in the accumulators of dQ."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,28 +15,30 @@ from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec.problem import Static
 
-VECTOR = 8  # elements of a load: 16 bytes, or 32 of fp32
+VECTOR = 8  # elements that a thread loads of a row: 16 bytes, or 32 if fp32
 THREADS = 128
 
 
 @dataclass(frozen=True)
 class Params:
+    """The argument of the kernel."""
+
     out: cute.Tensor  # (B, H, Sq, Dv)
     dout: cute.Tensor
     lse: cute.Tensor  # (B, H, Sq)
     lse_log2: cute.Tensor  # (B, H, Sq padded)
     delta: cute.Tensor
-    dq_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32
-    dq_semaphore: cute.Tensor | None  # (B, H, m_block)
+    dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32
+    dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
     norms: cute.Tensor | None = None  # (5, B, H) of an fp32 call; the last one is the largest |D|
 
 
 class BwdPreprocess(MBlockKernel):
-    """D = rowsum(dO O) - dLSE; LSE in units of log2, +inf for rows without keys and rows past the end.
+    """Computes D = rowsum(dO O) - dLSE, and the LSE in units of log2: +inf for rows without keys or past the end.
 
-    It also sets the accumulators of dQ and its semaphore to 0.
+    It also sets the accumulators of dQ and their semaphores to 0.
     """
 
     rows, num_threads = "out", THREADS
@@ -44,10 +46,10 @@ class BwdPreprocess(MBlockKernel):
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
-        # The main kernel on Hopper is launched early, and waits for the end of this one.
+        # The main kernel on Hopper is launched before this one ends, and waits for its end.
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
         vectors = -(-static.width_v // VECTOR)
-        # A power of two, and enough that all threads have a row.
+        # A power of two, and so many that a CTA covers at most the `tile_m` rows of a block at once.
         self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
 
     @property
@@ -87,7 +89,10 @@ class BwdPreprocess(MBlockKernel):
 
     @cute.jit
     def process_row(self, p: Params, sequence: tuple, row: Int32, column: Int32):
-        """`threads_per_row` neighbouring threads call it with the columns of their vectors."""
+        """Compute the statistics of a row.
+
+        Called by `threads_per_row` neighbouring threads, each with the first column of its vector.
+        """
         seqlen, head = sequence
         dot, lse = Float32(0.0), Float32.inf
         if row < seqlen.q_len:
@@ -105,7 +110,7 @@ class BwdPreprocess(MBlockKernel):
             offset //= 2
         if column == 0:
             if cutlass.const_expr(self.static.has_dlse):
-                # A row without keys has no gradient, whatever that of its LSE is.
+                # A row without keys has no gradient, whatever the gradient of its LSE is.
                 dot = Float32(0.0) if lse == Float32.inf else dot
                 if row < seqlen.q_len and lse != Float32.inf:
                     dot = dot - seqlen.slice_head(p.dlse, head)[seqlen.q_row(row)]

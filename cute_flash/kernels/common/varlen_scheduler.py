@@ -1,6 +1,8 @@
-"""The scheduler of varlen batches: lists the tiles of all sequences; see `planning.varlen`. A CTA makes one list.
+"""The varlen tile scheduler: a kernel that writes the list of the tiles of all sequences (`planning.varlen`).
 
-| step  | unit                       | what                                                                   |
+One CTA writes one list, sorted by length class, in three steps:
+
+| step  | unit                       | work                                                                   |
 |-------|----------------------------|------------------------------------------------------------------------|
 | count | a warp per 32 sequences    | counts the tiles of each length class                                  |
 | sum   | a thread per length class  | adds up the tiles of longer classes, which come before                 |
@@ -38,7 +40,7 @@ WARPS = THREADS // 32
 
 @dataclass(frozen=True)
 class VarlenBatch:
-    """The offsets of the sequences. They are clamped, so that no tile is outside of the tensors."""
+    """The offsets of the sequences, clamped so that no tile is outside of the tensors."""
 
     mCuSeqlensQ: cute.Tensor  # (B + 1)
     mCuSeqlensK: cute.Tensor
@@ -65,19 +67,20 @@ class VarlenBatch:
 
 @dataclass(frozen=True)
 class TileListBuilder:
-    """Builds the list of tiles of queries, or that of tiles of keys.
+    """Builds the list of the tiles of queries, or of the tiles of keys.
 
-    The list is made of segments: the sequences, the unused keys of each if there is `seqused_k`, and the rows after
-    the last sequence. A segment is (sequence, q_begin, q_len, k_begin, k_len).
+    Tiles come from segments: the sequences; with `seqused_k` the unused keys of each sequence; and the rows after the
+    last sequence. Tiles of the latter two see no queries or keys, so kernels write zeros there. A segment is (sequence,
+    q_begin, q_len, k_begin, k_len).
     """
 
     mTiles: cute.Tensor  # (TILE_LIST_HEADER + tiles, TILE_LIST_WIDTH)
     batch: VarlenBatch
-    of_keys: cutlass.Constexpr
-    rest_has_index: cutlass.Constexpr  # the rows after the last sequence are sequence B
+    of_keys: cutlass.Constexpr  # tiles of keys, not of queries
+    rest_has_index: cutlass.Constexpr  # the rows after the last sequence count as sequence B, else as B - 1
     tile_rows: Int32
     tile_columns: Int32
-    band: Band  # of rows over columns
+    band: Band  # for tiles of keys, left and right are swapped
     tile_order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
 
     @property
@@ -87,6 +90,7 @@ class TileListBuilder:
 
     @cute.jit
     def segment(self, index: Int32):
+        """The index-th segment: sequences first, then unused keys, then the rows after the last sequence."""
         batch, size = self.batch, self.batch.size
         b = cutlass.min(index, size - 1)
         is_rest = index == self.num_segments - 1
@@ -114,19 +118,19 @@ class TileListBuilder:
 
     @cute.jit
     def segment_tiles(self, segment: tuple):
-        """The number of tiles of a segment, and the blocks of its longest tile."""
+        """The number of tiles of a segment, and the number of blocks that its longest tile visits."""
         rows, columns = self.lengths(segment)
         longest = longest_tile(self.band, rows, columns, self.tile_rows, self.tile_columns)
         return ceil_div(rows, self.tile_rows), longest
 
     def lengths(self, segment: tuple) -> tuple:
-        """Rows and columns."""
+        """The numbers of rows and columns of a segment's scores."""
         _b, _q_begin, q_len, _k_begin, k_len = segment
         return (k_len, q_len) if self.of_keys else (q_len, k_len)
 
     @cute.jit
     def build(self, classes: cute.Tensor, sums: cute.Tensor):
-        """A CTA builds the list. `classes` (NUM_LENGTH_CLASSES) and `sums` (WARPS) are shared memory."""
+        """Build the list with one CTA. `classes` (NUM_LENGTH_CLASSES) and `sums` (WARPS) are in shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         classes[thread] = 0
         cute.arch.sync_threads()
@@ -138,7 +142,7 @@ class TileListBuilder:
 
     @cute.jit
     def sum_classes(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
-        """classes: from the number of tiles of a class to its first entry, after the tiles of longer classes."""
+        """Replace each class's number of tiles by its first entry, which is the number of tiles of longer classes."""
         lane, warp = thread % 32, thread // 32
         own = classes[NUM_LENGTH_CLASSES - 1 - thread]
         prefix = own
@@ -156,7 +160,10 @@ class TileListBuilder:
 
     @cute.jit
     def visit_segments(self, classes: cute.Tensor, thread: Int32, writes: cutlass.Constexpr):
-        """Reserve an entry for every tile in its class, which counts the tiles; `writes`: write the tiles there."""
+        """Reserve an entry in its length class for every tile. `writes`: also write the tiles to their entries.
+
+        Without `writes`, the reservations only count the tiles of each class.
+        """
         lane = thread % 32
         for first in cutlass.range(thread - lane, self.num_segments, THREADS, unroll=1):
             segment = self.segment(cutlass.min(first + lane, self.num_segments - 1))
@@ -174,7 +181,11 @@ class TileListBuilder:
 
     @cute.jit
     def visit_tiles(self, classes: cute.Tensor, lane: Int32, segment: tuple, size: tuple, writes: cutlass.Constexpr):
-        """A warp visits the tiles of a segment. Neighbouring tiles reserve their entries together."""
+        """Visit the tiles of a segment with one warp.
+
+        Tiles at least half as long as the longest share its class, and up to 32 of them reserve neighbouring entries
+        with one addition. Shorter tiles reserve an entry in the class of their own length.
+        """
         num, longest = size
         sizes = (*self.lengths(segment), self.tile_rows, self.tile_columns)
         descends = descends_by_length(self.band, num, *sizes) if self.tile_order == BY_LENGTH else self.tile_order
@@ -208,13 +219,15 @@ class TileListBuilder:
 
 @cute.jit
 def _reserve(classes: cute.Tensor, index: Int32, num: Int32) -> Int32:
-    """Reserve `num` entries of a length class; the first of them."""
+    """Reserve `num` entries of a length class, and return the first."""
     return cute.arch.atomic_add(classes.iterator + index, num, sem="relaxed", scope="cta")
 
 
 class VarlenScheduler(Kernel):
-    """Lists the tiles of a varlen batch, one CTA a list: in the forward the tiles of queries; in the backward those of
-    keys, and those of queries for preprocess and postprocess.
+    """Lists the tiles of a varlen batch, one list per CTA.
+
+    The forward has a list of query tiles. The backward has a list of K/V tiles, and one of query tiles for preprocess
+    and postprocess.
     """
 
     def __init__(self, static: Static, tile):

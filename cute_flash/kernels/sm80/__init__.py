@@ -1,1 +1,1 @@
-"""Kernels with mma.sync and cp.async: Ampere, Ada, and any later GPU."""
+"""Kernels with mma.sync and cp.async, for Ampere, Ada and later GPUs."""

@@ -1,6 +1,6 @@
-"""Backward attention with mma.sync, ldmatrix and cp.async: Ampere, Ada, and any later GPU.
+"""Backward attention with mma.sync, ldmatrix and cp.async, for Ampere, Ada and later GPUs.
 
-For each K/V tile, over the query heads that share it and m_blocks i:
+For each K/V tile, over the query heads that share it and their m_blocks i:
 
     S^T  = K Qi^T                       keys are rows
     P^T  = exp(scale S^T - LSE)         0 outside the band
@@ -8,19 +8,17 @@ For each K/V tile, over the query heads that share it and m_blocks i:
     dS^T = P^T (dP^T - D),  D = rowsum(dO O) - dLSE
     dV  += P^T dOi
     dK  += dS^T Qi                      times scale at the end
-    dQi += dS K                         fp32 additions in global memory, times scale at the end
+    dQi += dS K                         fp32 atomic additions in global memory, times scale in postprocess
 
-| warps      | part of each product                                                                      |
-|------------|-------------------------------------------------------------------------------------------|
-| all, alike | a grid of warps over its tile, see `BwdTileSm80`. If all warps are along the keys, P^T    |
-|            | and dS^T of a warp are operands of its dV and dK in registers                             |
+Warps are not specialised. They form a grid over the tile of each product (`BwdTileSm80`). If all warps are along the
+keys, a warp's P^T and dS^T are operands of its dV and dK directly from registers.
 
-| shared memory | elements                   | life                                           |
-|---------------|----------------------------|------------------------------------------------|
-| sKV           | 2 x tile_n x tile_d        | the tile; dK and dV pass through at the end    |
-| sQdO          | 2 stages x tile_m x tile_d | one m_block                                    |
-| sdSP          | 2 x tile_n x tile_m        | one block; only dS if P stays in registers     |
-| sRows         | 2 stages x tile_m, fp32    | LSE and D of one m_block                       |
+| shared memory | elements                     | lifetime                                       |
+|---------------|------------------------------|------------------------------------------------|
+| sKV           | 2 x tile_n x tile_d          | the tile; dK and dV are stored through it      |
+| sQdO          | 2 x stages x tile_m x tile_d | one m_block                                    |
+| sdSP          | 2 x tile_n x tile_m          | one block; only dS if P stays in registers     |
+| sRows         | 2 x stages x tile_m, fp32    | LSE and D of one m_block                       |
 """
 
 import cutlass
@@ -58,6 +56,8 @@ FLOATS = 4  # in 16 bytes
 
 
 class BwdSm80(Kernel):
+    """The backward kernel. One CTA computes dK and dV of one K/V tile, and adds its part of dQ."""
+
     def __init__(self, static: Static, tile: BwdTileSm80):
         super().__init__(static, tile)
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
@@ -67,7 +67,7 @@ class BwdSm80(Kernel):
         self.q_tile = SmemTile(tile.tile_m, tile.row_cols)
         self.k_tile = SmemTile(tile.tile_n, tile.row_cols)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
-        # The queries of a warp are contiguous: the mask relies on it.
+        # The queries of a warp are contiguous; the mask relies on it.
         queries = tile.tile_m * tile.warps_s // tile.num_warps
         self.s_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_s, queries)
         self.kv_grid = WarpGrid(self.dtype, tile.num_warps, tile.warps_kv)
@@ -84,12 +84,13 @@ class BwdSm80(Kernel):
             tile_list = VarlenTileList(args.kv_tile_list, heads_kv, args.heads_per_l2_group)
         else:
             num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-            # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
+            # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come
+            # first, because a tile that others wait for must have started.
             descends = static.has_left or static.deterministic
             scheduler = StaticTileScheduler(num_n_blocks, heads_kv, batch, args.heads_per_l2_group, descends)
         band, semaphore = self.band(args), None
         if cutlass.const_expr(static.deterministic):
-            # A right bound that masks nothing: without one, ptxas is short of a register.
+            # A missing right bound is replaced by one that masks nothing: without it ptxas lacks a register.
             band = Band(band.left, Int32(FAR) if band.right is None else band.right)
             lengths = args.q.shape[2], seqlen_k
             semaphore = DQSemaphore(args.dq_semaphore, band, *lengths, tile.tile_m, tile.tile_n, by_tma=False)
@@ -125,7 +126,7 @@ class BwdSm80(Kernel):
     def kernel(self, p: Params):
         index, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.static.varlen):
-            # The grid is as large as the tile list may become.
+            # The grid has the size of the longest possible tile list.
             if index < p.tile_list.num_tiles():
                 n_block, head_kv, seqlen_values = p.tile_list.read(index)
                 self.process_tile(p, n_block, head_kv, SeqlenInfo.of_values(seqlen_values))
@@ -146,7 +147,7 @@ class BwdSm80(Kernel):
         if cutlass.const_expr(state.dalibi is not None):
             state.dalibi.fill(0.0)
 
-        # Keys that no query sees load nothing: a late copy would overwrite the gradients in sKV.
+        # If no query sees the keys, nothing is loaded: a late copy would overwrite the gradients in sKV.
         blocks = p.band.blocks(n_block, tile.tile_n, tile.tile_m, seqlen_k, seqlen_q)
         has_blocks = blocks.begin < blocks.end
         if cutlass.const_expr(self.static.block_sparse):
@@ -177,7 +178,7 @@ class BwdSm80(Kernel):
         self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, thread: Int32, first_row: Int32
     ) -> MainloopState:
         tile = self.tile
-        # Tiles of one kind follow each other: the operands of V, dO and P are those of K, Q and dS, shifted.
+        # Tiles of one shape are contiguous: the operands of V, dO and P are those of K, Q and dS plus an offset.
         k = self.s_grid.a(p.mma_s, thread, storage.sKV, self.k_tile)
         q = self.s_grid.b(p.mma_s, thread, storage.sQdO, self.q_tile)
         ds = self.kv_grid.a(p.mma_kv, thread, storage.sdSP, self.s_tile)
@@ -208,14 +209,14 @@ class BwdSm80(Kernel):
 
     @cute.jit
     def band_mainloop(self, p: Params, state: MainloopState, blocks: BlockRange, head_kv: Int32, batch: Int32):
-        """Over the m_blocks that see the keys, of all heads that share them."""
+        """Process the m_blocks that see the keys, of all heads that share them."""
         heads_per_kv = p.mQ.shape[1] // p.mK.shape[1]
-        # Blocks that are left, this one included: their parity is the stage.
+        # The number of blocks left, including the current one. Its parity selects the stage.
         left = (blocks.end - blocks.begin) * heads_per_kv
         m_block, head = Int32(blocks.begin), head_kv * heads_per_kv
         self.load_block(p, state, (m_block, head, batch), self.stage(left))
         cute.arch.cp_async_commit_group()
-        # Keys past the end must not reach dQ: all blocks of the last tile are masked.
+        # Keys past the end must not contribute to dQ, so all blocks of the last tile are masked.
         is_tail = state.first_row + self.tile.tile_n > state.seqlen.k_len
         full_end = Int32(0) if is_tail else Int32(blocks.full_end)
         while left > 0:
@@ -230,6 +231,7 @@ class BwdSm80(Kernel):
 
     @cute.jit
     def finish_head(self, p: Params, state: MainloopState, head: Int32, is_last_of_head):
+        """After the last m_block of a head, store the gradient of its ALiBi slope."""
         if cutlass.const_expr(state.dalibi is not None):
             if is_last_of_head:
                 n_block = state.first_row // self.tile.tile_n
@@ -239,7 +241,7 @@ class BwdSm80(Kernel):
 
     @cute.jit
     def block_sparse_mainloop(self, p: Params, state: MainloopState, blocks: BlockRange, kv_tile: tuple):
-        """Over the m_blocks of a block mask; `kv_tile`: batch, K/V head and n_block."""
+        """Process the m_blocks of a block mask. `kv_tile`: (batch, K/V head, n_block)."""
         indices, (batch, head_kv, _n_block) = p.score_params.mods.block_indices, kv_tile
         first_head = head_kv * (p.mQ.shape[1] // p.mK.shape[1])
         num = indices.count(*kv_tile)
@@ -297,14 +299,21 @@ class BwdSm80(Kernel):
     def process_block(
         self, p: Params, state: MainloopState, coord: tuple, left: Int32, is_masked, following: tuple, is_partial=None
     ):
-        """`coord` and `following`: (m_block, head, batch) of this block and the next. `is_partial`: with a block mask,
-        whether the block needs mask_mod.
+        """Compute the gradients of one m_block.
+
+        Args:
+            coord: (m_block, head, batch).
+            left: number of blocks left, including this one.
+            is_masked: whether the band masks the block.
+            following: `coord` of the next block.
+            is_partial: with a block mask, whether the block needs mask_mod.
         """
         m_block, head, _batch = coord
         tile, stage, has_mods = self.tile, self.stage(left), self.static.has_mods
         acc_S, acc_dP = (self.accumulator(p.mma_s, (tile.tile_n, tile.tile_m)) for _ in range(2))
 
-        # The block has landed, and every warp is done with the other stage, P and dS of the last block.
+        # Wait until the block has landed, and every warp is done with the other stage, and with P and dS of the last
+        # block.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 2):
@@ -382,7 +391,7 @@ class BwdSm80(Kernel):
             self.add_gemm(p.mma_kv, state.acc_dK, state.ds, state.q_t, stage, factors.dk if factors else None)
         if cutlass.const_expr(tile.stages == 1):
             if cutlass.const_expr(not tile.p_in_registers):
-                # Every warp is done with Q and dO.
+                # Wait until every warp is done with Q and dO.
                 cute.arch.sync_threads()
             self.load_following(p, state, following, left)
 
@@ -393,27 +402,28 @@ class BwdSm80(Kernel):
             self.wait_semaphore(p, state, m_block, head)
         gdQ = state.seqlen.slice_head(p.mdQ_accum, head)[state.seqlen.padded_q_block(m_block, tile.tile_m), None]
         for i in cutlass.range_constexpr(cute.size(acc_dQ)):
-            target = gdQ.iterator + (i * tile.num_threads + state.thread)  # a warp adds to 128 contiguous bytes
+            # A warp adds to 128 contiguous bytes.
+            target = gdQ.iterator + (i * tile.num_threads + state.thread)
             cute.arch.atomic_add(target, acc_dQ[i], sem="relaxed", scope="gpu")
         if cutlass.const_expr(self.static.deterministic):
             self.arrive_semaphore(p, state, m_block, head)
 
     @cute.jit
     def wait_semaphore(self, p: Params, state: MainloopState, m_block: Int32, head: Int32):
-        """Wait until the K/V tiles before this one have added to the m_block."""
+        """Wait until the K/V tiles that precede this one have added to dQ of the m_block."""
         if rederived(state.thread) == 0:
             p.dq_semaphore.wait(*self.semaphore_rank(p, state, m_block, head))
         cute.arch.sync_threads()
 
     @cute.jit
     def arrive_semaphore(self, p: Params, state: MainloopState, m_block: Int32, head: Int32):
-        """One thread arrives, after a barrier that makes the additions of all threads visible to it."""
+        """Arrive with one thread, after a barrier that makes the additions of all threads visible to it."""
         cute.arch.sync_threads()
         if rederived(state.thread) == 0:
             p.dq_semaphore.arrive(*self.semaphore_rank(p, state, m_block, head))
 
     def semaphore_rank(self, p: Params, state: MainloopState, m_block: Int32, head: Int32) -> tuple:
-        """Coordinate of the semaphore, and rank of this tile. No register is left to keep them meanwhile."""
+        """The coordinate of the semaphore, and the rank of this tile. Opaque values save the registers to keep them."""
         seqlen, m_block = state.seqlen, rederived(m_block)
         head = rederived(head)
         coord = (head, 0 if seqlen.is_varlen else seqlen.batch, seqlen.padded_q_block(m_block, self.tile.tile_m))
@@ -435,7 +445,7 @@ class BwdSm80(Kernel):
     def apply_mask(
         self, p: Params, state: MainloopState, scores, acc_S: cute.Tensor, m_block: Int32, is_masked, is_partial
     ):
-        """Mask what is outside the band, past the ends, and where mask_mod is false."""
+        """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
         if is_masked:
             mask, first = self.mask(p, state), m_block * self.tile.tile_m
             if cutlass.const_expr(self.static.has_mods):
@@ -459,7 +469,7 @@ class BwdSm80(Kernel):
         return p.mma_s.get_slice(rederived(state.thread)).partition_C(coords)
 
     def column_statistic(self, p: Params, state: MainloopState, stage) -> cute.Tensor:
-        """LSE or D of the queries in this thread's columns of S^T; `column_offset` has their positions."""
+        """LSE or D of the queries of this thread's columns of S^T (`device.mask.column_offset`)."""
         columns = as_mn(self.coordinates(p, state))
         pairs = cute.make_layout((2, cute.size(columns, mode=[1]) // 2), stride=(1, 8))
         first = (state.storage.sRows[None, stage].iterator + columns[0, 0][1]).align(8)
@@ -486,10 +496,10 @@ class BwdSm80(Kernel):
         acc.store(acc.load() + sums.load() * factor)
 
     def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand | cute.Tensor, b: MmaOperand, stage, steps=None):
-        """acc += A B, with A in registers or, like B, in shared memory; of staged operands, B is that of `stage`.
-        `steps`: the range of k-steps; None: all.
+        """acc += A B, with A in registers or in shared memory, and B in stage `stage` of shared memory.
 
-        Loads come right before their use: ptxas hoists them as far as registers allow.
+        `steps`: range of k-steps; None: all. Loads come right before their use; ptxas hoists them as far as registers
+        allow.
         """
         a = a.rederived() if isinstance(a, MmaOperand) else a
         b = b.rederived()

@@ -21,7 +21,7 @@ from cute_flash.smem.tile import SmemTile
 
 
 def dq_grid(tile: BwdTileSm80, dtype) -> WarpGrid:
-    """The warp grid whose accumulators define the order of dQ in global memory."""
+    """The warp grid of dS K. Its accumulator layout is the order of dQ in the fp32 workspace."""
     return WarpGrid(dtype, tile.num_warps, tile.warps_q)
 
 
@@ -35,13 +35,13 @@ class Params:
     mdO: cute.Tensor
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     mdK: cute.Tensor
     mdV: cute.Tensor
     scale: Float32
     scale_log2: Float32
-    band: Band  # of keys over queries: left and right change places
-    dq_semaphore: DQSemaphore | None  # of deterministic gradients
+    band: Band  # rows are keys, columns are queries: left and right are swapped
+    dq_semaphore: DQSemaphore | None  # for deterministic gradients
     scheduler: StaticTileScheduler | None
     tile_list: VarlenTileList | None  # of a varlen batch
     copy_in: cute.TiledCopy
@@ -84,7 +84,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """Tiles of one kind are in one tensor, so that their operands share addresses."""
+    """Tiles of one shape share a tensor, so that their MMA operands share address registers."""
 
     sKV: cute.Tensor  # (tile_n, tile_d, K or V)
     sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
@@ -105,12 +105,12 @@ class SharedStorage:
 
 @dataclass(frozen=True)
 class MainloopState:
-    """What the main loop of a tile works on."""
+    """The state of the main loop of a K/V tile."""
 
     thread: Int32
     storage: SharedStorage
     seqlen: SeqlenInfo
-    first_row: Int32
+    first_row: Int32  # first key of the tile
     k: MmaOperand  # S^T = K Q^T
     q: MmaOperand
     v: MmaOperand  # dP^T = V dO^T

@@ -1,4 +1,4 @@
-"""Forward attention with mma.sync, ldmatrix and cp.async: Ampere, Ada, and any later GPU.
+"""Forward attention with mma.sync, ldmatrix and cp.async, for Ampere, Ada and later GPUs.
 
 For each tile of query rows, over K/V blocks j from the last visible one to the first (FlashAttention-2):
 
@@ -9,20 +9,18 @@ For each tile of query rows, over K/V blocks j from the last visible one to the 
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
-Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks more of
-it, dropout changes P after its sums are taken, and a sink changes l and the LSE at the end. A block mask lists the
-K/V blocks, full ones first.
+Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks further
+scores, dropout changes P after its row sums are taken, and a sink changes l and the LSE at the end. With a block mask,
+the K/V blocks are those that it lists, full ones first.
 
-| warps      | rows                                                                    |
-|------------|-------------------------------------------------------------------------|
-| all, alike | tile_m / num_warps each (16 or 32); every warp reads all of K and V     |
+Warps are not specialised. Each has tile_m / num_warps rows (16 or 32), and reads all of K and V.
 
-| shared memory | elements                  | life                                         |
+| shared memory | elements                  | lifetime                                     |
 |---------------|---------------------------|----------------------------------------------|
-| sQ            | tile_m x tile_d           | the tile; O passes through it at the end     |
+| sQ            | tile_m x tile_d           | the tile; O is stored through it at the end  |
 | sK, sV        | stages x tile_n x tile_d  | one block each                               |
 
-If the values have another width than the keys, the tile is as wide as both, and zero-filled.
+If values and keys differ in width, the tile has the larger width, and the other operand is zero-filled.
 """
 
 from dataclasses import replace
@@ -51,6 +49,8 @@ from cute_flash.planning.varlen import TILE_LIST_HEADER
 
 
 class FwdSm80(Kernel):
+    """The forward kernel. One CTA computes one tile of queries of one head."""
+
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
         tile, static, args = self.tile, self.static, self.read_operands(operands)
@@ -84,7 +84,7 @@ class FwdSm80(Kernel):
         self.launch(self.symbol("fwd_sm80"), params, grid, tile.num_threads, stream)
 
     def _tiled_mma(self) -> cute.TiledMma:
-        """Warps are stacked along the rows. One ldmatrix.x4 feeds two n8 tiles."""
+        """All warps are along the rows. One ldmatrix.x4 loads two n8 tiles."""
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         warps = self.tile.num_warps
         return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(warps * 16, 16, 16))
@@ -93,7 +93,7 @@ class FwdSm80(Kernel):
     def kernel(self, p: Params):
         index, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.static.varlen):
-            # The grid is as large as the tile list may become.
+            # The grid has the size of the longest possible tile list.
             if index < p.tile_list.num_tiles():
                 self.process_tile(p, *self.tile_coord(p, index))
         else:
@@ -101,7 +101,7 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def tile_coord(self, p: Params, index: Int32):
-        """m_block, head and sequence."""
+        """(m_block, head, sequence) of a tile."""
         if cutlass.const_expr(self.static.varlen):
             m_block, head, seqlen_values = p.tile_list.read(index)
             return m_block, head, SeqlenInfo.of_values(seqlen_values)
@@ -157,13 +157,13 @@ class FwdSm80(Kernel):
             score_factor=self.score_factor(p, head, head_kv, seqlen),
         )
 
-        # A tile that sees no key loads nothing: a late copy of Q would overwrite the output in sQ.
+        # A tile that sees no key must not load Q: a late copy would overwrite the output in sQ.
         if self.has_blocks(state):
             load_q.load(gQ, sQ[None, None, 0], rows_left, True)
             self.mainloop(state)
 
         if cutlass.const_expr(self.static.base_cost > 0):
-            # Beside score features no register is left to keep these over the loop.
+            # With score features there are no registers to keep these over the loop.
             thread = rederived(thread)
             m_block, head, seqlen = self.tile_coord(p, rederived(cute.arch.block_idx()[0]))
             rows_left, first_row = seqlen.q_len - m_block * tile.tile_m, seqlen.q_row(m_block * tile.tile_m)
@@ -195,7 +195,7 @@ class FwdSm80(Kernel):
         return self.factor(p, 0, head, seqlen) * self.factor(p, 1, head_kv, seqlen)
 
     def block_iterator(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> BlockSparseIterator | None:
-        """Over the blocks of a block mask; None without one."""
+        """The iterator of a block mask; None without one."""
         indices = p.score_params.block_indices
         if indices is None:
             return None
@@ -220,7 +220,7 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def load_q_fragments(self, state: MainloopState):
-        """Wait for Q and the first block, and load the part of Q that stays in registers."""
+        """Wait for Q (and the first block), and load the part of Q that stays in registers."""
         if cutlass.const_expr(self.tile.q_steps > 0):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
@@ -229,7 +229,7 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def block_sparse_mainloop(self, state: MainloopState):
-        """Blocks of a block mask: full ones, then partial ones."""
+        """Process the blocks of a block mask: full ones, then partial ones."""
         block_iter = state.block_iter
         n_block = block_iter.first
         self.load_block(state, n_block, Int32(0), True)
@@ -246,7 +246,7 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def band_mainloop(self, state: MainloopState):
-        """Blocks of the band from the last to the first: masked on the right, full, masked on the left."""
+        """Process the blocks of the band from the last to the first: masked on the right, full, masked on the left."""
         blocks = state.blocks
         self.load_block(state, blocks.end - 1, blocks.end - 1, True)
         cute.arch.cp_async_commit_group()
@@ -264,7 +264,10 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def load_block(self, state: MainloopState, n_block: Int32, iteration: Int32, is_last: cutlass.Constexpr):
-        """Start to load K of an n_block, and V too if it has a buffer of its own."""
+        """Start to load K of an n_block, and V too with two stages.
+
+        `is_last`: the block may contain the last key, so rows past the end are checked.
+        """
         self.load_tile(state, (state.load_k, state.gK, state.sK), n_block, iteration, is_last)
         if cutlass.const_expr(self.tile.stages == 2):
             self.load_v(state, n_block, iteration, is_last)
@@ -281,7 +284,7 @@ class FwdSm80(Kernel):
         first = n_block * self.tile.tile_n
         tile = row_tile(gX, first, self.tile.tile_n, self.tile.row_cols)
         if cutlass.const_expr(self.static.base_cost > 0):
-            # Beside score features no register is left to keep its addresses over the loop.
+            # With score features there are no registers to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
         loader.load(tile, sX[None, None, self.stage(iteration)], state.mask.seqlen_k - first, is_last)
 
@@ -289,9 +292,12 @@ class FwdSm80(Kernel):
     def process_block(
         self, state: MainloopState, n_block: Int32, masked: cutlass.Constexpr, sparse: tuple | None = None
     ):
-        """`sparse`: with a block mask, the number of blocks before this one, and the next n_block."""
+        """Compute S, P and P V of a block, and start the loads of the next.
+
+        `sparse`: with a block mask, (number of blocks before this one, next n_block).
+        """
         tile, mods = self.tile, state.score_params.mods
-        # The number of blocks before this one, or a number of the same parity.
+        # Selects the stage: a number whose parity alternates from block to block.
         iteration = n_block if sparse is None else sparse[0]
         stage = self.stage(iteration)
         acc_S = cute.make_rmem_tensor(
@@ -299,7 +305,7 @@ class FwdSm80(Kernel):
         )
         acc_S.fill(0.0)
 
-        # K(n), and V(n) with two stages, has landed, and every warp is done with the buffers of the last block.
+        # Wait until K(n), and V(n) with two stages, has landed, and every warp is done with the last block's buffers.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(tile.stages == 1):
@@ -317,7 +323,7 @@ class FwdSm80(Kernel):
             gemm(state.tiled_mma, acc_S, (state.q, state.k), stage, tile.q_steps)
 
         if cutlass.const_expr(tile.stages == 1):
-            # V(n) has landed, and every warp is done with K(n).
+            # Wait until V(n) has landed, and every warp is done with K(n).
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
         if cutlass.const_expr(sparse is None):
@@ -329,8 +335,8 @@ class FwdSm80(Kernel):
         cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(state.score_params.score is not None):
-            # The bounds of a window take the registers of the polynomial of softcap. Whether all scores are near 0
-            # is decided for the rows of a warp together.
+            # A window with two bounds leaves no registers for the polynomial of softcap. `batch_invariant` excludes
+            # it, because the choice of the polynomial depends on all rows of a warp.
             is_window = self.static.has_left and self.static.has_right
             looks_near = not (masked or is_window or self.static.batch_invariant)
             state.score_params.score.apply(as_mn(acc_S), state.mask, n_block * tile.tile_n, looks_near)
@@ -366,7 +372,10 @@ class FwdSm80(Kernel):
 
     @cute.jit
     def apply_mask(self, state: MainloopState, acc_S: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr):
-        """-inf outside the band, and where mask_mod is false. The band may mask full blocks of a block mask."""
+        """Set scores outside the band, and where mask_mod is false, to -inf.
+
+        The band may also mask blocks that a block mask lists as full.
+        """
         first_column = n_block * self.tile.tile_n
         if cutlass.const_expr(masked):
             state.mask.apply(as_mn(acc_S), first_column)

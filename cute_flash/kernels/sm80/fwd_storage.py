@@ -45,7 +45,7 @@ class Params:
 
 @dataclass(frozen=True)
 class MainloopState:
-    """What the main loop of a tile works on."""
+    """The state of the main loop of a tile."""
 
     load_k: RowTiles
     load_v: RowTiles
@@ -69,14 +69,14 @@ class MainloopState:
 
 
 def allocate(tile: FwdTileSm80, dtype):
-    """sQ (tile_m, tile_d, 1); sK, sV (tile_n, tile_d, stage)."""
+    """Allocate sQ (tile_m, tile_d, 1), and sK and sV (tile_n, tile_d, stage)."""
     stages_of = partial(allocate_stages, SmemAllocator(), dtype)
     q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return stages_of(q_tile, 1), stages_of(kv_tile, tile.stages), stages_of(kv_tile, tile.stages)
 
 
 def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK, sV):
-    """Q, K and V^T as MMA operands. The rows of V are keys; ldmatrix.trans makes them columns."""
+    """Q, K and V^T as MMA operands. The rows of V are keys; ldmatrix.trans transposes them."""
     grid = WarpGrid(sQ.element_type, tile.num_warps, tile.num_warps)
     q_tile, kv_tile = tile.smem(tile.tile_m), tile.smem(tile.tile_n)
     return (
@@ -88,9 +88,9 @@ def operands(tile: FwdTileSm80, tiled_mma: cute.TiledMma, thread: Int32, sQ, sK,
 
 @cute.jit
 def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int32, q_steps: cutlass.Constexpr):
-    """acc += A B with A and B from shared memory, but for the first `q_steps` k-steps of A, which stay in registers.
+    """acc += A B, both in shared memory, except the first `q_steps` k-steps of A, which stay in registers.
 
-    Loads come right before their use: ptxas hoists them over earlier MMAs as far as registers allow. An explicit
+    Loads come right before their use; ptxas hoists them over earlier MMAs as far as registers allow. An explicit
     double buffer would only restrict it.
     """
     a, b = operands
@@ -103,10 +103,10 @@ def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, stage: Int
 
 @cute.jit
 def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: MmaOperand, stage: Int32):
-    """acc += A B with A in registers, a few n-tiles of B at a time with all their k-steps.
+    """acc += A B with A in registers: two n16 tiles of B at a time, with all their k-steps.
 
-    The k-steps of an n-tile are a multiple of the swizzle's period apart: one address and immediate offsets. The tile
-    table was measured with two n-tiles at a time.
+    The k-steps of an n16 tile are a multiple of the swizzle's period apart, so they need one address and immediate
+    offsets. The tile table was measured with two tiles at a time.
     """
     group = 2
     # One ldmatrix.x4 loads the operands of two n8 tiles.

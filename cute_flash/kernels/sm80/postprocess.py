@@ -1,4 +1,4 @@
-"""Postprocess of the backward with mma.sync: dQ in the type of q."""
+"""The postprocess kernel of the mma.sync backward: converts dQ to the dtype of q."""
 
 import cutlass
 import cutlass.cute as cute

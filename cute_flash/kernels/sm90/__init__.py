@@ -1,1 +1,1 @@
-"""Kernels with wgmma, TMA and specialised warps: Hopper."""
+"""Warp-specialised kernels with wgmma and TMA, for Hopper."""

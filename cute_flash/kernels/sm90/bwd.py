@@ -1,6 +1,6 @@
-"""Backward attention with TMA, wgmma and specialised warps: Hopper.
+"""Warp-specialised backward attention with TMA and wgmma, for Hopper and head dims up to 128.
 
-For each K/V tile, over the query heads that share it and m_blocks i, in persistent CTAs:
+For each K/V tile, over the query heads that share it and their m_blocks i, in persistent CTAs:
 
     S^T  = K Qi^T                       keys are rows: P^T and dS^T stay in registers as operands
     P^T  = exp(scale S^T - LSE)         0 outside the band
@@ -8,22 +8,22 @@ For each K/V tile, over the query heads that share it and m_blocks i, in persist
     dS^T = P^T (dP^T - D),  D = rowsum(dO O) - dLSE
     dV  += P^T dOi
     dK  += dS^T Qi                      times scale at the end
-    dQi += dS K                         fp32 additions in global memory, times scale at the end
+    dQi += dS K                         fp32 additions in global memory, times scale in postprocess
 
-| warpgroup | warps | role                                           |
-|-----------|-------|------------------------------------------------|
-| 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D      |
-| 0         | 1     | dQ: bulk additions to global memory            |
-| 0         | 2     | the same, with deterministic gradients         |
-| 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each   |
+| warpgroup | warps | role                                                     |
+|-----------|-------|----------------------------------------------------------|
+| 0         | 0     | load K, V, Q, dO, LSE and D by TMA                       |
+| 0         | 1     | add dQ to global memory by bulk reductions               |
+| 0         | 2     | the same for every other block, if deterministic         |
+| 1, 2      | all   | MMA: 64 keys of the tile and half of dQ each             |
 
-| shared memory | elements                    | life                                        |
-|---------------|-----------------------------|---------------------------------------------|
-| sK, sV        | tile_n x tile_d             | the tile                                    |
-| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV in the next      |
-| sdS           | 2 x tile_n x tile_m         | one block, until dQ in the next but one     |
-| sdQ           | tile_m x tile_d, fp32       | one block, in the order of the accumulators |
-| sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
+| shared memory | elements                    | lifetime                                             |
+|---------------|-----------------------------|------------------------------------------------------|
+| sK, sV        | tile_n x tile_d             | the tile                                             |
+| sQ, sdO       | stages x tile_m x tile_d    | one block, until dK and dV, which are one block late |
+| sdS           | 2 x tile_n x tile_m         | one block, until dQ, which is two blocks late        |
+| sdQ           | tile_m x tile_d, fp32       | one block, in register order                         |
+| sLSE, sD      | stages x tile_m, fp32       | one m_block                                          |
 """
 
 from dataclasses import dataclass
@@ -59,27 +59,27 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.features import MODS
 from cute_flash.spec.problem import Static
 
-# Named barrier 0 is that of all threads.
+# Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
-# Registers of a thread of the producer warpgroup, and of the MMA warpgroups.
+# Registers per thread of the producer warpgroup, and of the MMA warpgroups.
 REGISTERS = 24, 240
 
 
 @dataclass(frozen=True)
 class MmaState:
-    """What an MMA warpgroup keeps from tile to tile."""
+    """The state that an MMA warpgroup keeps from tile to tile."""
 
     wg: Int32
     thread: Int32
     storage: SharedStorage
-    rK: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K), its own keys
+    rK: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K), of the warpgroup's keys
     rV: cute.Tensor
     rQ: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
     rdO: cute.Tensor
     rQt: cute.Tensor
     rdOt: cute.Tensor
-    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), its own rows or all
-    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), all columns or its own
+    rdSt: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage), of the rows of the warpgroup's part of dQ
+    rKt: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), of the columns of that part
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tScS: cute.Tensor  # (key, query) of every element of S^T
@@ -88,14 +88,16 @@ class MmaState:
 
 
 class BwdSm90(Kernel):
+    """The backward kernel. CTAs are persistent: each computes K/V tiles one after the other."""
+
     def __init__(self, static: Static, tile: BwdTileSm90):
         super().__init__(static, tile)
         self.config = Config(static, tile)
         self.has_score_params = bool(static.features) or static.has_mods
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
-        # A bias and user mods need the registers in which LSE would wait.
+        # A bias and user mods leave no registers for the LSE, which is then read from shared memory.
         self.has_mods_or_bias = any(name in MODS for name in static.features)
-        # With a semaphore every tile has a CTA of its own: the tile that is waited for has begun.
+        # With a semaphore every tile has its own CTA, so that a tile that others wait for has started.
         differs = static.is_bounded or static.varlen or static.block_sparse
         self.is_dynamic = differs and not static.deterministic
 
@@ -105,7 +107,8 @@ class BwdSm90(Kernel):
         load, tma = cpasync.CopyBulkTensorTileG2SOp(), VarlenTmaTiles if static.varlen else TmaTiles
         (_, heads, seqlen_q, _), (batch, heads_kv, seqlen_k, _) = args.q.shape, args.k.shape
         num_n_blocks = cute.ceil_div(seqlen_k, tile.tile_n)
-        # The longest tiles first; with a semaphore the last, as a tile that is waited for must have begun.
+        # With a left bound the last tiles are the longest, and come first. With a semaphore the last tiles come first,
+        # because a tile that others wait for must have started.
         descends = static.has_left or static.deterministic
         band, semaphore, tile_list = self.band(args), None, None
         if cutlass.const_expr(static.deterministic):
@@ -151,7 +154,7 @@ class BwdSm90(Kernel):
                 storage.init_barriers(p.num_adders)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Wait for the end of the preprocess kernel. The postprocess kernel may be launched, and waits for this one.
+        # Wait for the end of the preprocess kernel. Allow the postprocess kernel to be launched; it waits for this one.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         producer_registers, mma_registers = REGISTERS
@@ -166,7 +169,7 @@ class BwdSm90(Kernel):
             self.mma(p, storage, warp_index // 4 - 1, thread % WARPGROUP_THREADS)
 
     def _part(self, sX: cute.Tensor, size: int, wg: Int32) -> cute.Tensor:
-        """A warpgroup's part of the first mode, or all of it."""
+        """The warpgroup's `size` entries of the first mode, or all of them if there are no more."""
         if cute.size(sX, mode=[0]) == size:
             return sX
         rest = (None,) * (cute.rank(sX) - 1)
@@ -198,6 +201,7 @@ class BwdSm90(Kernel):
         )
 
     def dv_scale(self, p: Params) -> Float32:
+        """The factor of dV. It includes the scale of dropout, by which P is not multiplied."""
         return p.score_params.dropout_scale if self.has_dropout else Float32(1.0)
 
     @cute.jit
@@ -205,7 +209,7 @@ class BwdSm90(Kernel):
         """The role of an MMA warpgroup."""
         state = self._state(p, storage, wg, thread)
         state.order.start()
-        count, iteration = Int32(0), Int32(0)  # of tiles; of m_blocks
+        count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
         storage.k.wait_full(count)
         coord = storage.read_tile(count)
         while coord[0] != NO_TILE:
@@ -218,7 +222,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def process_tile(self, p: Params, state: MmaState, tile: KVTile):
-        """dK and dV of a K/V tile."""
+        """Compute dK and dV of a K/V tile, and its part of dQ."""
         storage, begin = state.storage, tile.iteration
         first_row = tile.n_block * self.tile.tile_n + state.wg * WARPGROUP_ROWS
         mask = Mask(p.band, tile.seqlen.k_len, tile.seqlen.q_len, first_row, state.tScS)
@@ -230,12 +234,12 @@ class BwdSm90(Kernel):
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = p.num_m_blocks(tile)
         storage.v.wait_full(tile.count)
-        # The position among the blocks of a head is counted, because a division takes long.
+        # The position of a block among those of its head is counted up, because a division would take long.
         position = (Int32(0),)
         if cutlass.const_expr(self.has_score_params):
             position = (Int32(0), tile.head_kv * p.heads_per_kv)
         if cutlass.const_expr(self.static.block_sparse):
-            # An empty list has memory too.
+            # Reading the first entry is safe even if the list is empty: it has memory.
             position = (Int32(0), p.block_index(tile, Int32(0)).bits)
         if total > 0:
             position = self.process_block(p, state, tile, mask, operands, (begin, position), 0)
@@ -271,11 +275,17 @@ class BwdSm90(Kernel):
         block: tuple,
         blocks_before: cutlass.Constexpr,
     ):
-        """Products, then P^T and dS^T: one warpgroup multiplies while the other computes exponentials.
+        """Compute P^T and dS^T of an m_block. One warpgroup issues products while the other computes exponentials.
 
-        dV and dK follow one block late, from `operands` (P^T and dS^T), and dQ two blocks late, so that no warpgroup
-        waits for the dS of the other. `blocks_before`: 2 stands for 2 or more. `block`: its iteration and its position
-        among the blocks of its head; the position of the next block is returned.
+        dV and dK follow one block late, and dQ two blocks late, so that no warpgroup waits for the dS of the other.
+
+        Args:
+            operands: P^T and dS^T in registers: those of the block before, then those of this block.
+            block: (iteration, position). Positions come from `next_position` or `next_sparse_position`.
+            blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
+
+        Returns:
+            The position of the next block.
         """
         iteration, position = block
         storage, (rP, rdS) = state.storage, operands
@@ -288,14 +298,14 @@ class BwdSm90(Kernel):
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, state, iteration - 2)
         if cutlass.const_expr(has_score_params and self.tile.early_dropout):
-            # Beside products, and before S and dP take registers.
+            # While products run, and before S and dP take registers.
             m_block, head = self.block_and_head(p, tile, position)
             scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
         if cutlass.const_expr(blocks_before > 0):
             warpgroup.wait_group(blocks_before - 1)
             storage.do.release_per_thread(iteration - 1)
             storage.q.release_per_thread(iteration - 1)
-        # S^T = K Q^T, while dQ leaves
+        # S^T = K Q^T, while dQ of an earlier block is moved to shared memory
         storage.q.wait_full(iteration)
         k_steps, v_steps = self.static.k_steps
         start_gemm(p.mma_s, acc_S, state.rK, state.rQ[None, None, None, stage], False, k_steps)
@@ -310,7 +320,7 @@ class BwdSm90(Kernel):
         start_gemm(p.mma_s, acc_dP, state.rV, state.rdO[None, None, None, stage], False, v_steps)
         state.order.arrive()
         if cutlass.const_expr(blocks_before > 0):
-            # Only now: the products need not wait until the stores are visible.
+            # As late as here, so that the products do not wait until the stores are visible.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(iteration - 1))
         if cutlass.const_expr(blocks_before > 1):
@@ -359,7 +369,7 @@ class BwdSm90(Kernel):
         return position
 
     def block_and_head(self, p: Params, tile: KVTile, position: tuple) -> tuple:
-        """The m_block at a position, and its head."""
+        """(m_block, head) at a position."""
         if not self.static.block_sparse:
             return tile.m_block(position[0]), position[1]
         index = BwdBlockIndex(position[1])
@@ -367,7 +377,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def next_sparse_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """The number of the next block in the list of a block mask, and its index."""
+        """(number of the next block in the list of a block mask, bits of its `BwdBlockIndex`)."""
         i, index = position[0] + 1, BwdBlockIndex(position[1])
         if cutlass.const_expr(p.score_params.alibi_slopes is not None):
             if index.is_last:
@@ -376,6 +386,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def store_dalibi(self, p: Params, state: MmaState, tile: KVTile, head: Int32):
+        """Store this warp's part of the gradient of a head's ALiBi slope."""
         seqlen = self.reread_seqlen(p, state, tile)
         block = seqlen.padded_k_block(tile.n_block, self.tile.tile_n)
         part = (block * NUM_WARPGROUPS + state.wg) * 4 + state.thread // 32
@@ -383,7 +394,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """The number of the next block among those of its head and, with score features, its head."""
+        """(number of the next block among those of its head,) and, with score features, its head."""
         is_last = position[0] + 1 == tile.block_iter.num
         i = cutlass.select_(is_last, Int32(0), position[0] + 1)
         following = (i,)
@@ -396,7 +407,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def start_dv_dk(self, p: Params, state: MmaState, operands: tuple, iteration: Int32):
-        """dV += P^T dO, dK += dS^T Q"""
+        """dV += P^T dO and dK += dS^T Q, of the block of `iteration`."""
         stage = state.storage.q.stage(iteration)
         rP, rdS = (as_operand_a(operand) for operand in operands)
         start_gemm(p.mma_dkv, state.acc_dV, rP, state.rdOt[None, None, None, stage], True)
@@ -404,7 +415,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def start_dq(self, p: Params, state: MmaState, iteration: Int32):
-        """dQ = dS K, as soon as both warpgroups have staged their dS"""
+        """dQ = dS K, as soon as dS of both warpgroups is in shared memory."""
         pipeline = state.storage.ds
         pipeline.wait_full(iteration)
         shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
@@ -414,6 +425,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def last_dq(self, p: Params, state: MmaState, iteration: Int32):
+        """dQ of one of the last two blocks of a tile, without overlap."""
         acc_dQ = self.start_dq(p, state, iteration)
         warpgroup.wait_group(0)
         state.storage.ds.release(iteration)
@@ -422,14 +434,14 @@ class BwdSm90(Kernel):
         self.publish_dq(state, iteration)
 
     def column_statistic(self, state: MmaState, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """LSE or D of this thread's columns, which are queries, in shared memory."""
+        """LSE or D of this thread's columns, which are queries: a view of shared memory."""
         coords = as_mn(state.tScS)
         columns = cute.make_layout((2, cute.size(coords, mode=[1]) // 2), stride=(1, 8))
         return cute.make_tensor(sX[None, stage].iterator + coords[0, 0][1], columns)
 
     @cute.jit
     def load_column_statistic(self, state: MmaState, sX: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """LSE or D of this thread's columns, which are queries, in registers."""
+        """LSE or D of this thread's columns, which are queries, loaded to registers."""
         coords = as_mn(state.tScS)
         rows = cute.domain_offset((coords[0, 0][1],), sX[None, stage])
         rX = cute.make_rmem_tensor(cute.size(coords, mode=[1]), Float32)
@@ -455,7 +467,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """-inf outside the band. Keys past the end must not reach dQ: all blocks of the last keys are masked."""
+        """Set scores outside the band to -inf, and keys past the end, which must not contribute to dQ."""
         m_block, blocks = tile.m_block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
@@ -464,7 +476,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def apply_mask(self, p: Params, tile: KVTile, mask: Mask, scores: ModScores, acc_S: cute.Tensor, position: tuple):
-        """Mask what is outside the band, past the ends, and where mask_mod is false."""
+        """Mask scores outside the band, keys and queries past the end, and scores where mask_mod is false."""
         m_block, _head = self.block_and_head(p, tile, position)
         blocks, is_tail = tile.blocks, mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
@@ -474,7 +486,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def stage_ds(self, p: Params, state: MmaState, rdS: cute.Tensor, iteration: Int32):
-        """dS to shared memory, for both warpgroups; a fence and an arrival publish it."""
+        """Write dS to shared memory, for both warpgroups. The caller's fence and arrival publish it."""
         pipeline = state.storage.ds
         pipeline.wait_empty(iteration)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
@@ -485,18 +497,18 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def stage_dq(self, state: MmaState, acc_dQ: cute.Tensor, iteration: Int32):
-        """dQ to shared memory, in the order of the registers."""
+        """Write this warpgroup's part of dQ to shared memory, in register order."""
         state.storage.dq.wait_released((iteration - 1) * NUM_WARPGROUPS + state.wg)
         sdQ = state.storage.sdQ[None, state.thread, None, state.wg]
         cute.autovec_copy(cute.make_tensor(acc_dQ.iterator, cute.make_layout(sdQ.shape)), sdQ)
 
     @cute.jit
     def publish_dq(self, state: MmaState, iteration: Int32):
-        """After a fence."""
+        """Let the adder warp read dQ. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(iteration * NUM_WARPGROUPS + state.wg))
 
     def reread_seqlen(self, p: Params, state: MmaState, tile: KVTile) -> SeqlenInfo:
-        """In a varlen batch it is read again, not kept in registers."""
+        """The sequence of a tile. In a varlen batch it is read again, which saves registers."""
         return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.read_tile(tile.count))
 
     @cute.jit
@@ -510,7 +522,7 @@ class BwdSm90(Kernel):
         p: Params,
         factor: Float32,
     ):
-        """Store dK or dV, as far as it has rows and columns."""
+        """Store dK or dV times `factor`, for rows and columns that exist."""
         first_row = tile.n_block * self.tile.tile_n + state.wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)

@@ -1,4 +1,4 @@
-"""Producer warps of the Hopper backward: loads of K, V, Q, dO, LSE and D, and the additions of dQ to global memory."""
+"""Producer warps of the Hopper backward: loads of K, V, Q, dO, LSE and D, and additions of dQ to global memory."""
 
 from dataclasses import replace
 
@@ -19,8 +19,11 @@ from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 @cute.jit
 def load(p: Params, storage: SharedStorage):
-    """For every K/V tile: load its first m_block while the last tile ends, V, K, and the other m_blocks."""
-    count, iteration = Int32(0), Int32(0)  # of tiles; of m_blocks
+    """For every K/V tile: load its first m_block, V, K, and the other m_blocks; publish the tile.
+
+    The first m_block can be loaded while the MMA warpgroups finish the previous tile.
+    """
+    count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     index = p.tile_scheduler().first_tile()
     while index < p.tile_scheduler().num_tiles:
         coord = p.tile_coord(index)
@@ -44,7 +47,7 @@ def load(p: Params, storage: SharedStorage):
             for i in cutlass.range(1, total, unroll=1):
                 load_sparse_block(p, storage, tile, iteration + i, i)
             iteration += total
-        # Late, so that a CTA with a long tile leaves the next tile to others.
+        # As late as possible, so that a CTA with a long tile leaves the next tile to others.
         index = p.tile_scheduler().next_tile(index)
         count += 1
     p.tile_scheduler().finish(index)
@@ -77,6 +80,7 @@ def load_sparse_block(p: Params, storage: SharedStorage, tile: KVTile, iteration
 
 @cute.jit
 def load_q_and_do(p: Params, storage: SharedStorage, iteration: Int32, coord: tuple):
+    """Load Q with LSE, and dO with D; `coord`: (m_block, head, sequence)."""
     load_rows(p, p.q, storage.q, storage.sQ, (p.mLSE, storage.sLSE), iteration, coord)
     load_rows(p, p.do, storage.do, storage.sdO, (p.mD, storage.sD), iteration, coord)
 
@@ -91,7 +95,10 @@ def load_rows(
     iteration: Int32,
     coord: tuple,
 ):
-    """Load an m_block of Q or dO, and the fp32 statistic of its rows; `coord`: (m_block, head, sequence)."""
+    """Load an m_block of Q or dO, and the fp32 statistic of its rows.
+
+    `statistic`: its tensors in global and shared memory. `coord`: (m_block, head, sequence).
+    """
     m_block, head, seqlen = coord
     mY, sY = statistic
     tile_m, stage = p.config.tile.tile_m, pipeline.stage(iteration)
@@ -106,11 +113,12 @@ def load_rows(
 
 @cute.jit
 def add_dq(p: Params, storage: SharedStorage, adder: Int32):
-    """Add the parts of dQ of both warpgroups to global memory, as soon as a block is staged.
+    """Add each warpgroup's part of dQ to global memory as soon as it is in shared memory.
 
-    In deterministic order several warps share the blocks, and each block waits for its semaphore.
+    With deterministic gradients `num_adders` warps alternate between blocks, and wait for the semaphore of each block.
+    `adder`: the index of this warp among them.
     """
-    count, iteration = Int32(0), Int32(0)  # of tiles; of m_blocks
+    count, iteration = Int32(0), Int32(0)  # tiles and m_blocks so far
     coord = read_tile(storage, count)
     while coord[0] != NO_TILE:
         tile = p.tile(count, iteration, coord)
@@ -139,13 +147,13 @@ def add_dq(p: Params, storage: SharedStorage, adder: Int32):
 
 
 def accumulators(p: Params, seqlen: SeqlenInfo, head: Int32, m_block: Int32) -> cute.Tensor:
-    """The fp32 accumulators of dQ of an m_block."""
+    """The fp32 accumulators of dQ of an m_block, in global memory."""
     return seqlen.slice_head(p.mdQ_accum, head)[seqlen.padded_q_block(m_block, p.config.tile.tile_m), None]
 
 
 @cute.jit
 def read_tile(storage: SharedStorage, count: Int32):
-    """A warp that adds dQ reads the published tile."""
+    """The published tile, for a warp that adds dQ. Releases K, whose barrier protects the tile."""
     storage.k.wait_full(count)
     coord = storage.read_tile(count)
     storage.k.release_per_thread(count)
@@ -154,8 +162,8 @@ def read_tile(storage: SharedStorage, count: Int32):
 
 @cute.jit
 def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-    """Add both parts of a block after the tiles before this one have added theirs."""
-    # Few registers: addresses are recomputed for each block.
+    """Add both parts of a block, after the K/V tiles that precede this one in the order have added theirs."""
+    # Addresses are recomputed for each block, for lack of registers.
     head, seqlen = rederived(head), replace(tile.seqlen, batch=rederived(tile.batch))
     block = seqlen.padded_q_block(m_block, p.config.tile.tile_m)
     coord = (head, 0 if seqlen.is_varlen else seqlen.batch, block)
@@ -173,7 +181,7 @@ def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m
 @cute.jit
 def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int32, iteration: Int32):
     """`add_in_order` for the i-th m_block that a block mask lists."""
-    # Few registers: the coordinate and the rank are read again for each step.
+    # The coordinate and the rank are read again for each step, for lack of registers.
     with cute.arch.elect_one():
         coord, rank = sparse_rank(p, tile, i)
         p.dq_semaphore.wait(coord, rank)
@@ -188,9 +196,9 @@ def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int3
 
 
 def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
-    """Coordinate of the semaphore of the i-th listed m_block, and the rank of this tile; one lane may call it."""
+    """The coordinate of the semaphore of the i-th listed m_block, and the rank of this tile."""
     batch = tile.seqlen.batch
-    # Without the shuffle of `BwdBlockIndices.read`, in which all lanes take part.
+    # Not by `BwdBlockIndices.read`: that has a shuffle of all lanes, and a single lane may call this function.
     index = BwdBlockIndex(p.block_indices.mIndices[batch, tile.head_kv, tile.n_block, i])
     head = tile.head_kv * p.heads_per_kv + index.head
     return (head, batch, index.m_block), p.block_indices.rank(batch, head, index.m_block, tile.n_block)
@@ -198,7 +206,7 @@ def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
 
 @cute.jit
 def add_parts(p: Params, storage: SharedStorage, gdQ: cute.Tensor, iteration: Int32):
-    """Add the parts of both warpgroups of a block, and release their shared memory."""
+    """Add the parts of a block of both warpgroups, and release their shared memory."""
     part = p.config.tile.tile_m * p.config.tile.head_dim // NUM_WARPGROUPS
     for w in cutlass.range_constexpr(NUM_WARPGROUPS):
         dq_iteration = iteration * NUM_WARPGROUPS + w

@@ -1,4 +1,4 @@
-"""Configuration, parameters and shared memory of the Hopper backward, and its tiles."""
+"""Configuration, parameters, K/V tiles and shared memory of the Hopper backward."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +28,14 @@ from cute_flash.spec.problem import Static
 NUM_WARPGROUPS = 2
 MMA_THREADS = NUM_WARPGROUPS * WARPGROUP_THREADS
 DS_STAGES = 2
-# Warps that add dQ in deterministic order, every other block each: a warp can wait for the next phase of a barrier, but
-# not for the one after it.
+# Warps that add dQ with deterministic gradients; each takes every other block. Each has its own barriers in the dq
+# pipeline, because a wait can only distinguish two successive phases of a barrier.
 DETERMINISTIC_ADDERS = 2
 
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time facts of a kernel, and its tiles in shared memory."""
+    """Compile-time properties of a kernel, and its tiles in shared memory."""
 
     static: Static
     tile: BwdTileSm90 | BwdTileSm90Wide
@@ -46,7 +46,7 @@ class Config:
 
     @property
     def num_tile_values(self) -> int:
-        """Integers of a published tile: n_block, head and sequence."""
+        """The number of integers of a published tile: n_block, head and sequence."""
         return 2 + (NUM_VALUES if self.static.varlen else 1)
 
     @property
@@ -63,30 +63,30 @@ class Config:
 
     @property
     def out(self) -> SmemTile:
-        """A warpgroup's columns of dK and dV, in the kernel of wide heads."""
+        """A warpgroup's columns of dK and dV, in the kernel for wide heads."""
         return SmemTile(self.tile.tile_n, self.tile.head_dim // NUM_WARPGROUPS)
 
 
 @dataclass(frozen=True)
 class KVTile:
-    """A K/V tile of a CTA."""
+    """A K/V tile of a CTA, and the m_blocks that it visits."""
 
-    count: Int32  # tiles before this one
-    iteration: Int32  # m_blocks before this tile
+    count: Int32  # tiles of the CTA before this one
+    iteration: Int32  # m_blocks of the tiles before this one
     n_block: Int32
     head_kv: Int32
     seqlen: SeqlenInfo
     blocks: BlockRange  # m_blocks that see the keys
-    block_iter: BlockIterator  # over those
-    shift: Int32 | None  # of the first block
-    num_sparse: Int32 | None = None  # with a block mask, the number of m_blocks of all heads that it lists
+    block_iter: BlockIterator  # over `blocks`
+    shift: Int32 | None  # the visits start at this m_block, and wrap around; None: at the first
+    num_sparse: Int32 | None = None  # with a block mask, the number of m_blocks that it lists, of all heads
 
     @property
     def batch(self) -> Int32:
         return self.seqlen.batch
 
     def m_block(self, i: Int32) -> Int32:
-        """The i-th m_block of a head."""
+        """The m_block of the i-th visit of a head."""
         if self.shift is None:
             return self.block_iter.block(i)
         block = self.block_iter.block(i) + self.shift
@@ -104,31 +104,34 @@ class Params:
     v: TmaTiles | VarlenTmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
-    dq_semaphore: DQSemaphore | None  # of deterministic gradients
+    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
+    dq_semaphore: DQSemaphore | None  # for deterministic gradients
     mdK: cute.Tensor  # (B, Hkv, Sk, D), or (1, Hkv, T, D) in a varlen batch
     mdV: cute.Tensor
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32
     scale: Float32
-    band: Band  # of keys over queries: left and right change places
+    band: Band  # rows are keys, columns are queries: left and right are swapped
     static_scheduler: StaticTileScheduler
     scheduler: PersistentTileScheduler
     tile_list: VarlenTileList | None  # of a varlen batch
     mma_s: cute.TiledMma  # K Q^T and V dO^T
     mma_dkv: cute.TiledMma  # P^T dO and dS^T Q
     mma_dq: cute.TiledMma  # dS K, a warpgroup's part
-    score_params: BwdScoreParams | None  # None: without score features
+    score_params: BwdScoreParams | None  # None: no score features
 
     def tile_scheduler(self) -> PersistentTileScheduler:
-        """The kernel calls it for every tile: the length of a tile list is read again, not kept in a register."""
+        """The scheduler of this launch.
+
+        The kernel calls it for every tile. The length of a tile list is then read again, which saves a register.
+        """
         if self.tile_list is None:
             return self.scheduler
         return self.tile_list.scheduler(self.scheduler.tile_counter, self.scheduler.is_dynamic)
 
     def tile_coord(self, index: Int32) -> tuple:
-        """(n_block, head, values of `SeqlenInfo`...)"""
+        """(n_block, head, *`SeqlenInfo.values`) of a tile."""
         if self.tile_list is None:
             return self.static_scheduler.tile_coord(index)
         n_block, head, seqlen_values = self.tile_list.read(index)
@@ -141,16 +144,17 @@ class Params:
 
     @property
     def block_indices(self) -> BwdBlockIndices | None:
-        """Of a block mask."""
+        """The index lists of a block mask; None without one."""
         mods = None if self.score_params is None else self.score_params.mods
         return None if mods is None else mods.block_indices
 
     def tile(self, count: Int32, iteration: Int32, coord: tuple) -> KVTile:
+        """The tile at `coord`, a result of `tile_coord`."""
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         seqlen = self.seqlen_info(coord)
         blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
-        # Without a mask every tile starts at another m_block, so that few add to the same one at a time. With a
-        # semaphore the additions come one after the other anyway.
+        # Without a mask every tile starts at another m_block, so that few tiles add to the same m_block at a time. With
+        # a semaphore the additions are serialised anyway.
         shift, num_sparse = None, None
         if self.block_indices is not None:
             num_sparse = self.block_indices.count(seqlen.batch, coord[1], coord[0])
@@ -161,21 +165,23 @@ class Params:
         return KVTile(count, iteration, coord[0], coord[1], seqlen, blocks, block_iter, shift, num_sparse)
 
     def num_m_blocks(self, tile: KVTile) -> Int32:
-        """The m_blocks of a tile, of all heads that share its keys."""
+        """The number of m_blocks of a tile, of all heads that share its keys."""
         return tile.block_iter.num * self.heads_per_kv if tile.num_sparse is None else tile.num_sparse
 
     def block_index(self, tile: KVTile, i: Int32) -> BwdBlockIndex:
-        """The i-th m_block of a tile that a block mask lists."""
+        """The i-th m_block that a block mask lists for a tile."""
         return BwdBlockIndex(self.block_indices.read(tile.seqlen.batch, tile.head_kv, tile.n_block, i))
 
     @property
     def num_adders(self) -> int:
-        """Warps that add dQ. In deterministic order they wait for each other, and for additions to be complete."""
+        """The number of warps that add dQ. With a semaphore each waits until its additions are complete."""
         return 1 if self.dq_semaphore is None else DETERMINISTIC_ADDERS
 
 
 @dataclass(frozen=True)
 class SharedStorage:
+    """The shared memory: tiles, barriers, and the coordinates of tiles that the producer publishes."""
+
     sK: cute.Tensor  # (tile_n, tile_d)
     sV: cute.Tensor
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
@@ -184,13 +190,13 @@ class SharedStorage:
     sLSE: cute.Tensor  # (tile_m, stage)
     sD: cute.Tensor
     sdQ: cute.Tensor  # (4, thread, register / 4, warpgroup) fp32
-    tiles: PublishedTiles  # n_block, head, sequence...; published by k.full
-    k: Pipeline  # empty: the last product has read K, and all have read the tile
+    tiles: PublishedTiles  # n_block, head, sequence...; valid after k.full
+    k: Pipeline  # empty: the last product has read K, and all warps have read the published tile
     v: Pipeline
     q: Pipeline  # with LSE
     do: Pipeline  # with D
-    dq: Pipeline  # of each warpgroup; memory for one block, barriers for as many as there are adders
-    ds: Pipeline  # full: both warpgroups have written; empty: both have read
+    dq: Pipeline  # per warpgroup: memory for one block, barriers for DETERMINISTIC_ADDERS blocks
+    ds: Pipeline  # full: both warpgroups have written dS; empty: both have read it
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -212,8 +218,8 @@ class SharedStorage:
 
     @cute.jit
     def init_barriers(self, num_adders: cutlass.Constexpr):
-        """One thread calls it, before a fence and a barrier of all threads."""
-        # An MMA warp arrives once; every thread of a warp that adds dQ arrives, after it has read the tile.
+        """Called by one thread, before a fence and a CTA barrier."""
+        # An MMA warp releases K with one arrival, a warp that adds dQ with one arrival per thread.
         self.k.init(1, 4 * NUM_WARPGROUPS + 32 * num_adders)
         self.v.init(1, 4 * NUM_WARPGROUPS)
         self.q.init(1, MMA_THREADS)

@@ -1,37 +1,37 @@
-"""Backward attention with TMA, wgmma and specialised warps for wide heads: Hopper.
+"""Warp-specialised backward attention with TMA and wgmma, for Hopper and head dims above 128.
 
-For each K/V tile, over the query heads that share it and m_blocks i:
+For each K/V tile, over the query heads that share it and their m_blocks i:
 
     S    = Qi K^T                       queries are rows; a warpgroup has half of the keys
     P    = exp(scale S - LSE)           0 outside the band
     dP   = dOi V^T
     dS   = P (dP - D),  D = rowsum(dO O) - dLSE
     dV^T += dOi^T P                     P and dS pass through shared memory, transposed;
-    dK^T += Qi^T dS                     a warpgroup has half of the rows, times scale at the end
+    dK^T += Qi^T dS                     a warpgroup has half of the rows; dK is scaled at the end
     dQi  += dS K                        half of the columns; fp32 additions in global memory
 
-Wide dK and dV leave few registers, so dQ is computed in halves, one after the other in the same registers. In a block a
-warpgroup issues the following products, where 0 and 1 are the halves of dV, dQ and dK, and a prime is the next block:
+Wide dK and dV leave few registers, so dQ is computed in two halves, one after the other in the same registers. For a
+block, a warpgroup issues the following products. 0 and 1 are the halves of dV, dQ and dK; a prime is the next block:
 
     dQ0 dK0   S' dK1 dQ1   dV0' dP' dV1'
 
-It computes the exponentials beside dK1 and dQ1, and computes, stores and waits for dS' beside dV1'. dQ0 and dQ1
-leave at equal distances, so that the additions keep up.
+It computes the exponentials while dK1 and dQ1 run, and computes, stores and waits for dS' while dV1' runs. dQ0 and dQ1
+are complete at equal distances in time, so that the additions to global memory keep up.
 
-| warpgroup | warps | role                                                    |
-|-----------|-------|---------------------------------------------------------|
-| 0         | 0     | load: TMA of K and V, of Q, dO, LSE and D               |
-| 0         | 1, 2  | dQ of a warpgroup: bulk additions to global memory      |
-| 1, 2      | all   | MMA: half of the keys, half of the columns of gradients |
+| warpgroup | warps | role                                                           |
+|-----------|-------|----------------------------------------------------------------|
+| 0         | 0     | load K, V, Q, dO, LSE and D by TMA                             |
+| 0         | 1, 2  | add one warpgroup's dQ to global memory by bulk reductions     |
+| 1, 2      | all   | MMA: half of the keys, half of the columns of the gradients    |
 
-| shared memory | elements                    | life                                        |
+| shared memory | elements                    | lifetime                                    |
 |---------------|-----------------------------|---------------------------------------------|
-| sK, sV        | tile_n x tile_d             | the tile; dK and dV leave through them      |
-| sQ            | 2 x tile_m x tile_d         | S to dK1, which is two blocks               |
+| sK, sV        | tile_n x tile_d             | the tile; dK and dV are stored through them |
+| sQ            | 2 x tile_m x tile_d         | S to dK1, which spans two blocks            |
 | sdO           | tile_m x tile_d             | dV0 to dV1                                  |
 | sP            | tile_n x tile_m             | exponentials to dV1                         |
 | sdS           | tile_n x tile_m             | dS to dQ1                                   |
-| sdQ           | 7/8 of half of dQ, fp32     | a half at a time; the rest has no room      |
+| sdQ           | 7/8 of half of dQ, fp32     | a half at a time; see `stage_dq`            |
 | sLSE, sD      | stages x tile_m, fp32       | one m_block                                 |
 """
 
@@ -63,23 +63,23 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 from cute_flash.spec.band import FAR
 from cute_flash.spec.problem import Static
 
-# Named barriers; 0 is that of all threads.
+# Named barriers; 0 is the CTA barrier.
 FIRST_P_FREE, DS_STAGED, FIRST_OUTPUT, P_STAGED = 1, 3, 4, 6
 HALVES = 2
-# k-steps of S and dP: with fewer, ptxas would serialise the products.
+# The least number of k-steps of S and dP; with fewer, ptxas would serialise the products.
 MIN_STEPS = 8
 
 
 @dataclass(frozen=True)
 class MmaState:
-    """What an MMA warpgroup works with; tuples have the halves of its columns, 64 each."""
+    """The state of an MMA warpgroup. Tuples hold the two halves of its columns, 64 columns each."""
 
     wg: Int32
     thread: Int32
     storage: SharedStorage
     rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stage)
     rdO: cute.Tensor
-    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), its own keys
+    rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K), of the warpgroup's keys
     rV: cute.Tensor
     rdOt: tuple  # descriptors (MMA, MMA_M, MMA_K, stage)
     rQt: tuple
@@ -93,10 +93,12 @@ class MmaState:
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor  # a half at a time, in the registers of dP
     tScS: cute.Tensor  # (query, key) of every element of S
-    p_free: WarpgroupOrder  # the other warpgroup has read sP
+    p_free: WarpgroupOrder  # `wait` returns when the other warpgroup has read sP
 
 
 class BwdSm90Wide(Kernel):
+    """The backward kernel for wide heads. One CTA computes one K/V tile."""
+
     def __init__(self, static: Static, tile: BwdTileSm90Wide):
         super().__init__(static, tile)
         self.config = Config(static, tile)
@@ -106,8 +108,10 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
-        """Operands are those of `BwdSm90`. A CTA has one tile, and the order of additions to dQ is not fixed:
-        `tile_counter` and `dq_semaphore` are not used.
+        """The operands are those of `BwdSm90`.
+
+        `tile_counter` and `dq_semaphore` are not used: a CTA has one tile, and the order of additions to dQ is not
+        fixed.
         """
         tile, static, config, args = self.tile, self.static, self.config, self.read_operands(operands)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -151,7 +155,7 @@ class BwdSm90Wide(Kernel):
                 storage.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Wait for the end of the preprocess kernel. The postprocess kernel may be launched, and waits for this one.
+        # Wait for the end of the preprocess kernel. Allow the postprocess kernel to be launched; it waits for this one.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         producer_registers, mma_registers = self.tile.registers
@@ -180,8 +184,9 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def add_dq(self, p: Params, storage: SharedStorage, wg: Int32):
-        """Add the dQ that a warpgroup stages to global memory. Each warpgroup has a warp for it, so that neither
-        waits for the part of the other.
+        """Add the dQ of one warpgroup to global memory.
+
+        Each MMA warpgroup has its own adder warp, so that neither waits for the part of the other.
         """
         tile, accum_block, iteration = p.tile(), Int32(0), Int32(0)
         accum_block = p.first_accum_block(tile)
@@ -209,7 +214,7 @@ class BwdSm90Wide(Kernel):
         s, dkv, dq = p.mma_s.get_slice(0), p.mma_dkv.get_slice(0), p.mma_dq.get_slice(0)
 
         def part(sX: cute.Tensor, rows: int, half: int) -> cute.Tensor:
-            """(columns, rows, ...) of a half of this warpgroup's columns."""
+            """sX transposed, (columns, rows, ...), for one half of this warpgroup's columns."""
             rest = (None,) * (cute.rank(sX) - 2)
             return cute.local_tile(transposed(sX), (columns, rows), (HALVES * wg + half, 0, *rest))
 
@@ -251,8 +256,10 @@ class BwdSm90Wide(Kernel):
         )
 
     def _temporaries(self, p: Params) -> tuple:
-        """S, dP and dQ. dP and dQ share registers. The compiler does not do that by itself: it keeps what every block
-        overwrites over the loop, and spills.
+        """Accumulators of S, dP and dQ; dP and dQ share registers.
+
+        The compiler does not share them by itself: it keeps both over the loop, although every block overwrites them,
+        and spills.
         """
         s, dq = p.mma_s.get_slice(0), p.mma_dq.get_slice(0)
         scores = cute.make_layout(s.partition_shape_C((self.tile.tile_m, self.keys)))
@@ -262,7 +269,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def mma(self, p: Params, storage: SharedStorage, wg: Int32, thread: Int32):
-        """The role of an MMA warpgroup: dK and dV of a K/V tile."""
+        """The role of an MMA warpgroup: its part of dK and dV of the K/V tile, and of dQ."""
         state, tile = self._state(p, storage, wg, thread), p.tile()
         for half in cutlass.range_constexpr(HALVES):
             state.acc_dK[half].fill(0.0)
@@ -280,7 +287,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
-        """P and dS of the first block; dV is started."""
+        """P and dS of the first block. Its dV is started."""
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
@@ -295,25 +302,26 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def start_early_dv(self, p: Params, state: MmaState, iteration: Int32):
-        """Start dV when both warpgroups have staged P. They compute dS beside it."""
+        """Start dV when P of both warpgroups is in shared memory. They compute dS while it runs."""
         cute.arch.barrier(barrier_id=P_STAGED, number_of_threads=MMA_THREADS)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dv(p, state, iteration, half)
 
     @cute.jit
     def process_block(self, p: Params, state: MmaState, tile: KVTile, iteration: Int32, position: tuple):
-        """Gradients of a block from its P and dS, and P and dS of the next.
+        """Compute the gradients of a block from its P and dS, and P and dS of the next block.
 
-        The products, in the order of the tensor cores:
+        The products, in the order in which the tensor cores run them:
 
             dV1 (started in the block before) dQ0 dK0 | S' dK1 dQ1 | dV0' dP' dV1'
 
-        The halves of dQ come at equal distances, and the wait for room for dQ1 is beside dV0'.
+        The halves of dQ come at equal distances, and the wait for room for dQ1 in shared memory overlaps with dV0'.
 
-        sP is written after `p_free`, at which both warpgroups arrive after dV. The one stage of sdS is written
-        after the barrier P_STAGED, at which both arrive after dQ1, its last reader. `position`: the index of
-        the block in mdQ_accum, and its number among the m_blocks of its head; that of the next block is
-        returned.
+        sP is written after `p_free`, at which both warpgroups arrive after dV. The single stage of sdS is written
+        after the barrier P_STAGED, at which both arrive after dQ1, the last reader of sdS.
+
+        `position`: (index of the block in mdQ_accum, its number among the m_blocks of its head). The position of the
+        next block is returned.
         """
         storage = state.storage
         self.start_dq(p, state, iteration, 0)
@@ -322,7 +330,7 @@ class BwdSm90Wide(Kernel):
         warpgroup.wait_group(2)
         storage.do.release_per_thread(iteration)
         state.p_free.arrive()
-        # dQ0, which leaves beside dK0
+        # dQ0, which is moved to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
         self.start_s(p, state, iteration + 1)
@@ -335,14 +343,14 @@ class BwdSm90Wide(Kernel):
         accum_block, i = accum_block + 1, i + 1
         if i == tile.block_iter.num:
             accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
-        # S: exponentials beside dK1 and dQ1
+        # S: exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
         self.make_p(p, state, tile, rLSE, i)
         state.p_free.wait()
         self.stage_transposed(state, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
-        # dK1 and dQ1, whose registers dP takes; dQ1 leaves beside dV0
+        # dK1 and dQ1, whose registers dP takes; dQ1 is moved to shared memory while dV0 runs
         warpgroup.wait_group(0)
         storage.q.release(iteration)
         cute.arch.barrier(barrier_id=P_STAGED, number_of_threads=MMA_THREADS)
@@ -355,7 +363,7 @@ class BwdSm90Wide(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, state, rest, position, 1)
         self.publish_dq(state, iteration, 1)
-        # dP; D beside it
+        # dP; D is loaded while it runs
         rD = self.load_row_statistic(state, storage.sD[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
         self.make_ds(state, rD)
@@ -363,6 +371,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def last_block(self, p: Params, state: MmaState, iteration: Int32, position: tuple):
+        """Compute the gradients of the tile's last block. `position`: as in `process_block`."""
         self.start_dq(p, state, iteration, 0)
         for half in cutlass.range_constexpr(HALVES):
             self.start_dk(p, state, iteration, half)
@@ -380,7 +389,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def start_s(self, p: Params, state: MmaState, iteration: Int32):
-        """S = Q K^T"""
+        """Start S = Q K^T."""
         pipeline = state.storage.q
         pipeline.wait_full(iteration)
         rQ = state.rQ[None, None, None, pipeline.stage(iteration)]
@@ -388,7 +397,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def start_dp(self, p: Params, state: MmaState, iteration: Int32):
-        """dP = dO V^T"""
+        """Start dP = dO V^T."""
         pipeline = state.storage.do
         pipeline.wait_full(iteration)
         rdO = state.rdO[None, None, None, pipeline.stage(iteration)]
@@ -396,29 +405,31 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def start_dv(self, p: Params, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
-        """A half of dV^T += dO^T P"""
+        """Start a half of dV^T += dO^T P."""
         rdOt = state.rdOt[half][None, None, None, state.storage.do.stage(iteration)]
         start_gemm(p.mma_dkv, state.acc_dV[half], rdOt, state.rP, True)
 
     @cute.jit
     def start_dk(self, p: Params, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
-        """A half of dK^T += Q^T dS"""
+        """Start a half of dK^T += Q^T dS."""
         rQt = state.rQt[half][None, None, None, state.storage.q.stage(iteration)]
         start_gemm(p.mma_dkv, state.acc_dK[half], rQt, state.rdS, True)
 
     @cute.jit
     def start_dq(self, p: Params, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
-        """A half of dQ = dS K"""
+        """Start a half of dQ = dS K."""
         start_gemm(p.mma_dq, state.acc_dQ, state.rdSt, state.rKt[half], False)
 
     def dq_iteration(self, state: MmaState, iteration: Int32, half: int) -> Int32:
-        """The iteration of this half in the pipeline of dQ, in which each warpgroup has a stage."""
+        """The iteration of a half in the dq pipeline, in which each warpgroup has one stage."""
         return (HALVES * iteration + half) * NUM_WARPGROUPS + state.wg
 
     @cute.jit
     def stage_dq(self, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
-        """A half of dQ to shared memory, in the order of the registers. The last four registers have no room there:
-        they are returned, for `add_rest`. `publish_dq` publishes the others, after a fence.
+        """Write a half of dQ to shared memory in register order, for the adder warp.
+
+        There is no room for the last four registers. They are returned, for `add_rest`. After a fence, `publish_dq`
+        publishes the others.
         """
         state.storage.dq.wait_empty(self.dq_iteration(state, iteration, half))
         sdQ, pieces = state.storage.sdQ[None, state.thread, None, state.wg], self.tile.dq_pieces
@@ -432,18 +443,19 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def add_rest(self, p: Params, state: MmaState, rest: cute.Tensor, position: tuple, half: cutlass.Constexpr):
-        """Add the last piece from registers. Late, because a fence waits for all additions before it."""
+        """Add the last four registers to global memory. Called after the fence, which would wait for the additions."""
         elements = self.tile.tile_m * self.tile.head_dim
         first = p.mdQ_accum.iterator + Int64(position[0]) * elements
         add_four(first, rest, HALVES * state.wg + half, self.tile.dq_pieces, state.thread)
 
     @cute.jit
     def publish_dq(self, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
+        """Let the adder warp read a half of dQ. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
     @cute.jit
     def make_p(self, p: Params, state: MmaState, tile: KVTile, rLSE: cute.Tensor, i: Int32):
-        """S -> P = exp(scale S - LSE), in place"""
+        """S -> P = exp(scale S - LSE), in place. `i`: number of the m_block among those of its head."""
         self.apply_band(p, state, tile, i)
         S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
@@ -452,7 +464,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, state: MmaState, tile: KVTile, i: Int32):
-        """-inf outside the band. Queries past the end have an infinite LSE."""
+        """Set scores outside the band to -inf. Queries past the end need no mask: their LSE is +inf."""
         if i < tile.block_iter.full_begin or i >= tile.block_iter.full_end:
             first_query = tile.block_iter.block(i) * self.tile.tile_m
             first_key = tile.n_block * self.tile.tile_n + state.wg * self.keys
@@ -461,13 +473,13 @@ class BwdSm90Wide(Kernel):
             mask.apply(as_mn(state.acc_S), first_key)
 
     def _coords(self, p: Params, thread: Int32) -> cute.Tensor:
-        """(query, key) of every element of S"""
+        """(query, key) of every element of S in this thread."""
         coords = cute.make_identity_tensor((self.tile.tile_m, self.keys))
         return p.mma_s.get_slice(thread).partition_C(coords)
 
     @cute.jit
     def make_ds(self, state: MmaState, rD: cute.Tensor):
-        """dS = P (dP - D), in place of P, to shared memory; both warpgroups wait until it is staged."""
+        """Compute dS = P (dP - D) and write it to shared memory. Both warpgroups wait until both have written."""
         storage = state.storage
         P_mn, dP_mn = as_mn(state.acc_S), as_mn(state.acc_dP)
         for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
@@ -488,7 +500,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def stage_transposed(self, state: MmaState, sX: cute.Tensor):
-        """P or dS to the rows of this warpgroup's keys of sX (tile_n, tile_m)."""
+        """Write P or dS, transposed, to the rows of this warpgroup's keys in sX (tile_n, tile_m)."""
         rX = cute.make_fragment_like(state.acc_S, self.dtype)
         convert(state.acc_S, rX)
         first = sX.iterator + state.wg * (self.keys * self.tile.tile_m)
@@ -496,8 +508,9 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def store_gradients(self, p: Params, state: MmaState, tile: KVTile):
-        """Store dV and dK through sV and sK. After P and dS of the last block, only a warpgroup itself reads
-        its columns of K, and none reads V.
+        """Store dV and dK through sV and sK.
+
+        This is safe: after P and dS of the last block, no warpgroup reads V, and each reads only its own columns of K.
         """
         storage = state.storage
         self.stage_output(state, state.acc_dV, storage.sV, Float32(1.0))
@@ -514,7 +527,10 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def store_columns(self, tma: TmaTiles, sX: cute.Tensor, width: cutlass.Constexpr, coord: tuple):
-        """Store a warpgroup's columns, if the matrix has them: columns past its width would overwrite the first."""
+        """Store a warpgroup's columns if the matrix has them.
+
+        If the matrix is one tile wide, the second warpgroup's columns would overwrite those of the first.
+        """
         wg = coord[3]
         sY = cute.local_tile(sX, (tma.rows, tma.cols), (0, wg))
         if cutlass.const_expr(width > tma.cols):
@@ -525,7 +541,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def stage_output(self, state: MmaState, accs: tuple, sX: cute.Tensor, factor: Float32):
-        """Stage a warpgroup's columns of dK or dV in sX (tile_n, tile_d)."""
+        """Write a warpgroup's columns of dK or dV, times `factor`, to sX (tile_n, tile_d)."""
         for half in cutlass.range_constexpr(HALVES):
             acc = accs[half]
             acc.store(acc.load() * factor)

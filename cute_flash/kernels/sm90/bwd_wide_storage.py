@@ -1,4 +1,4 @@
-"""Parameters and shared memory of the wide Hopper backward."""
+"""Parameters and shared memory of the Hopper backward for wide heads."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,14 +31,14 @@ class Params:
     dv: TmaTiles
     mLSE: cute.Tensor  # (B, H, Sq padded) in units of log2, +inf for rows without keys
     mD: cute.Tensor  # (B, H, Sq padded)
-    mdQ_accum: cute.Tensor  # (B, H, m_block, elements of a tile) fp32, in the order of the accumulators
+    mdQ_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32, in register order
     seqlen_q: Int32
     seqlen_k: Int32
     heads_per_kv: Int32
     scale: Float32
-    band: Band  # of queries over keys
+    band: Band  # rows are queries, columns are keys
     scheduler: StaticTileScheduler
-    mma_s: cute.TiledMma  # Q K^T and dO V^T, a warpgroup's keys
+    mma_s: cute.TiledMma  # Q K^T and dO V^T, for a warpgroup's keys
     mma_dkv: cute.TiledMma  # dO^T P and Q^T dS
     mma_dq: cute.TiledMma  # dS K, half of a warpgroup's part
 
@@ -50,22 +50,24 @@ class Params:
         of_keys = Band(self.band.right, self.band.left)
         blocks = of_keys.blocks(coord[0], tile_n, tile_m, self.seqlen_k, self.seqlen_q)
         block_iter = BlockIterator.of(blocks, ascends=True)
-        # Keys past the end must not reach dQ: all blocks of the last tile are masked.
+        # Keys past the end must not contribute to dQ, so all blocks of the last tile are masked.
         is_tail = (coord[0] + 1) * tile_n > self.seqlen_k
         block_iter = replace(block_iter, full_end=Int32(0) if is_tail else block_iter.full_end)
         seqlen = SeqlenInfo(coord[2], self.seqlen_q, self.seqlen_k)
         return KVTile(Int32(0), Int32(0), coord[0], coord[1], seqlen, blocks, block_iter, None)
 
     def first_accum_block(self, tile: KVTile) -> Int32:
-        """The index, among all blocks of mdQ_accum, of the first block that a tile adds to."""
+        """The index of the first block that a tile adds to, among all blocks of mdQ_accum."""
         _, heads, blocks, _ = self.mdQ_accum.shape
         return (tile.batch * heads + tile.head_kv * self.heads_per_kv) * blocks + tile.block_iter.first
 
 
 @dataclass(frozen=True)
 class SharedStorage:
-    sK: cute.Tensor  # (tile_n, tile_d); dK leaves through it
-    sV: cute.Tensor  # (tile_n, tile_d); dV leaves through it
+    """The shared memory: tiles and barriers."""
+
+    sK: cute.Tensor  # (tile_n, tile_d); dK is stored through it
+    sV: cute.Tensor  # (tile_n, tile_d); dV is stored through it
     sQ: cute.Tensor  # (tile_m, tile_d, stage)
     sdO: cute.Tensor
     sP: cute.Tensor  # (tile_n, tile_m)
@@ -77,7 +79,7 @@ class SharedStorage:
     v: Pipeline
     q: Pipeline  # with LSE
     do: Pipeline  # with D
-    dq: Pipeline  # a stage for each warpgroup
+    dq: Pipeline  # one stage per warpgroup
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -99,9 +101,9 @@ class SharedStorage:
 
     @cute.jit
     def init_barriers(self):
-        """One thread calls it, before a fence and a barrier of all threads."""
+        """Called by one thread, before a fence and a CTA barrier."""
         for pipeline in (self.k, self.v, self.q):
             pipeline.init(1, 4 * NUM_WARPGROUPS)
-        # Every thread loads D with plain loads before it releases dO.
+        # dO is released per thread, because every thread reads D with plain loads.
         self.do.init(1, MMA_THREADS)
         self.dq.init(WARPGROUP_THREADS, 1)

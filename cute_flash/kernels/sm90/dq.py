@@ -1,7 +1,7 @@
-"""dQ between the accumulators and global memory.
+"""Moves of dQ between registers, shared memory and global memory.
 
-The fp32 accumulators of an m_block are in the order of the registers: (part of a warpgroup, four registers, thread,
-register of the four), so that a warp accesses contiguous memory, 16 bytes per thread.
+In global memory the fp32 accumulators of an m_block are in register order: (warpgroup's part, group of four registers,
+thread, register of the four). A warp therefore accesses contiguous memory, 16 bytes per thread.
 """
 
 import cutlass
@@ -18,7 +18,7 @@ THREADS = 128  # of a warpgroup
 
 
 def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
-    """Start to add `num_bytes` of fp32 in shared memory to global memory; one thread calls it."""
+    """Start to add `num_bytes` of fp32 in shared memory to global memory. Called by one thread."""
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
@@ -27,7 +27,7 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
 
 @cute.jit
 def add_accumulators(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int32):
-    """Add the accumulators of an m_block to this thread's registers. The loads bypass L1, which is not coherent."""
+    """Add the accumulators in global memory to this thread's registers. Loads bypass L1, which is not coherent."""
     part = THREADS * cute.size(acc)
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
         address = (gdQ.iterator + (wg * part + (i * THREADS + thread) * 4)).toint()
@@ -42,7 +42,7 @@ def add_accumulators(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int3
 
 @cute.jit
 def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass.Constexpr, thread: Int32):
-    """Add four registers to the accumulators of an m_block: the `piece`-th of 8 of a part of 32 registers."""
+    """Add four registers to the accumulators in global memory: group `piece` of the 8 groups of a part."""
     address = first + ((part * 8 + piece) * (4 * THREADS) + thread * 4)
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
@@ -54,9 +54,9 @@ def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass
 def store_dq(
     acc: cute.Tensor, mdQ: cute.Tensor, coord: tuple, tiled_mma: cute.TiledMma, config: tuple, wg: Int32, thread: Int32
 ):
-    """Store a warpgroup's part of an m_block, which is scaled, as rows in the type of q.
+    """Store a warpgroup's part of dQ of an m_block as rows in the dtype of q.
 
-    `coord`: head, sequence and m_block; `config`: Static and tile.
+    `coord`: (head, sequence, m_block). `config`: (Static, tile).
     """
     head, seqlen, m_block = coord
     static, tile = config

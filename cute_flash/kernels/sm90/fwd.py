@@ -1,6 +1,6 @@
-"""Forward attention with TMA, wgmma and specialised warps: Hopper.
+"""Warp-specialised forward attention with TMA and wgmma, for Hopper.
 
-For each tile of query rows, over K/V blocks j, those that a right bound masks last:
+For each tile of query rows, over K/V blocks j in the order of `Params.block_iterator`:
 
     S  = Q Kj^T                          wgmma, both operands in shared memory; fp32 accumulators
     S  = -inf outside the band           only in masked blocks
@@ -9,22 +9,26 @@ For each tile of query rows, over K/V blocks j, those that a right bound masks l
     O  = O exp(scale (m - m')) + P Vj    P stays in registers: its accumulator layout is the operand layout
     out = O / l,  LSE = scale m + log l
 
-Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks more of
-it, dropout changes P after its sums are taken, and a sink changes l and the LSE at the end. A block mask lists the
-K/V blocks, full ones first.
+Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks further
+scores, dropout changes P after its row sums are taken, and a sink changes l and the LSE at the end. With a block mask,
+the K/V blocks are those that it lists, full ones first.
 
-Within a warpgroup, Q Kj^T of a block and P V of the block before it run while the warpgroup computes a softmax.
+A warpgroup issues Q Kj^T and then P V of block j - 1. The latter runs while the warpgroup computes the softmax of block
+j. With `ping_pong` the warpgroups alternate in issuing products, so that the softmax of one overlaps with the products
+of another.
 
 | warpgroup | warps | role                                                                                  |
 |-----------|-------|---------------------------------------------------------------------------------------|
-| 0         | 0, 1  | load: TMA of Q and K, and of V, as far ahead as the pipelines allow, across tiles     |
-| 0         | 2, 3  | store: TMA of the output tiles; load: TMA of a bias                                   |
+| 0         | 0     | load Q and K by TMA, as far ahead as the pipelines allow, across tiles                |
+| 0         | 1     | load V in the same way                                                                |
+| 0         | 2     | store output tiles by TMA, with two stages of Q                                       |
+| 0         | 3     | load the bias by TMA, if TMA can                                                      |
 | 1 ...     | all   | MMA: 64 rows of the tile each                                                         |
-| the last  | all   | dropout producer, with dropout: masks of P for the next block                         |
+| the last  | all   | with dropout: dropout producer, which computes masks of P for the next blocks         |
 
-| shared memory       | elements                       | life                                                |
+| shared memory       | elements                       | lifetime                                            |
 |---------------------|--------------------------------|-----------------------------------------------------|
-| sQ                  | q_stages x tile_m x tile_d     | one tile; O leaves through it at the end            |
+| sQ                  | q_stages x tile_m x tile_d     | one tile; with two stages O is stored through it    |
 | sK, sV              | stages x tile_n x tile_d       | one block each                                      |
 | dropout masks, bias | their stages x tile_m x tile_n | one block; only with dropout, and with a TMA bias   |
 """
@@ -60,13 +64,15 @@ from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.problem import Static
 
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
-# Named barrier 0 is that of all threads.
+# Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
-# Whether a block is masked is decided at run time.
+# The third value of `masked`, after True and False: decided at run time.
 MAYBE = "maybe"
 
 
 class FwdSm90(Kernel):
+    """The forward kernel. CTAs are persistent: each computes tiles of queries one after the other."""
+
     def __init__(self, static: Static, tile: FwdTileSm90):
         super().__init__(static, tile)
         self.config = Config(static, tile)
@@ -120,7 +126,7 @@ class FwdSm90(Kernel):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.static.varlen):
-            # Wait for the tile list.
+            # Wait for the scheduler kernel, which writes the tile list.
             cute.arch.griddepcontrol_wait()
 
         if warp_index < 4:
@@ -151,8 +157,8 @@ class FwdSm90(Kernel):
         warpgroup_index, thread = warp_index // 4 - 1, thread % WARPGROUP_THREADS
         state = self._state(p, storage, warpgroup_index, thread)
         state.order.start()
-        count, iteration = Int32(0), Int32(0)  # of tiles; of K/V blocks
-        has_begun = cutlass.Boolean(False)  # the first block of the tile was computed beside the last tile
+        count, iteration = Int32(0), Int32(0)  # tiles and K/V blocks so far
+        has_begun = cutlass.Boolean(False)  # the tile's first block was computed together with the previous tile's last
         storage.q.wait_full(count)
         m_block = storage.m_block(count)
         while m_block != NO_TILE:
@@ -164,7 +170,7 @@ class FwdSm90(Kernel):
                     self.first_block(state, tile)
             self.further_blocks(state, tile)
 
-            # With one stage of Q the next Q comes only after this output has left.
+            # With one stage of Q the next Q has just been requested: finish this tile before waiting for it.
             if cutlass.const_expr(self.tile.q_stages == 1):
                 self.last_block(p, state, tile)
             iteration += tile.block_iter.num
@@ -180,7 +186,7 @@ class FwdSm90(Kernel):
                     self.last_and_first_block(p, state, tile, following)
                 else:
                     self.last_block(p, state, tile)
-        # The storing warp waits for an output: this arrival lets it read that there are no more tiles.
+        # The store warp waits for an output before it reads a tile; this arrival lets it read NO_TILE.
         if cutlass.const_expr(self.tile.q_stages > 1):
             cute.arch.mbarrier_arrive(storage.output_barrier(warpgroup_index, count))
 
@@ -194,7 +200,7 @@ class FwdSm90(Kernel):
         return MmaTile(count, iteration, head, seqlen, mask, block_iter, score_params)
 
     def _seqlen_at_end(self, p: Params, state: MmaState, tile: MmaTile) -> SeqlenInfo:
-        """In a varlen batch it is read again at the end of a tile, not kept in registers."""
+        """The sequence of a tile. In a varlen batch it is read again at the end of the tile, which saves registers."""
         return tile.seqlen if p.tile_list is None else p.seqlen_info(state.storage.seqlen_values(tile.count))
 
     def _state(self, p: Params, storage: SharedStorage, warpgroup_index: Int32, thread: Int32) -> MmaState:
@@ -232,7 +238,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def first_block(self, state: MmaState, tile: MmaTile):
-        """S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P"""
+        """The first block of a tile: S = Q K^T;  m = rowmax S;  P = exp(scale (S - m));  l = rowsum P."""
         state.storage.k.wait_full(tile.iteration)
         n_block = state.storage.first_n_block(tile.block_iter, tile.iteration)
         bias = scores.load_bias(state, tile, tile.iteration, n_block * self.tile.tile_n, False)
@@ -248,7 +254,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def first_softmax(self, state: MmaState, tile: MmaTile, acc_S: cute.Tensor, block: tuple):
-        """`block`: the n_block and its bias."""
+        """S of a tile's first block -> P, with the row max and the row sums. `block`: (n_block, bias)."""
         softmax, (n_block, bias) = state.softmax, block
         looks_near = not (self.static.has_mods or self.static.batch_invariant)
         scores.transform(tile, acc_S, n_block * self.tile.tile_n, bias, looks_near)
@@ -260,13 +266,14 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def first_round(self, state: MmaState, tile: MmaTile, acc_P: cute.Tensor):
+        """`round` for all of a tile's first block."""
         self.dropout_masks(state).wait(state.warpgroup, tile.iteration)
         self.round(state, acc_P, range(self.config.steps), tile.iteration)
         self.dropout_masks(state).release(state.warpgroup, tile.iteration)
 
     @cute.jit
     def round(self, state: MmaState, acc_P: cute.Tensor, steps: cutlass.Constexpr, iteration: Int32):
-        """Convert P to the type of q, and apply dropout; the row sums are taken before."""
+        """Convert P to the dtype of q, and apply dropout. The row sums have already been taken."""
         convert(acc_P, state.rP, steps)
         packed = cute.recast_tensor(state.rP, Int32)
         self.dropout_masks(state).apply(packed, steps, state.warpgroup, state.thread, iteration)
@@ -276,7 +283,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def further_blocks(self, state: MmaState, tile: MmaTile):
-        """Blocks from the second on: masked, full, masked."""
+        """Process the blocks after the first: masked ones, full ones, masked ones."""
         block_iter, static = tile.block_iter, self.static
         may_speculate = self.config.may_speculate
         speculative_max = self.tile.speculative_max and may_speculate
@@ -307,6 +314,10 @@ class FwdSm90(Kernel):
         masked: cutlass.Constexpr,
         speculative_max: cutlass.Constexpr,
     ):
+        """Process a block after the first: its S and P, and P V of the block before it.
+
+        `masked`: True, False or MAYBE. `speculative_max`: compute P with the old row max (`device/softmax.py`).
+        """
         storage, softmax = state.storage, state.softmax
         i = iteration - tile.iteration
         n_block = bias = None
@@ -333,7 +344,7 @@ class FwdSm90(Kernel):
             is_masked = tile.block_iter.is_masked(i) if masked == MAYBE else masked
             scores.apply_mask(tile, acc_S, n_block, column, is_masked)
 
-        # m' = max(m, rowmax S), before the exponentials or, if it is speculative, after them
+        # m' = max(m, rowmax S), before the exponentials, or after them if m is speculative
         block_max, block_sum = (cute.make_fragment_like(softmax.row_max) for _ in range(2))
         block_sum.fill(0.0)
         grew = cutlass.Boolean(False)
@@ -343,11 +354,11 @@ class FwdSm90(Kernel):
                 softmax.raise_max(block_max)
                 softmax.rebase(as_mn(acc_S), reference)
 
-        # P = exp(scale (S - m')): a few columns of it before the wait for O of the block before
+        # P = exp(scale (S - m')): a few k-steps of it before the wait for P V of the block before
         acc_P = cute.make_fragment_like(acc_S)
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
         early, late = range(self.config.early_steps), range(self.config.early_steps, self.config.steps)
-        # A row may have no score but -inf so far; with a speculative maximum, that shows in its sum.
+        # A row may have only scores of -inf so far. With a speculative maximum its NaN sum shows that.
         maybe_empty = not speculative_max
         scores.exponentiate(softmax, views, early, fused, (maybe_empty, is_relative))
         self.look_ahead(state, tile, iteration + 1, block_sum)
@@ -359,8 +370,8 @@ class FwdSm90(Kernel):
         self.round(state, acc_P, late, iteration)
 
         if cutlass.const_expr(speculative_max):
-            # P was computed with m. It is computed again only if its sums do not rule out that a row exceeds m, and
-            # a row does.
+            # P was computed with the old m. It is computed again only if the row sums show that m may be too small,
+            # and the row max confirms it.
             if softmax.may_have_outgrown(block_sum, is_relative):
                 scores.block_max(softmax, acc_S, block_max, fused, reference)
                 if softmax.must_redo(block_max, block_sum):
@@ -380,17 +391,21 @@ class FwdSm90(Kernel):
             softmax.scale_rows(as_mn(state.acc_O), softmax.alpha)
 
     def keys_seen(self, blocks_seen: Int32) -> Int32:
-        """If blocks are so wide that m would be exact in a part of the second one, it is exact in the first only."""
+        """The number of keys before a block, for `Softmax.is_outgrown`.
+
+        If two blocks have more than EXACT_KEYS keys, m is exact in the first block only, so the number for later blocks
+        is EXACT_KEYS.
+        """
         tile_n = self.tile.tile_n
         return Int32(EXACT_KEYS) if 2 * tile_n > EXACT_KEYS else blocks_seen * tile_n
 
     @cute.jit
     def look_ahead(self, state: MmaState, tile: MmaTile, following: Int32, block_sum: cute.Tensor):
-        """Wait for K of the next block, or release Q after the last.
+        """Wait for K of the next block. After the last block, release Q if it has one stage.
 
-        The branch depends on the sums of the early exponentials, which keeps ptxas from moving the wait for O that
-        follows up before them. It is always taken, except for NaN, when K is waited for later; if it compared with a
-        constant, ptxas would know that.
+        The branch depends on the sums of the early exponentials. This keeps ptxas from moving the following wait for
+        P V before them. The branch is always taken, except for NaN, and then K is waited for later. If the sums were
+        compared with a constant, ptxas would know that the branch is always taken.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -state.softmax.scale_log2):
             if following < tile.iteration + tile.block_iter.num:
@@ -401,7 +416,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def last_block(self, p: Params, state: MmaState, tile: MmaTile):
-        """O += P V of the last block; the output."""
+        """O += P V of the tile's last block; then store the output and the LSE."""
         if tile.has_blocks():
             last = tile.iteration + tile.block_iter.num - 1
             state.storage.v.wait_full(last)
@@ -419,7 +434,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def last_and_first_block(self, p: Params, state: MmaState, tile: MmaTile, following: MmaTile):
-        """S = Q K^T of the following tile's first block beside O += P V of this one's last; the output."""
+        """`last_block` of a tile together with the first block of the following tile, whose softmax overlaps P V."""
         storage = state.storage
         last = tile.iteration + tile.block_iter.num - 1
         storage.k.wait_full(following.iteration)
@@ -435,7 +450,7 @@ class FwdSm90(Kernel):
         warpgroup.wait_group(1)
         storage.k.release(following.iteration)
         self.first_softmax(state, following, acc_S, (n_block, bias))
-        # Its branches keep ptxas from moving the wait up before the exponentials.
+        # The branches of `store_lse` keep ptxas from moving the wait before the exponentials.
         self.store_lse(p, state, tile)
         warpgroup.wait_group(0)
         storage.v.release(last)
@@ -445,7 +460,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def finish_statistics(self, p: Params, state: MmaState, tile: MmaTile):
-        """Compute LSE, 1 / l and max_logit of a tile, before the statistics of the next tile begin."""
+        """Compute the LSE, 1 / l and max_logit of a tile. The softmax statistics are then free for the next tile."""
         score_params = tile.score_params
         state.softmax.close(state.lse, state.inverse, score_params.sink, score_params.dropout_scale)
         if cutlass.const_expr(state.max_logit is not None):
@@ -462,25 +477,25 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def release_q(self, state: MmaState, tile: MmaTile):
-        """Q was used for the last time. With two stages of Q the output still leaves through its stage."""
+        """Release Q after its last use. With two stages, the store warp releases it, after the output is stored."""
         if cutlass.const_expr(self.tile.q_stages == 1):
             state.storage.release_q(tile.count)
 
     @cute.jit
     def output(self, state: MmaState) -> cute.Tensor:
-        """O / l in the type of the output."""
+        """O / l, converted to the dtype of q."""
         state.softmax.scale_rows(as_mn(state.acc_O), state.inverse)
         rO = cute.make_fragment_like(state.acc_O, self.dtype)
         convert(state.acc_O, rO, range(self.tile.width_v // 16))
         return rO
 
     def thread_at_end(self, state: MmaState) -> Int32:
-        """Beside score features no register is left to keep addresses over the blocks of a tile."""
+        """The thread index. With score features it is opaque: there are no registers to keep addresses over a tile."""
         return state.thread if self.static.base_cost == 0 else rederived(state.thread)
 
     @cute.jit
     def store_from_registers(self, p: Params, state: MmaState, tile: MmaTile):
-        """O / l -> global memory, while the stage of Q is loaded for the next tile."""
+        """Store O / l to global memory directly from registers."""
         first_row, seqlen = tile.mask.first_row, self._seqlen_at_end(p, state, tile)
         gO = seqlen.slice_head(p.mO, tile.head)
         gO = row_tile(gO, seqlen.q_row(first_row), WARPGROUP_ROWS, self.tile.width_v)
@@ -495,8 +510,9 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def hand_over_output(self, p: Params, state: MmaState, tile: MmaTile):
-        """O / l -> the stage of Q, for the storing warp. An fp32 output does not fit: registers store it, and the
-        storing warp only releases the stage.
+        """Write O / l to the stage of Q, from which the store warp stores it.
+
+        An fp32 output does not fit there. It is stored from registers, and the store warp only releases the stage.
         """
         if cutlass.const_expr(self.static.out_fp32):
             self.store_from_registers(p, state, tile)
@@ -517,7 +533,7 @@ class FwdSm90(Kernel):
     def start_qk(self, state: MmaState, count: Int32, iteration: Int32):
         rQ = state.rQ[None, None, None, state.storage.q.stage(count)]
         rK = state.rK[None, None, None, state.storage.k.stage(iteration)]
-        # New for every block: nothing of it lives on into the next.
+        # A new tensor for every block, so that the compiler keeps no value of it for the next one.
         acc_S = cute.make_rmem_tensor(self._shape_S(state.mma_qk), Float32)
         start_gemm(state.mma_qk, acc_S, rQ, rK, False)
         return acc_S

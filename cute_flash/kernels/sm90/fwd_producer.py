@@ -1,7 +1,7 @@
-"""Producer warps of the Hopper forward: loads of Q, K, V and a bias, stores of the output, dropout masks.
+"""Producer warps of the Hopper forward: loads of Q, K, V and the bias, stores of the output, and dropout masks.
 
-The warp of Q and K fetches tiles from the scheduler. It publishes each tile together with its Q, and the other
-warps read it.
+The warp that loads Q and K gets tiles from the scheduler. It publishes the coordinates of each tile together with its
+Q; the other warps read them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 @dataclass(frozen=True)
 class PublishedTile:
-    """A tile as the warp of Q and K publishes it."""
+    """A tile that the warp of Q and K has published."""
 
     m_block: Int32
     head: Int32
@@ -33,7 +33,7 @@ class PublishedTile:
 @cute.jit
 def for_each_block(p: Params, storage: SharedStorage, visit: Callable):
     """Call `visit(iteration, tile, i)` for the i-th block of every tile, in the order of the MMA warpgroups."""
-    count, iteration = Int32(0), Int32(0)  # of tiles; of K/V blocks
+    count, iteration = Int32(0), Int32(0)  # tiles and K/V blocks so far
     storage.q.wait_full(count)
     m_block = storage.m_block(count)
     while m_block != NO_TILE:
@@ -51,8 +51,8 @@ def for_each_block(p: Params, storage: SharedStorage, visit: Callable):
 
 @cute.jit
 def load_qk(p: Params, storage: SharedStorage):
-    """For every tile of this CTA: load K of the first block, Q, and K of the other blocks."""
-    count, iteration = Int32(0), Int32(0)  # of tiles; of K/V blocks
+    """For every tile of this CTA: load K of the first block, Q, and K of the other blocks; publish the tile."""
+    count, iteration = Int32(0), Int32(0)  # tiles and K/V blocks so far
     index = p.tile_scheduler().first_tile()
     while index < p.tile_scheduler().num_tiles:
         m_block, head, seqlen_values = p.tile_coord(index)
@@ -66,7 +66,7 @@ def load_qk(p: Params, storage: SharedStorage):
         for i in cutlass.range(1, block_iter.num, unroll=1):
             load_k(p, storage, iteration + i, (block_iter.block(i), head_kv, seqlen.k_tma_coord))
         iteration += block_iter.num
-        # Late, so that a CTA with a long tile leaves the next tile to others.
+        # As late as possible, so that a CTA with a long tile leaves the next tile to others.
         index = p.tile_scheduler().next_tile(index)
         count += 1
     p.tile_scheduler().finish(index)
@@ -78,7 +78,7 @@ def load_qk(p: Params, storage: SharedStorage):
 
 @cute.jit
 def load_v(p: Params, storage: SharedStorage):
-    """V has a warp of its own: K of the next tile must not wait until there is room for V of this one."""
+    """Load V. It has its own warp, because K of the next tile must not wait until there is room for V of this tile."""
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
         coord = (tile.block_iter.block(i), tile.head // p.heads_per_kv, tile.seqlen.k_tma_coord)
@@ -89,7 +89,7 @@ def load_v(p: Params, storage: SharedStorage):
 
 @cute.jit
 def load_bias(p: Params, storage: SharedStorage):
-    """The bias has a warp of its own too: its stages are released last."""
+    """Load the bias. It has its own warp too, because its stages are released last."""
 
     def load(iteration: Int32, tile: PublishedTile, i: Int32):
         block = tile.m_block, tile.block_iter.block(i)
@@ -100,6 +100,7 @@ def load_bias(p: Params, storage: SharedStorage):
 
 @cute.jit
 def load_q(p: Params, storage: SharedStorage, count: Int32, coord: tuple, seqlen: SeqlenInfo, block_counts: tuple):
+    """Publish a tile and load its Q. `coord`: (m_block, head)."""
     pipeline, tile = storage.q, storage.config.tile
     num = tile.num_warpgroups
     m_block, head = coord
@@ -113,6 +114,7 @@ def load_q(p: Params, storage: SharedStorage, count: Int32, coord: tuple, seqlen
 
 @cute.jit
 def load_k(p: Params, storage: SharedStorage, iteration: Int32, coord: tuple):
+    """Load a block of K and, with a block mask, publish its n_block."""
     if cutlass.const_expr(storage.n_blocks is not None):
         storage.k.wait_empty(iteration)
         storage.publish_block(iteration, coord[0])
@@ -129,7 +131,7 @@ def load_block(tma: TmaTiles | VarlenTmaTiles, pipeline: Pipeline, sX: cute.Tens
 
 @cute.jit
 def store_output(p: Params, storage: SharedStorage):
-    """Store the output of each warpgroup as soon as it is staged, then release the stage of Q."""
+    """Store the output of each warpgroup as soon as it is in shared memory, then release the stage of Q."""
     num = storage.config.tile.num_warpgroups
     count = Int32(0)
     wait_output(storage, count, 0)
@@ -159,7 +161,7 @@ def wait_output(storage: SharedStorage, count: Int32, warpgroup: cutlass.Constex
 
 @cute.jit
 def produce_dropout_masks(p: Params, storage: SharedStorage, warp: Int32, lane: Int32):
-    """The dropout producer warpgroup computes the masks of P, as many blocks ahead as there are stages."""
+    """The role of the dropout producer warpgroup: compute masks of P, as many blocks ahead as there are stages."""
     tile, masks = p.config.tile, storage.dropout_masks
     cute.arch.setmaxregister_decrease(tile.dropout_producer_registers)
     dropout = p.score_params.dropout()

@@ -1,9 +1,9 @@
-"""A block of scores of the Hopper forward, between Q K^T and the row sums of P.
+"""The scores of a block in the Hopper forward: score transform, masks and exponentials.
 
 *Further* blocks are those after the first block of a tile. The first block is transformed in place, and so are masked
-blocks with user mods. The transform of further blocks by softcap and ALiBi also subtracts the row max so far, the
-*reference*, at no cost: these scores are *relative*. If S is kept until the row sums are checked (speculative row max),
-a fused pass computes P from Q K^T (`device/fused_exp2.py`).
+blocks with user mods. For further blocks, the transform of softcap and ALiBi also subtracts the row max so far, the
+*reference*, at no cost; such scores are *relative*. With a speculative row max, S is kept until the row sums are
+checked, and a fused pass can compute P from Q K^T (`device/fused_exp2.py`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from cute_flash.planning.tiles.common import WARPGROUP_ROWS
 
 @dataclass(frozen=True)
 class MmaState:
-    """The state of an MMA warpgroup, which it keeps from tile to tile."""
+    """The state that an MMA warpgroup keeps from tile to tile."""
 
     warpgroup: Int32
     thread: Int32
@@ -38,19 +38,19 @@ class MmaState:
     rQ: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, q stage)
     rK: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, stage)
     rV: cute.Tensor
-    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the type of q
+    rP: cute.Tensor  # (MMA, MMA_M, MMA_N) in the dtype of q
     acc_O: cute.Tensor
     softmax: Softmax
-    lse: cute.Tensor  # (rows of this thread,), of the tile that ends
-    inverse: cute.Tensor  # 1 / l
+    lse: cute.Tensor  # (rows of this thread,), of the tile that is being finished
+    inverse: cute.Tensor  # 1 / l of the same rows
     order: WarpgroupOrder
     tScS: cute.Tensor  # (row, column) of every element of S
-    max_logit: cute.Tensor | None  # (1,), of this thread, of the tile that ends
+    max_logit: cute.Tensor | None  # (1,), of this thread's rows of that tile
 
 
 @dataclass(frozen=True)
 class MmaTile:
-    """The rows of a tile that an MMA warpgroup computes."""
+    """A warpgroup's 64 rows of a tile."""
 
     count: Int32  # tiles before this one
     iteration: Int32  # K/V blocks before this tile
@@ -66,7 +66,7 @@ class MmaTile:
 
 @cute.jit
 def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: Int32, is_full: cutlass.Constexpr):
-    """Start to load the bias to registers, or return where TMA loads it to; None without a bias."""
+    """The bias of a block: its load to registers is started here, or TMA loads it; None without a bias."""
     if cutlass.const_expr(tile.score_params.mods is None):
         return None
     if cutlass.const_expr(state.storage.bias is not None):
@@ -78,7 +78,7 @@ def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: In
 def transform(
     tile: MmaTile, acc_S: cute.Tensor, first_column: Int32, bias: BlockBias | None, looks_near: cutlass.Constexpr
 ):
-    """Softcap, ALiBi, bias and score_mod, in place, before the mask."""
+    """Apply softcap, ALiBi, bias and score_mod to scores in place, before the mask."""
     if cutlass.const_expr(tile.score_params.score is not None):
         tile.score_params.score.apply(as_mn(acc_S), tile.mask, first_column, looks_near)
     if cutlass.const_expr(tile.score_params.mods is not None):
@@ -86,7 +86,7 @@ def transform(
 
 
 def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
-    """The row max that the transform subtracts from the scores of a further block; None: it subtracts nothing."""
+    """The row max that the transform subtracts from the scores of a further block; None: scores are not relative."""
     is_relative = tile.score_params.score is not None and tile.score_params.mods is None
     return softmax.reference() if is_relative else None
 
@@ -95,16 +95,16 @@ def reference_of(tile: MmaTile, softmax: Softmax) -> tuple | None:
 def transform_further(
     config: Config, softmax: Softmax, tile: MmaTile, acc_S: cute.Tensor, block: tuple, kind: cutlass.Constexpr
 ) -> FusedExp2 | None:
-    """Transform a further block in place, relative to its reference, or return the fused pass that does it later.
+    """Transform a further block in place, or return the fused pass that transforms it later.
 
-    `block`: its first column and its bias; `kind`: whether the row max is speculative, and whether the band masks it.
+    `block`: (first column, bias). `kind`: (whether the row max is speculative, whether the block is masked).
     """
     (first_column, bias), (speculative_max, is_masked) = block, kind
-    # Whether all scores are near 0 is decided for the rows of a warp together.
+    # The choice of softcap's polynomial depends on all rows of a warp.
     looks_near = not config.static.batch_invariant
     reference, fuses = reference_of(tile, softmax), speculative_max and config.fuses_exp2
     if cutlass.const_expr(tile.score_params.mods is not None):
-        # The band may mask a full block of a block mask.
+        # The band may mask a block that a block mask lists as full.
         is_sparse = isinstance(tile.block_iter, BlockSparseIterator)
         is_full = is_masked is False and not (is_sparse and tile.block_iter.blocks is not None)
         if cutlass.const_expr(fuses and is_full):
@@ -131,7 +131,10 @@ def _fused_mods(softmax: Softmax, tile: MmaTile, first_column: Int32, bias: Bloc
 
 @cute.jit
 def apply_mask(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32, is_masked):
-    """Apply the band, then mask_mod. Full blocks of a block mask need no mask_mod, but the band may mask them."""
+    """Apply the band, then mask_mod. `is_masked`: a Python bool, or a run-time condition.
+
+    Full blocks of a block mask need no mask_mod, but the band may mask them.
+    """
     if cutlass.const_expr(not isinstance(is_masked, bool)):
         if is_masked:
             tile.mask.apply(as_mn(acc_S), first_column)
@@ -154,7 +157,7 @@ def apply_mask(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: 
 
 @cute.jit
 def apply_band_to_full_block(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, first_column: Int32):
-    """Of a block mask."""
+    """Apply the band to a block that a block mask lists as full."""
     if cutlass.const_expr(tile.block_iter.blocks is not None):
         if tile.block_iter.blocks.is_masked(n_block):
             tile.mask.apply(as_mn(acc_S), first_column)
@@ -164,7 +167,7 @@ def apply_band_to_full_block(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, 
 def exponentiate(
     softmax: Softmax, views: tuple, steps: cutlass.Constexpr, fused: FusedExp2 | None, kind: cutlass.Constexpr
 ):
-    """P of some k-steps. `kind`: whether a row may have no key so far, and whether S is relative to m."""
+    """Compute P of some k-steps. `kind`: (whether rows may have no keys so far, whether S is relative to m)."""
     if cutlass.const_expr(fused is None):
         softmax.exponentiate_steps(views, steps, *kind)
     else:

@@ -1,7 +1,4 @@
-"""Configuration, parameters and shared memory of the Hopper forward.
-
-The shared memory contains the barriers, and the tile of each stage of Q, which the producer publishes.
-"""
+"""Configuration, parameters and shared memory of the Hopper forward."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +27,13 @@ from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.band import BlockRange
 from cute_flash.spec.problem import Static
 
+# A tile height that covers all queries of a head.
 ALL_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time facts of a kernel, and its tiles in shared memory."""
+    """Compile-time properties of a kernel, derived from its `Static` and its tile."""
 
     static: Static
     tile: FwdTileSm90
@@ -54,25 +52,29 @@ class Config:
 
     @property
     def num_tile_values(self) -> int:
-        """Integers of a published tile: m_block, head, sequence, and with a block mask the counts of its blocks."""
+        """The number of integers of a published tile: m_block, head, sequence, and with a block mask two counts."""
         return self.seqlen_end + (2 if self.static.block_sparse else 0)
 
     @property
     def seqlen_end(self) -> int:
+        """The number of integers up to and including those of the sequence."""
         return 2 + (NUM_VALUES if self.static.varlen else 1)
 
     @property
     def overlaps_tiles(self) -> bool:
-        """With two stages of Q, whether the next tile starts while this one ends. There, user mods have the fewest
-        registers.
+        """Whether, with two stages of Q, the next tile's first block overlaps with this tile's last block.
+
+        The overlap needs the most registers, so expensive user mods disable it.
         """
         static = self.static
         return not (static.has_mods and (static.block_sparse or static.feature_cost > COST_DROPOUT))
 
     @property
     def starts_near(self) -> bool:
-        """Whether a tile starts with the keys next to its queries, where a bias or a score_mod often has the largest
-        scores.
+        """Whether a tile starts with the keys next to its queries.
+
+        With a bias or a score_mod these often have the largest scores. ALiBi, block masks and `batch_invariant` have
+        their own order.
         """
         static = self.static
         has_own_order = self.has_alibi or static.block_sparse or static.batch_invariant
@@ -80,9 +82,9 @@ class Config:
 
     @property
     def masked_loops(self) -> tuple[bool, bool]:
-        """Whether tiles may have masked blocks between the first block and the full ones, and after the full ones.
+        """Whether tiles may have masked blocks (a) between the first block and the full ones, (b) after the full ones.
 
-        With a bound on one side, tiles end with the masked blocks, unless they start with the nearest keys.
+        With a bound on one side, the masked blocks come last, unless tiles start with the nearest keys.
         """
         static = self.static
         if self.starts_near:
@@ -93,9 +95,9 @@ class Config:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether tiles of a dense batch differ in length, so that CTAs fetch them from a counter.
+        """Whether a dense batch has a dynamic tile scheduler, because its tiles differ in length.
 
-        Those of a varlen batch always do: see `Params.tile_scheduler`.
+        Varlen batches always have one (`Params.tile_scheduler`).
         """
         return self.static.is_bounded or self.static.block_sparse
 
@@ -106,22 +108,22 @@ class Config:
 
     @property
     def early_steps(self) -> int:
-        """k-steps whose exponentials come before the wait for O: as many as registers and time allow."""
+        """k-steps of P that are computed before the wait for P V of the block before."""
         if self.is_crowded:
             return self.steps
         return 1 if self.tile.num_warpgroups == 3 else self.steps // 3
 
     @property
     def is_crowded(self) -> bool:
-        """Whether scores are transformed in two ways, or beside a dropout producer, which takes registers."""
+        """Whether two of these compete for registers: a dropout producer, user mods, and softcap or ALiBi."""
         return self.tile.dropout_producer + self.static.has_mods + (self.has_softcap or self.has_alibi) > 1
 
     @property
     def may_speculate(self) -> bool:
-        """Whether the row max may be speculative.
+        """Whether the row max may be speculative, which keeps both S and P in registers.
 
-        S is kept beside P then. There is room for it beside narrow outputs, or if the compiler may choose how much of P
-        is computed before O is complete. max_logit needs the maximum of every block anyway.
+        There are enough registers if the output is narrow, or if only a part of P is computed before the wait for P V
+        (`early_steps`). max_logit needs the maximum of every block anyway, and `batch_invariant` an exact one.
         """
         has_room = self.tile.width_v <= 64 or not self.is_crowded
         static = self.static
@@ -129,8 +131,9 @@ class Config:
 
     @property
     def fuses_exp2(self) -> bool:
-        """Whether there is a fused score-to-exp2 pass (`device/fused_exp2.py`). ALiBi and softcap together have none,
-        and softcap needs more registers than three warpgroups have.
+        """Whether there is a fused score-to-exp2 pass (`device/fused_exp2.py`).
+
+        ALiBi and softcap together have none. With three warpgroups there are not enough registers for that of softcap.
         """
         if self.static.has_mods:
             return not self.is_crowded and self.static.mods.fuses_with_exp2
@@ -139,13 +142,13 @@ class Config:
 
     @property
     def bias(self) -> SmemTile:
-        """The tile of one warpgroup."""
+        """The bias tile of one warpgroup."""
         return SmemTile(WARPGROUP_ROWS, self.tile.tile_n, variant=self.tile.layout)
 
 
 @dataclass(frozen=True)
 class Params:
-    """The argument of the kernel. Dense batches use `static_scheduler` and `scheduler`, varlen batches `tile_list`."""
+    """The argument of the kernel. Tiles come from `static_scheduler` and `scheduler`, or from a varlen `tile_list`."""
 
     config: cutlass.Constexpr  # Config
     q: TmaTiles | VarlenTmaTiles  # (64, tile_d)
@@ -155,8 +158,8 @@ class Params:
     bias: TmaTiles | None  # (64, tile_n); None: threads load it, or there is none
     mO: cute.Tensor  # (B, H, Sq, D), or (1, H, T, D) in a varlen batch
     mLSE: cute.Tensor  # (B, H, Sq)
-    num_rows: Int32  # of a head, or of all heads of a group with pack_gqa
-    seqlen_q: Int32  # of a head
+    num_rows: Int32  # queries of a head, or of all heads of a group with pack_gqa
+    seqlen_q: Int32  # queries of a head
     seqlen_k: Int32
     heads_per_kv: Int32
     scale_log2: Float32
@@ -175,18 +178,18 @@ class Params:
         return SeqlenInfo.of_values(values)
 
     def seqlen_q_of(self, seqlen: SeqlenInfo) -> Int32:
-        """Queries of a head: with pack_gqa the rows of a tile are those of several heads."""
+        """The number of queries of one head. With pack_gqa, `q_len` counts those of several heads."""
         return self.seqlen_q if self.tile_list is None else seqlen.q_len
 
     def tile_scheduler(self) -> PersistentTileScheduler:
-        """The scheduler of this launch: that of the tile list, which is dynamic, or `scheduler`.
+        """The scheduler of this launch: `scheduler`, or a dynamic one over the tile list.
 
-        The kernel calls it for every tile, so that the length of a tile list is read again, not kept in a register.
+        The kernel calls it for every tile. The length of a tile list is then read again, which saves a register.
         """
         return self.scheduler if self.tile_list is None else self.tile_list.scheduler(self.scheduler.tile_counter, True)
 
     def tile_coord(self, index: Int32):
-        """m_block, head, and the values of `SeqlenInfo`."""
+        """(m_block, head, `SeqlenInfo.values`) of a tile."""
         if self.tile_list is None:
             m_block, head, batch = self.static_scheduler.tile_coord(index)
             return m_block, head, (batch,)
@@ -201,13 +204,13 @@ class Params:
         return seqlen.batch, head, m_block // (self.config.static.mods.block_mask_tile[0] // self.config.tile.tile_m)
 
     def block_iterator(self, m_block: Int32, head: Int32, seqlen: SeqlenInfo, counts: tuple) -> AnyBlockIterator:
-        """The K/V blocks of a tile, in the order in which it visits them.
+        """The K/V blocks of a tile, in the order in which the tile visits them.
 
-        With a right bound the blocks that it masks come last: rows see few keys in them, and have a useful
-        maximum by then. Without a right bound only the end of the keys masks a block: it comes first, so that
-        the loop needs no mask. With ALiBi scores fall with the distance, and with a bias or a score_mod they
-        often do: the nearest keys come first, as else the maximum would grow with every block. The order
-        depends on the tile's rows, so `batch_invariant` disables it. A block mask has its own order.
+        With a right bound, the blocks that it masks come last: rows see few keys in them, and already have a good
+        maximum. Without a right bound, only the block with the last key may need a mask. It comes first, so that the
+        loop needs no mask. With ALiBi scores fall with the distance, and with a bias or a score_mod they often do. The
+        nearest keys then come first; otherwise the maximum would grow with every block. That order depends on the
+        tile's rows, so `batch_invariant` disables it. A block mask has its own order.
         """
         config, indices = self.config, self.score_params.block_indices
         if indices is not None:
@@ -226,25 +229,27 @@ class Params:
     def _blocks(self, m_block: Int32, seqlen: SeqlenInfo) -> BlockRange:
         tile, lengths = self.config.tile, (self.seqlen_q_of(seqlen), seqlen.k_len)
         if self.config.static.pack_gqa:
-            # Any position may be among the rows of a tile.
+            # The rows of a tile may have any position.
             return self.band.blocks(Int32(0), ALL_ROWS, tile.tile_n, *lengths)
         return self.band.blocks(m_block, tile.tile_m, tile.tile_n, *lengths)
 
 
 @dataclass(frozen=True)
 class SharedStorage:
+    """The shared memory: tiles, barriers, and the coordinates of tiles that the producer publishes."""
+
     config: cutlass.Constexpr  # Config
     sQ: cute.Tensor  # (64, tile_d, (warpgroup, q stage))
     sK: cute.Tensor  # (tile_n, tile_d, stage)
     sV: cute.Tensor
     dropout_masks: DropoutMaskPipeline | None
-    bias: BiasPipeline | None  # None: TMA does not load it
-    q: Pipeline  # empty: the output in the stage has been stored, and all have read the tile
+    bias: BiasPipeline | None  # None: no bias, or threads load it
+    q: Pipeline  # empty: Q is used, an output in the stage is stored, and all warps have read the published tile
     k: Pipeline
     v: Pipeline
-    o_full: cute.Pointer  # (warpgroup, q stage): the output is in the stage
-    tiles: PublishedTiles  # m_block, head, sequence...; published by q.full
-    n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage, published by k.full
+    o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
+    tiles: PublishedTiles  # m_block, head, sequence...; valid after q.full
+    n_blocks: cute.Tensor | None = None  # with a block mask, the n_block of each stage of K; valid after k.full
 
     @staticmethod
     def allocate(config: Config) -> "SharedStorage":
@@ -270,10 +275,10 @@ class SharedStorage:
 
     @cute.jit
     def init_barriers(self):
-        """One thread calls it, before a fence and a barrier of all threads."""
+        """Called by one thread, before a fence and a CTA barrier."""
         tile = self.config.tile
         mma_warps = 4 * tile.num_warpgroups
-        # The warp of V, and the storing warp or all MMA warps; the dropout producer; the warp of the bias.
+        # Warps that release Q: that of V, the store warp or all MMA warps, the dropout producer, and that of the bias.
         others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
         self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps)
@@ -285,7 +290,7 @@ class SharedStorage:
         if cutlass.const_expr(self.bias is not None):
             self.bias.init_barriers()
 
-    # ---- the tile of each stage of Q. `count` is the number of tiles before it.
+    # ---- the published tile of each stage of Q. `count` is the number of tiles before it.
 
     @cute.jit
     def m_block(self, count: Int32) -> Int32:
@@ -297,11 +302,11 @@ class SharedStorage:
         return self.tiles.read(1, count)
 
     def seqlen_values(self, count: Int32) -> tuple:
-        """The values of `SeqlenInfo`."""
+        """`SeqlenInfo.values` of the tile."""
         return tuple(self.tiles.read(i, count) for i in range(2, self.config.seqlen_end))
 
     def block_counts(self, count: Int32) -> tuple:
-        """With a block mask, the numbers of full and partial blocks."""
+        """With a block mask, the numbers of full and partial blocks of the tile."""
         return tuple(self.tiles.read(i, count) for i in range(self.config.seqlen_end, self.config.num_tile_values))
 
     # ---- with a block mask, the n_block of each stage of K
@@ -324,12 +329,12 @@ class SharedStorage:
 
     @cute.jit
     def release_q(self, count: Int32):
-        """A warp calls it when it is done with a stage of Q and has read its tile."""
+        """Called by a warp when it is done with a stage of Q and with its published tile."""
         cute.arch.sync_warp()
         self.q.release(count)
 
     def output_stage(self, warpgroup: Int32, count: Int32) -> cute.Tensor:
-        """(64, tile_dv) over the stage of Q"""
+        """The output (64, tile_dv) of a warpgroup, in the memory of its stage of Q."""
         sQ = self.sQ[None, None, (warpgroup, self.q.stage(count))]
         return cute.make_tensor(sQ.iterator, affine_layout(self.config.tile.operand_smem("O")))
 

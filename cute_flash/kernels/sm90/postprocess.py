@@ -1,4 +1,4 @@
-"""Postprocess of the Hopper backward: dQ in the type of q."""
+"""The postprocess kernel of the Hopper backward: converts dQ to the dtype of q."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32

@@ -1,4 +1,4 @@
-"""Tiles that the producer warp of a persistent kernel publishes to the other warps."""
+"""Coordinates of tiles that the producer warp of a persistent kernel publishes to the other warps."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,15 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 NO_TILE = -1
-# Two even with one stage of the operand that comes with a tile: the next tile is published before all have read this
-# one.
+# Two, even if the operand that comes with a tile has one stage: some warps read a tile after the next is published.
 SLOTS = 2
 
 
 @dataclass(frozen=True)
 class PublishedTiles:
-    """The integers of a tile, in shared memory: its block, or NO_TILE after the last tile; its head; others.
+    """The integers of a tile in shared memory: its block (NO_TILE after the last tile), its head, its sequence.
 
-    `count` is the number of tiles before a tile.
+    The argument `count` is the number of tiles before a tile.
     """
 
     slots: cute.Tensor  # (integer, slot)
@@ -30,7 +29,7 @@ class PublishedTiles:
 
     @cute.jit
     def write(self, count: Int32, values: tuple):
-        """Write a tile; the arrival at the `full` barrier of its operand, which follows, publishes it."""
+        """Write a tile. The caller's arrival at the `full` barrier of the tile's operand then publishes it."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(values)):
                 self.slots[i, count % SLOTS] = values[i]
@@ -40,5 +39,5 @@ class PublishedTiles:
         self.write(count, (Int32(NO_TILE), *(Int32(0) for _ in range(self.num - 1))))
 
     def read(self, i: int, count: Int32) -> Int32:
-        """An integer of a tile, after the `full` barrier."""
+        """The i-th integer of a tile. Called after a wait for the `full` barrier."""
         return cute.arch.make_warp_uniform(self.slots[i, count % SLOTS])

@@ -1,4 +1,4 @@
-"""Chooses the tile of a problem from tables per architecture and head dim, whose rows carry their measurement."""
+"""Chooses the tile of a problem. Each kernel has a table of tiles, whose rows state how they were measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cute_flash.spec.problem import Problem, Static
 AnyFwdTile = FwdTileSm80 | FwdTileSm90
 AnyBwdTile = BwdTileSm80 | BwdTileSm90 | BwdTileSm90Wide
 
-# The most operations per score of user mods for which the Hopper backward has registers: at head dims up to 64, and
-# above. Longer mods run on mma.sync, in a smaller tile at head dims up to 64.
+# The most operations per score of user mods for which the Hopper backward has enough registers, at head dims up to 64
+# and above. Longer mods run on the mma.sync kernel, with a smaller tile at head dims up to 64.
 MAX_MOD_OPS = (24, 10)
 
 
@@ -40,7 +40,7 @@ def fwd_tile(family: str, arch: ArchSpec, problem: Problem) -> AnyFwdTile:
 
 @lru_cache
 def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, ...]:
-    """The rows that support problems of some length, and fit the architecture."""
+    """The rows that support the problem, apart from `max_keys`, and fit the architecture."""
     rows: tuple[AnyFwdTile, ...] = SM90_FWD
     if family != "sm90":
         rows = (SM80_FWD_FP32 if static.is_fp32 else SM80_FWD)[arch.name]
@@ -72,7 +72,7 @@ def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, determinis
         rows = (SM80_BWD_SCORE if is_small else SM80_BWD)[arch.name]
         return (SM80_BWD_LONG_MOD, *rows) if mod_ops > MAX_MOD_OPS[0] else rows
     if deterministic and static.mods is not None and static.mods.captures_needing_grad:
-        # Storing what each score adds to a captured tensor takes too many registers.
+        # Storing each score's term of a captured tensor's gradient takes too many registers.
         return ()
     candidates: tuple[AnyBwdTile, ...] = SM90_BWD_SCORE if cost else SM90_BWD
     if cost and static.has_mods:

@@ -11,12 +11,12 @@ from cute_flash.planning.tiles.common import ELEMENT_BYTES, WARP_KEYS, WARP_ROWS
 class BwdTileSm80(Tile):
     """`tile_n` keys against blocks of `tile_m` queries, on mma.sync.
 
-    Each product has a separate grid of warps: `warps_*` along its rows, the others along its columns. If all warps lie
+    Each product has its own grid of warps: `warps_*` along its rows, the others along its columns. If all warps are
     along the keys, P and dS stay in registers as operands of the next product. Otherwise they go through shared memory,
-    and fewer operands are read twice.
+    but fewer operands are read twice.
     """
 
-    stages: int  # of Q, and of dO; with 1 their copies overlap only the product dQ
+    stages: int  # of Q, and of dO; with 1 stage their copies overlap only with the product dQ
     warps_s: int = 8  # along the keys of S^T and dP^T (keys x queries)
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)

@@ -28,9 +28,9 @@ class BwdTileSm90(Tile):
 
     @property
     def dq_part(self) -> tuple[int, int]:
-        """Rows and columns of a block of dQ that each warpgroup computes: half of the rows if there are 128.
+        """(rows, columns) of dQ that each warpgroup computes: half of the rows if there are 128, else half the columns.
 
-        Half of the columns would mean narrower instructions, which read dS from shared memory more often.
+        Half of the columns means narrower wgmma instructions, which read dS from shared memory more often.
         """
         rows = 2 * WARPGROUP_ROWS
         return (self.tile_m // 2, self.head_dim) if self.tile_m == rows else (self.tile_m, self.head_dim // 2)
@@ -57,15 +57,15 @@ class BwdTileSm90Wide(Tile):
 
     q_stages: int = 2
     do_stages: int = 1
-    dq_pieces: int = 7  # pieces of a warpgroup's dQ, of 8, that are stored through shared memory; 2 KB each
+    dq_pieces: int = 7  # how many of the 8 pieces (2 KB each) of half a warpgroup's dQ go through shared memory
 
     needs_wgmma: ClassVar[bool] = True
     num_threads: ClassVar[int] = 3 * 128
-    registers: ClassVar[tuple[int, int]] = 24, 240  # of a thread of the producer, and of the consumer warpgroups
+    registers: ClassVar[tuple[int, int]] = 24, 240  # per thread of the producer, and of the consumer warpgroups
 
     @property
     def dq_part(self) -> tuple[int, int]:
-        """Rows and columns of a block of dQ that each warpgroup computes."""
+        """(rows, columns) of dQ that each warpgroup computes."""
         return self.tile_m, self.head_dim // 2
 
     @property
@@ -87,10 +87,10 @@ _CHEAP_MOD = "H200, bf16, B=4, S=4096, hidden 2048: ALiBi 2.52 ms, causal 1.41; 
 SM90_BWD = (
     BwdTileSm90( 64, 128, 128, early_lse=True, measured=_GRADIENTS + "311/469/542; causal 187/370/480"),
     BwdTileSm90(128,  64, 128, measured=_GRADIENTS + "329/502/572; causal 219/410/547"),
-    # The most keys that leave registers for dQ beside dK and dV, and shared memory for two stages of Q.
+    # 80 is the largest number of keys that leaves registers for dQ, and shared memory for two stages of Q.
     BwdTileSm90Wide(256, 64, 80, measured=_GRADIENTS_256),
 )
-# With softcap, ALiBi or dropout. Head dims above 128 have no registers for them and run on mma.sync.
+# With score features. Above head dim 128 there are no registers for them, and the mma.sync kernel is used.
 SM90_BWD_SCORE = (
     BwdTileSm90( 64, 128, 128, early_lse=True, max_cost=COST_SOFTCAP),
     BwdTileSm90( 64, 128, 128, early_lse=True, early_dropout=True, max_cost=COST_DROPOUT),

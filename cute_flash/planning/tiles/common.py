@@ -1,4 +1,4 @@
-"""Sizes, costs and limits that the tiles of all kernels share."""
+"""Constants, feature costs and the base class that the tiles of all kernels share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.features import FEATURE, MODS
 from cute_flash.spec.problem import Static
 
-SMEM_ALIGN = 1024  # of every tile in shared memory: the period of its swizzle
+SMEM_ALIGN = 1024  # bytes: alignment of every tile in shared memory, so that its swizzle starts at a period
 WARP_ROWS = 16  # rows of one mma.sync m16n8k16
 WARPGROUP_ROWS = 64  # rows of one wgmma
 WARP_KEYS = 16  # keys of one ldmatrix.x4 of K or V
@@ -39,10 +39,10 @@ class Tile:
     head_dim: int  # width of the tile; smaller head dims are padded to it
     tile_m: int
     tile_n: int
-    # Only for problems with at most so many `usual_keys`.
+    # The row is only for problems with at most this many `Problem.usual_keys`.
     max_keys: int | None = field(default=None, compare=False, kw_only=True)
     max_cost: int = field(default=COST_ANY, compare=False, kw_only=True)
-    # Evidence: GPU, dtype, shape, TFLOP/s.
+    # How the row was measured: GPU, dtype, shape, TFLOP/s.
     measured: str = field(default="not measured: chosen by the rules above the table", compare=False, kw_only=True)
 
     needs_wgmma: ClassVar[bool] = False
@@ -55,7 +55,7 @@ class Tile:
         return self.smem_bytes <= arch.smem_per_cta and (arch.has_wgmma or not self.needs_wgmma)
 
     def divides_block_mask(self, static: Static) -> bool:
-        """Whether tiles divide the blocks of a block mask; true without a block mask."""
+        """Whether the tile divides the blocks of a block mask; true without a block mask."""
         is_divisor = BLOCK_MASK_MULTIPLE % self.tile_m == BLOCK_MASK_MULTIPLE % self.tile_n == 0
         return is_divisor or not static.block_sparse
 

@@ -77,7 +77,7 @@ class FwdTileSm80(Tile):
 
     @property
     def accumulator_registers(self) -> int:
-        """Registers of a thread for O and S in fp32, and for the fragments of Q that stay."""
+        """Registers of a thread for O and S in fp32, and for the part of Q that stays in registers."""
         rows = self.tile_m // self.num_warps
         registers = rows * (self.head_dim + self.tile_n) // 32
         return registers + rows * self.q_steps // 4
@@ -88,7 +88,7 @@ class FwdTileSm80(Tile):
         if bounds and (static.varlen or static.batch_invariant):
             # The lengths of a varlen sequence take registers; those of dense calls are kernel arguments.
             bounds = 2
-        # All warps read the index lists of a block mask.
+        # All warps read the index lists of a block mask, which takes registers.
         cost = static.feature_cost + static.block_sparse
         has_registers = self.max_bounds >= bounds and self.max_cost >= cost
         return self.head_dim >= static.widest and has_registers and self.divides_block_mask(static)
@@ -102,7 +102,7 @@ class FwdTileSm80(Tile):
 
 _H200 = "H200, bf16, 16384 tokens, hidden 2048, TFLOP/s of S=512/2048/16384 full; causal: "
 _FOR_FEATURES = "not measured: for softcap and dropout, which would spill in the row before"
-_FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
+_FOR_MODS = "not measured: for user mods with a bias, which would spill in the rows before"
 
 # The first row that supports a problem and fits is chosen. Rules for GPUs that were not measured: two CTAs of four
 # warps on an SM if shared memory allows; 32 rows per warp while O and S fit in registers, because fewer rows read more

@@ -36,7 +36,7 @@ class FwdTileSm90(Tile):
     dropout_stages: int = 1  # of dropout masks
     bias_stages: int = 0  # of a bias that TMA loads; 0: threads load the bias, or there is none
     layout: str = HOPPER_VARIANTS[0]  # of Q, K, V and O in shared memory; other layouts are for experiments
-    is_bounded: bool | None = field(default=None, compare=False)  # only with a bound (True), or only without (False)
+    is_bounded: bool | None = field(default=None, compare=False)  # True: only for masks with a bound; False: without
 
     needs_wgmma: ClassVar[bool] = True
     dropout_producer_registers: ClassVar[int] = 56  # of a thread
@@ -74,7 +74,7 @@ class FwdTileSm90(Tile):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread of the producer warpgroup, and of the consumer warpgroups."""
+        """Registers per thread of the producer warpgroup, and of the consumer warpgroups."""
         if self.dropout_producer:
             return 24, 216
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_warpgroups]
@@ -87,7 +87,11 @@ class FwdTileSm90(Tile):
 
     @property
     def columns_pv(self) -> int:
-        """Columns of one wgmma of P V: half of them if all would need more registers than a thread has at launch."""
+        """Columns of one wgmma of P V.
+
+        With a dropout producer, 256 columns would need more registers than a thread has at launch, so P V takes two
+        instructions.
+        """
         return self.width_v // 2 if self.dropout_producer and self.width_v == 256 else self.width_v
 
     @property
@@ -120,7 +124,7 @@ class FwdTileSm90(Tile):
         """Whether the row has the width and the registers for a problem."""
         is_wide_enough = self.head_dim >= static.head_dim and self.width_v >= static.width_v
         is_as_wide = (self.head_dim_v is None) == (static.head_dim_v is None)
-        # With batch_invariant the row must not depend on the lengths of other sequences, nor on varlen.
+        # With batch_invariant the choice must not depend on the lengths of other sequences, nor on varlen.
         is_for_any_length = self.max_keys is None or not static.batch_invariant
         is_for_mask = self.is_bounded in (None, static.is_bounded)
         has_room = self.max_cost >= static.feature_cost and self.divides_block_mask(static)
@@ -130,10 +134,8 @@ class FwdTileSm90(Tile):
 _SWEEP = "H200, bf16, 16384 tokens, hidden 2048, sweeps of 2026-11-15, version 7, TFLOP/s of S=512/1024/8192: "
 _BY_WIDTH = "not measured: like its neighbours, as far as registers and shared memory allow"
 _FOR_FEATURES = "not measured: for features that would spill in the row before"
-_FOR_MODS = "not measured: for user functions with a bias, which would spill in the rows before"
-_FOR_BLOCK_MASKS = (
-    "user functions and block masks: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
-)
+_FOR_MODS = "not measured: for user mods with a bias, which would spill in the rows before"
+_FOR_BLOCK_MASKS = "user mods and block masks: H200, bf16, B=4, S=4096, documents 1.80 ms; 192x128 1.98; 128x96 2.01"
 _DROPOUT_128 = "H200, bf16, B=4, S=4096, hidden 2048: 1.13 ms; with 2 stages of Q and 1 of dropout masks 1.25 ms"
 _BIAS_64 = "H200, bf16, B=4, S=4096, hidden 2048: bias of all pairs 1.53 ms, of each head 1.57; 128x128: 1.50, 1.68"
 _BIAS_128 = "H200, bf16, B=4, S=4096, hidden 2048, bias of all pairs: 1.09 ms; 2 stages of Q and 1 of the bias 1.33"

@@ -1,0 +1,126 @@
+"""Tables of the documents from single runs: accuracy, grouped heads, user mods and host time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
+from profiling.record import Run, load
+from profiling.report import geometric_mean
+from profiling.terminal import Table
+
+OUTLIERS = "results/h200/2026-11-15-fwd-sm90-outliers.json"
+GQA = ("results/h200/2026-11-15-fwd-sm90-gqa.json", "results/h200/2026-11-15-fwd-sm90-gqa8.json")
+MODS = "results/h200/2026-11-16-mods.json"
+HOST = "results/h200/2026-11-16-host.json"
+START = "results/h200/2026-11-15-host.json"
+# Kernel -> the run, the peer, and its name.
+ACCURACY = {
+    "forward sm90": (FORWARD, "fa3", "FlashAttention-3"),
+    "forward sm90, inputs with outliers": (OUTLIERS, "fa3", "FlashAttention-3"),
+    "forward sm80": (FORWARD_SM80, "sdpa-flash", "FlashAttention-2"),
+    "backward sm90": (BACKWARD, "fa3", "FlashAttention-3"),
+    "backward sm80": (BACKWARD_SM80, "sdpa-flash", "FlashAttention-2"),
+}
+# Row -> kind of the cells, our side and the other side, as the record names them.
+MOD_ROWS = {
+    "six mods, over FlexAttention": ("function", "cute_flash", "flex"),
+    "six mods, over FlashAttention-4": ("function", "cute_flash", "fa4"),
+    "eight documents with a block mask, over the same without": ("documents", "with a map", "without a map"),
+    "the same, over FlexAttention": ("documents", "with a map", "flex"),
+    "the same, over FlashAttention-4": ("documents", "with a map", "fa4"),
+    "bias (B, H, S, S), over no bias": ("bias", "bias of all", "plain"),
+    "bias (1, H, S, S), over no bias": ("bias", "bias of each head", "plain"),
+    "bias (B, 1, 1, S), over no bias": ("bias", "bias of each key", "plain"),
+}
+HOST_ROWS = {
+    "plain-fwd": "forward",
+    "plain-train": "forward, gradients recorded",
+    "plain-bwd": "backward",
+    "softcap-fwd": "forward, softcap",
+    "alibi-fwd": "forward, ALiBi",
+    "score_mod-fwd": "forward, score_mod",
+    "varlen-fwd": "forward, varlen",
+}
+
+
+def _worst(run: Run, peer: str) -> dict[str, float]:
+    """Result (out, dq, dk or dv) -> the largest ratio of our error to the peer's, both against fp64."""
+    labels = sorted({label for cell in run.cells for label in cell.yardstick})
+    if "outliers" in labels:
+        labels = ["outliers"]
+    worst = {}
+    for label in labels:
+        ratios = [cell.error_ratio(run.ours[0], peer, label) for cell in run.cells]
+        worst[label.partition(" ")[2] or "out"] = max(ratio for ratio in ratios if ratio is not None)
+    return worst
+
+
+def accuracy(data: Path) -> Table:
+    rows = []
+    for kernel, (path, peer, name) in ACCURACY.items():
+        worst = ", ".join(f"{result} {ratio:.2f}" for result, ratio in _worst(load(data / path), peer).items())
+        rows.append((f"[{kernel}]({path})", name, worst))
+    return Table("", ("kernel", "error over that of", "largest ratio"), tuple(rows))
+
+
+def accuracy_line(data: Path) -> str:
+    """The accuracy of the forward and the backward in one sentence."""
+    worst = {name: max(_worst(load(data / path), peer).values()) for name, (path, peer, _) in ACCURACY.items()}
+    forward = max(worst["forward sm90"], worst["forward sm90, inputs with outliers"])
+    ampere = max(worst["forward sm80"], worst["backward sm80"])
+    return (
+        f"On the same inputs, errors against fp64 are at most {forward:.2f} × those of FlashAttention-3 for the output "
+        f"and {worst['backward sm90']:.2f} × for dq, dk and dv. Those of the sm80 kernels are at most {ampere:.2f} × "
+        "those of FlashAttention-2."
+    )
+
+
+def gqa(data: Path) -> Table:
+    rows = []
+    for path in GQA:
+        for cell in load(data / path).cells:
+            shape = cell.shape
+            sizes = f"B = {shape.batch}, S = {shape.seqlen}, D = {shape.head_dim}, {shape.mask}"
+            ratios = [cell.ratio("cute_flash", peer) for peer in ("fa3", "sdpa-cudnn")]
+            texts = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+            rows.append((f"[{shape.heads} on {shape.heads_kv} heads]({path}), {sizes}", *texts))
+    return Table("", ("forward", "over FlashAttention-3", "over cuDNN"), tuple(rows))
+
+
+def _speed(cells: list[dict[str, Any]], side: str, base: str, direction: str) -> str:
+    """Geometric mean of the speed of a side over a base, and the lowest."""
+    sides = [cell["sides"][direction] for cell in cells]
+    ratios = [x[base]["ms"] / x[side]["ms"] for x in sides if side in x and base in x]
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})"
+
+
+def mods(data: Path) -> Table:
+    cells = json.loads((data / MODS).read_text(encoding="utf-8"))["cells"]
+    rows = []
+    for label, (kind, side, base) in MOD_ROWS.items():
+        chosen = [cell for cell in cells if cell["kind"] == kind]
+        rows.append((label, *(_speed(chosen, side, base, direction) for direction in ("fwd", "bwd"))))
+    return Table("", ("geometric mean (lowest)", "forward", "backward"), tuple(rows))
+
+
+def host(data: Path) -> Table:
+    cases = json.loads((data / HOST).read_text(encoding="utf-8"))["cases"]
+    rows = []
+    for name, label in HOST_ROWS.items():
+        sides, ratio = cases[name]["sides"], cases[name]["ratio"]
+        floor = f"{sides['floor']['median_us']:.0f}"
+        rows.append((label, f"{sides['cute_flash']['median_us']:.0f}", floor, "-" if ratio is None else f"{ratio:.2f}"))
+    return Table("", ("host time of a warm call", "us", "launches alone, us", "over the fastest SDPA"), tuple(rows))
+
+
+def start(data: Path) -> str:
+    """The time of the first result of a process, in one sentence."""
+    times = json.loads((data / START).read_text(encoding="utf-8"))["start"]
+    cold, warm = (times[cache]["first_call_ms"] for cache in ("cold", "warm"))
+    return (
+        f"The first call of a process takes {cold / 1e3:.1f} s with an empty kernel cache and {warm / 1e3:.2f} s "
+        f"with a filled one ([data]({START}))."
+    )
