@@ -57,19 +57,19 @@ def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor
 def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int) -> None:
     """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row.
 
-    All products of low pieces come first: each later MMA truncates the sum, and the fewer there are, the better.
+    Products of low pieces have accumulators of their own. Each MMA truncates its sum, and the fewer MMAs add to the
+    large sum, the better.
     """
     a, b = a.rederived(), b.rederived()
+    low = cute.make_fragment_like(acc)
+    low.fill(0.0)
     for k in range(steps):
         for x, where in ((a, 0), (b, stage)):
             x.load_k(k, where)
             x.load_k(k + steps, where)
-        for i, j in ((k + steps, k), (k, k + steps)):
-            cute.gemm(mma, acc, a.fragment[None, None, i], b.fragment[None, None, j], acc)
-    for k in range(steps):
-        a.load_k(k, 0)
-        b.load_k(k, stage)
-        cute.gemm(mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
+        for i, j, sums in ((k + steps, k, low), (k, k + steps, low), (k, k, acc)):
+            cute.gemm(mma, sums, a.fragment[None, None, i], b.fragment[None, None, j], sums)
+    acc.store(acc.load() + low.load())
 
 
 def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:
