@@ -42,11 +42,10 @@ class Kernel:
         The fp16 pieces of an fp32 tensor x (`x_pieces`) are also `x`, unless the kernel has x itself.
         """
         pieces = {name.removesuffix("_pieces"): mX for name, mX in operands.items() if name.endswith("_pieces")}
-        operands = pieces | operands
         if self.static.varlen:
             with_rows = {name: mX for name, mX in operands.items() if name in _WITH_ROWS and mX is not None}
             operands = operands | {name: with_batch_mode(mX) for name, mX in with_rows.items()}
-        return SimpleNamespace(**operands)
+        return SimpleNamespace(**(pieces | operands))
 
     def band(self, args: SimpleNamespace) -> Band:
         """The band of keys that a query sees, from the window operands."""
