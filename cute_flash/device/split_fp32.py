@@ -7,8 +7,8 @@ bits, and entries down to 2^-39 of the largest norm keep some of them. A product
 
     A B = A_low B_high + A_high B_low + A_high B_high
 
-The tensor cores truncate their sums. A product over many keys or queries is therefore summed in the accumulator of one
-block only, and blocks are added by fp32 FMAs, which round to nearest.
+An MMA aligns its terms to the largest one and truncates them. Therefore few MMAs add to one accumulator, and their
+sums are added by fp32 additions, which round to nearest.
 """
 
 import cutlass
@@ -55,21 +55,14 @@ def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor
 
 
 def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int) -> None:
-    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row.
-
-    Products of low pieces have accumulators of their own. Each MMA truncates its sum, and the fewer MMAs add to the
-    large sum, the better.
-    """
+    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row."""
     a, b = a.rederived(), b.rederived()
-    low = cute.make_fragment_like(acc)
-    low.fill(0.0)
     for k in range(steps):
         for x, where in ((a, 0), (b, stage)):
             x.load_k(k, where)
             x.load_k(k + steps, where)
-        for i, j, sums in ((k + steps, k, low), (k, k + steps, low), (k, k, acc)):
-            cute.gemm(mma, sums, a.fragment[None, None, i], b.fragment[None, None, j], sums)
-    acc.store(acc.load() + low.load())
+        for i, j in ((k + steps, k), (k, k + steps), (k, k)):
+            cute.gemm(mma, acc, a.fragment[None, None, i], b.fragment[None, None, j], acc)
 
 
 def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:

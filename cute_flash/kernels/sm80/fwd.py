@@ -128,6 +128,7 @@ class FwdSm80(Kernel):
         tScS = self.coordinates(p.tiled_mma, thread)
         tracks_max_score, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
+        softmax = replace(softmax, sums_by_block=self.static.is_fp32)
         # The rows of pieces are as wide as the tile.
         head_dim, width_v = self.static.head_dim, self.static.width_v
         if cutlass.const_expr(self.static.is_fp32):
