@@ -295,7 +295,9 @@ def _fwd_cuda(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     return tuple(_filled(_cuda.forward(q, k, v, from_schema(values)), q))
 
 
-def _bwd_cuda(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
+def _bwd_cuda(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
+) -> Any:
     dq, dk, dv, grads = _cuda.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
     return dq, dk, dv, _filled(grads, q)
 
@@ -309,7 +311,9 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
         return tuple(_filled(cpu.forward(q, k, v, args), q))
 
 
-def _bwd_cpu(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
+def _bwd_cpu(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
+) -> Any:
     from cute_flash.reference import cpu
 
     with _without_autocast():
@@ -328,7 +332,9 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
     return tuple(_filled(outputs(q, v, args), q))
 
 
-def _bwd_fake(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
+def _bwd_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
+) -> Any:
     args = from_schema(values)
     pairs = zip(args.differentiable, _has_gradient(args))
     grads = [torch.empty_like(x) if x is not None and needed else None for x, needed in pairs]
@@ -376,7 +382,9 @@ class NoDoubleBackward(_SingleLevelFunction):
         )
 
 
-def _bwd_autograd(dout, dlse, q, k, v, out, lse, *values: Any) -> Any:
+def _bwd_autograd(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *values: Any
+) -> Any:
     tensors = dout, dlse, q, k, v, *from_schema(values).differentiable
     _refuse_tangents(*tensors)
 
@@ -459,12 +467,32 @@ LIBRARY.define(
 )
 
 
-def _old_fwd(q, k, v, scale, window_left, window_right, deterministic=False) -> Any:
+def _old_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    deterministic: bool = False,
+) -> Any:
     args = AttentionArgs(scale=scale, window_left=window_left, window_right=window_right, deterministic=deterministic)
     return attention_fwd(q, k, v, *to_schema(args))[:2]
 
 
-def _old_bwd(dout, dlse, q, k, v, out, lse, scale, window_left, window_right, deterministic=False) -> Any:
+def _old_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    deterministic: bool = False,
+) -> Any:
     args = AttentionArgs(scale=scale, window_left=window_left, window_right=window_right, deterministic=deterministic)
     return attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))[:3]
 

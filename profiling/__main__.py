@@ -1,4 +1,4 @@
-"""`python -m profiling`: speed and accuracy of cute_flash beside its peers, host time, tuning, counters."""
+"""The command `python -m profiling`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ import torch
 from cute_flash.jit.compile import precompile_all
 from cute_flash.spec import arch
 from cute_flash.spec.arch import ArchSpec
+from cute_flash.tools.cli import HELP_FORMATTER, add_command
+from cute_flash.tools.precompile import precompile_keys
+from cute_flash.tools.progress import steps
 from profiling import (
     compare,
     doc_tables,
@@ -44,92 +47,127 @@ from profiling.gpu_lock import GpuLock
 from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, CuteFlash, Provider, select, split_available
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
-from profiling.terminal import Table, print_lines, print_unavailable, progress, show
+from profiling.terminal import Table, print_lines, print_unavailable, show
 from profiling.timing import EventTimer, GraphTimer
 from profiling.variants import FAMILIES, Selection, choose
 from profiling.workers import Pool
 
+DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
 # Exit status: 0 success, 1 a failure, a regression or a missed goal, 2 nothing was measured.
 OK, FAILED, NOT_MEASURED = 0, 1, 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m profiling", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser("bench", help="speed and accuracy, interleaved with the peers")
-    bench.add_argument(
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling", description=DESCRIPTION, formatter_class=HELP_FORMATTER
+    )
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+
+    add = partial(add_command, commands)
+    bench = add(
+        "bench",
+        "measure speed and accuracy beside the other libraries that are installed",
+        "--suite paper --out paper.json",
+        "--suite paper --direction bwd --base paper-bwd.json  # exit status 1 if a cell got slower",
+        "--head-dims 128 --masks causal --lengths 512,4096 --providers cute_flash,sdpa-flash,flex",
+    )
+    _add_bench(bench)
+    host_command = add(
+        "host", "measure the host time of calls beside SDPA and beside the bare launches", "--out host.json", "--start"
+    )
+    host_cases.add_arguments(host_command, KERNELS)
+    _add_features(
+        add("features", "measure calls with a feature beside the same calls without it", "--head-dims 128"),
+        tuple(features.KINDS),
+    )
+    mods_command = add(
+        "mods",
+        "measure score_mod, mask_mod, block masks and biases beside FlexAttention and FlashAttention-4",
+        "--functions alibi,causal --peers flex",
+    )
+    _add_features(mods_command, tuple(mods.KINDS))
+    _add_mods(mods_command)
+    tune_command = add(
+        "tune",
+        "compile, check, time and rank tiles of a forward kernel",
+        "--head-dims 64,128 --lengths 512,16384 --out tune.json",
+        '--tile "128: 128x{112,128,144} s2 q{1,2} c{0,1}" --masks causal',
+        "--compile-only --arch sm_90 --head-dims 128  # needs no GPU",
+    )
+    _add_tune(tune_command)
+    ncu_command = add(
+        "ncu",
+        "profile single launches with Nsight Compute and compare the counters with predictions",
+        "--out build/ncu",
+        "--kernels fwd-sm80 --head-dim 96 --mask causal",
+        "--predict-only --arch sm_90  # needs no GPU",
+    )
+    _add_ncu(ncu_command)
+    plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
+    plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, without tables")
+    return parser
+
+
+def _add_rounds(parser: argparse.ArgumentParser, rounds: int, ms: float) -> None:
+    add = parser.add_argument
+    add("--rounds", type=at_least_one, default=rounds, metavar="N", help="rounds of the median (default: %(default)s)")
+    add("--ms", type=float, default=ms, help="back-to-back calls in a round, in ms (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    add, suite = parser.add_argument, "default: those of the suite"
+    add(
         "--providers",
         type=name_list,
         default=DEFAULT_NAMES,
-        metavar="A,B",
-        help="default: " + ",".join(DEFAULT_NAMES) + "; also " + ",".join(BY_NAME_ONLY),
+        metavar="LIST",
+        help=f"default: {','.join(DEFAULT_NAMES)}; also {','.join(BY_NAME_ONLY)}",
     )
-    bench.add_argument("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
-    bench.add_argument("--out", type=Path, metavar="FILE", help="write all results as JSON")
-    bench.add_argument("--suite", choices=SUITES, default="quick")
-    bench.add_argument("--direction", choices=DIRECTIONS, default="fwd", help="default: %(default)s")
-    bench.add_argument("--dtype", choices=DTYPES, default="bf16")
-    bench.add_argument("--head-dims", type=int_list, metavar="64,128", help="instead of the suite's")
-    bench.add_argument("--masks", type=name_list, metavar=",".join(MASKS), help="instead of the suite's")
-    bench.add_argument("--lengths", type=int_list, metavar="512,8192", help="instead of the suite's")
-    bench.add_argument("--rounds", type=at_least_one, default=6, help="default: %(default)s")
-    bench.add_argument("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
-    bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
-    bench.add_argument("--outliers", action="store_true", help="check accuracy on outliers too")
-    bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument("--reference", default="sdpa-flash", help="peer of ours/ref (default: %(default)s)")
-    bench.add_argument("--base", type=Path, metavar="FILE", help="earlier JSON: exit 1 on a regression")
-    bench.add_argument("--threshold", type=float, default=0.05, help="of ours/ref (default: %(default)s)")
-    host_command = commands.add_parser("host", help="host time of calls beside SDPA and a floor, with goals")
-    host_cases.add_arguments(host_command, KERNELS)
-    of_features = commands.add_parser("features", help="cost of features beside the call without them")
-    _add_features(of_features, tuple(features.KINDS))
-    mods_command = commands.add_parser("mods", help="score_mod, mask_mod, block masks and biases beside peers")
-    _add_features(mods_command, tuple(mods.KINDS))
-    _add_mods(mods_command)
-    _add_tune(commands.add_parser("tune", help="variants of a kernel, checked, timed and ranked"))
-    _add_ncu(commands.add_parser("ncu", help="counters of single launches beside their predictions"))
-    plots = commands.add_parser("plots", help="figures of the documents, from checked-in files; needs no GPU")
-    plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="default: plots/")
-    return parser
+    add("--kernels", choices=KERNELS, default="auto", help="kernel family of cute_flash (default: %(default)s)")
+    add("--suite", choices=SUITES, default="quick", help="shapes (default: %(default)s)")
+    add("--direction", choices=DIRECTIONS, default="fwd", help="forward or backward pass (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    add("--head-dims", type=int_list, metavar="LIST", help=suite)
+    add("--masks", type=name_list, metavar="LIST", help=f"of {', '.join(MASKS)}; {suite}")
+    add("--lengths", type=int_list, metavar="LIST", help=suite)
+    _add_rounds(parser, rounds=6, ms=25.0)
+    add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
+    add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
+    add("--reference", default="sdpa-flash", metavar="NAME", help="peer of the column ours/ref (default: %(default)s)")
+    add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
+    add("--threshold", type=float, default=0.05, metavar="X", help="fall of ours/ref that fails (default: %(default)s)")
 
 
 def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
     defaults, add = features.Settings(), parser.add_argument
-    add("--kinds", type=name_list, default=kinds, metavar=",".join(kinds), help="default: all")
-    add("--kernels", choices=KERNELS, default="auto", help="family that cute_flash runs")
-    add("--head-dims", type=int_list, default=defaults.head_dims, metavar="64,128")
-    add("--rounds", type=at_least_one, default=defaults.rounds, help="default: %(default)s")
-    add("--ms", type=float, default=defaults.ms, help="of back-to-back calls (default: %(default)s)")
-    add("--seed", type=int, default=defaults.seed)
-    add("--out", type=Path, metavar="FILE", help="write all results as JSON")
+    add("--kinds", type=name_list, default=kinds, metavar="LIST", help=f"default: {','.join(kinds)}")
+    add("--kernels", choices=KERNELS, default="auto", help="kernel family of cute_flash (default: %(default)s)")
+    dims = ",".join(map(str, defaults.head_dims))
+    add("--head-dims", type=int_list, default=defaults.head_dims, metavar="LIST", help=f"default: {dims}")
+    _add_rounds(parser, defaults.rounds, defaults.ms)
 
 
 def _add_mods(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--functions", type=name_list, default=(), metavar=",".join(mods.FUNCTIONS), help="default: all")
-    add("--peers", type=name_list, default=(), metavar=",".join(mods.PEERS), help="default: all")
-    add("--lock", type=Path, metavar="FILE", help="processes that share it compile at once, measure one by one")
-    add("--parts", type=Path, nargs="+", metavar="FILE", help="merge the JSON of such processes; needs no GPU")
+    add("--functions", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.FUNCTIONS)}")
+    add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.PEERS)}")
+    add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
+    add("--parts", type=Path, nargs="+", metavar="FILE", help="only merge the JSON of such processes; needs no GPU")
 
 
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     kernels = tuple(ncu_case.LAYOUTS)
-    add("--kernels", type=name_list, default=kernels, metavar=",".join(kernels), help="default: all")
-    add(
-        "--variants",
-        type=name_list,
-        default=(),
-        metavar="swizzled,plain",
-        help="layouts of shared memory (default: all that a kernel can have)",
-    )
+    add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
+    add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
     ncu_case.add_shape(parser)
-    add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="default: %(default)s")
-    add("--ncu", default="ncu", metavar="PROGRAM", help="default: %(default)s, on the path")
-    add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
-    add("--predict-only", action="store_true", help="print predictions alone; needs no GPU")
-    add("--from-exports", action="store_true", help="make the record from the .csv files in --out; needs no GPU")
+    add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="folder of reports (default: %(default)s)")
+    add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
+    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
+    add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
 
 
@@ -143,24 +181,28 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="EXPR|FILE",
-        help='variants, such as "64: 192x{112,128} s{2,4} q2"; default: neighbours of the table\'s rows',
+        help='variants, such as "64: 192x{112,128} s{2,4} q2" (default: neighbours of the tile table\'s rows)',
     )
-    add("--max-variants", type=at_least_one, default=30, help="neighbours a head dim (default: %(default)s)")
-    add("--head-dims", type=int_list, metavar="64,128", help="default: those of the variants, or 64,128")
-    add("--masks", type=name_list, default=MASKS, metavar=",".join(MASKS), help="default: all")
-    add("--lengths", type=int_list, metavar="512,8192", help="default: those of the quick suite")
-    add("--dtype", choices=DTYPES, default="bf16")
-    add("--peers", type=name_list, default=("sdpa-flash",), metavar="A,B", help="the first is the reference")
-    add("--rounds", type=at_least_one, default=5, help="default: %(default)s")
-    add("--ms", type=float, default=25.0, help="of back-to-back calls (default: %(default)s)")
-    add("--graph", action="store_true", help="time replays of CUDA graphs: no host time")
-    add("--seed", type=int, default=0)
-    add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
-    add("--resources", action="store_true", help="report registers and spills too: compiles twice")
-    add("--compile-only", action="store_true", help="registers, spills and shared memory; needs no GPU")
+    add("--max-variants", type=at_least_one, default=30, metavar="N", help="per head dim (default: %(default)s)")
+    add("--head-dims", type=int_list, metavar="LIST", help="default: those of the variants, or 64,128")
+    add("--masks", type=name_list, default=MASKS, metavar="LIST", help=f"default: {','.join(MASKS)}")
+    add("--lengths", type=int_list, metavar="LIST", help="default: those of the quick suite")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    peers = ("sdpa-flash",)
+    add(
+        "--peers",
+        type=name_list,
+        default=peers,
+        metavar="LIST",
+        help="the first is the reference (default: sdpa-flash)",
+    )
+    _add_rounds(parser, rounds=5, ms=25.0)
+    add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
+    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    add("--resources", action="store_true", help="report registers and spills too, by a second compilation")
+    add("--compile-only", action="store_true", help="report registers, spills and shared memory; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --compile-only (default: the GPU here)")
-    add("--kernel-cache", type=Path, metavar="DIR", help="kernel cache for later runs")
-    add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
+    add("--kernel-cache", type=Path, metavar="DIR", help="keep compiled kernels in DIR for later runs")
 
 
 def _available(args: argparse.Namespace, direction: str) -> tuple[list[Provider], dict[str, str]]:
@@ -202,13 +244,13 @@ def _bench(args: argparse.Namespace) -> int:
     if not available:
         return NOT_MEASURED
     save_run: Callable[[Run], None] = partial(save, path=args.out) if args.out else lambda run: None
-    with progress(len(shapes)) as step:
+    with steps(f"timing {args.direction}, suite {args.suite}", len(shapes)) as done:
         tools = Tools(
             timer=GraphTimer() if args.graph else EventTimer(),
             device=torch.device("cuda"),
             facts=machine.facts,
             card_state=machine.card_state,
-            progress=step,
+            progress=done,
             save=save_run,
         )
         run = run_bench(shapes, available, unavailable, _settings(args), tools)
@@ -225,12 +267,12 @@ def _host(args: argparse.Namespace) -> int:
     if not arch.has_gpu():
         raise ValueError("no CUDA device: nothing can be measured")
     environment = {} if args.kernels == "auto" else {"CUTE_FLASH_KERNELS": args.kernels}
-    with progress(1 + args.processes + args.start) as step:
+    with steps("measuring host time", 1 + args.processes + args.start) as done:
         run = host.fresh_process(environment)
-        data = host.run_host(settings, run, lambda keys: list(precompile_all(keys, args.jobs)), step, base)
+        data = host.run_host(settings, run, lambda keys: list(precompile_all(keys, args.jobs)), done, base)
         starts = start.start_times("cuda", args.kernels) if args.start else {}
         if args.start:
-            step("start")
+            done("start")
     data.update(machine=machine.facts(), kernels=args.kernels, start=starts)
     if "error" in starts:
         data["errors"]["start"] = starts["error"]
@@ -255,10 +297,10 @@ def _features(args: argparse.Namespace) -> int:
         if args.out:
             write_json(features.to_dict(results, settings, facts), args.out)
 
-    with context, progress(len(args.kinds) * 2 * len(settings.head_dims)) as step:
+    with context, steps(f"timing {args.command}", len(args.kinds) * 2 * len(settings.head_dims)) as done:
         cells, timer = mods.KINDS if is_mods else features.KINDS, EventTimer()
         device = torch.device("cuda")
-        results = features.run_features(args.kinds, settings, timer, device, step, cells, lock, save_results)
+        results = features.run_features(args.kinds, settings, timer, device, done, cells, lock, save_results)
     return _show_features(results, [mods_summary.summary(results)] if is_mods else [])
 
 
@@ -316,7 +358,7 @@ def _tune(args: argparse.Namespace) -> int:
         pool=Pool,
         facts=machine.facts,
         card_state=machine.card_state,
-        progress=progress,
+        progress=steps,
         save=save_tuning,
         cache=args.kernel_cache,
     )
@@ -339,11 +381,11 @@ def _ncu(args: argparse.Namespace) -> int:
         tool = ncu.Tool(args.out, args.ncu)
         tool.check()
         keys = dict.fromkeys(key for case in cases for key in case.keys(target))
-        list(precompile_all(list(keys), args.jobs))
+        precompile_keys(list(keys), args.jobs)
         settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
         facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
-        with progress(len(findings)) as step:
-            findings = ncu_run.profile_all(tool, findings, facts, step)
+        with steps("profiling", len(findings)) as done:
+            findings = ncu_run.profile_all(tool, findings, facts, done)
     return _show_findings(findings)
 
 

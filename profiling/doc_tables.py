@@ -14,7 +14,7 @@ from profiling import doc_results
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
 from profiling.machine import ROOT
-from profiling.ncu_case import LAYOUTS
+from profiling.ncu_case import LAYOUTS, measured_cases
 from profiling.record import Cell, Run, load
 from profiling.report import geometric_mean
 from profiling.suites import MASKS
@@ -37,16 +37,7 @@ Case = dict[str, Any]
 
 
 def _cases() -> list[Case]:
-    """The profiled cases by kernel, head dim and layout, the defaults first."""
-    record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
-    cases = [case for case in record["cases"].values() if case["measured"]]
-    kernels = list(LAYOUTS)
-
-    def order(case: Case) -> tuple[int, int, int]:
-        layout = LAYOUTS[case["kernel"]].index(case["layout"])
-        return kernels.index(case["kernel"]), -case["shape"]["head_dim"], layout
-
-    return sorted(cases, key=order)
+    return measured_cases(json.loads((DATA / COUNTERS).read_text(encoding="utf-8")))
 
 
 def _number(value: float | None) -> str:

@@ -1,17 +1,20 @@
-"""`python -m profiling plots`: the figures of the documents, from checked-in files, reproducible byte for byte."""
+"""`python -m profiling plots`: the figures of the documents, from checked-in files.
+
+matplotlib is imported when a figure is drawn: the other commands do not need it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from profiling import plot_counters, plot_speed
 from profiling.machine import ROOT
-from profiling.plot_speed import Kernel
 from profiling.record import Run, load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FOLDER = ROOT / "profiling" / "plots"
 DATA = ROOT / "profiling"
@@ -28,66 +31,58 @@ def _run(path: str) -> Run:
     return load(DATA / path)
 
 
-def _summary() -> str:
-    from profiling import plot_summary
-
-    return plot_summary.svg({"Forward, H200": _run(FORWARD), "Backward (dq, dk, dv), H200": _run(BACKWARD)})
-
-
-def _speed_forward() -> str:
-    return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against length")
-
-
-def _speed_backward() -> str:
-    return plot_speed.speed(_run(BACKWARD), "Backward (dq, dk, dv): TFLOP/s against length")
-
-
-def _roofline() -> str:
-    kernels = (
-        Kernel("forward, sm90", _run(FORWARD), "circle", "blue"),
-        Kernel("backward, sm90", _run(BACKWARD), "diamond", "orange"),
-        Kernel("forward, sm80 kernel on this GPU", _run(FORWARD_SM80), "square", "green"),
-    )
-    return plot_speed.roofline(kernels, "Where the kernels stand under the roofline of an H200")
-
-
-def _conflicts() -> str:
-    record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
-    return plot_counters.conflicts(record, "Shared memory by layout: wavefronts, bank conflicts, time")
-
-
-def _hbm_bytes() -> str:
-    record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
-    return plot_counters.hbm_bytes(record, "HBM traffic of one launch")
-
-
-@dataclass(frozen=True)
-class Figure:
-    sources: tuple[str, ...]  # in profiling/
-    draw: Callable[[], str]
-
-    @property
-    def missing(self) -> list[str]:
-        return [source for source in self.sources if not (DATA / source).exists()]
-
-
+# Figure -> the files that it is drawn from.
 FIGURES = {
-    "summary.svg": Figure((FORWARD, BACKWARD), _summary),
-    "forward.svg": Figure((FORWARD,), _speed_forward),
-    "backward.svg": Figure((BACKWARD,), _speed_backward),
-    "roofline.svg": Figure((FORWARD, BACKWARD, FORWARD_SM80), _roofline),
-    "conflicts.svg": Figure((COUNTERS,), _conflicts),
-    "hbm.svg": Figure((COUNTERS,), _hbm_bytes),
+    "summary.svg": (FORWARD, BACKWARD),
+    "forward.svg": (FORWARD,),
+    "backward.svg": (BACKWARD,),
+    "roofline.svg": (FORWARD, BACKWARD, FORWARD_SM80),
+    "conflicts.svg": (COUNTERS,),
+    "hbm.svg": (COUNTERS,),
 }
 
 
+def missing(name: str) -> list[str]:
+    """The files that a figure needs and that are not there."""
+    return [source for source in FIGURES[name] if not (DATA / source).exists()]
+
+
+def _drawing(name: str) -> Figure:
+    from profiling import plot_counters, plot_speed
+    from profiling.plot_speed import Kernel
+    from profiling.plot_style import BLUE, GREEN, ORANGE
+
+    if name == "summary.svg":
+        return plot_speed.summary({"Forward, H200": _run(FORWARD), "Backward (dq, dk, dv), H200": _run(BACKWARD)})
+    if name == "forward.svg":
+        return plot_speed.speed(_run(FORWARD), "Forward: TFLOP/s against sequence length")
+    if name == "backward.svg":
+        return plot_speed.speed(_run(BACKWARD), "Backward (dq, dk, dv): TFLOP/s against sequence length")
+    if name == "roofline.svg":
+        kernels = (
+            Kernel("forward, sm90", _run(FORWARD), "o", BLUE),
+            Kernel("backward, sm90", _run(BACKWARD), "D", ORANGE),
+            Kernel("forward, sm80 kernel on this GPU", _run(FORWARD_SM80), "s", GREEN),
+        )
+        return plot_speed.roofline(kernels, "The kernels under the roofline of an H200")
+    record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
+    if name == "conflicts.svg":
+        return plot_counters.conflicts(record, "Shared memory by layout: wavefronts, bank conflicts, time")
+    return plot_counters.hbm_bytes(record, "HBM traffic of one launch")
+
+
+def draw(name: str) -> str:
+    """The text of a figure's file."""
+    from profiling.plot_style import style, svg
+
+    with style():
+        return svg(_drawing(name))
+
+
 def write(folder: Path = FOLDER) -> dict[str, list[str]]:
-    """Write the figures; returns the missing files of those that cannot be drawn."""
+    """Write the figures, and return the missing files of those that cannot be drawn."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = {}
-    for name, figure in FIGURES.items():
-        if figure.missing:
-            missing[name] = figure.missing
-        else:
-            (folder / name).write_text(figure.draw(), encoding="utf-8")
-    return missing
+    lacking = {name: missing(name) for name in FIGURES if missing(name)}
+    for name in FIGURES.keys() - lacking.keys():
+        (folder / name).write_text(draw(name), encoding="utf-8")
+    return lacking

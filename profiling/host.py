@@ -36,7 +36,6 @@ from torch import Tensor
 from cute_flash.planning.plan import CompileKey
 from profiling.host_cases import MADE_BY_TORCH, Case, Settings, contender
 from profiling.host_report import FLOOR, OURS, Place, Times, case_record, figures_of
-from profiling.terminal import Step
 from profiling.timing import Contender, EventTimer, Failure, Timer, attempt, describe, repeat
 from profiling.workers import Pool, Task, note
 
@@ -239,7 +238,7 @@ def run_host(
     settings: Settings,
     run: Callable[..., Any],
     compile_all: Callable[[list[Any]], object],
-    step: Step,
+    step: Callable[[str], None],
     base: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Compile all kernels, then measure in one fresh process after another.

@@ -134,15 +134,16 @@ class Settings:
 
 def add_arguments(parser: argparse.ArgumentParser, kernels: Sequence[str]) -> None:
     defaults, add = Settings(), parser.add_argument
-    add("--cases", type=name_list, default=defaults.cases, metavar="A,B", help=", ".join(defaults.cases))
-    add("--processes", type=at_least_one, default=defaults.processes, help="default: %(default)s")
-    add("--calls", type=at_least_one, default=defaults.calls, help="in a loop (default: %(default)s)")
-    add("--repeats", type=at_least_one, default=defaults.repeats, help="loops (default: %(default)s)")
-    add("--kernels", choices=kernels, default="auto", help="family that cute_flash runs")
-    add("--jobs", type=at_least_one, default=num_cores(), help="processes that compile (default: cores)")
-    add("--base", type=Path, metavar="FILE", help="earlier JSON, for the goals that compare with it")
+    count = partial(add, type=at_least_one, metavar="N")
+    add("--cases", type=name_list, default=defaults.cases, metavar="LIST", help=f"default: {', '.join(defaults.cases)}")
+    count("--processes", default=defaults.processes, help="fresh processes (default: %(default)s)")
+    count("--calls", default=defaults.calls, help="calls in a loop (default: %(default)s)")
+    count("--repeats", default=defaults.repeats, help="loops in a process (default: %(default)s)")
+    count("--jobs", default=num_cores(), help="compiling processes (default: cores)")
+    add("--kernels", choices=kernels, default="auto", help="kernel family of cute_flash (default: %(default)s)")
+    add("--base", type=Path, metavar="FILE", help="JSON of an earlier run, for the goals that compare with it")
     add("--start", action="store_true", help="measure the import and the first call too")
-    add("--out", type=Path, metavar="FILE", help="write everything that was measured as JSON")
+    add("--out", type=Path, metavar="FILE", help="write all results as JSON")
 
 
 def _bias(shape: Shape, device: torch.device) -> Tensor:

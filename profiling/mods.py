@@ -46,13 +46,13 @@ def _functions(heads: int, device: torch.device, seed: int = 0) -> dict[str, Fun
     table = torch.randn(heads, DISTANCES, generator=generator, device=device)
     near, cap = NEAR, CAP
 
-    def alibi(score, b, h, q_idx, kv_idx):
+    def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score - slopes[h] * (q_idx - kv_idx).abs()
 
-    def capped(score, b, h, q_idx, kv_idx):
+    def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    def relative(score, b, h, q_idx, kv_idx):
+    def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + table[h, (q_idx - kv_idx + near).clamp(0, 255)]
 
     return {

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -90,13 +91,23 @@ def case_of(case_id: str, symbol: str) -> Case:
     return Case(match["kernel"], match["layout"], shape, dtype)
 
 
+def measured_cases(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of an `ncu.json` that have counters, by kernel, head dim and layout, the default layout first."""
+
+    def order(case: dict[str, Any]) -> tuple[int, int, int]:
+        kernel = case["kernel"]
+        return list(LAYOUTS).index(kernel), -case["shape"]["head_dim"], LAYOUTS[kernel].index(case["layout"])
+
+    return sorted((case for case in record["cases"].values() if case["measured"]), key=order)
+
+
 def add_shape(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", type=int, default=2, help="default: %(default)s")
-    add("--heads", type=int, default=8, help="of queries (default: %(default)s)")
-    add("--heads-kv", type=int, help="of keys (default: as many)")
-    add("--seqlen", type=int, default=2048, help="of queries and keys (default: %(default)s)")
-    add("--head-dim", type=int, default=128, help="default: %(default)s")
+    add("--batch", type=int, default=2, metavar="B", help="default: %(default)s")
+    add("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
+    add("--heads-kv", type=int, metavar="N", help="K/V heads (default: H)")
+    add("--seqlen", type=int, default=2048, metavar="S", help="queries and keys (default: %(default)s)")
+    add("--head-dim", type=int, default=128, metavar="D", help="default: %(default)s")
     add("--mask", choices=MASKS, default=MASKS[0], help="default: %(default)s")
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
 

@@ -21,7 +21,6 @@ from profiling.directions import DIRECTIONS
 from profiling.ranking import Entry, Tuning
 from profiling.record import Cell, Result
 from profiling.suites import SUITES, Shape
-from profiling.terminal import Step
 from profiling.trial import Build
 from profiling.variants import Variant, sample_problem, table_rows
 from profiling.workers import Outcome, Task
@@ -83,7 +82,7 @@ class Tools:
     pool: Callable[[int, Mapping[str, str], float], AbstractContextManager[Runner]]
     facts: Callable[[], dict[str, Any]]
     card_state: Callable[[], dict[str, Any]]
-    progress: Callable[[int], AbstractContextManager[Step]]
+    progress: Callable[[str, int], AbstractContextManager[Callable[[str], None]]]
     save: Callable[[Tuning], None] = lambda tuning: None
     cache: Path | None = None  # folder of compiled kernels; None: a temporary one
 
@@ -139,14 +138,14 @@ def _build_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools,
     for entry, mask in jobs:
         plan = entry.variant.plan(sample_problem(entry.variant.head_dim, mask, settings.dtype), arch)
         tasks.append(Task(trial.build, (plan, stores_kernel, reads_resources)))
-    with tools.progress(len(tasks)) as step:
+    with tools.progress("compiling", len(tasks)) as done:
         for outcome in pool.run(tasks):
             entry, mask = jobs[outcome.index]
             build = outcome.value if outcome.error is None else Build(error=outcome.error)
             entry.builds[mask] = build
             if build.error is not None:
                 entry.error = f"{mask}: {build.error}"
-            step(f"{entry.variant}, {mask}: {_built(build)}")
+            done(f"{entry.variant}, {mask}: {_built(build)}")
     for entry in tuning.entries:
         # In the order of the masks: processes end in any order.
         entry.builds = {mask: entry.builds[mask] for mask in settings.masks}
@@ -162,26 +161,26 @@ def _built(build: Build) -> str:
 def _check_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
     jobs = [(entry, mask) for entry in tuning.entries if entry.is_right for mask in settings.masks]
     tasks = [Task(trial.check, (entry.variant, arch, settings.dtype, mask)) for entry, mask in jobs]
-    with tools.progress(len(tasks)) as step:
+    with tools.progress("checking", len(tasks)) as done:
         for outcome in pool.run(tasks):
             entry, mask = jobs[outcome.index]
             if outcome.error is not None:
                 entry.error = f"{mask}, while it was checked: {outcome.error}"
             elif outcome.value is not None:
                 entry.wrong = outcome.value
-            step(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
+            done(f"{entry.variant}, {mask}: {entry.complaint or 'right'}")
 
 
 def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, pool: Runner) -> None:
     shapes, l2_bytes = settings.shapes(tuning.head_dims), tuning.machine.get("l2_bytes")
     peers = list(tuning.peers)
     before = tools.card_state()
-    with tools.progress(len(shapes)) as step:
+    with tools.progress("timing", len(shapes)) as done:
         for shape in shapes:
             right = [e for e in tuning.entries if e.is_right and e.variant.head_dim == shape.head_dim]
             if not right:
                 # Peers are not timed alone.
-                step(f"{shape.id}: no variant is left")
+                done(f"{shape.id}: no variant is left")
                 continue
             cell = bench.blank_cell(shape, settings.bench, l2_bytes)
             cell, broken = _time_cell(cell, [e.variant for e in right], peers, settings, arch, pool)
@@ -194,7 +193,7 @@ def _time_all(tuning: Tuning, arch: ArchSpec, settings: Settings, tools: Tools, 
             for entry in right:
                 entry.read_cell(cell)
             tools.save(tuning)
-            step(_line(cell, tuning))
+            done(_line(cell, tuning))
 
 
 def _time_cell(

@@ -205,7 +205,9 @@ def _bind_backward(
     )
 
 
-def _empty_backward(dout, dlse, q, k, v, out, lse, args: AttentionArgs) -> Gradients:
+def _empty_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: AttentionArgs
+) -> Gradients:
     """The backward without keys or without queries: all gradients are 0, except that of the sinks through the LSE."""
     grads = [None if x is None else torch.zeros_like(x) for x in args.differentiable]
     if args.sinks is not None:

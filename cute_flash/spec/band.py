@@ -34,7 +34,7 @@ class BlockRange:
     full_end: Index
     end: Index
 
-    def is_masked(self, block: Index):
+    def is_masked(self, block: Index) -> Any:
         """Whether a block needs a mask; true for blocks that are not visited."""
         return (block < self.full_begin) | (block >= self.full_end)
 

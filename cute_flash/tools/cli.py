@@ -1,6 +1,6 @@
-"""`cute-flash`: run the kernels, check an installation, and show the plan and the cost of a shape.
+"""The command `cute-flash`.
 
-Each command imports what it needs, so that `--help` and `--version` import neither torch nor the DSL.
+Each subcommand imports what it needs, so that `--help` and `--version` import neither torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,21 @@ from cute_flash.version import __version__
 if TYPE_CHECKING:
     from cute_flash.spec.arch import ArchSpec
 
-DESCRIPTION = "Run the kernels, check an installation, and show the plan and the cost of a shape."
+DESCRIPTION = "Exact attention for NVIDIA Ampere and Hopper GPUs."
+EPILOG = """\
+examples:
+  cute-flash doctor            # is everything installed?
+  cute-flash demo              # is the result right on this machine?
+  cute-flash explain --help    # options and examples of a command"""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 PASSES = ("forward", "backward")
 MASKS = ("full", "causal", "window", "left")
 BATCHES = ("dense", "varlen")
 FEATURES = ("softcap", "alibi", "sinks", "dropout", "return_max_logit")
+
+
+# Keeps the lines of examples.
+HELP_FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
 
 
 class UsageError(Exception):
@@ -119,81 +129,132 @@ def _positives(text: str) -> list[int]:
 
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-    parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")
+    parser.add_argument("--causal", action="store_true", help="hide the keys after a query's own position")
     parser.add_argument(
         "--window",
         nargs=2,
         type=_side,
         default=(None, None),
         metavar=("LEFT", "RIGHT"),
-        help="keys before and after its own position that a query sees; none: all of them",
+        help="show only LEFT keys before and RIGHT keys after a query's own position; none: no bound",
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cute-flash", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"cute-flash {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, *examples: str
+) -> argparse.ArgumentParser:
+    """Add a command with its one-sentence description, and examples of its arguments."""
+    title = f"{text[0].upper()}{text[1:]}."
+    sub = commands.add_parser(name, help=text, description=title, formatter_class=HELP_FORMATTER)
+    sub.epilog = "\n".join(["examples:", *(f"  {sub.prog} {example}".rstrip() for example in examples)])
+    return sub
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cute-flash", description=DESCRIPTION, epilog=EPILOG, formatter_class=HELP_FORMATTER
+    )
+    parser.add_argument("--version", action="version", version=f"cute-flash {__version__}", help="show the version")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(
+        name: str, command: Callable[[argparse.Namespace], int], text: str, *examples: str
+    ) -> argparse.ArgumentParser:
+        sub = add_command(commands, name, text, *examples)
         sub.set_defaults(command=command)
         return sub
 
-    add("demo", _demo, "run attention, check it against torch, and show what the kernels cost")
+    add("demo", _demo, "run attention, compare it with torch, and show what the kernels cost", "")
 
-    sub = add("doctor", _doctor, "check the installation, with a remedy for each problem")
+    sub = add("doctor", _doctor, "check the installation and say how to fix what is wrong", "", "--json")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    sub = add("explain", _explain, "plan, FLOPs, bytes and roofline position of a shape on a GPU")
-    sub.add_argument("shapes", nargs="+", type=_shape, metavar="B,H,S,D", help="such as 2,16,4096,128")
-    sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: as many as H)")
-    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="keys (default: as many as S)")
-    sub.add_argument("--value-dim", type=_positive, metavar="N", help="width of the values (default: D)")
+    sub = add(
+        "explain",
+        _explain,
+        "show the kernel, tile, FLOPs, bytes and roofline position of a shape",
+        "2,16,4096,128 --causal --gpu A100",
+        "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # decoding",
+    )
+    sub.add_argument(
+        "shapes",
+        nargs="+",
+        type=_shape,
+        metavar="B,H,S,D",
+        help="batch, heads, length and head dim of q; also B,S,D and S,D, with one head",
+    )
+    sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: H)")
+    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys (default: S)")
+    sub.add_argument("--value-dim", type=_positive, metavar="N", help="head dim of v (default: D)")
     _add_mask(sub)
-    sub.add_argument("--gpu", help="A100, A10, L40S, H100, H200 or sm_xx (default: the GPU here, else A100)")
-    sub.add_argument("--json", action="store_true", help="print a JSON list, one entry a shape")
+    sub.add_argument(
+        "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
+    )
+    sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
-    sub = add("inspect", _inspect, "registers, spills and instructions of a kernel; compiles, needs no GPU")
-    sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="default: %(default)s")
+    sub = add(
+        "inspect",
+        _inspect,
+        "compile a forward kernel and show its registers, spills and instructions; needs no GPU",
+        "--head-dim 128 --arch sm_80",
+        "--head-dim 64 --causal --arch sm_90 --sass fwd.sass",
+    )
+    sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="head dim (default: %(default)s)")
     _add_mask(sub)
-    sub.add_argument("--seqlen-k", type=_positive, metavar="S", help="keys: short sequences may use another tile")
-    sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here, else sm_80")
-    sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly")
-    sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
+    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys; few may use another tile")
+    sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here, else sm_80)")
+    sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly to FILE")
+    sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX to FILE")
 
-    sub = add("precompile", _precompile, "compile kernels into the cache; needs no GPU")
-    sub.add_argument("--arch", metavar="sm_xx", help="default: the GPU here")
-    sub.add_argument("--head-dims", type=_positives, default="64,128", help="default: %(default)s")
-    sub.add_argument("--dtypes", type=_list_of(DTYPES), default="bf16,fp16", help="default: %(default)s")
+    sub = add(
+        "precompile",
+        _precompile,
+        "compile kernels into the cache, for an image or a cluster; needs no GPU",
+        "--arch sm_90 --jobs 2",
+        "--arch sm_80 --head-dims 128 --dtypes bf16 --masks causal --passes forward",
+        "--arch sm_90 --features plain,softcap,alibi+dropout --batches dense,varlen",
+    )
+    sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here)")
+    sub.add_argument("--head-dims", type=_positives, default="64,128", metavar="LIST", help="default: %(default)s")
+    sub.add_argument(
+        "--dtypes", type=_list_of(DTYPES), default="bf16,fp16", metavar="LIST", help="default: %(default)s"
+    )
     sub.add_argument(
         "--masks",
         type=_list_of(MASKS),
         default="full,causal,window",
-        help=f"of {', '.join(MASKS)} (default: %(default)s); window: both bounds, left: the left bound alone",
+        metavar="LIST",
+        help="of full, causal, window (a left and a right bound) and left (a left bound alone); default: %(default)s",
     )
     sub.add_argument(
-        "--passes", type=_list_of(PASSES), default="forward,backward", help="default: %(default)s; inference: forward"
+        "--passes",
+        type=_list_of(PASSES),
+        default="forward,backward",
+        metavar="LIST",
+        help="default: %(default)s; forward is enough for inference",
     )
     sub.add_argument(
         "--features",
         type=_feature_sets,
         default="plain",
-        metavar="SETS",
-        help=f"plain, or of {', '.join(FEATURES)}; + joins those of one call, such as plain,softcap,alibi+dropout "
-        "(default: %(default)s). Kernels with a bias, a score_mod or a mask_mod are compiled by their first call",
+        metavar="LIST",
+        help=f"of plain, {', '.join(FEATURES)}; + joins the features of one call, as in alibi+dropout "
+        "(default: %(default)s). The first call with a bias, a score_mod or a mask_mod compiles its own kernel",
     )
     sub.add_argument(
         "--batches",
         type=_list_of(BATCHES),
         default="dense",
+        metavar="LIST",
         help="of dense (attn) and varlen (attn_varlen, attn_nested); default: %(default)s",
     )
-    sub.add_argument("--deterministic", action="store_true", help="also the kernels of deterministic gradients")
-    sub.add_argument("--jobs", type=_positive, default=1, help="processes, about 1 GB each (default: 1)")
+    sub.add_argument("--deterministic", action="store_true", help="also compile the kernels of deterministic gradients")
+    sub.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="processes, about 1 GB each (default: %(default)s)"
+    )
 
-    sub = add("cache", _cache, "folder and size of the kernel cache")
+    sub = add("cache", _cache, "show the folder and the size of the kernel cache, or empty it", "", "--clear")
     sub.add_argument("--clear", action="store_true", help="delete all kernels in the cache")
     return parser
 
@@ -244,7 +305,6 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.jit import resources
-    from cute_flash.jit.progress import progress
     from cute_flash.planning.plan import plan_forward
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
@@ -252,6 +312,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.spec.problem import Problem
     from cute_flash.tools.explain import aligned
     from cute_flash.tools.precompile import LENGTH
+    from cute_flash.tools.progress import step
 
     if args.sass and resources.nvdisasm() is None:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")
@@ -259,7 +320,7 @@ def _inspect(args: argparse.Namespace) -> int:
         sizes = (1, 1, 1, LENGTH, args.seqlen_k or LENGTH, args.head_dim)
         problem = Problem(*sizes, DTYPES[args.dtype], Band.of(args.causal, args.window))
         key = plan_forward(problem, _arch(args.arch) or SM_80, requested_family()).main
-    with progress(f"compiling {key.kernel} for {key.target}"):
+    with step(f"compiling {key.kernel} for {key.target}"):
         used = resources.kernel_resources(key)
     lines = [f"kernel {key.kernel}", f"tile {key.tile}", *used.lines()]
     if used.serialised_wgmma:
@@ -275,9 +336,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from cute_flash.jit.compile import precompile_all
     from cute_flash.jit.disk import DiskCache
-    from cute_flash.tools.precompile import describe_key, kernel_keys
+    from cute_flash.tools.precompile import kernel_keys, precompile_keys
 
     with _usage_errors():
         spec = _arch(args.arch)
@@ -298,13 +358,9 @@ def _precompile(args: argparse.Namespace) -> int:
     if not cache.is_persistent:
         print("cute-flash: the cache folder cannot be used; see `cute-flash doctor`", file=sys.stderr)
         return 1
-    num_compiled = 0
     targets = ", ".join(sorted({key.target for key in keys}))
     print(f"{len(keys)} kernel(s) for {targets}, {args.jobs} at a time", file=sys.stderr)
-    for i, (is_new, key) in enumerate(zip(precompile_all(keys, args.jobs), keys), 1):
-        num_compiled += is_new
-        state = "compiled" if is_new else "already there"
-        print(f"[{i}/{len(keys)}] {describe_key(key)}: {state}", file=sys.stderr, flush=True)
+    num_compiled = precompile_keys(keys, args.jobs)
     print(f"{cache.folder}: {num_compiled} kernel(s) compiled, {len(keys) - num_compiled} already there")
     return 0
 

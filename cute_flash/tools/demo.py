@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from cute_flash import reference
 from cute_flash.api import attn
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit.progress import progress
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
@@ -27,6 +26,7 @@ from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 from cute_flash.tools.explain import Explanation
+from cute_flash.tools.progress import step, steps
 
 PROBLEM = Problem(2, 8, 2, 1024, 1024, 128, "bfloat16", Band(None, 0))
 # Runs the same kernel, because lengths are not compiled in.
@@ -64,7 +64,7 @@ def _on_gpu(gpu: arch.ArchSpec) -> Comparison:
     explanation = Explanation.of(PROBLEM, gpu)
     print("\n".join(explanation.lines()), flush=True)
     key = explanation.plan.main
-    with progress(f"loading {key.kernel}, compiling it if it is not in the cache"):
+    with step(f"loading {key.kernel}, or compiling it if the cache does not have it"):
         compiled_kernel(key)
     inputs = _inputs(PROBLEM, "cuda")
     comparison = Comparison.of(*inputs)
@@ -79,7 +79,7 @@ def _on_cpu(reason: str) -> Comparison:
     print(f"CPU path: {reason}; attn() runs its PyTorch reference here.\n")
     inputs = _inputs(PROBLEM, "cpu")
     seconds = []
-    with progress("computing on the CPU, and comparing with exact attention in fp64"):
+    with step("computing on the CPU, and comparing with exact attention in fp64"):
         for function in (attn, _sdpa):
             start = time.perf_counter()
             function(*inputs, causal=True)
@@ -89,12 +89,14 @@ def _on_cpu(reason: str) -> Comparison:
     ours, torchs = (f"{1e3 * x:.0f} ms" for x in seconds)
     print(f"time        attn {ours}, torch SDPA in fp32 {torchs}, on the CPU")
     print("\nThe GPU kernels that would run, compiled without a GPU:", flush=True)
-    for name in COMPILED_ARCHS:
-        spec = arch.by_name(name)
-        print("\n" + "\n".join(Explanation.of(PROBLEM, spec).lines()), flush=True)
-        for head_dim in COMPILED_HEAD_DIMS:
-            plan = plan_forward(replace(PROBLEM, head_dim=head_dim), spec, requested_family())
-            print(_resource_line(plan), flush=True)
+    with steps("compiling", len(COMPILED_ARCHS) * len(COMPILED_HEAD_DIMS)) as done:
+        for name in COMPILED_ARCHS:
+            spec = arch.by_name(name)
+            print("\n" + "\n".join(Explanation.of(PROBLEM, spec).lines()), flush=True)
+            for head_dim in COMPILED_HEAD_DIMS:
+                plan = plan_forward(replace(PROBLEM, head_dim=head_dim), spec, requested_family())
+                print(_resource_line(plan), flush=True)
+                done("")
     return comparison
 
 
@@ -102,8 +104,7 @@ def _resource_line(plan: Plan) -> str:
     from cute_flash.jit.resources import cached_resources
 
     key, head_dim = plan.main, plan.problem.head_dim
-    with progress(f"{key.kernel} D={head_dim} for {key.target}, compiled if it is not in the cache"):
-        resources = cached_resources(key)
+    resources = cached_resources(key)
     return (
         f"compiled    D={head_dim} for {key.target}: {resources.registers_text} registers a thread, "
         f"{resources.spill_bytes} bytes spilled, {resources.mma}, {resources.smem_bytes / 1024:.0f} KB shared; "

@@ -1,17 +1,19 @@
-"""`cute-flash precompile`: the kernels that calls of some head dims, dtypes, masks and features launch."""
+"""`cute-flash precompile`: compile the kernels of given head dims, dtypes, masks and features into the cache."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.plan import CompileKey, SchedulerTile, plan_backward, plan_forward
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import NARROW, Band
 from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
+from cute_flash.tools.progress import steps
 
 # A kernel is compiled for the presence of a bound. Its value matters only for the tile: narrow windows have their own.
 BANDS = {
@@ -69,6 +71,16 @@ def _backward_keys(problem: Problem, arch: ArchSpec, deterministic: bool) -> Ite
 
 def _seqused_k(problem: Problem) -> tuple[bool, ...]:
     return (False, True) if problem.varlen else (False,)
+
+
+def precompile_keys(keys: Sequence[CompileKey], jobs: int) -> int:
+    """Compile kernels in `jobs` processes, with progress on stderr; return how many the cache did not have."""
+    num_compiled = 0
+    with steps("compiling", len(keys)) as done:
+        for key, is_new in zip(keys, precompile_all(keys, jobs)):
+            num_compiled += is_new
+            done(f"{describe_key(key)}: {'compiled' if is_new else 'already there'}")
+    return num_compiled
 
 
 def describe_key(key: CompileKey) -> str:

@@ -15,7 +15,7 @@ from tests.docs.pages import DOCUMENTS, PAGES, ROOT, commands, name
 
 PARSERS = {"profiling": profiling._parser, "layouts": layouts._parser, "cute_flash": cli._parser}
 # Commands of the system, which are not checked.
-SYSTEM = {"cd", "export", "git", "source", "nvidia-smi", "docker-compose", "open", "pre-commit"}
+SYSTEM = {"cd", "export", "git", "source", "nvidia-smi", "docker-compose", "open", "pre-commit", "jupyter"}
 
 
 def _check_pip(words: list[str]) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from cute_flash import reference
 from cute_flash.errors import UnsupportedError
-from cute_flash.jit.compile import precompile_all
 from cute_flash.planning.plan import CompileKey, plan_forward
 from cute_flash.spec.arch import detect
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
+from cute_flash.tools.precompile import precompile_keys
 from tests import cases, fp32_cases, mod_cases, mod_gradients
 from tests.fakes.recording import backward_keys, forward_keys
 from tests.gpu import (
@@ -144,13 +144,7 @@ def main() -> None:
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else os.cpu_count() or 1
     chosen = sys.argv[3:] or list(SETS)
     wanted = list(dict.fromkeys(itertools.chain.from_iterable(SETS[name]() for name in chosen)))
-    print(f"{len(wanted)} kernels", flush=True)
-    compiled = 0
-    for done, is_new in enumerate(precompile_all(wanted, jobs), start=1):
-        compiled += is_new
-        if done % 20 == 0:
-            print(f"{done} of {len(wanted)}", flush=True)
-    print(f"{compiled} of {len(wanted)} kernels compiled, {jobs} at a time")
+    print(f"{precompile_keys(wanted, jobs)} of {len(wanted)} kernels compiled, {jobs} at a time")
 
 
 if __name__ == "__main__":

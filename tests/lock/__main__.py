@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from cute_flash.tools.progress import steps
 from tests.lock.cases import Case, cases, compile_key, source_digest, toolchain
 from tests.lock.measure import measure_all
 
@@ -51,17 +52,20 @@ def digests_of(chosen: Sequence[Case], recorded: dict[str, str], jobs: int) -> d
     print(f"{len(chosen)} cases, {len(groups)} kernels, {len(groups) - len(wanted)} known from {path}")
     failed: dict[str, str] = {}
     begin = time.perf_counter()
-    for done, (group, result) in enumerate(measure_all(wanted, jobs), start=1):
-        for case in group:
-            verdict = "failed"
-            if result.digest:
-                verdict = {None: "new", result.digest: "same"}.get(recorded.get(case.name), "CHANGED")
+    with steps("compiling", len(wanted)) as done:
+        for group, result in measure_all(wanted, jobs):
+            verdicts = []
+            for case in group:
+                verdict = "failed"
+                if result.digest:
+                    verdict = {None: "new", result.digest: "same"}.get(recorded.get(case.name), "CHANGED")
+                verdicts.append(f"{verdict:7}  {case.name}")
+                (found if result.digest else failed)[case.name] = result.digest
             note = result.note and f"  ({result.note})"
-            print(f"[{done}/{len(wanted)}] {result.seconds:5.1f} s  {verdict:7}  {case.name}{note}", flush=True)
-            (found if result.digest else failed)[case.name] = result.digest
-        if result.error:
-            print(result.error, flush=True)
-        write(path, found)
+            done(f"{result.seconds:5.1f} s  {', '.join(verdicts)}{note}")
+            if result.error:
+                print(result.error, flush=True)
+            write(path, found)
     print(f"{len(wanted)} kernels compiled in {time.perf_counter() - begin:.0f} s by {jobs} process(es)")
     return {case.name: found.get(case.name, "") for case in chosen}
 

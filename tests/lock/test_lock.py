@@ -135,7 +135,7 @@ def test_check_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     def run(code: str, *arguments: str) -> tuple[int, str]:
         """`code`: that of which there may be results."""
         monkeypatch.setattr(cli, "source_digest", lambda: code)
-        return cli.main([*arguments, "--only", only]), capsys.readouterr().out
+        return cli.main([*arguments, "--only", only]), "".join(capsys.readouterr())
 
     monkeypatch.setattr(cli, "measure_all", measure_all)
     monkeypatch.setattr(cli, "RESULTS", tmp_path)

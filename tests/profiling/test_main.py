@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -118,3 +119,15 @@ def test_without_a_gpu_it_says_so(capsys):
 def test_wrong_arguments_are_named(args, capsys):
     assert cli.main(("bench", *args)) == cli.NOT_MEASURED
     assert args[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "host", "features", "mods", "tune", "ncu", "plots"])
+def test_examples_of_the_help_can_be_typed(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main((command, "--help"))
+    _, found, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    assert found
+    for line in examples.splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[:4] == ["python", "-m", "profiling", command]
+        cli._parser().parse_args(words[3:])

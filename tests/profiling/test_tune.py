@@ -77,7 +77,7 @@ class World:
         self.last_note = text
 
     @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+    def progress(self, activity: str, total: int) -> Iterator[Callable[[str], None]]:
         yield self.lines.append
 
     @contextmanager

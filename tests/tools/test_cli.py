@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -80,6 +81,18 @@ def test_help_and_version_do_not_import_torch(argv: str) -> None:
         assert "cute_flash.tools.cli" in imported
         assert not {"torch", "cutlass", "tvm_ffi"} & imported
         assert "cute-flash" in found.stdout
+
+
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "explain", "inspect", "precompile", "cache"])
+def test_examples_of_the_help_can_be_typed(command: str, capsys: pytest.CaptureFixture) -> None:
+    assert exit_status([*command.split(), "--help"]) == 0
+    _, found, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    assert found
+    for line in examples.splitlines():
+        program, *argv = shlex.split(line, comments=True)
+        assert program == "cute-flash" and argv[0].startswith(command)
+        if "--help" not in argv:
+            cli._parser().parse_args(argv)
 
 
 def test_python_m_runs_the_commands() -> None:
@@ -448,7 +461,7 @@ def test_demo_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert out.count(hopper) == 2
     for line in explain.Explanation.of(demo.PROBLEM, arch.SM_90).lines():
         assert line in out
-    assert error.count("took") == 5
+    assert error.count("took") == 1
 
 
 @needs_no_gpu
