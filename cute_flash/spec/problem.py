@@ -221,11 +221,12 @@ class Problem:
         if device != "cuda" and self.batch_invariant:
             raise UnsupportedError(f"batch_invariant on {device}: only on cuda")
         if device == "cuda":
-            check_head_dim(self.head_dim)
-            check_head_dim(self.width_v)
-            if self.static.is_fp32 and self.static.widest > MAX_HEAD_DIM_FP32:
+            # First, because the nearest head dim could be too wide for fp32 as well.
+            if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest <= MAX_HEAD_DIM:
                 widest = f"head_dim={self.static.widest} of float32 on cuda"
                 raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
+            check_head_dim(self.head_dim)
+            check_head_dim(self.width_v)
 
 
 def check_heads(heads: int, heads_kv: int) -> None:
