@@ -66,9 +66,9 @@ def test_fp32_head_dims_name_a_choice_that_works() -> None:
         changed(dtype="float32", head_dim=130).check("cuda")
     with pytest.raises(UnsupportedError, match="head_dim=136 of float32 on cuda: at most 128"):
         changed(dtype="float32", head_dim_v=136).check("cuda")
-    with pytest.raises(UnsupportedError, match="head_dim=100: .* nearest is 104"):
+    with pytest.raises(UnsupportedError, match=r"head_dim=100: .* nearest is 104"):
         changed(dtype="float32", head_dim=100).check("cuda")
-    with pytest.raises(UnsupportedError, match="head_dim=264: .* nearest is 256"):
+    with pytest.raises(UnsupportedError, match=r"head_dim=264: .* nearest is 256"):
         changed(dtype="float32", head_dim=264).check("cuda")
 
 
