@@ -88,7 +88,7 @@ class Case:
     has_dlse: bool = False
     seqlen_q: int = SEQLEN_Q
     seqlen_k: int = SEQLEN_K
-    role: str = "main"  # "main", "scheduler"; backward also "preprocess", "postprocess"
+    role: str = "main"  # "main", "scheduler", of fp32 "split"; backward also "preprocess", "postprocess"
 
     @property
     def name(self) -> str:
@@ -272,6 +272,40 @@ def bwd_features() -> Iterator[Case]:
     yield bwd(AMPERE_ON_90, 256, "varlen")
 
 
+# ---- fp32, by fp16 pieces
+
+FP32_DIMS = (64, 128)
+
+
+def fp32() -> Iterator[Case]:
+    """Both rows of each architecture, the split kernels, and features that take registers."""
+    score = ("softcap", "alibi", "dropout")
+    for place in (AMPERE, AMPERE_86, AMPERE_ON_90):
+        single = {"place": place, "dtype": "fp32"}
+        for head_dim, mask in product(FP32_DIMS, ("full", "causal")):
+            yield fwd(head_dim=head_dim, mask=mask, **single)
+            yield bwd(head_dim=head_dim, mask=mask, **single)
+        for head_dim in FP32_DIMS:
+            yield fwd(head_dim=head_dim, mask="full", role="split", **single)
+            yield bwd(head_dim=head_dim, mask="full", role="split", **single)
+            yield from around(bwd(head_dim=head_dim, mask="full", **single))
+    single = {"dtype": "fp32"}
+    for head_dim in FP32_DIMS:
+        yield fwd(AMPERE, head_dim, *ALL_SCORE, mask="window", **single)
+        yield bwd(AMPERE, head_dim, *score, mask="window", **single)
+        yield fwd(AMPERE, head_dim, "varlen", **single)
+        yield bwd(AMPERE, head_dim, "varlen", **single)
+    yield fwd(AMPERE, 128, "varlen", mask="full", role="split", **single)
+    yield bwd(AMPERE, 128, "varlen", mask="full", role="split", **single)
+    yield from around(bwd(AMPERE, 128, "varlen", mask="full", **single))
+    yield bwd(AMPERE, 128, deterministic=True, **single)
+    yield bwd(AMPERE, 64, mask="full", bias=Bias(dtype="fp32"), **single)
+    yield bwd(AMPERE, 64, mask="full", mask_mod="document", block_map=True, **single)
+    yield fwd(AMPERE, 128, score_mod="relative", **single)
+    yield fwd(AMPERE, 40, head_dim_v=128, **single)
+    yield bwd(AMPERE, 40, head_dim_v=128, **single)
+
+
 # ---- a bias, functions of users and block masks
 
 ALIGNED = Bias(layout="aligned")
@@ -354,7 +388,7 @@ def cases() -> list[Case]:
     everything = list(plain())
     first = {(one.direction, one.family): one for one in reversed(everything)}
     found = [*first.values(), *fwd_features(), *bwd_features(), *fwd_mods(), *bwd_mods(), *around_plain()]
-    found += [*samples(), *deterministic(), *everything]
+    found += [*samples(), *fp32(), *deterministic(), *everything]
     return list(dict.fromkeys(found))
 
 
@@ -450,7 +484,12 @@ def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
 
 def compile_key(case: Case) -> CompileKey:
     """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
-    names = {"scheduler": "varlen_scheduler", "preprocess": "bwd_preprocess", "postprocess": "bwd_postprocess"}
+    names = {
+        "scheduler": "varlen_scheduler",
+        "split": "split_fp32",
+        "preprocess": "bwd_preprocess",
+        "postprocess": "bwd_postprocess",
+    }
     plan = plan_of(case)
     return plan.main if case.role == "main" else plan.launch(names[case.role])
 
