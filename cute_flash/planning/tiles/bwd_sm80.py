@@ -118,11 +118,14 @@ _SCORE_99 = (
 SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_86": _SCORE_99, "sm_89": _SCORE_99, "sm_90": _SCORE_163}
 # fp32, as two fp16 pieces.
 _FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
+# Rows with max_cost=0 would spill with features.
 _FP32_163 = (
-    BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=4, pieces=2,
+    BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=4, pieces=2, max_cost=0,
                 measured=_FP32 + "97/113; 74/106"),
-    BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2, pieces=2,
+    BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=4, warps_q=4, pieces=2),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2, pieces=2, max_cost=0,
                 measured=_FP32 + "94/109; 75/104"),
+    BwdTileSm80(head_dim=128, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
 )
 _FP32_99 = (
     BwdTileSm80(head_dim=64, tile_m=32, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
