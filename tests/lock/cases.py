@@ -278,32 +278,32 @@ FP32_DIMS = (64, 128)
 
 
 def fp32() -> Iterator[Case]:
-    """Both rows of each architecture, the split kernels, and features that take registers."""
-    score = ("softcap", "alibi", "dropout")
-    for place in (AMPERE, AMPERE_86, AMPERE_ON_90):
-        single = {"place": place, "dtype": "fp32"}
-        for head_dim, mask in product(FP32_DIMS, ("full", "causal")):
-            yield fwd(head_dim=head_dim, mask=mask, **single)
-            yield bwd(head_dim=head_dim, mask=mask, **single)
-        for head_dim in FP32_DIMS:
-            yield fwd(head_dim=head_dim, mask="full", role="split", **single)
-            yield bwd(head_dim=head_dim, mask="full", role="split", **single)
-            yield from around(bwd(head_dim=head_dim, mask="full", **single))
-    single = {"dtype": "fp32"}
+    """Every row of each architecture, the split kernels, and features that take registers."""
+    score, dtype = ("softcap", "alibi", "dropout"), "fp32"
+    for place, head_dim in product((AMPERE, AMPERE_86, AMPERE_ON_90), FP32_DIMS):
+        for mask in ("full", "causal"):
+            yield fwd(place, head_dim, mask=mask, dtype=dtype)
+            yield bwd(place, head_dim, mask=mask, dtype=dtype)
+        yield fwd(place, head_dim, mask="full", role="split", dtype=dtype)
+        yield bwd(place, head_dim, mask="full", role="split", dtype=dtype)
+        yield from around(bwd(place, head_dim, mask="full", dtype=dtype))
+        yield fwd(place, head_dim, *ALL_SCORE, mask="window", dtype=dtype)
+        yield bwd(place, head_dim, *score, mask="window", dtype=dtype)
     for head_dim in FP32_DIMS:
-        yield fwd(AMPERE, head_dim, *ALL_SCORE, mask="window", **single)
-        yield bwd(AMPERE, head_dim, *score, mask="window", **single)
-        yield fwd(AMPERE, head_dim, "varlen", **single)
-        yield bwd(AMPERE, head_dim, "varlen", **single)
-    yield fwd(AMPERE, 128, "varlen", mask="full", role="split", **single)
-    yield bwd(AMPERE, 128, "varlen", mask="full", role="split", **single)
-    yield from around(bwd(AMPERE, 128, "varlen", mask="full", **single))
-    yield bwd(AMPERE, 128, deterministic=True, **single)
-    yield bwd(AMPERE, 64, mask="full", bias=Bias(dtype="fp32"), **single)
-    yield bwd(AMPERE, 64, mask="full", mask_mod="document", block_map=True, **single)
-    yield fwd(AMPERE, 128, score_mod="relative", **single)
-    yield fwd(AMPERE, 40, head_dim_v=128, **single)
-    yield bwd(AMPERE, 40, head_dim_v=128, **single)
+        yield fwd(AMPERE, head_dim, mask="window", dtype=dtype)
+        yield bwd(AMPERE, head_dim, mask="window", dtype=dtype)
+        yield fwd(AMPERE, head_dim, "varlen", dtype=dtype)
+        yield bwd(AMPERE, head_dim, "varlen", dtype=dtype)
+        yield bwd(AMPERE, head_dim, "varlen", mask="window", deterministic=True, dtype=dtype)
+    yield fwd(AMPERE, 128, "varlen", mask="full", role="split", dtype=dtype)
+    yield bwd(AMPERE, 128, "varlen", mask="full", role="split", dtype=dtype)
+    yield from around(bwd(AMPERE, 128, "varlen", mask="full", dtype=dtype))
+    yield bwd(AMPERE, 128, deterministic=True, dtype=dtype)
+    yield bwd(AMPERE, 64, mask="full", bias=Bias(dtype="fp32"), dtype=dtype)
+    yield bwd(AMPERE, 64, mask="full", mask_mod="document", block_map=True, dtype=dtype)
+    yield fwd(AMPERE, 128, score_mod="relative", dtype=dtype)
+    yield fwd(AMPERE, 40, head_dim_v=128, dtype=dtype)
+    yield bwd(AMPERE, 40, head_dim_v=128, dtype=dtype)
 
 
 # ---- a bias, functions of users and block masks
