@@ -91,10 +91,12 @@ def attn(
     The mask aligns the last query with the last key (bottom right): query i sees the keys j with
     ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``. A query that sees no key has output 0, LSE -inf and gradients 0.
 
-    On CUDA, q, k and v are fp16 or bf16, and D and Dv are multiples of 8 up to 256. On the CPU, they are fp16, bf16,
-    fp32 or fp64 with any D and Dv, and a slower reference path computes the result. Under autocast, q, k and v are cast
-    to the autocast dtype. Kernels read tensors in place if the last dimension is contiguous and rows start at multiples
-    of 16 bytes; other tensors are copied first. Jagged NestedTensors are passed on to `attn_nested`.
+    On CUDA, q, k and v are fp16 or bf16, with D and Dv that are multiples of 8 up to 256, or fp32 up to 128. fp32 keeps
+    fp32 accuracy (docs/numerics.md); it uses mma.sync on every GPU and has no gradient of a score_mod. On the CPU, q, k
+    and v are fp16, bf16, fp32 or fp64 with any D and Dv, and a slower reference path computes the result. Under
+    autocast, q, k and v are cast to the autocast dtype. Kernels read tensors in place if the last dimension is
+    contiguous and rows start at multiples of 16 bytes; other tensors are copied first. Jagged NestedTensors are passed
+    on to `attn_nested`.
 
     Gradients flow through out and lse. On CUDA, dq is accumulated by atomic additions in no fixed order, so its bits
     may differ between calls unless `deterministic` is set. On sm_90, gradients use wgmma. They use the slower mma.sync
@@ -659,11 +661,14 @@ def _score_shape(q: Tensor, k: Tensor, layout: str) -> tuple[int, int, int, int]
     return Q.shape[0], Q.shape[1], Q.shape[2], K.shape[2]
 
 
-def _is_fp32_output(q: Tensor, out_dtype: torch.dtype | None) -> bool:
-    if out_dtype is None or out_dtype == q.dtype:
+def _is_fp32_output(q: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether the output is fp32 and q, after autocast, is not."""
+    dtype = ops.autocast_dtype(q, q.device.type)
+    if out_dtype == dtype:
         return False
     if out_dtype != torch.float32:
-        raise UnsupportedError(f"out_dtype={out_dtype}: use None, torch.float32, or {q.dtype}, that of q")
+        choices = "None or torch.float32" if dtype == torch.float32 else f"None, torch.float32, or {dtype}, that of q"
+        raise UnsupportedError(f"out_dtype={out_dtype}: use {choices}")
     return True
 
 

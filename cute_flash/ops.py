@@ -147,14 +147,18 @@ def _observed_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) ->
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """If autocast is enabled, cast floating-point tensors except fp64 to its dtype, as torch's SDPA does."""
+    """If autocast is enabled on the device of q, cast tensors to `autocast_dtype`."""
     device = q.device.type
+    return q.to(autocast_dtype(q, device)), k.to(autocast_dtype(k, device)), v.to(autocast_dtype(v, device))
+
+
+def autocast_dtype(x: Tensor, device: str) -> torch.dtype:
+    """The dtype of x after autocast on a device: floating-point tensors except fp64 are cast, as in torch's SDPA."""
     # Compared with names, because Dynamo of torch 2.9 does not trace `torch.amp.is_autocast_available`.
-    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    casts = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
-    return casts[0], casts[1], casts[2]
+    is_enabled = device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
+    if not is_enabled or not x.is_floating_point() or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _refuse_tangents(*inputs: Tensor | None) -> None:

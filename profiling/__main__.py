@@ -26,6 +26,7 @@ from profiling import (
     doc_tables,
     features,
     figures,
+    fp32,
     host,
     host_cases,
     host_report,
@@ -95,6 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_features(mods_command, tuple(mods.KINDS))
     _add_mods(mods_command)
+    fp32_command = add(
+        "fp32",
+        "measure fp32 attention beside torch's: device time, and errors against fp64",
+        "--out fp32.json",
+        "--head-dims 128 --masks causal --lengths 4096",
+    )
+    _add_fp32(fp32_command)
     tune_command = add(
         "tune",
         "compile, check, time and rank tiles of a forward kernel",
@@ -171,6 +179,16 @@ def _add_mods(parser: argparse.ArgumentParser) -> None:
     add("--peers", type=name_list, default=(), metavar="LIST", help=f"default: {','.join(mods.PEERS)}")
     add("--lock", type=Path, metavar="FILE", help="processes with the same FILE measure one after another")
     add("--parts", type=Path, nargs="+", metavar="FILE", help="only merge the JSON of such processes; needs no GPU")
+
+
+def _add_fp32(parser: argparse.ArgumentParser) -> None:
+    defaults, add = fp32.Settings(), parser.add_argument
+    for name, kind in (("head_dims", int_list), ("masks", name_list), ("lengths", int_list)):
+        value = getattr(defaults, name)
+        text = f"default: {','.join(map(str, value))}"
+        add(f"--{name.replace('_', '-')}", type=kind, default=value, metavar="LIST", help=text)
+    _add_rounds(parser, defaults.rounds, defaults.ms)
+    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
 
 
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
@@ -340,6 +358,28 @@ def _show_features(results: Sequence[features.CellResult], summaries: Sequence[T
     return FAILED if errors else OK
 
 
+def _fp32(args: argparse.Namespace) -> int:
+    settings = fp32.Settings(**{f.name: getattr(args, f.name) for f in fields(fp32.Settings)})
+    # A wrong mask or length is refused before anything is compiled.
+    shapes = settings.shapes()
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: nothing can be measured")
+    precompile_keys(fp32.kernel_keys(settings, arch.detect(torch.cuda.current_device())), args.jobs)
+    with steps("measuring fp32", len(settings.error_shapes()) + len(fp32.DIRECTIONS) * len(shapes)) as done:
+        tools = fp32.Tools(
+            timer=GraphTimer(),
+            device=torch.device("cuda"),
+            facts=machine.facts,
+            card_state=machine.card_state,
+            progress=done,
+            save=partial(write_json, path=args.out) if args.out else lambda record: None,
+        )
+        record = fp32.run_fp32(settings, fp32.providers(), tools)
+    show(fp32.tables(record))
+    print_lines("Failures", fp32.failures(record))
+    return FAILED if fp32.has_failed(record) else OK
+
+
 def _mods(args: argparse.Namespace) -> int:
     if not args.parts:
         return _features(args)
@@ -495,6 +535,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bench": _bench,
             "host": _host,
             "features": _features,
+            "fp32": _fp32,
             "mods": _mods,
             "tune": _tune,
             "ncu": _ncu,

@@ -1,11 +1,13 @@
-"""Tables of the documents from single runs: accuracy, grouped heads, user mods and host time."""
+"""Tables of the documents from single runs: accuracy, fp32, grouped heads, user mods and host time."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from profiling import fp32
 from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
@@ -15,6 +17,7 @@ OUTLIERS = "results/h200/2026-11-15-fwd-sm90-outliers.json"
 GQA = ("results/h200/2026-11-15-fwd-sm90-gqa.json", "results/h200/2026-11-15-fwd-sm90-gqa8.json")
 MODS = "results/h200/2026-11-16-mods.json"
 HOST = "results/h200/2026-11-16-host.json"
+FP32 = "results/h200/2026-11-16-fp32.json"
 START = "results/h200/2026-11-15-host.json"
 # Kernel -> the run, the peer, and its name.
 ACCURACY = {
@@ -82,6 +85,54 @@ def accuracy_line(data: Path) -> str:
         f"kernels are at most {ampere:.2f} × those of FlashAttention-2. The largest error of a single element is at "
         f"most {element:.2f} × the peer's."
     )
+
+
+def _read_fp32(data: Path) -> dict[str, Any]:
+    return json.loads((data / FP32).read_text(encoding="utf-8"))
+
+
+def fp32_speed(data: Path) -> Table:
+    """fp32: the speed over torch's EFFICIENT_ATTENTION, cell by cell."""
+    cells = _read_fp32(data)["cells"]
+    lengths = sorted({cell["shape"]["seqlen"] for cell in cells})
+    rows = []
+    for direction, label in (("fwd", "forward"), ("bwd", "backward")):
+        for head_dim in sorted({cell["shape"]["head_dim"] for cell in cells}):
+            of_row = partial(fp32.ratios, cells, fp32.EFFICIENT, direction=direction, head_dim=head_dim)
+            pairs = [[of_row(seqlen=length, causal=causal) for causal in (False, True)] for length in lengths]
+            texts = [" / ".join(f"{x[0]:.2f}" if x else "-" for x in pair) for pair in pairs]
+            rows.append((f"[{label}]({FP32}), D = {head_dim}", *texts, f"**{geometric_mean(of_row()):.2f}**"))
+    return Table("", ("full / causal", *(f"S = {length}" for length in lengths), "mean"), tuple(rows))
+
+
+def fp32_line(data: Path) -> str:
+    """fp32: geometric means in two sentences."""
+    record = _read_fp32(data)
+    means = {
+        (direction, other): fp32.ratios(record["cells"], other, direction=direction)
+        for direction in fp32.DIRECTIONS
+        for other in (fp32.EFFICIENT, fp32.MATH)
+    }
+    texts = {key: f"{geometric_mean(values):.2f} × ({min(values):.2f} or more)" for key, values in means.items()}
+    return (
+        f"Geometric means: {texts['fwd', fp32.EFFICIENT]} the speed of EFFICIENT_ATTENTION forward and "
+        f"{texts['bwd', fp32.EFFICIENT]} backward; {texts['fwd', fp32.MATH]} and {texts['bwd', fp32.MATH]} that of "
+        f"MATH, up to S = {fp32.MATH_LENGTH}. Commit `{record['machine']['git_commit'][:7]}`."
+    )
+
+
+def fp32_accuracy(data: Path) -> Table:
+    """fp32: the worst errors against fp64, by distribution of the inputs and result."""
+    record = _read_fp32(data)
+    rows = []
+    for distribution in fp32.DISTRIBUTIONS:
+        for output in fp32.OUTPUTS:
+            worst = {norm: fp32.worst_errors(record, distribution, output, norm) for norm in ("max", "relative")}
+            sides = (fp32.OURS, fp32.EFFICIENT, fp32.MATH)
+            texts = [" / ".join(f"{worst[norm][side]:.1e}" for side in sides) for norm in worst]
+            rows.append((f"{distribution}, {output}", *texts))
+    columns = ("inputs, result", "largest element: cute_flash / EFFICIENT / MATH", "norm, relative: the same")
+    return Table("", columns, tuple(rows))
 
 
 def gqa(data: Path) -> Table:

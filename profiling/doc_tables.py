@@ -336,6 +336,9 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     ),
     "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), (*RUNS.values(), doc_results.OUTLIERS)),
     "accuracy_line": (lambda: doc_results.accuracy_line(DATA), (*RUNS.values(), doc_results.OUTLIERS)),
+    "fp32": (lambda: _markdown(doc_results.fp32_speed(DATA)), (doc_results.FP32,)),
+    "fp32_line": (lambda: doc_results.fp32_line(DATA), (doc_results.FP32,)),
+    "fp32_accuracy": (lambda: _markdown(doc_results.fp32_accuracy(DATA)), (doc_results.FP32,)),
     "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
     "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
@@ -364,9 +367,7 @@ def embed(text: str, folder: str = "") -> str:
 # Document -> prefix of its links to files of this folder.
 DOCUMENTS = {
     README: "profiling/",
-    DOCS / "performance.md": "../profiling/",
-    DOCS / "support.md": "../profiling/",
-    DOCS / "numerics-study.md": "../profiling/",
+    **{DOCS / name: "../profiling/" for name in ("numerics.md", "numerics-study.md", "performance.md", "support.md")},
 }
 
 

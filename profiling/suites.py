@@ -17,6 +17,8 @@ from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Those, and that of `profiling fp32`.
+ALL_DTYPES = {**DTYPES, "fp32": torch.float32}
 MASKS = ("full", "causal")
 # FLOPs of each direction relative to the forward pass, as the papers count them.
 FLOPS_FACTOR = {"fwd": 1.0, "bwd": 2.5}
@@ -42,7 +44,7 @@ class Shape:
         return f"d{self.head_dim}-{self.mask}-s{self.seqlen}-b{self.batch}{heads}"
 
     def problem(self, dtype: str) -> Problem:
-        name = str(DTYPES[dtype]).removeprefix("torch.")
+        name = str(ALL_DTYPES[dtype]).removeprefix("torch.")
         lengths = (self.seqlen, self.seqlen)
         band = Band.of(self.causal, (None, None))
         return Problem(self.batch, self.heads, self.heads_kv, *lengths, self.head_dim, dtype=name, band=band)

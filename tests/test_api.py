@@ -408,6 +408,20 @@ def test_autocast_casts_as_sdpa_does(dtype: torch.dtype) -> None:
         assert all(map(torch.equal, torch.autograd.grad(others.sum(), (q, k, v, sinks, slopes)), grads))
 
 
+def test_out_dtype_is_compared_with_the_autocast_dtype() -> None:
+    """An fp32 output is not dropped because q was fp32 before the cast."""
+    q, k, v = qkv(dtype=torch.float32, sq=20, sk=30)
+    rounded = [x.bfloat16() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attn(q, k, v, out_dtype=torch.float32)
+        assert torch.equal(attn(q, k, v, out_dtype=torch.bfloat16), attn(q, k, v))
+        with pytest.raises(UnsupportedError, match=r"use None, torch\.float32, or torch\.bfloat16, that of q"):
+            attn(q, k, v, out_dtype=torch.float16)
+    assert out.dtype == torch.float32 and torch.equal(out, attn(*rounded, out_dtype=torch.float32))
+    with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None or torch\.float32$"):
+        attn(q, k, v, out_dtype=torch.float16)
+
+
 def test_autocast_leaves_doubles_and_other_devices_alone() -> None:
     q, k, v = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -74,11 +74,12 @@ class Call:
     score_mod: Callable[..., Callable] | None = None  # of the leaf "table"
     is_varlen: bool = False
     width: int = D
+    dtype: torch.dtype = torch.bfloat16
 
     def tensors(self) -> dict[str, Tensor]:
         sizes = zip("qkv", (H, HKV, HKV), (D, D, self.width))
         shapes = {x: (B * S, n, d) if self.is_varlen else (B, n, S, d) for x, n, d in sizes}
-        qkv = {name: leaf(*shape, seed=i, dtype=torch.bfloat16) for i, (name, shape) in enumerate(shapes.items())}
+        qkv = {name: leaf(*shape, seed=i, dtype=self.dtype) for i, (name, shape) in enumerate(shapes.items())}
         return qkv | {name: x.detach().clone().requires_grad_() for name, x in self.leaves.items()}
 
     def __call__(self, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -113,6 +114,14 @@ CALLS = {
     "all": Call({"table": leaf(H), "bias": leaf(H, 1, S), "alibi": SLOPES, "sinks": SINKS}, BLOCK_SPARSE, added),
     "varlen": Call(rest=VARLEN, is_varlen=True),
     "varlen, all": Call({"alibi": SLOPES, "sinks": SINKS}, {**VARLEN, "softcap": 2.0, "dropout": 0.2}, is_varlen=True),
+    "fp32": Call(rest={"causal": True, "out_dtype": torch.float32}, dtype=torch.float32),
+    "fp32, all": Call(
+        {"bias": leaf(H, 1, S), "alibi": SLOPES, "sinks": SINKS},
+        {**BLOCK_SPARSE, "softcap": 2.0, "dropout": 0.2, "deterministic": True},
+        width=40,
+        dtype=torch.float32,
+    ),
+    "fp32, varlen": Call({"sinks": SINKS}, VARLEN, is_varlen=True, dtype=torch.float32),
 }
 SMALL = {name: CALLS[name] for name in ("plain", "softcap", "table", "varlen")}
 
@@ -374,7 +383,7 @@ OBSERVER_PARAMS = [
 
 
 @pytest.mark.parametrize("observer", OBSERVER_PARAMS)
-@pytest.mark.parametrize("name", ["plain", "softcap", "bias of keys", "all"])
+@pytest.mark.parametrize("name", ["plain", "softcap", "bias of keys", "all", "fp32"])
 def test_observed_calls_go_through_the_operators(gpu: FakeGpu, name: str, observer: Callable) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

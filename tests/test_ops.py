@@ -324,6 +324,50 @@ def test_a_compiled_function_keeps_the_family_of_its_first_call() -> None:
     assert gpu.kernels == ["fwd_sm80", "bwd_preprocess", "bwd_sm80", "bwd_postprocess_sm80"]
 
 
+@pytest.mark.compiles
+def test_compiled_fp32_launches_the_kernels_of_fp32() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attn(q, k, v, causal=True), fullgraph=True, backend="aot_eager")
+    leaves = inputs(5, 6, torch.float32)
+    with fake_gpu("sm_90") as gpu, launching_operators():
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out.sum(), leaves)
+    assert [name for name in gpu.kernels if "sm80" in name] == [
+        "fwd_sm80_fp32",
+        "bwd_sm80_fp32",
+        "bwd_postprocess_sm80",
+    ]
+    expected = attn(*leaves, causal=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), leaves), rtol=1e-4, atol=1e-5)
+
+
+def test_functorch_with_fp32_launches_the_kernels_of_fp32() -> None:
+    q, k, v = (x.detach() for x in inputs(5, 6, torch.float32))
+    with fake_gpu("sm_80") as gpu, launching_operators():
+        grad = torch.func.grad(lambda x: attn(x, k, v).sum())(q)
+        mapped = torch.func.vmap(lambda x: attn(x, k, v))(torch.stack([q, 2 * q]))
+    assert {"fwd_sm80_fp32", "bwd_sm80_fp32"} < set(gpu.kernels)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(attn(leaf, k, v).sum(), leaf)
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mapped, torch.stack([attn(q, k, v), attn(2 * q, k, v)]))
+
+
+def test_fp32_without_the_gradient_of_a_score_mod() -> None:
+    """The forward runs; `backward()` refuses."""
+
+    def penalty(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score - 0.1 * (q_idx - kv_idx).abs()
+
+    leaves = inputs(5, 6, torch.float32)
+    with fake_gpu("sm_90"), launching_operators():
+        out = attn(*leaves, score_mod=penalty)
+        with pytest.raises(UnsupportedError, match=r"the gradient of a score_mod, .* in float32 on cuda"):
+            out.sum().backward()
+    torch.testing.assert_close(out, attn(*leaves, score_mod=penalty))
+
+
 def test_export_keeps_the_operator() -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -521,7 +565,7 @@ def test_functorch_of_mods() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2)])
 def test_fake_results_are_like_real_ones(device: str, dtype: torch.dtype, order: tuple[int, ...]) -> None:
     def made(heads: int, length: int, where: str) -> Tensor:
@@ -559,9 +603,14 @@ def test_fake_cuda_tensors_meet_the_limits_of_the_kernels() -> None:
         wide = torch.empty(1, 1, 4, 264, dtype=torch.float16, device="cuda")
         with pytest.raises(UnsupportedError, match="head_dim=264"):
             attn(wide, wide, wide)
-        single = torch.empty(1, 1, 4, 64, device="cuda")
-        with pytest.raises(UnsupportedError, match="dtype float32 on cuda: use one of float16, bfloat16"):
+        double = torch.empty(1, 1, 4, 64, dtype=torch.float64, device="cuda")
+        with pytest.raises(UnsupportedError, match="dtype float64 on cuda: use one of float16, bfloat16, float32"):
+            attn(double, double, double)
+        single = torch.empty(1, 1, 4, 136, device="cuda")
+        with pytest.raises(UnsupportedError, match="head_dim=136 of float32 on cuda: at most 128"):
             attn(single, single, single)
+        narrow = torch.empty(1, 1, 4, 128, device="cuda")
+        assert attn(narrow, narrow, narrow).dtype == torch.float32
 
 
 def test_supports_asks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,6 +645,23 @@ def test_features_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [t.shape for t in found[:2]] == [x.shape, x.shape[:3]]
         assert supports(x, x, x, **options)
         assert supports(x, x, x, **options, deterministic=True)
+
+
+def test_supports_fp32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arch, "detect", lambda index: arch.ARCHS["sm_90"])
+
+    def scaled(score: Any, *_: Any) -> Any:
+        return score * 2
+
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 8, 128, device="cuda:0")
+        assert supports(x, x, x, causal=True, softcap=3.0, dropout=0.1, deterministic=True)
+        assert supports(x, x, x, score_mod=scaled)
+        assert "the gradient of a score_mod" in supports(x, x, x, score_mod=scaled, deterministic=True).reason
+        with use_kernels("sm90"):
+            assert "float32 by kernel family 'sm90'" in supports(x, x, x).reason
+        wide = torch.empty(1, 4, 8, 192, device="cuda:0")
+        assert "head_dim=192 of float32 on cuda: at most 128" in supports(wide, wide, wide).reason
 
 
 # ---- CPU kernels, and deprecated operators of version 0.1

@@ -86,6 +86,21 @@ def store_floats(acc: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, wh
 
 
 @cute.jit
+def store_fp32(acc: cute.Tensor, gX: cute.Tensor, mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
+    """`store_floats` for a tile whose columns are dealt to warps in any order."""
+    thread, rows_left = where
+    coords = as_mn(mma.get_slice(thread).partition_C(cute.make_identity_tensor(gX.shape)))
+    acc_mn, gX_8_bytes = as_mn(acc), cute.recast_tensor(gX, cutlass.Int64)
+    both = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(cute.size(acc_mn, mode=[0])):
+        for c in cutlass.range_constexpr(0, cute.size(acc_mn, mode=[1]), 2):
+            row, column = coords[r, c]
+            both[0], both[1] = acc_mn[r, c], acc_mn[r, c + 1]
+            if row < rows_left and column < width:
+                gX_8_bytes[row, column // 2] = cute.recast_tensor(both, cutlass.Int64)[0]
+
+
+@cute.jit
 def store_rounded(rO: cute.Tensor, gO: cute.Tensor, tiled_mma: cute.TiledMma, where: tuple, width: cutlass.Constexpr):
     """Store a warpgroup's 16-bit output fragment to global memory. Arguments are those of `store_floats`."""
     thread, rows_left = where

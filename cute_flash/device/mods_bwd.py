@@ -25,8 +25,8 @@ from cute_flash.device.gradient_sums import GradientSums
 from cute_flash.device.mask import Mask, column_offset
 from cute_flash.device.mod_arithmetic import CuteArithmetic, indices_in_bounds
 from cute_flash.device.position import BwdBlockPosition
-from cute_flash.device.ptx import bits_and, pack, select_if, store_if, tanh_derivative
-from cute_flash.device.score_bwd import BlockScores
+from cute_flash.device.ptx import bits_and, select_if, store_if, tanh_derivative
+from cute_flash.device.score_bwd import BlockScores, store_pair
 from cute_flash.device.softmax import LOG2_E
 from cute_flash.device.views import as_mn
 from cute_flash.score_mod.bound import Graphs
@@ -288,11 +288,10 @@ class ModScores:
                 self.pack_pair(rP, [P_mn[r, c + j] for j in range(2)], P_mn, r, c)
 
     def pack_pair(self, rP: cute.Tensor, pair: list, S_mn: cute.Tensor, r: int, c: int) -> None:
-        dropout, packed = self.plain.dropout_bits, cute.recast_tensor(rP, Int32)
+        dropout = self.plain.dropout_bits
         if dropout is not None:
             pair = [dropout.select(P, r, c + j) for j, P in enumerate(pair)]
-        # Neighbouring columns are neighbouring registers.
-        packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pack(*pair, rP.element_type)
+        store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout))
 
     def mod(self, name: str) -> ModEvaluator | None:
         """The graph "score", "mask" or "gradient" in this block; None: absent."""

@@ -10,7 +10,9 @@ needs no registers of its own. With ALiBi and softcap they hold t instead, and P
 of the slope needs dS'. P is not scaled by 1 / (1 - dropout); dV is scaled at the end.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -67,6 +69,18 @@ class BwdScoreParams:
         dalibi.fill(0.0)
 
 
+def store_pair(rP: cute.Tensor, pair: list, index: int, mask: Callable[[], Int32] | None = None) -> None:
+    """Store P of two neighbouring columns, which are neighbouring registers, in the type of rP.
+
+    `mask`: computes the bits to keep of a packed pair.
+    """
+    if rP.element_type is Float32:
+        rP[index], rP[index + 1] = pair
+        return
+    packed = pack(*pair, rP.element_type)
+    cute.recast_tensor(rP, Int32)[index // 2] = packed if mask is None else packed & mask()
+
+
 @dataclass(frozen=True)
 class BlockScores:
     """This thread's scores of one block. Rows are keys if `is_transposed`, else queries."""
@@ -99,15 +113,17 @@ class BlockScores:
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
-        """Compute P, and pack it after dropout into rP. The registers of S keep the values for `differentiate`."""
-        S_mn, packed = as_mn(acc_S), cute.recast_tensor(rP, Int32)
+        """Compute P, and store it after dropout in rP. The registers of S keep the values for `differentiate`."""
+        S_mn = as_mn(acc_S)
         for c in cutlass.range_constexpr(0, cute.size(S_mn, mode=[1]), 2):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
-                pair = pack(*(self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)), rP.element_type)
+                pair = [self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)]
+                mask = None
                 if cutlass.const_expr(self.dropout_bits is not None and self.has_no_transform):
-                    pair = pair & self.dropout_bits.pair_mask(r, c)
-                # Neighbouring columns are neighbouring registers.
-                packed[cute.crd2idx((r, c), S_mn.layout) // 2] = pair
+                    mask = partial(self.dropout_bits.pair_mask, r, c)
+                    if cutlass.const_expr(rP.element_type is Float32):
+                        pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
+                store_pair(rP, pair, cute.crd2idx((r, c), S_mn.layout), mask)
 
     def prob_after_dropout(self, S_mn: cute.Tensor, r: int, c: int, rLSE: cute.Tensor) -> Float32:
         """P, after dropout unless `exponentiate` applies it to pairs. S keeps P, P (1 - t²) or t."""

@@ -59,6 +59,8 @@ class Softmax:
     scale_log2: Float32  # scale * log2(e)
     max_score: cute.Tensor | None = None  # (rows of this thread,) fp32, over this thread's columns, for max_logit
     is_exact: cutlass.Constexpr = False  # m never lags, so a row does not depend on the other rows of its warp
+    # Sum each block by itself first: beside a P of 1, an fp32 sum drops terms below 2^-24, and there may be many.
+    sums_by_block: cutlass.Constexpr = False
 
     @staticmethod
     def start(
@@ -219,7 +221,10 @@ class Softmax:
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             row_max = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r]
             probs = cute.math.exp2(acc_S_mn[r, None].load() * self.scale_log2 - row_max, fastmath=True)
-            self.row_sum[r] = probs.reduce(cute.ReductionOp.ADD, self.row_sum[r], 0)
+            if cutlass.const_expr(self.sums_by_block):
+                self.row_sum[r] = self.row_sum[r] + probs.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            else:
+                self.row_sum[r] = probs.reduce(cute.ReductionOp.ADD, self.row_sum[r], 0)
             acc_S_mn[r, None].store(probs)
 
     @cute.jit

@@ -38,7 +38,11 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of one compiled kernel, with its cubin and PTX."""
+    """The resources of one compiled kernel, with its cubin and PTX.
+
+    The cubin of `kernels.common.split_fp32` has several kernels: `symbol` is the first, `registers` and `stack_bytes`
+    are the largest, spills and instructions are those of all.
+    """
 
     symbol: str
     target: str
@@ -119,17 +123,19 @@ def _compile(key: CompileKey) -> tuple[Resources, Any]:
             function = compiling.cute_compile(key, f"--keep-ptx --keep-cubin --dump-dir={folder} remarks{{ptx}}")
         cubin, ptx = function.__cubin__, function.__ptx__
     log = _COLOUR.sub("", remarks.getvalue())
-    spills, registers = _SPILLS.search(log), _REGISTERS.search(log)
+    registers = [int(count) for count in _REGISTERS.findall(log)]
+    # Of each kernel: bytes of the stack, of stores and of loads.
+    bytes_used = [tuple(map(int, counts)) for counts in _SPILLS.findall(log)]
     symbol = re.search(r"\.entry (\S+?)\(", ptx)
-    if spills is None or registers is None or symbol is None:
+    if not registers or not bytes_used or symbol is None:
         raise RuntimeError(f"ptxas printed no resource usage for {key}:\n{log}")
     resources = Resources(
         symbol=symbol[1],
         target=key.target,
-        registers=int(registers[1]),
-        stack_bytes=int(spills[1]),
-        spill_store_bytes=int(spills[2]),
-        spill_load_bytes=int(spills[3]),
+        registers=max(registers),
+        stack_bytes=max(stack for stack, _, _ in bytes_used),
+        spill_store_bytes=sum(stores for _, stores, _ in bytes_used),
+        spill_load_bytes=sum(loads for _, _, loads in bytes_used),
         smem_bytes=key.tile.smem_bytes,
         serialised_wgmma=tuple(sorted(set(_SERIALISED.findall(log)))),
         sass=_instructions(cubin),

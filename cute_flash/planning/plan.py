@@ -12,9 +12,10 @@ from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
-from cute_flash.planning.tiles.common import ELEMENT_BYTES, Tile
+from cute_flash.planning.tiles.common import Tile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
+from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import FAMILIES, check_family
 from cute_flash.spec.features import backward_features
 from cute_flash.spec.problem import Problem, Static, check_tile_fits_mods
@@ -54,6 +55,10 @@ class CompileKey:
     @staticmethod
     def of(kernel: str, static: Static, tile: Tile | SchedulerTile, target: str) -> CompileKey:
         return CompileKey(kernel, static, tile, target, KERNELS[kernel].names)
+
+    @property
+    def tile_text(self) -> str:
+        return f"{self.tile}" + (", two fp16 pieces of each element" if self.static.is_fp32 else "")
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Plan:
             f"D={p.head_dim}{'' if p.head_dim_v is None else f'/{p.head_dim_v}'} {p.dtype}, {p.band}",
             f"GPU       {arch.gpu} ({arch.name}), {arch.num_sms} SMs",
             f"kernel    {self.main.kernel}",
-            f"tile      {tile}",
+            f"tile      {self.main.tile_text}",
             f"shared    {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_cta / 1024:.0f} KB a CTA, "
             f"up to {self.ctas_per_sm} CTA(s) an SM by shared memory",
             f"grid      {sizes['num_ctas']} CTAs, {sizes['num_tiles']} tiles, "
@@ -129,8 +134,9 @@ def plan_forward(
     `tile`: replaces the row of the tile tables, for tuning.
     """
     problem.check("cuda")
-    check_family(family)
-    family = family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
+    family = _family(problem, arch, family)
+    if problem.static.is_fp32:
+        _check_grid(problem, "attn in float32 with")
     if arch.capability < FAMILIES[family]:
         raise UnsupportedError(f"kernel family {family!r} does not run on {arch.name}")
     for name in ("seqlen_q", "seqlen_k"):
@@ -146,7 +152,7 @@ def plan_forward(
     if num_tiles > MAX_TILES:
         raise UnsupportedError(f"{num_tiles} tiles: at most {MAX_TILES}; split the batch")
     is_sm90, static = family == "sm90", problem.static
-    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * ELEMENT_BYTES
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.width_v) * DTYPE_BYTES[problem.dtype]
     sizes = {
         # Query heads whose K and V fit into L2 together.
         "heads_per_l2_group": _kv_heads_in_l2(problem, arch, kv_bytes) * problem.group // packed_heads,
@@ -155,6 +161,9 @@ def plan_forward(
         "seqlen_q": problem.seqlen_q,
     }
     workspace = []
+    if static.is_fp32:
+        keys = problem.heads_kv, problem.seqlen_k
+        workspace += _pieces(problem, tile, ("q", problem.heads, problem.seqlen_q), ("k", *keys), ("v", *keys))
     if problem.varlen:
         workspace.append(_tile_list("q_tile_list", head_tiles))
         sizes |= _scheduler_sizes(problem, tile, varlen.BY_LENGTH if static.is_bounded else varlen.ASCENDING)
@@ -173,6 +182,26 @@ def plan_forward(
     )
 
 
+def _family(problem: Problem, arch: ArchSpec, family: str) -> str:
+    """The requested kernel family, or the newest one that has kernels for the dtype on the architecture."""
+    check_family(family)
+    if problem.static.is_fp32:
+        if family == "sm90":
+            raise UnsupportedError(
+                "float32 by kernel family 'sm90': there is no such kernel; ask for 'sm80', or name no family"
+            )
+        return "sm80"
+    return family or next(name for name, least in FAMILIES.items() if arch.capability >= least)
+
+
+def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) -> list[Buffer]:
+    """The workspace of fp32 tensors: their pieces, and the norms that these are relative to."""
+    batch, width = problem.batch_dim, 2 * tile.head_dim
+    buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
+    # One more: the largest |D| of the backward.
+    return [*buffers, Buffer("norms", (len(buffers) + 1, batch, problem.heads), init="zeros")]
+
+
 @lru_cache
 def _fwd_launches(
     static: Static, seqused_k: bool, tile: Any, family: str, arch: str, pack_gqa: bool
@@ -184,7 +213,15 @@ def _fwd_launches(
         static, pack_gqa=pack_gqa and static.is_bounded, mods=None if static.mods is None else static.mods.for_forward
     )
     scheduler = _scheduler("varlen_scheduler_fwd", static, seqused_k, target, overlaps_next=is_sm90)
-    return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
+    if not static.is_fp32:
+        return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
+    split = CompileKey.of("split_fp32_fwd", _rows_only(static), tile, target)
+    return *scheduler, split, CompileKey.of(f"fwd_{family}_fp32", compiled, tile, target)
+
+
+def _rows_only(static: Static) -> Static:
+    """Without mask and features, for kernels that work row by row."""
+    return Static(static.dtype, static.head_dim, head_dim_v=static.head_dim_v, varlen=static.varlen)
 
 
 def _target(arch: str, family: str) -> str:
@@ -266,12 +303,21 @@ def plan_backward(
     """
     problem.check("cuda")
     check_family(family)
+    if problem.static.is_fp32:
+        family = _family(problem, arch, family)
+        if "score_mod" in problem.features:
+            # dS has pieces relative to a bound, which a score_mod may exceed.
+            raise UnsupportedError(
+                "the gradient of a score_mod, or of attn_varlen with a bias, in float32 on cuda: there is no such "
+                "kernel; use bfloat16 or float16"
+            )
     for name, least in FAMILIES.items():
         if arch.capability < least or family not in ("", name):
             continue
         tile = bwd_tile(name, arch, problem.static, deterministic)
         if tile is not None:
-            _check_grid(problem, tile)
+            _check_grid(problem, "the gradient of attn with")
+            _check_dq_rows(problem, tile)
             check_tile_fits_mods(problem, tile.tile_m, tile.tile_n, deterministic)
             return _plan_backward(problem, arch, name, tile, deterministic, has_dlse)
     raise UnsupportedError(_missing_gradients(problem, arch, deterministic, family))
@@ -285,7 +331,8 @@ def _plan_backward(
     num_kv_tiles = _num_tiles(problem, problem.seqlen_k, tile.tile_n, problem.seqused_k)
     num_tiles = num_kv_tiles * problem.heads_kv * batch
     # CTAs of an L2 group read Q and dO, and add to the fp32 dQ, of their query heads.
-    row_bytes = problem.head_dim * (ELEMENT_BYTES + 4) + problem.width_v * ELEMENT_BYTES
+    element_bytes = DTYPE_BYTES[problem.dtype]
+    row_bytes = problem.head_dim * (element_bytes + 4) + problem.width_v * element_bytes
     l2_bytes = problem.group * problem.seqlen_q * row_bytes
     # With a semaphore there is one CTA per tile, because a tile waits for others, which must have started.
     is_persistent = isinstance(tile, BwdTileSm90) and not deterministic
@@ -295,6 +342,9 @@ def _plan_backward(
         Buffer("delta", rows),
         Buffer("dq_accum", (batch, problem.heads, num_m_blocks, tile.tile_m * tile.head_dim)),
     ]
+    if static.is_fp32:
+        queries, keys = (problem.heads, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
+        workspace += _pieces(problem, tile, ("q", *queries), ("k", *keys), ("v", *keys), ("dout_cast", *queries))
     if deterministic:
         workspace.append(Buffer("dq_semaphore", (batch, problem.heads, num_m_blocks), "int32"))
     sizes = {
@@ -349,11 +399,13 @@ def _bwd_launches(
     preprocess = replace(
         rows, head_dim=static.width_v, out_fp32=static.out_fp32, deterministic=deterministic, has_dlse=has_dlse
     )
-    wide = "_wide" * isinstance(tile, BwdTileSm90Wide)
+    kind = "_wide" if isinstance(tile, BwdTileSm90Wide) else "_fp32" * static.is_fp32
+    split = (CompileKey.of("split_fp32_bwd", _rows_only(static), tile, target),) if static.is_fp32 else ()
     return (
         *_scheduler("varlen_scheduler_bwd", static, seqused_k, target),
-        CompileKey.of("bwd_preprocess", preprocess, tile, target),
-        CompileKey.of(f"bwd_{family}{wide}", main, tile, target),
+        *split,
+        CompileKey.of("bwd_preprocess" + "_fp32" * static.is_fp32, preprocess, tile, target),
+        CompileKey.of(f"bwd_{family}{kind}", main, tile, target),
         CompileKey.of(f"bwd_postprocess_{family}", rows, tile, target),
     )
 
@@ -381,12 +433,15 @@ def _missing_gradients(problem: Problem, arch: ArchSpec, deterministic: bool, fa
     )
 
 
-def _check_grid(problem: Problem, tile: AnyBwdTile) -> None:
-    what = "the gradient of attn with"
+def _check_grid(problem: Problem, what: str) -> None:
+    """Raise `UnsupportedError` if a kernel with batch and heads along y and z of its grid cannot be launched."""
     for name, size in (("batch", problem.batch_dim), ("heads", problem.heads)):
         if size > MAX_GRID_YZ:
             raise UnsupportedError(f"{what} {name}={size}: at most {MAX_GRID_YZ}; split the call")
+
+
+def _check_dq_rows(problem: Problem, tile: AnyBwdTile) -> None:
     most = ((1 << 32) - 1) // tile.head_dim
     rows = problem.seqlen_q + (problem.batch + 1) * tile.tile_m * problem.varlen
     if rows > most:
-        raise UnsupportedError(f"{what} seqlen_q={rows}: at most {most}")
+        raise UnsupportedError(f"the gradient of attn with seqlen_q={rows}: at most {most}")

@@ -59,6 +59,12 @@ DQ_SEMAPHORE = Operand("dq_semaphore", "compact i32", ("B", "H", "m_blocks"))
 DQ = _rows("dq", "B", "H", "Sq", "D")
 DK, DV = _rows("dk", "B", "Hkv", "Sk", "D"), _rows("dv", "B", "Hkv", "Sk", "Dv")
 DQ_SCALE = Operand("dq_scale", "f32")
+# fp32 calls: fp16 pieces of q, k and v in rows as wide as the tile, and the largest row norm of each head
+# (`device.split_fp32`).
+Q_PIECES = Operand("q_pieces", "pieces", ("B", "H", "Sq"))
+K_PIECES, V_PIECES = (Operand(f"{name}_pieces", "pieces", ("B", "Hkv", "Sk")) for name in ("k", "v"))
+DOUT_PIECES = Operand("dout_cast_pieces", "pieces", ("B", "H", "Sq"))
+NORMS = Operand("norms", "compact f32", ("tensors", "B", "H"))
 
 
 def _of_features(direction: str) -> tuple[Operand, ...]:
@@ -70,9 +76,12 @@ def _of_features(direction: str) -> tuple[Operand, ...]:
 
 
 _FWD = (Q, K, V, OUT, LSE, SCALE, *WINDOW, L2_GROUP)
+_PIECES = (Q_PIECES, K_PIECES, V_PIECES, NORMS)
 _FWD_OPTIONAL = (*_of_features("fwd"), FWD_BLOCKS, Q_TILES)
 _BWD = (Q, K, V, DOUT_CAST, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DK, DV, SCALE, *WINDOW, L2_GROUP)
+_BWD_PIECES = (Q_PIECES, K_PIECES, V_PIECES, DOUT_PIECES, NORMS)
 _BWD_OPTIONAL = (*_of_features("bwd"), BWD_BLOCKS, KV_TILES)
+_PREPROCESS = (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES)
 _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (
     Operand("cu_seqlens_q", "compact i32", ("B + 1",)),
@@ -85,15 +94,18 @@ _SCHEDULER = _scalars(
 
 KERNELS = {
     "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_OPTIONAL)),
+    "fwd_sm80_fp32": KernelSpec("sm80.fwd:FwdSm80", (*_PIECES, *_FWD[3:], *_FWD_OPTIONAL)),
     "fwd_sm90": KernelSpec("sm90.fwd:FwdSm90", (*_FWD, NUM_CTAS, SEQLEN_Q, TILE_COUNTER, *_FWD_OPTIONAL)),
     "bwd_sm80": KernelSpec("sm80.bwd:BwdSm80", (*_BWD, *_BWD_OPTIONAL)),
+    "bwd_sm80_fp32": KernelSpec("sm80.bwd:BwdSm80", (*_BWD_PIECES, *_BWD[4:], *_BWD_OPTIONAL)),
     "bwd_sm90": KernelSpec("sm90.bwd:BwdSm90", (*_BWD, NUM_CTAS, TILE_COUNTER, *_BWD_OPTIONAL)),
     "bwd_sm90_wide": KernelSpec("sm90.bwd_wide:BwdSm90Wide", (*_BWD, NUM_CTAS, TILE_COUNTER)),
-    "bwd_preprocess": KernelSpec(
-        "common.preprocess:BwdPreprocess", (OUT, DOUT, LSE, LSE_LOG2, DELTA, DQ_ACCUM, DQ_SEMAPHORE, DLSE, Q_TILES)
-    ),
+    "bwd_preprocess": KernelSpec("common.preprocess:BwdPreprocess", _PREPROCESS),
+    "bwd_preprocess_fp32": KernelSpec("common.preprocess:BwdPreprocess", (*_PREPROCESS, NORMS)),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
+    "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES)),
+    "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES)),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
         "common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)

@@ -13,7 +13,9 @@ from cute_flash.spec.band import NARROW, Band
 from cute_flash.spec.features import MODS, feature_cost
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
-GPU_DTYPES = ("float16", "bfloat16")
+GPU_DTYPES = ("float16", "bfloat16", "float32")
+# fp32 kernels hold two 16-bit pieces of each element in shared memory.
+MAX_HEAD_DIM_FP32 = 128
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The largest softcap: the kernels' tanh gives a score an error of 2^-23 · softcap.
 MAX_SOFTCAP = 1 << 14
@@ -69,6 +71,15 @@ class Static:
     deterministic: bool = False  # dQ is accumulated in a fixed order, by a semaphore
     has_dlse: bool = False
     overlaps_next: bool = False  # the next kernel starts early (programmatic dependent launch)
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether q, k and v are fp32: products are made of fp16 pieces, see `device.split_fp32`."""
+        return self.dtype == "float32"
+
+    @property
+    def mma_dtype(self) -> str:
+        return "float16" if self.is_fp32 else self.dtype
 
     @property
     def width_v(self) -> int:
@@ -210,6 +221,10 @@ class Problem:
         if device != "cuda" and self.batch_invariant:
             raise UnsupportedError(f"batch_invariant on {device}: only on cuda")
         if device == "cuda":
+            # First, because the nearest head dim could be too wide for fp32 as well.
+            if self.static.is_fp32 and MAX_HEAD_DIM_FP32 < self.static.widest <= MAX_HEAD_DIM:
+                widest = f"head_dim={self.static.widest} of float32 on cuda"
+                raise UnsupportedError(f"{widest}: at most {MAX_HEAD_DIM_FP32}; use bfloat16 or float16")
             check_head_dim(self.head_dim)
             check_head_dim(self.width_v)
 

@@ -26,7 +26,7 @@ examples:
   cute-flash doctor            # is everything installed?
   cute-flash demo              # is the result right on this machine?
   cute-flash explain --help    # options and examples of a command"""
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PASSES = ("forward", "backward")
 MASKS = ("full", "causal", "window", "left")
 BATCHES = ("dense", "varlen")
@@ -351,7 +351,7 @@ def _inspect(args: argparse.Namespace) -> int:
         key = plan_forward(problem, _arch(args.arch) or SM_80, requested_family()).main
     with step(f"compiling {key.kernel} for {key.target}"):
         used = resources.kernel_resources(key)
-    lines = [f"kernel {key.kernel}", f"tile {key.tile}", *used.lines()]
+    lines = [f"kernel {key.kernel}", f"tile {key.tile_text}", *used.lines()]
     if used.serialised_wgmma:
         lines.append(f"ptxas serialised wgmma or ignored setmaxnreg: {', '.join(used.serialised_wgmma)}")
     print("\n".join(aligned(lines)))

@@ -47,10 +47,12 @@ class Explanation:
         limit, papers = self.plan.arch.smem_per_cta, self.papers_sram_bytes
         intensity = self.least.flops / self.reread_bytes if self.reread_bytes else 0.0
         verdict = "fits" if papers <= limit else "does not fit; the kernel keeps S and O in registers"
+        pieces = roofline.piece_bytes(self.plan.problem)
         return aligned(
             [
                 *self.plan.lines(),
                 *self.least.lines(),
+                *([f"pieces      {pieces / 1e6:.3f} MB more, to split q, k and v into fp16 pieces"] if pieces else []),
                 *self.occupancy.lines(),
                 f"re-reads    {self.reread_bytes / 1e6:.3f} MB if each query tile reads K and V from memory, "
                 f"{intensity:.1f} FLOP/B",
@@ -83,10 +85,12 @@ class Explanation:
             "flops_nominal": roofline.flops_nominal(plan.problem),
             "exps": least.exps,
             "least_bytes": least.bytes,
+            "piece_bytes": roofline.piece_bytes(plan.problem),
             "unfused_bytes": least.standard_bytes,
             "reread_bytes": self.reread_bytes,
             "intensity": least.intensity,
-            "ridge": plan.arch.ridge,
+            "mmas_per_product": least.mmas_per_product,
+            "ridge": least.ridge,
             "busy_sms": self.occupancy.busy_sms,
             "used_rows": self.occupancy.used_rows,
             "bound": self.occupancy.bound,

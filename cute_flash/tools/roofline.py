@@ -1,8 +1,9 @@
 """FLOPs, bytes and exponentials of a problem, and its roofline on a GPU: the unit that bounds its time.
 
 The numbers are exact for any band: visible pairs are counted, not estimated by halving. Three units can be the bound:
-the tensor cores (two products of 2 D FLOPs per visible pair), the memory (every tensor once, or K and V once per query
-tile), and the exponential units (one exp2 per visible pair), which bound small head dims.
+the tensor cores (two products of 2 D FLOPs per visible pair; for fp32 three MMAs of fp16 pieces per product), the
+memory (every tensor once, or K and V once per query tile), and the exponential units (one exp2 per visible pair), which
+bound small head dims.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ def flops(problem: Problem) -> int:
     return 2 * problem.batch * problem.heads * _widths(problem) * visible_pairs(problem)
 
 
+def mmas_per_product(problem: Problem) -> int:
+    """16-bit MMAs that compute one product of the problem's dtype."""
+    return 3 if problem.static.is_fp32 else 1
+
+
 def flops_nominal(problem: Problem) -> int:
     """FLOPs as the papers count them for published TFLOP/s: every pair, half of them if causal."""
     p = problem
@@ -71,6 +77,19 @@ def hbm_bytes_backward(problem: Problem) -> int:
     """The fewest bytes that a backward moves: Q, K, V, O, dO, LSE are read once, dQ, dK, dV are written once."""
     # Each of Q, K, V and O has a gradient of the same size.
     return 2 * hbm_bytes(problem) - _lse_bytes(problem)
+
+
+def piece_bytes(problem: Problem) -> int:
+    """Bytes that an fp32 forward moves beyond `hbm_bytes`; 0 for other dtypes.
+
+    The split kernels read Q, K and V twice, for the norms and for the pieces, and write two fp16 pieces of each
+    element. The attention kernel reads the pieces in place of the tensors.
+    """
+    p = problem
+    if not p.static.is_fp32:
+        return 0
+    elements = p.heads * p.seqlen_q * p.head_dim + p.heads_kv * p.seqlen_k * _widths(p)
+    return 3 * p.batch * elements * DTYPE_BYTES[p.dtype]
 
 
 def standard_bytes(problem: Problem) -> int:
@@ -127,6 +146,17 @@ class Roofline:
     bytes: int
     exps: int
     standard_bytes: int
+    mmas_per_product: int = 1
+
+    @property
+    def tensor_tflops(self) -> float:
+        """Peak rate of products in the problem's dtype."""
+        return self.arch.tensor_tflops / self.mmas_per_product
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte from which on the tensor cores take longer than the memory."""
+        return self.arch.ridge / self.mmas_per_product
 
     @property
     def intensity(self) -> float:
@@ -137,7 +167,7 @@ class Roofline:
     def unit_seconds(self) -> dict[str, float]:
         arch = self.arch
         return {
-            "tensor": self.flops / (arch.tensor_tflops * 1e12),
+            "tensor": self.flops / (self.tensor_tflops * 1e12),
             "memory": self.bytes / (arch.hbm_tbps * 1e12),
             "exp2": self.exps / (arch.exp2_per_clock * arch.num_sms * arch.clock_ghz * 1e9),
         }
@@ -160,11 +190,12 @@ class Roofline:
         """The roofline as text."""
         tensor_us, memory_us, exp2_us = (1e6 * seconds for seconds in self.unit_seconds.values())
         unfused_mb, saved = self.standard_bytes / 1e6, self.standard_bytes / self.bytes if self.bytes else 0.0
+        mmas = "" if self.mmas_per_product == 1 else f", {self.mmas_per_product} MMAs per product"
         return [
             f"work        {self.flops / 1e9:.3f} GFLOP, {self.exps / 1e6:.3f} M exponentials",
             f"traffic     {self.bytes / 1e6:.3f} MB, unfused {unfused_mb:.3f} MB ({saved:.1f}x)",
-            f"intensity   {self.intensity:.1f} FLOP/B, ridge of {self.arch.gpu} {self.arch.ridge:.0f} FLOP/B",
-            f"tensor      {tensor_us:.2f} us at {self.arch.tensor_tflops:.0f} TFLOP/s",
+            f"intensity   {self.intensity:.1f} FLOP/B, ridge of {self.arch.gpu} {self.ridge:.0f} FLOP/B",
+            f"tensor      {tensor_us:.2f} us at {self.tensor_tflops:.0f} TFLOP/s{mmas}",
             f"memory      {memory_us:.2f} us at {self.arch.hbm_tbps:.2f} TB/s",
             f"exp2        {exp2_us:.2f} us at {self.arch.exp2_per_clock} per SM and clock",
             f"bound       {self.bound}: {self.seconds * 1e6:.2f} us, {self.attainable_tflops:.0f} TFLOP/s, "
@@ -173,7 +204,9 @@ class Roofline:
 
 
 def roofline(problem: Problem, arch: ArchSpec) -> Roofline:
-    return Roofline(arch, flops(problem), hbm_bytes(problem), exp_count(problem), standard_bytes(problem))
+    return Roofline(
+        arch, flops(problem), hbm_bytes(problem), exp_count(problem), standard_bytes(problem), mmas_per_product(problem)
+    )
 
 
 @dataclass(frozen=True)
@@ -222,10 +255,14 @@ class Occupancy:
         pairs = keys * tile.tile_m
         clock = arch.clock_ghz * 1e9
         return {
-            "tensor": 2 * pairs * _widths(problem) / (arch.tensor_tflops * 1e12 / arch.num_sms),
+            "tensor": 2
+            * pairs
+            * _widths(problem)
+            * mmas_per_product(problem)
+            / (arch.tensor_tflops * 1e12 / arch.num_sms),
             "load": keys * _widths(problem) * DTYPE_BYTES[problem.dtype] / (L2_BYTES_PER_CLOCK * clock),
             "exp2": pairs / (arch.exp2_per_clock * clock),
-            "memory": hbm_bytes(problem) / (arch.hbm_tbps * 1e12),
+            "memory": (hbm_bytes(problem) + piece_bytes(problem)) / (arch.hbm_tbps * 1e12),
         }
 
     @property

@@ -140,6 +140,10 @@ class Checker:
 
     # ---- named kinds
 
+    def pieces(self, operand: Operand, value: Tensor) -> None:
+        assert value.dtype == torch.float16 and value.is_contiguous() and value.data_ptr() % ROW_ALIGN_BYTES == 0
+        self.shape(operand, value, (*operand.dims, str(2 * self.key.tile.head_dim)))
+
     def tile_list(self, operand: Operand, value: Tensor) -> None:
         assert value.dtype == torch.int32 and value.is_contiguous() and value.data_ptr() % ROW_ALIGN_BYTES == 0
         assert value.dim() == 2 and value.shape[1] == TILE_LIST_WIDTH
@@ -224,8 +228,9 @@ def _check_values(key: CompileKey, a: dict[str, Any]) -> None:
     if "scale" in a:
         assert 0 < a["scale"] < math.inf
         assert 0 <= a["window_left"] <= MAX_SEQLEN and 0 <= a["window_right"] <= MAX_SEQLEN
-        heads = a["q"].shape[1] if key.kernel.startswith("fwd") else a["k"].shape[1]
-        heads *= 1 if static.varlen else a["q"].shape[0]
+        name = ("q" if key.kernel.startswith("fwd") else "k") + "_pieces" * static.is_fp32
+        heads = a[name].shape[1]
+        heads *= 1 if static.varlen else a[name].shape[0]
         assert a["heads_per_l2_group"] >= 1 and heads % a["heads_per_l2_group"] == 0
     if "num_ctas" in a:
         assert a["num_ctas"] >= 1

@@ -361,7 +361,63 @@ def _postprocess(key: CompileKey, a: Arguments) -> None:
         dq[tokens] = values.transpose(0, 1).to(dq.dtype)
 
 
+# ---- fp32
+
+
+def _split(key: CompileKey, a: Arguments) -> None:
+    """The largest row norm of each head, and the two fp16 pieces of rows over its power of two."""
+    names = [name for name in a if f"{name}_pieces" in a]
+    assert not a["norms"].any()
+    for i, name in enumerate(names):
+        x = a[name].transpose(0, 1)[None] if key.static.varlen else a[name]
+        pieces, heads = a[f"{name}_pieces"], x.shape[1]
+        width = pieces.shape[3] // 2
+        norms = torch.linalg.vector_norm(x.double(), dim=-1).amax(-1).float()
+        a["norms"][i, :, :heads] = norms
+        scaled = x / _factor(norms)[..., None, None]
+        pieces.zero_()
+        pieces[..., : x.shape[3]] = scaled
+        pieces[..., width : width + x.shape[3]] = scaled - scaled.half().float()
+
+
+def _factor(norms: Tensor) -> Tensor:
+    """The power of two that a head is divided by: its rows then have norms below 2^14."""
+    return torch.exp2(torch.frexp(norms.clamp(min=1e-30)).exponent.float() - 14)
+
+
+def _with_tensors(key: CompileKey, a: Arguments) -> Arguments:
+    """The arguments with fp32 tensors in place of their pieces."""
+    static, names = key.static, ("q", "k", "v", "dout_cast")
+    a = type(a)(a)
+    for i, name in enumerate(names):
+        if f"{name}_pieces" not in a:
+            continue
+        pieces, width = a[f"{name}_pieces"], static.head_dim if name in ("q", "k") else static.width_v
+        high, low = (x[..., :width].float() for x in pieces.chunk(2, -1))
+        x = (high + low) * _factor(a["norms"][i, :, : pieces.shape[1]])[..., None, None]
+        a[name] = x[0].transpose(0, 1) if static.varlen else x
+    return a
+
+
+def _forward_fp32(key: CompileKey, a: Arguments) -> None:
+    _forward(key, _with_tensors(key, a))
+
+
+def _backward_fp32(key: CompileKey, a: Arguments) -> None:
+    assert (a["norms"][4] > 0).any() or not a["delta"].any()
+    _backward(key, _with_tensors(key, a))
+
+
+def _preprocess_fp32(key: CompileKey, a: Arguments) -> None:
+    _preprocess(key, a)
+    a["norms"][4] = a["delta"].abs().nan_to_num().amax(-1)
+
+
 _KERNELS = {
+    "split_fp32": _split,
+    "fwd_sm80_fp32": _forward_fp32,
+    "bwd_sm80_fp32": _backward_fp32,
+    "bwd_preprocess_fp32": _preprocess_fp32,
     "fwd_sm": _forward,
     "bwd_preprocess": _preprocess,
     "bwd_postprocess": _postprocess,

@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, varlen, floats, mods, mods_bwd; all of them by default.
+SET: plain, study, features, varlen, floats, mods, mods_bwd, fp32; all of them by default.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from cute_flash.spec.arch import detect
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.tools.precompile import precompile_keys
-from tests import cases, mod_cases, mod_gradients
+from tests import cases, fp32_cases, mod_cases, mod_gradients
 from tests.fakes.recording import backward_keys, forward_keys
 from tests.gpu import (
     families,
@@ -123,6 +123,10 @@ def mod_bwd_keys() -> Iterator[CompileKey]:
     return mod_gradients.keys(detect(0), families.runnable())
 
 
+def fp32_keys() -> Iterator[CompileKey]:
+    return fp32_cases.keys(detect(0))
+
+
 SETS = {
     "plain": plain_keys,
     "study": study_keys,
@@ -131,6 +135,7 @@ SETS = {
     "floats": float_keys,
     "mods": mod_keys,
     "mods_bwd": mod_bwd_keys,
+    "fp32": fp32_keys,
 }
 
 

@@ -40,6 +40,20 @@ def plan_of() -> Plan:
     return plan_forward(Problem(2, 8, 4, 1000, 1000, 64), ARCHS["sm_80"])
 
 
+def test_all_kernels_of_a_launch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_with_remarks(key: object, options: str) -> FakeKernel:
+        print("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers", file=sys.stderr)
+        print(REMARKS, file=sys.stderr)
+        print("8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\nUsed 40 registers", file=sys.stderr)
+        return FakeKernel()
+
+    monkeypatch.setattr(reading.compiling, "cute_compile", compile_with_remarks)
+    monkeypatch.setattr(reading, "disassemble", lambda cubin: SASS)
+    found = kernel_resources(plan_of().main)
+    assert (found.registers, found.stack_bytes) == (168, 8)
+    assert (found.spill_store_bytes, found.spill_load_bytes) == (16, 20)
+
+
 def test_remarks_of_ptxas_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_with_remarks(key: object, options: str) -> FakeKernel:
         assert "remarks{ptx}" in options

@@ -88,7 +88,7 @@ class Case:
     has_dlse: bool = False
     seqlen_q: int = SEQLEN_Q
     seqlen_k: int = SEQLEN_K
-    role: str = "main"  # "main", "scheduler"; backward also "preprocess", "postprocess"
+    role: str = "main"  # "main", "scheduler", of fp32 "split"; backward also "preprocess", "postprocess"
 
     @property
     def name(self) -> str:
@@ -272,6 +272,40 @@ def bwd_features() -> Iterator[Case]:
     yield bwd(AMPERE_ON_90, 256, "varlen")
 
 
+# ---- fp32, by fp16 pieces
+
+FP32_DIMS = (64, 128)
+
+
+def fp32() -> Iterator[Case]:
+    """Every row of each architecture, the split kernels, and features that take registers."""
+    score, dtype = ("softcap", "alibi", "dropout"), "fp32"
+    for place, head_dim in product((AMPERE, AMPERE_86, AMPERE_ON_90), FP32_DIMS):
+        for mask in ("full", "causal"):
+            yield fwd(place, head_dim, mask=mask, dtype=dtype)
+            yield bwd(place, head_dim, mask=mask, dtype=dtype)
+        yield fwd(place, head_dim, mask="full", role="split", dtype=dtype)
+        yield bwd(place, head_dim, mask="full", role="split", dtype=dtype)
+        yield from around(bwd(place, head_dim, mask="full", dtype=dtype))
+        yield fwd(place, head_dim, *ALL_SCORE, mask="window", dtype=dtype)
+        yield bwd(place, head_dim, *score, mask="window", dtype=dtype)
+    for head_dim in FP32_DIMS:
+        yield fwd(AMPERE, head_dim, mask="window", dtype=dtype)
+        yield bwd(AMPERE, head_dim, mask="window", dtype=dtype)
+        yield fwd(AMPERE, head_dim, "varlen", dtype=dtype)
+        yield bwd(AMPERE, head_dim, "varlen", dtype=dtype)
+        yield bwd(AMPERE, head_dim, "varlen", mask="window", deterministic=True, dtype=dtype)
+    yield fwd(AMPERE, 128, "varlen", mask="full", role="split", dtype=dtype)
+    yield bwd(AMPERE, 128, "varlen", mask="full", role="split", dtype=dtype)
+    yield from around(bwd(AMPERE, 128, "varlen", mask="full", dtype=dtype))
+    yield bwd(AMPERE, 128, deterministic=True, dtype=dtype)
+    yield bwd(AMPERE, 64, mask="full", bias=Bias(dtype="fp32"), dtype=dtype)
+    yield bwd(AMPERE, 64, mask="full", mask_mod="document", block_map=True, dtype=dtype)
+    yield fwd(AMPERE, 128, score_mod="relative", dtype=dtype)
+    yield fwd(AMPERE, 40, head_dim_v=128, dtype=dtype)
+    yield bwd(AMPERE, 40, head_dim_v=128, dtype=dtype)
+
+
 # ---- a bias, functions of users and block masks
 
 ALIGNED = Bias(layout="aligned")
@@ -354,7 +388,7 @@ def cases() -> list[Case]:
     everything = list(plain())
     first = {(one.direction, one.family): one for one in reversed(everything)}
     found = [*first.values(), *fwd_features(), *bwd_features(), *fwd_mods(), *bwd_mods(), *around_plain()]
-    found += [*samples(), *deterministic(), *everything]
+    found += [*samples(), *fp32(), *deterministic(), *everything]
     return list(dict.fromkeys(found))
 
 
@@ -450,7 +484,12 @@ def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
 
 def compile_key(case: Case) -> CompileKey:
     """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
-    names = {"scheduler": "varlen_scheduler", "preprocess": "bwd_preprocess", "postprocess": "bwd_postprocess"}
+    names = {
+        "scheduler": "varlen_scheduler",
+        "split": "split_fp32",
+        "preprocess": "bwd_preprocess",
+        "postprocess": "bwd_postprocess",
+    }
     plan = plan_of(case)
     return plan.main if case.role == "main" else plan.launch(names[case.role])
 

@@ -30,4 +30,9 @@ SAMPLE = (
     "bwd/sm80/sm_80/d64/bf16/window/softcap+alibi+dropout/main",
     "bwd/sm80/sm_80/d128/bf16/causal/bias-bf16-hqk-pairs/main",
     "bwd/sm80/sm_86/d72v256/bf16/window/plain/main",
+    "fwd/sm80/sm_80/d64/fp32/full/plain/split",
+    "fwd/sm80/sm_80/d128/fp32/causal/plain/main",
+    "bwd/sm80/sm_80/d128/fp32/full/varlen/split",
+    "bwd/sm80/sm_80/d64/fp32/full/dlse/preprocess",
+    "bwd/sm80/sm_80/d64/fp32/causal/plain/main",
 )

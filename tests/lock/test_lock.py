@@ -54,6 +54,14 @@ def test_every_row_and_bounds_that_a_plain_call_can_reach_is_locked() -> None:
         assert found[:-1] in rows if case.deterministic else found in pairs, case.name
 
 
+def test_every_row_of_fp32_is_locked() -> None:
+    tiles = {(case.direction, case.arch, compile_key(case).tile) for case in CASES.values() if case.dtype == "fp32"}
+    for case in reachable():
+        if case.family == "sm80" and case.head_dim <= 128 and (case.head_dim_v or 0) <= 128:
+            single = replace(case, dtype="fp32")
+            assert (single.direction, single.arch, compile_key(single).tile) in tiles, single.name
+
+
 def test_every_kernel_and_every_feature_is_locked() -> None:
     assert {kernel_name(case) for case in CASES.values()} == kernel_names()
     assert {name for case in CASES.values() for name in case.features} == set(FEATURES)
@@ -62,7 +70,7 @@ def test_every_kernel_and_every_feature_is_locked() -> None:
 def test_names_are_unique_and_each_case_is_another_kernel() -> None:
     assert len(CASES) == len(cases())
     assert len({compile_key(case) for case in CASES.values()}) == len(CASES)
-    assert len(SAMPLE) == len(set(SAMPLE)) == 24
+    assert len(SAMPLE) == len(set(SAMPLE)) == 29
 
 
 @pytest.mark.parametrize("of", RECORDED)

@@ -294,8 +294,10 @@ def test_the_largest_grid() -> None:
 def test_a_plan_checks_its_problem() -> None:
     with pytest.raises(UnsupportedError, match="head_dim=60"):
         plan_forward(Problem(1, 1, 1, 10, 10, 60), A100)
-    with pytest.raises(UnsupportedError, match="dtype float32 on cuda"):
-        plan_forward(Problem(1, 1, 1, 10, 10, 64, "float32"), A100)
+    with pytest.raises(UnsupportedError, match="dtype float64 on cuda"):
+        plan_forward(Problem(1, 1, 1, 10, 10, 64, "float64"), A100)
+    with pytest.raises(UnsupportedError, match="head_dim=192 of float32 on cuda"):
+        plan_forward(Problem(1, 1, 1, 10, 10, 192, "float32"), A100)
     with pytest.raises(ValueError, match="q has 4 heads and k, v have 3"):
         plan_forward(Problem(1, 4, 3, 10, 10, 64), A100)
 

@@ -17,7 +17,7 @@ SCALARS = ("f32", "i32", "i64")
 LAYOUTS = ("rows", "statistics", "compact", "strided")
 KINDS = (
     "tile_list", "dq_accum", "bias", "dbias", "captures", "scalars", "dcaptures", "dcapture_terms", "fwd_block_indices",
-    "bwd_block_indices",
+    "bwd_block_indices", "pieces",
 )  # fmt: skip
 
 
@@ -40,10 +40,12 @@ def test_an_operand_has_one_type_in_all_kernels() -> None:
 
 
 # Where a kernel reads its operands: the modules of its class and of those that it inherits from, and of score features.
+ATTENTION = ("fwd_sm80", "fwd_sm80_fp32", "fwd_sm90", "bwd_sm80", "bwd_sm80_fp32", "bwd_sm90")
 READERS = {
-    **{name: ("common.kernel", "common.params") for name in ("fwd_sm80", "fwd_sm90", "bwd_sm80", "bwd_sm90")},
+    **dict.fromkeys(ATTENTION, ("common.kernel", "common.params")),
     "bwd_sm90_wide": ("common.kernel",),
     "bwd_preprocess": ("common.kernel",),
+    "bwd_preprocess_fp32": ("common.kernel",),
     "bwd_postprocess_sm80": ("common.kernel", "common.postprocess"),
     "bwd_postprocess_sm90": ("common.kernel", "common.postprocess"),
     "varlen_scheduler_fwd": (),
@@ -62,11 +64,30 @@ def operands_read(module: str, *objects: str) -> set[str]:
     return {node.attr for node in attributes if node.value.id in objects}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# They read tensors and pieces by name, in a loop.
+SPLIT = ("split_fp32_fwd", "split_fp32_bwd")
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in SPLIT])
 def test_a_kernel_reads_all_operands_of_its_row(name: str) -> None:
     module, _class_name = KERNELS[name].path.split(":")
     read = set().union(*(operands_read(one, "args", "p") for one in (module, *READERS[name])))
-    assert set(KERNELS[name].names) - read == UNUSED.get(name, set())
+    # The pieces of x are read as x.
+    names = {operand.removesuffix("_pieces") for operand in KERNELS[name].names}
+    assert names - read == UNUSED.get(name, set())
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_split_kernel_has_pieces_of_every_tensor(name: str) -> None:
+    """In the order of the norms; the attention kernel of the same direction reads the same pieces and norms."""
+    tensors = [operand for operand in KERNELS[name].operands if operand.type.startswith("rows")]
+    pieces = [operand for operand in KERNELS[name].operands if operand.type == "pieces"]
+    assert [operand.name for operand in pieces] == [f"{operand.name}_pieces" for operand in tensors]
+    assert [operand.dims for operand in pieces] == [operand.dims[:-1] for operand in tensors]
+    assert len(KERNELS[name].operands) == 2 * len(tensors) + 1 and "norms" in KERNELS[name].names
+    attention = KERNELS[f"{name.removeprefix('split_fp32_')}_sm80_fp32"]
+    assert {operand for operand in attention.operands if operand.type == "pieces"} == set(pieces)
+    assert "norms" in attention.names
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -301,7 +301,7 @@ def test_refusals_come_before_compiling(gpu: FakeGpu) -> None:
     q, k, v = inputs()
     bad = {
         "head_dim=12": [x[..., :12] for x in (q, k, v)],
-        "dtype float32 on cuda": [x.float() for x in (q, k, v)],
+        "dtype float64 on cuda": [x.double() for x in (q, k, v)],
         "k is torch.float16": [q, k.half(), v],
         "q has 4 heads and k, v have 3": [q, normal(2, 3, 9, D), normal(2, 3, 9, D)],
         "batch and head dim must agree": [q[:1], k, v],

@@ -53,7 +53,23 @@ def test_empty_problems(field: str) -> None:
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_documented_head_dim_and_dtype_passes(dtype: str, head_dim: int) -> None:
+    if dtype == "float32" and head_dim > 128:
+        with pytest.raises(UnsupportedError, match=f"^head_dim={head_dim} of float32 on cuda: at most 128; use bfl"):
+            changed(dtype=dtype, head_dim=head_dim).check("cuda")
+        return
     changed(dtype=dtype, head_dim=head_dim).check("cuda")
+
+
+def test_fp32_head_dims_name_a_choice_that_works() -> None:
+    """A head dim that fp32 does not have is not sent to the next one that it does not have either."""
+    with pytest.raises(UnsupportedError, match="head_dim=130 of float32 on cuda: at most 128"):
+        changed(dtype="float32", head_dim=130).check("cuda")
+    with pytest.raises(UnsupportedError, match="head_dim=136 of float32 on cuda: at most 128"):
+        changed(dtype="float32", head_dim_v=136).check("cuda")
+    with pytest.raises(UnsupportedError, match=r"head_dim=100: .* nearest is 104"):
+        changed(dtype="float32", head_dim=100).check("cuda")
+    with pytest.raises(UnsupportedError, match=r"head_dim=264: .* nearest is 256"):
+        changed(dtype="float32", head_dim=264).check("cuda")
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
@@ -79,9 +95,8 @@ def test_head_dim_error_names_the_nearest_choice(head_dim: int, nearest: int, re
 @pytest.mark.parametrize(
     ("dtype", "device", "choices"),
     [
-        ("float32", "cuda", "float16, bfloat16"),
-        ("float64", "cuda", "float16, bfloat16"),
-        ("int8", "cuda", "float16, bfloat16"),
+        ("float64", "cuda", "float16, bfloat16, float32"),
+        ("int8", "cuda", "float16, bfloat16, float32"),
         ("int32", "cpu", "float16, bfloat16, float32, float64"),
         ("float8_e4m3fn", "cpu", "float16, bfloat16, float32, float64"),
     ],

@@ -185,6 +185,22 @@ def test_explain_knows_the_hopper_kernel(capsys: pytest.CaptureFixture) -> None:
     assert "fwd_sm90" in text and f"132 CTAs, {num_tiles} tiles" in text and str(plan.tile) in text
 
 
+@pytest.mark.parametrize("gpu", ["A100", "A10", "H200"])
+def test_explain_knows_fp32(capsys: pytest.CaptureFixture, gpu: str) -> None:
+    argv = ["explain", "2,16,4096,128", "--dtype", "fp32", "--gpu", gpu]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "fwd_sm80_fp32" in out and "two fp16 pieces of each element" in out and "3 MMAs per product" in out
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    problem = Problem(2, 16, 16, 4096, 4096, 128, "float32")
+    assert (found["mmas_per_product"], found["tile"]["pieces"]) == (3, 2)
+    assert found["least_bytes"] == roofline.hbm_bytes(problem)
+    assert found["piece_bytes"] == roofline.piece_bytes(problem)
+    assert main(["explain", "2,16,4096,256", "--dtype", "fp32", "--gpu", gpu]) == 2
+    assert "head_dim=256 of float32 on cuda: at most 128" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("gpu", ["A100", "H200"])
 def test_explain_knows_values_of_another_width(capsys: pytest.CaptureFixture, gpu: str) -> None:
     assert main(["explain", "2,16,4096,192", "--value-dim", "128", "--gpu", gpu]) == 0

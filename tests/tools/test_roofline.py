@@ -95,6 +95,26 @@ def test_long_sequences_are_bound_by_the_tensor_cores() -> None:
     assert found.intensity == pytest.approx(roofline.flops(LARGE) / roofline.hbm_bytes(LARGE))
 
 
+def test_fp32_takes_three_mmas_per_product_and_moves_pieces() -> None:
+    half, single = (replace(LARGE, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    found, expected = roofline.roofline(single, SM_80), roofline.roofline(half, SM_80)
+    assert found.flops == expected.flops and found.exps == expected.exps
+    assert found.unit_seconds["tensor"] == pytest.approx(3 * expected.unit_seconds["tensor"])
+    assert found.attainable_tflops == pytest.approx(312.0 / 3) and found.ridge == pytest.approx(SM_80.ridge / 3)
+    assert any(line.endswith("at 104 TFLOP/s, 3 MMAs per product") for line in found.lines())
+    tensors = 2 * (2 * 16 * 4096 * 128 + 2 * 4 * 4096 * 128) * 4
+    assert roofline.hbm_bytes(single) == tensors + 2 * 16 * 4096 * 4
+    # Q, K and V are read twice and written once as two fp16 pieces, which are read in their place.
+    assert roofline.piece_bytes(single) == 3 * (2 * 16 * 4096 * 128 + 2 * 2 * 4 * 4096 * 128) * 4
+    assert roofline.piece_bytes(half) == 0
+    occupancy = occupancy_of(single, SM_80)
+    seconds, tile = occupancy.unit_seconds, occupancy.plan.tile
+    products = 4 * 128 * tile.tile_m * tile.tile_n * occupancy.busiest_sm_blocks
+    assert seconds["tensor"] == pytest.approx(3 * products / (312e12 / 108))
+    moved = roofline.hbm_bytes(single) + roofline.piece_bytes(single)
+    assert seconds["memory"] == pytest.approx(moved / (SM_80.hbm_tbps * 1e12))
+
+
 def test_small_head_dims_on_hopper_are_bound_by_exponentials() -> None:
     # 4 d FLOPs a pair at 989 TFLOP/s against one exp2 a pair at 16 x 132 x 1.83 G/s: equal at d = 64.
     found = roofline.roofline(replace(LARGE, head_dim=32), SM_90)

@@ -135,6 +135,12 @@ class Fakes:
         elements = self.tile.tile_m * self.tile.head_dim
         return _compact(Float32, (*self.shape(operand.dims), elements), ROW_ALIGN_BYTES)
 
+    def pieces(self, operand: Operand) -> cute.Tensor:
+        """High and low fp16 pieces of fp32 rows, contiguous."""
+        shape = (*self.shape(operand.dims), 2 * self.tile.head_dim)
+        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
+        return make_fake_tensor(cutlass.Float16, shape, strides, assumed_align=ROW_ALIGN_BYTES)
+
     def bias(self, operand: Operand) -> cute.Tensor:
         """(B, H, Sq, Sk). Rows start at multiples of 8 elements for TMA, or of 2 for paired loads."""
         mods = self.static.mods

@@ -33,14 +33,19 @@ class Kernel:
     """
 
     def __init__(self, static: Static, tile: Any):
-        self.static, self.tile, self.dtype = static, tile, CUTE_DTYPES[static.dtype]
+        self.static, self.tile = static, tile
+        self.dtype = CUTE_DTYPES[static.mma_dtype]  # of the MMA operands
 
     def read_operands(self, operands: dict) -> SimpleNamespace:
-        """The operands as attributes. Varlen tensors get a batch mode: (1, H, T, D) and (1, H, T)."""
+        """The operands as attributes. Varlen tensors get a batch mode: (1, H, T, D) and (1, H, T).
+
+        The fp16 pieces of an fp32 tensor x (`x_pieces`) are also `x`, unless the kernel has x itself.
+        """
+        pieces = {name.removesuffix("_pieces"): mX for name, mX in operands.items() if name.endswith("_pieces")}
         if self.static.varlen:
             with_rows = {name: mX for name, mX in operands.items() if name in _WITH_ROWS and mX is not None}
             operands = operands | {name: with_batch_mode(mX) for name, mX in with_rows.items()}
-        return SimpleNamespace(**operands)
+        return SimpleNamespace(**(pieces | operands))
 
     def band(self, args: SimpleNamespace) -> Band:
         """The band of keys that a query sees, from the window operands."""

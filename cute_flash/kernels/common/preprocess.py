@@ -32,6 +32,7 @@ class Params:
     dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
+    norms: cute.Tensor | None = None  # (5, B, H) of an fp32 call; the last one is the largest |D|
 
 
 class BwdPreprocess(MBlockKernel):
@@ -117,6 +118,17 @@ class BwdPreprocess(MBlockKernel):
             padded_row = seqlen.padded_q_row(row, self.tile_m)
             seqlen.slice_head(p.lse_log2, head)[padded_row] = lse
             seqlen.slice_head(p.delta, head)[padded_row] = dot
+        if cutlass.const_expr(self.static.is_fp32):
+            self.raise_delta_max(p.norms, (seqlen, head), cute.arch.fmax(dot, -dot))
+
+    @cute.jit
+    def raise_delta_max(self, norms: cute.Tensor, sequence: tuple, largest: Float32):
+        seqlen, head = sequence
+        for step in cutlass.range_constexpr(5):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+        if cute.arch.lane_idx() == 0:
+            target = norms[norms.shape[0] - 1, 0 if seqlen.is_varlen else seqlen.batch, None].iterator + head
+            cute.arch.atomic_fmax(target, largest, sem="relaxed", scope="gpu")
 
     def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
         """The VECTOR elements of a row that begin at `column`, in global memory."""

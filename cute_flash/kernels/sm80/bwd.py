@@ -27,10 +27,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_flash.device import split_fp32
 from cute_flash.device.band import Band
 from cute_flash.device.block_sparse import BwdBlockIndex
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.epilogue import Epilogue, store_fp32
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import Mask
 from cute_flash.device.mods_bwd import ModScores
@@ -44,7 +45,7 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.common.params import bwd_score_params
-from cute_flash.kernels.sm80.bwd_storage import MainloopState, Params, SharedStorage, dq_grid
+from cute_flash.kernels.sm80.bwd_storage import Factors, MainloopState, Params, SharedStorage, dq_grid
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.varlen import TILE_LIST_HEADER
 from cute_flash.smem.tile import SmemTile
@@ -60,9 +61,11 @@ class BwdSm80(Kernel):
     def __init__(self, static: Static, tile: BwdTileSm80):
         super().__init__(static, tile)
         self.widths = static.head_dim, static.width_v  # of Q and K; of V and dO
+        # The rows of pieces are as wide as the tile.
+        self.loaded_widths = (tile.row_cols, tile.row_cols) if static.is_fp32 else self.widths
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
-        self.q_tile = SmemTile(tile.tile_m, tile.head_dim)
-        self.k_tile = SmemTile(tile.tile_n, tile.head_dim)
+        self.q_tile = SmemTile(tile.tile_m, tile.row_cols)
+        self.k_tile = SmemTile(tile.tile_n, tile.row_cols)
         self.s_tile = SmemTile(tile.tile_n, tile.tile_m)
         # The queries of a warp are contiguous; the mask relies on it.
         queries = tile.tile_m * tile.warps_s // tile.num_warps
@@ -114,6 +117,7 @@ class BwdSm80(Kernel):
             mma_kv=self.kv_grid.mma(),
             mma_q=self.q_grid.mma(),
             score_params=score_params,
+            norms=args.norms if static.is_fp32 else None,
         )
         grid = (num_n_blocks * heads_kv * batch, 1, 1)
         self.launch(self.symbol("bwd_sm80"), params, grid, tile.num_threads, stream)
@@ -150,8 +154,8 @@ class BwdSm80(Kernel):
             has_blocks = p.score_params.mods.block_indices.count(batch, head_kv, n_block) > 0
         if has_blocks:
             for i, mX in enumerate((p.mK, p.mV)):
-                rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.head_dim, self.widths[i])
-                gX = row_tile(seqlen.slice_head(mX, head_kv), seqlen.k_row(first_row), tile.tile_n, tile.head_dim)
+                rows = RowTiles(p.copy_in, thread, tile.tile_n, tile.row_cols, self.loaded_widths[i])
+                gX = row_tile(seqlen.slice_head(mX, head_kv), seqlen.k_row(first_row), tile.tile_n, tile.row_cols)
                 rows.load(gX, storage.sKV[None, None, i], seqlen_k - first_row, True)
             if cutlass.const_expr(self.static.block_sparse):
                 self.block_sparse_mainloop(p, state, blocks, (batch, head_kv, n_block))
@@ -163,9 +167,12 @@ class BwdSm80(Kernel):
             state.acc_dV.store(state.acc_dV.load() * p.score_params.dropout_scale)
         rows_left = seqlen_k - first_row
         for i, (mX, acc) in enumerate(((p.mdK, state.acc_dK), (p.mdV, state.acc_dV))):
-            rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.widths[i])
             gX = row_tile(seqlen.slice_head(mX, head_kv), seqlen.k_row(first_row), tile.tile_n, tile.head_dim)
-            Epilogue(p.mma_kv, rows, thread, rows_left).store(acc, storage.sKV[None, None, i], gX)
+            if cutlass.const_expr(self.static.is_fp32):
+                store_fp32(acc, gX, p.mma_kv, (thread, rows_left), self.widths[i])
+            else:
+                rows = RowTiles(p.copy_out, thread, tile.tile_n, tile.head_dim, self.widths[i])
+                Epilogue(p.mma_kv, rows, thread, rows_left).store(acc, storage.sKV[None, None, i], gX)
 
     def _state(
         self, p: Params, storage: SharedStorage, seqlen: SeqlenInfo, thread: Int32, first_row: Int32
@@ -187,13 +194,13 @@ class BwdSm80(Kernel):
             q=q,
             v=k.shifted(1),
             do=q.shifted(tile.stages),
-            p=ds.shifted(1),
+            p=ds.shifted(tile.pieces),
             do_t=q_t.shifted(tile.stages),
             ds=ds,
             q_t=q_t,
             ds_t=self.q_grid.a(p.mma_q, thread, storage.sdSP, self.s_tile, is_transposed=True),
             k_t=self.q_grid.b(p.mma_q, thread, storage.sKV, self.k_tile, is_transposed=True),
-            store_p=store_ds.shifted(1),
+            store_p=store_ds.shifted(tile.pieces),
             store_ds=store_ds,
             acc_dK=cute.make_rmem_tensor(acc_shape, Float32),
             acc_dV=cute.make_rmem_tensor(acc_shape, Float32),
@@ -264,8 +271,8 @@ class BwdSm80(Kernel):
         tile, storage, seqlen, thread = self.tile, state.storage, state.seqlen, rederived(state.thread)
         first = m_block * tile.tile_m
         for i, mX in enumerate((p.mQ, p.mdO)):
-            loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.widths[i])
-            gX = row_tile(seqlen.slice_head(mX, head), seqlen.q_row(first), tile.tile_m, tile.head_dim)
+            loader = RowTiles(p.copy_in, thread, tile.tile_m, tile.row_cols, self.loaded_widths[i])
+            gX = row_tile(seqlen.slice_head(mX, head), seqlen.q_row(first), tile.tile_m, tile.row_cols)
             sX = storage.sQdO[None, None, stage + i * tile.stages]
             loader.load(gX, sX, seqlen.q_len - first, True)
         op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
@@ -313,18 +320,22 @@ class BwdSm80(Kernel):
             self.load_following(p, state, following, left)
 
         scores = self.scores(p, state, coord)
+        factors = Factors.read(p, state.seqlen, head) if cutlass.const_expr(self.static.is_fp32) else None
         if cutlass.const_expr(has_mods):
             scores.prefetch()
         # S^T = K Q^T;  P^T = exp(scale S^T - LSE)
         k_steps, v_steps = self.static.k_steps
-        self.gemm(p.mma_s, acc_S, state.k, state.q, stage, k_steps)
+        if cutlass.const_expr(self.static.is_fp32):
+            self.gemm_fp32(p.mma_s, acc_S, state.k, state.q, stage, factors.s)
+        else:
+            self.gemm(p.mma_s, acc_S, state.k, state.q, stage, k_steps)
         if cutlass.const_expr(scores is not None):
             scores.apply_softcap(acc_S)
         masks_probs = has_mods and scores.masks_probs
         if cutlass.const_expr(not masks_probs):
             self.apply_mask(p, state, scores, acc_S, m_block, is_masked, is_partial)
         lse, S_mn = self.column_statistic(p, state, stage), as_mn(acc_S)
-        rP = cute.make_fragment_like(acc_S, self.dtype)
+        rP = cute.make_fragment_like(acc_S, Float32 if self.static.is_fp32 else self.dtype)
         if cutlass.const_expr(scores is not None):
             scores.exponentiate(acc_S, rP, lse)
             if cutlass.const_expr(masks_probs):
@@ -333,15 +344,23 @@ class BwdSm80(Kernel):
         else:
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * p.scale_log2 - lse.load(), fastmath=True))
-            rP.store(acc_S.load().to(self.dtype))
-        # dV += P^T dO, now if P stays in registers
-        if cutlass.const_expr(tile.p_in_registers):
-            self.gemm(p.mma_kv, state.acc_dV, as_operand_a(rP), state.do_t, stage)
+            rP.store(acc_S.load().to(rP.element_type))
+        # dV += P^T dO, at once if P stays in registers
+        if cutlass.const_expr(self.static.is_fp32):
+            pieces = split_fp32.split(rP, Float32(split_fp32.PROB_SCALE))
         else:
-            state.store_p.store(rP)
+            pieces = (rP,)
+        if cutlass.const_expr(tile.p_in_registers):
+            self.add_gemm(p.mma_kv, state.acc_dV, pieces, state.do_t, stage, factors.dv if factors else None)
+        else:
+            for i, piece in enumerate(pieces):
+                state.store_p.shifted(i).store(piece)
 
         # dP^T = V dO^T;  dS^T = P^T (dP^T - D)
-        self.gemm(p.mma_s, acc_dP, state.v, state.do, stage, v_steps)
+        if cutlass.const_expr(self.static.is_fp32):
+            self.gemm_fp32(p.mma_s, acc_dP, state.v, state.do, stage, factors.dp)
+        else:
+            self.gemm(p.mma_s, acc_dP, state.v, state.do, stage, v_steps)
         d, dP_mn = self.column_statistic(p, state, stage + tile.stages), as_mn(acc_dP)
         if cutlass.const_expr(scores is not None):
             if cutlass.const_expr(scores.keeps_tanh or (has_mods and scores.keeps_score)):
@@ -350,20 +369,26 @@ class BwdSm80(Kernel):
         else:
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 dP_mn[r, None].store(S_mn[r, None].load() * (dP_mn[r, None].load() - d.load()))
-        rdS = cute.make_fragment_like(acc_dP, self.dtype)
-        rdS.store((acc_dP if scores is None else acc_S).load().to(self.dtype))
-        state.store_ds.store(rdS)
+        acc_dS = acc_dP if cutlass.const_expr(scores is None) else acc_S
+        if cutlass.const_expr(self.static.is_fp32):
+            ds_pieces = split_fp32.split(acc_dS, factors.ds)
+        else:
+            rdS = cute.make_fragment_like(acc_dP, self.dtype)
+            rdS.store(acc_dS.load().to(self.dtype))
+            ds_pieces = (rdS,)
+        for i, piece in enumerate(ds_pieces):
+            state.store_ds.shifted(i).store(piece)
         if cutlass.const_expr(has_mods):
             sums.finish()
 
         # dK += dS^T Q
         if cutlass.const_expr(tile.p_in_registers):
-            self.gemm(p.mma_kv, state.acc_dK, as_operand_a(rdS), state.q_t, stage)
+            self.add_gemm(p.mma_kv, state.acc_dK, ds_pieces, state.q_t, stage, factors.dk if factors else None)
             cute.arch.sync_threads()
         else:
             cute.arch.sync_threads()
-            self.gemm(p.mma_kv, state.acc_dV, state.p, state.do_t, stage)
-            self.gemm(p.mma_kv, state.acc_dK, state.ds, state.q_t, stage)
+            self.add_gemm(p.mma_kv, state.acc_dV, state.p, state.do_t, stage, factors.dv if factors else None)
+            self.add_gemm(p.mma_kv, state.acc_dK, state.ds, state.q_t, stage, factors.dk if factors else None)
         if cutlass.const_expr(tile.stages == 1):
             if cutlass.const_expr(not tile.p_in_registers):
                 # Wait until every warp is done with Q and dO.
@@ -372,7 +397,7 @@ class BwdSm80(Kernel):
 
         # dQ += dS K
         acc_dQ = self.accumulator(p.mma_q, (tile.tile_m, tile.head_dim))
-        self.gemm(p.mma_q, acc_dQ, state.ds_t, state.k_t, 0)
+        self.add_gemm(p.mma_q, acc_dQ, state.ds_t, state.k_t, 0, factors.dq if factors else None)
         if cutlass.const_expr(self.static.deterministic):
             self.wait_semaphore(p, state, m_block, head)
         gdQ = state.seqlen.slice_head(p.mdQ_accum, head)[state.seqlen.padded_q_block(m_block, tile.tile_m), None]
@@ -451,6 +476,24 @@ class BwdSm80(Kernel):
         values = cute.make_rmem_tensor(pairs.shape, Float32)
         cute.autovec_copy(cute.make_tensor(first, pairs), values)
         return cute.group_modes(values, 0, 2)
+
+    def gemm_fp32(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage, factor: Float32):
+        """acc = factor A B, from pieces."""
+        split_fp32.gemm_ss(mma, acc, a, b, stage, self.tile.head_dim // 16, splits_sums=True)
+        acc.store(acc.load() * factor)
+
+    def add_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a, b: MmaOperand, stage, factor: Float32 | None):
+        """acc += A B, with A in shared memory, or a tuple of fragments; of fp32 pieces, times a factor."""
+        if isinstance(a, tuple):
+            a = tuple(as_operand_a(x) for x in a)
+        if factor is None:
+            self.gemm(mma, acc, a[0] if isinstance(a, tuple) else a, b, stage)
+            return
+        sums = cute.make_fragment_like(acc)
+        sums.fill(0.0)
+        pieces = a if isinstance(a, tuple) else (a, a.shifted(1))
+        split_fp32.gemm_pieces(mma, sums, pieces, b, stage)
+        acc.store(acc.load() + sums.load() * factor)
 
     def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand | cute.Tensor, b: MmaOperand, stage, steps=None):
         """acc += A B, with A in registers or in shared memory, and B in stage `stage` of shared memory.

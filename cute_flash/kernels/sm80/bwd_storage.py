@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.device import split_fp32
 from cute_flash.device.band import Band
 from cute_flash.device.ldmatrix import FragmentStore, MmaOperand
 from cute_flash.device.score_bwd import BwdScoreParams
@@ -48,7 +49,37 @@ class Params:
     mma_s: cute.TiledMma  # K Q^T and V dO^T: keys x queries
     mma_kv: cute.TiledMma  # P^T dO and dS^T Q: keys x head_dim
     mma_q: cute.TiledMma  # dS K: queries x head_dim
-    score_params: BwdScoreParams | None  # None: no score features
+    score_params: BwdScoreParams | None  # None: without score features
+    norms: cute.Tensor | None = None  # (5, B, H) of Q, K, V, dO, whose pieces mQ to mdO are; and the largest |D|
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of products of pieces, for one head. See `device.split_fp32`."""
+
+    s: Float32  # of K Q^T
+    dp: Float32  # of V dO^T
+    ds: Float32  # of dS, before it is split
+    dv: Float32
+    dk: Float32
+    dq: Float32
+
+    @staticmethod
+    def read(p: Params, seqlen: SeqlenInfo, head: Int32) -> "Factors":
+        head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
+        batch = 0 if seqlen.is_varlen else seqlen.batch
+        norms = [p.norms[i, batch, head_kv if i in (1, 2) else head] for i in range(5)]
+        q, k, v, do = (split_fp32.factor(norm) for norm in norms[:4])
+        # |dS| <= |dP| + |D|, as P is at most 1; dropout scales dP.
+        dp = norms[2] * norms[3]
+        if p.score_params is not None and p.score_params.dropout_scale is not None:
+            dp = dp * p.score_params.dropout_scale
+        bound = cute.arch.fmax(dp, norms[4])
+        ds = split_fp32.factor(bound)
+        return Factors(
+            s=q * k, dp=v * do, ds=split_fp32.inverse_factor(bound), dv=do * (1 / split_fp32.PROB_SCALE),
+            dk=ds * q, dq=ds * k,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +88,7 @@ class SharedStorage:
 
     sKV: cute.Tensor  # (tile_n, tile_d, K or V)
     sQdO: cute.Tensor  # (tile_m, tile_d, stages of Q, then those of dO)
-    sdSP: cute.Tensor  # (tile_n, tile_m, dS or P)
+    sdSP: cute.Tensor  # (tile_n, tile_m, pieces of dS, then those of P)
     sRows: cute.Tensor  # (tile_m, stages of LSE, then those of D)
 
     @staticmethod
@@ -67,7 +98,7 @@ class SharedStorage:
         return SharedStorage(
             allocate(k, 2),
             allocate(q, 2 * tile.stages),
-            allocate(s, 1 if tile.p_in_registers else 2),
+            allocate(s, tile.pieces * (1 if tile.p_in_registers else 2)),
             smem.allocate_tensor(Float32, cute.make_layout((tile.tile_m, 2 * tile.stages)), 128),
         )
 
@@ -84,7 +115,7 @@ class MainloopState:
     q: MmaOperand
     v: MmaOperand  # dP^T = V dO^T
     do: MmaOperand
-    p: MmaOperand  # dV += P^T dO, if P is in shared memory
+    p: MmaOperand  # dV += P^T dO, if P is in shared memory; its high piece
     do_t: MmaOperand
     ds: MmaOperand  # dK += dS^T Q, if dS is in shared memory
     q_t: MmaOperand

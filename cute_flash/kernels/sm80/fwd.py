@@ -31,6 +31,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
+from cute_flash.device import split_fp32
 from cute_flash.device.block_sparse import BlockSparseIterator
 from cute_flash.device.copies import RowTiles, async_row_copy, plain_row_copy, row_tile
 from cute_flash.device.epilogue import Epilogue, store_floats, store_lse, update_max_logit
@@ -77,6 +78,7 @@ class FwdSm80(Kernel):
             copy_out=plain_row_copy(tile.num_threads, row_elements, self.dtype),
             tiled_mma=self._tiled_mma(),
             score_params=score_params,
+            norms=args.norms if static.is_fp32 else None,
         )
         grid = (num_m_blocks * heads * batch, 1, 1)
         self.launch(self.symbol("fwd_sm80"), params, grid, tile.num_threads, stream)
@@ -115,7 +117,7 @@ class FwdSm80(Kernel):
         rows_left = seqlen_q - m_block * tile.tile_m
 
         first_row = seqlen.q_row(m_block * tile.tile_m)
-        gQ = row_tile(seqlen.slice_head(p.mQ, head), first_row, tile.tile_m, tile.head_dim)
+        gQ = row_tile(seqlen.slice_head(p.mQ, head), first_row, tile.tile_m, tile.row_cols)
         gK = seqlen.slice_keys(p.mK, head_kv)
         gV = seqlen.slice_keys(p.mV, head_kv)
         sQ, sK, sV = allocate(tile, self.dtype)
@@ -126,12 +128,17 @@ class FwdSm80(Kernel):
         tScS = self.coordinates(p.tiled_mma, thread)
         tracks_max_score, is_exact = p.score_params.max_logit is not None, self.static.batch_invariant
         softmax = Softmax.start(as_mn(acc_O), p.scale_log2, tracks_max_score, is_exact)
-        load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.head_dim, self.static.head_dim)
+        softmax = replace(softmax, sums_by_block=self.static.is_fp32)
+        # The rows of pieces are as wide as the tile.
+        head_dim, width_v = self.static.head_dim, self.static.width_v
+        if cutlass.const_expr(self.static.is_fp32):
+            head_dim, width_v = tile.row_cols, tile.row_cols
+        load_q = RowTiles(p.copy_in, thread, tile.tile_m, tile.row_cols, head_dim)
         load_k = replace(load_q, tile_rows=tile.tile_n)
         operand_q, operand_k, operand_v = operands(tile, p.tiled_mma, thread, sQ, sK, sV)
         state = MainloopState(
             load_k=load_k,
-            load_v=replace(load_k, head_dim=self.static.width_v),
+            load_v=replace(load_k, head_dim=width_v),
             gK=gK,
             gV=gV,
             sK=sK,
@@ -148,6 +155,7 @@ class FwdSm80(Kernel):
             dropout=p.score_params.dropout(),
             batch_head=seqlen.batch * p.mQ.shape[1] + head,
             block_iter=self.block_iterator(p, m_block, head, seqlen),
+            score_factor=self.score_factor(p, head, head_kv, seqlen),
         )
 
         # A tile that sees no key must not load Q: a late copy would overwrite the output in sQ.
@@ -164,15 +172,28 @@ class FwdSm80(Kernel):
         gO = row_tile(seqlen.slice_head(p.mO, head), first_row, tile.tile_m, tile.head_dim)
         gLSE = cute.domain_offset((first_row,), seqlen.slice_head(p.mLSE, head))
         lse = cute.make_rmem_tensor(cute.size(softmax.row_max), Float32)
+        if cutlass.const_expr(self.static.is_fp32):
+            head_v = head // (p.mQ.shape[1] // p.mK.shape[1])
+            acc_O.store(acc_O.load() * (self.factor(p, 2, head_v, seqlen) * (1 / split_fp32.PROB_SCALE)))
         softmax.finish(as_mn(acc_O), lse, state.score_params.sink, state.score_params.dropout_scale)
         store_lse(lse, gLSE, tScS, thread, rows_left)
         if cutlass.const_expr(p.score_params.max_logit is not None):
             update_max_logit(p.score_params.max_logit, head, softmax.max_logit(tScS, rows_left))
-        if cutlass.const_expr(self.static.out_fp32):
+        if cutlass.const_expr(self.static.out_fp32 or self.static.is_fp32):
             store_floats(acc_O, gO, p.tiled_mma, (thread, rows_left), self.static.width_v)
         else:
             store_rows = RowTiles(p.copy_out, thread, tile.tile_m, tile.head_dim, self.static.width_v)
             Epilogue(p.tiled_mma, store_rows, thread, rows_left).store(acc_O, sQ[None, None, 0], gO)
+
+    def factor(self, p: Params, index: int, head: Int32, seqlen: SeqlenInfo) -> Float32:
+        """The factor of the pieces of Q, K or V (0, 1, 2) of a head."""
+        return split_fp32.factor(p.norms[index, 0 if seqlen.is_varlen else seqlen.batch, head])
+
+    def score_factor(self, p: Params, head: Int32, head_kv: Int32, seqlen: SeqlenInfo) -> Float32 | None:
+        """From products of pieces to Q K^T; None if there are no pieces."""
+        if not self.static.is_fp32:
+            return None
+        return self.factor(p, 0, head, seqlen) * self.factor(p, 1, head_kv, seqlen)
 
     def block_iterator(self, p: Params, m_block: Int32, head: Int32, seqlen: SeqlenInfo) -> BlockSparseIterator | None:
         """The iterator of a block mask; None without one."""
@@ -262,7 +283,7 @@ class FwdSm80(Kernel):
     ):
         loader, gX, sX = tensors
         first = n_block * self.tile.tile_n
-        tile = row_tile(gX, first, self.tile.tile_n, self.tile.head_dim)
+        tile = row_tile(gX, first, self.tile.tile_n, self.tile.row_cols)
         if cutlass.const_expr(self.static.base_cost > 0):
             # With score features there are no registers to keep its addresses over the loop.
             loader = replace(loader, thread=rederived(loader.thread))
@@ -296,7 +317,11 @@ class FwdSm80(Kernel):
             bias = mods.load_bias(state.mask, n_block * tile.tile_n, not masked, by_warp=True)
 
         # S = Q K^T
-        gemm(state.tiled_mma, acc_S, (state.q, state.k), stage, tile.q_steps)
+        if cutlass.const_expr(self.static.is_fp32):
+            split_fp32.gemm_ss(state.tiled_mma, acc_S, state.q, state.k, stage, tile.head_dim // 16)
+            acc_S.store(acc_S.load() * state.score_factor)
+        else:
+            gemm(state.tiled_mma, acc_S, (state.q, state.k), stage, tile.q_steps)
 
         if cutlass.const_expr(tile.stages == 1):
             # Wait until V(n) has landed, and every warp is done with K(n).
@@ -322,16 +347,29 @@ class FwdSm80(Kernel):
         blocks_seen = state.blocks.end - 1 - n_block if sparse is None else iteration
         keys_seen = blocks_seen * tile.tile_n
         state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
-        rP = cute.make_fragment_like(acc_S, self.dtype)
-        rP.store(acc_S.load().to(self.dtype))
+        pieces = self.prob_pieces(acc_S)
         if cutlass.const_expr(state.dropout is not None):
             position = TilePosition(state.batch_head, state.mask.first_row, n_block * tile.tile_n, state.mask.tScS)
-            masks, packed = state.dropout.masks_of(as_operand_a(rP), position), cute.recast_tensor(rP, Int32)
-            for i in cutlass.range_constexpr(cute.size(packed)):
-                packed[i] = packed[i] & masks[i]
+            masks = state.dropout.masks_of(as_operand_a(pieces[0]), position)
+            for rP in pieces:
+                packed = cute.recast_tensor(rP, Int32)
+                for i in cutlass.range_constexpr(cute.size(packed)):
+                    packed[i] = packed[i] & masks[i]
 
         # O += P V
-        gemm_rs(state.tiled_mma, state.acc_O, as_operand_a(rP), state.v, stage)
+        operands = [as_operand_a(rP) for rP in pieces]
+        if cutlass.const_expr(self.static.is_fp32):
+            split_fp32.add_gemm_rs(state.tiled_mma, state.acc_O, operands, state.v, stage)
+        else:
+            gemm_rs(state.tiled_mma, state.acc_O, operands[0], state.v, stage)
+
+    def prob_pieces(self, acc_S: cute.Tensor) -> list[cute.Tensor]:
+        """P rounded to the type of the MMA, or its two pieces."""
+        if self.static.is_fp32:
+            return list(split_fp32.split(acc_S, Float32(split_fp32.PROB_SCALE)))
+        rP = cute.make_fragment_like(acc_S, self.dtype)
+        rP.store(acc_S.load().to(self.dtype))
+        return [rP]
 
     @cute.jit
     def apply_mask(self, state: MainloopState, acc_S: cute.Tensor, n_block: Int32, masked: cutlass.Constexpr):

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cute_flash.device.copies import RowTiles, plain_row_copy, row_tile
-from cute_flash.device.epilogue import Epilogue
+from cute_flash.device.epilogue import Epilogue, store_fp32
 from cute_flash.device.seqlen import SeqlenInfo
 from cute_flash.device.smem import allocate_stages
 from cute_flash.kernels.common.postprocess import BwdPostprocess, Params
@@ -35,8 +35,11 @@ class BwdPostprocessSm80(BwdPostprocess):
         acc = cute.make_rmem_tensor(p.tiled_mma.get_slice(thread).partition_shape_C((tile_m, tile_d)), Float32)
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = gdQ_accum[i * self.num_threads + thread] * p.dq_scale
-        sdQ = allocate_stages(SmemAllocator(), self.dtype, dq_tile, 1)[None, None, 0]
         gdQ = row_tile(seqlen.slice_head(p.dq, head), seqlen.q_row(first_row), tile_m, tile_d)
-        copy_out = plain_row_copy(self.num_threads, dq_tile.copy_cols, self.dtype)
-        rows = RowTiles(copy_out, thread, tile_m, tile_d, self.static.head_dim)
-        Epilogue(p.tiled_mma, rows, thread, seqlen.q_len - first_row).store(acc, sdQ, gdQ)
+        if cutlass.const_expr(self.static.is_fp32):
+            store_fp32(acc, gdQ, p.tiled_mma, (thread, seqlen.q_len - first_row), self.static.head_dim)
+        else:
+            sdQ = allocate_stages(SmemAllocator(), self.dtype, dq_tile, 1)[None, None, 0]
+            copy_out = plain_row_copy(self.num_threads, dq_tile.copy_cols, self.dtype)
+            rows = RowTiles(copy_out, thread, tile_m, tile_d, self.static.head_dim)
+            Epilogue(p.tiled_mma, rows, thread, seqlen.q_len - first_row).store(acc, sdQ, gdQ)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_LONG_MOD, SM80_BWD_SCORE, BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_FP32, SM80_BWD_LONG_MOD, SM80_BWD_SCORE, BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import (
     SM90_BWD,
     SM90_BWD_CHEAP_MOD,
@@ -13,7 +13,7 @@ from cute_flash.planning.tiles.bwd_sm90 import (
     BwdTileSm90,
     BwdTileSm90Wide,
 )
-from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, FwdTileSm80
+from cute_flash.planning.tiles.fwd_sm80 import SM80_FWD, SM80_FWD_FP32, FwdTileSm80
 from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, SM90_FWD_BIAS, SM90_FWD_DROPOUT, FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.features import backward_features, feature_cost
@@ -43,7 +43,7 @@ def _fwd_rows(family: str, arch: ArchSpec, static: Static) -> tuple[AnyFwdTile, 
     """The rows that support the problem, apart from `max_keys`, and fit the architecture."""
     rows: tuple[AnyFwdTile, ...] = SM90_FWD
     if family != "sm90":
-        rows = SM80_FWD[arch.name]
+        rows = SM80_FWD_FP32 if static.is_fp32 else SM80_FWD[arch.name]
     elif "dropout" in static.features:
         rows = SM90_FWD_DROPOUT
     elif static.mods is not None and static.mods.bias_tma:
@@ -64,6 +64,8 @@ def bwd_tile(family: str, arch: ArchSpec, static: Static, deterministic: bool = 
 
 def _bwd_rows(family: str, arch: ArchSpec, static: Static, cost: int, deterministic: bool) -> tuple[AnyBwdTile, ...]:
     mod_ops = 0 if static.mods is None else static.mods.bwd_ops_per_score
+    if static.is_fp32:
+        return SM80_BWD_FP32[arch.name] if family == "sm80" else ()
     if family != "sm90":
         # The large tiles would spill with features, and with the semaphore of a varlen batch.
         is_small = cost > 0 or (deterministic and static.varlen)

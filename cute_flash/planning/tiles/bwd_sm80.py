@@ -21,6 +21,7 @@ class BwdTileSm80(Tile):
     warps_kv: int = 8  # along the keys of dK and dV (keys x head_dim)
     warps_q: int = 4  # along the queries of dQ (queries x head_dim)
     num_warps: int = 8
+    pieces: int = 1  # of an element in a row of Q, K, V and dO, and of P and dS; 2 for fp32
 
     def __post_init__(self) -> None:
         if self.num_warps not in (4, 8) or self.stages not in (1, 2):
@@ -40,13 +41,18 @@ class BwdTileSm80(Tile):
             across = self.num_warps // along
             if rows % (WARP_ROWS * along) or columns % (WARP_KEYS * across) or rows <= 0:
                 raise ValueError(f"{name}={along}: {rows}x{columns} is not {along}x{across} parts of 16x16")
-        at_once = copy_rows(self.head_dim, self.num_threads)
+        at_once = copy_rows(self.row_cols, self.num_threads)
         if self.tile_n % at_once or self.tile_m % at_once:
             raise ValueError(f"{self.tile_m=}, {self.tile_n=} must be multiples of {at_once}: rows of one copy")
 
     @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
+
+    @property
+    def row_cols(self) -> int:
+        """16-bit elements of a row of Q, K, V or dO."""
+        return self.pieces * self.head_dim
 
     @property
     def p_in_registers(self) -> bool:
@@ -59,7 +65,7 @@ class BwdTileSm80(Tile):
         rows = 2 * self.tile_n + 2 * self.stages * self.tile_m
         scores = (1 if self.p_in_registers else 2) * self.tile_m * self.tile_n
         statistics = 2 * self.stages * self.tile_m
-        return (rows * self.head_dim + scores) * ELEMENT_BYTES + 4 * statistics
+        return (rows * self.head_dim + scores) * self.pieces * ELEMENT_BYTES + 4 * statistics
 
     @property
     def accumulator_registers(self) -> int:
@@ -110,6 +116,22 @@ _SCORE_99 = (
     BwdTileSm80(head_dim=256, tile_m=64, tile_n=16, num_warps=4, stages=1, warps_s=1, warps_kv=1, warps_q=2),
 )
 SM80_BWD_SCORE = {"sm_80": _SCORE_163, "sm_86": _SCORE_99, "sm_89": _SCORE_99, "sm_90": _SCORE_163}
+# fp32, as two fp16 pieces.
+_FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
+# Rows with max_cost=0 would spill with features.
+_FP32_163 = (
+    BwdTileSm80(head_dim=64, tile_m=64, tile_n=128, stages=1, warps_s=4, warps_kv=4, warps_q=4, pieces=2, max_cost=0,
+                measured=_FP32 + "97/113; 74/106"),
+    BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=4, warps_q=4, pieces=2),
+    BwdTileSm80(head_dim=128, tile_m=64, tile_n=64, stages=1, warps_s=4, warps_kv=2, warps_q=2, pieces=2, max_cost=0,
+                measured=_FP32 + "94/109; 75/104"),
+    BwdTileSm80(head_dim=128, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
+)
+_FP32_99 = (
+    BwdTileSm80(head_dim=64, tile_m=32, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
+    BwdTileSm80(head_dim=128, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=2, warps_q=2, pieces=2),
+)
+SM80_BWD_FP32 = {"sm_80": _FP32_163, "sm_86": _FP32_99, "sm_89": _FP32_99, "sm_90": _FP32_163}
 # For user mods with more than `MAX_MOD_OPS[0]` operations per score, at head dims up to 64.
 SM80_BWD_LONG_MOD = BwdTileSm80(head_dim=64, tile_m=64, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=4)
 # fmt: on

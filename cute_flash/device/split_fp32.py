@@ -1,0 +1,128 @@
+"""fp32 products on 16-bit tensor cores: each operand is a high and a low fp16 piece.
+
+    x / f = high + low,  high = fp16(x / f),  low = fp16(x / f - high)
+
+f is a power of two for each head, such that the largest row norm of x / f is between 2^13 and 2^14. The pieces have 22
+bits, and entries down to 2^-39 of the largest norm keep some of them. A product of two operands takes three MMAs:
+
+    A B = A_low B_high + A_high B_low + A_high B_high
+
+An MMA aligns its terms to the largest one and truncates them. Therefore few MMAs add to one accumulator, and their
+sums are added by fp32 additions, which round to nearest.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+
+from cute_flash.device.ldmatrix import MmaOperand
+from cute_flash.device.ptx import instruction
+
+# P is at most 2^3 (`softmax.RESCALE_THRESHOLD`). Its pieces are those of P times this factor.
+PROB_SCALE = 2.0**12
+# Bits of the exponent of a row norm after division by the factor.
+NORM_BITS = 13
+_MIN_EXPONENT, _MAX_EXPONENT = 27, 254  # of fp32, biased: both factor and inverse are normal numbers
+
+
+def _exponent(norm: Float32) -> Int32:
+    """The biased exponent of a norm, clamped."""
+    bits = instruction("mov.b32 {$w0}, {$r0};", Int32, norm)
+    return cutlass.min(cutlass.max((bits >> 23) & 255, _MIN_EXPONENT), _MAX_EXPONENT)
+
+
+def _power(exponent: Int32) -> Float32:
+    return instruction("mov.b32 {$w0}, {$r0};", Float32, exponent << 23)
+
+
+def factor(norm: Float32) -> Float32:
+    """f of a head, from its largest row norm."""
+    return _power(_exponent(norm) - NORM_BITS)
+
+
+def inverse_factor(norm: Float32) -> Float32:
+    """1 / f"""
+    return _power(254 + NORM_BITS - _exponent(norm))
+
+
+def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor]:
+    """The pieces of fp32 values times a scale, as fragments with the layout of the values."""
+    high, low = (cute.make_fragment_like(values, Float16) for _ in range(2))
+    scaled = values.load() * scale
+    high.store(scaled.to(Float16))
+    low.store((scaled - high.load().to(Float32)).to(Float16))
+    return high, low
+
+
+def gemm_ss(
+    mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int, splits_sums=False
+) -> None:
+    """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row.
+
+    `splits_sums`: products of low pieces have accumulators of their own, so that fewer MMAs truncate the large sum.
+    """
+    a, b = a.rederived(), b.rederived()
+    low = acc
+    if splits_sums:
+        low = cute.make_fragment_like(acc)
+        low.fill(0.0)
+    for k in range(steps):
+        for x, where in ((a, 0), (b, stage)):
+            x.load_k(k, where)
+            x.load_k(k + steps, where)
+        for i, j, sums in ((k + steps, k, low), (k, k + steps, low), (k, k, acc)):
+            cute.gemm(mma, sums, a.fragment[None, None, i], b.fragment[None, None, j], sums)
+    if splits_sums:
+        acc.store(acc.load() + low.load())
+
+
+def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:
+    """acc += A B; `a`: the pieces of A, in registers or in two tiles of shared memory. B is transposed: its low pieces
+    are columns behind those of its high pieces.
+    """
+    a = [x.rederived() if isinstance(x, MmaOperand) else x for x in a]
+    b = b.rederived()
+    columns = cute.size(b.fragment, mode=[1]) // 2
+    halves = cute.logical_divide(b.fragment, (None, columns, None))
+    for k in range(cute.size(b.fragment, mode=[2])):
+        b.load_k(k, stage)
+        # Operands in two tiles share one fragment.
+        for i, others in ((1, (0,)), (0, (1, 0))):
+            if isinstance(a[i], MmaOperand):
+                a[i].load_k(k, 0)
+            rA = a[i].fragment if isinstance(a[i], MmaOperand) else a[i]
+            for j in others:
+                cute.gemm(mma, acc, rA[None, None, k], halves[None, (None, j), k], acc)
+
+
+@cute.jit
+def add_gemm_rs(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: tuple,
+    b: MmaOperand,
+    stage: Int32,
+    scale: Float32 | None = None,
+    group: cutlass.Constexpr = 1,
+):
+    """acc += scale A B with the pieces of A in registers; `group`: n16 tiles that are summed at once.
+
+    The product of each group has accumulators of its own, which are added to `acc` rounded to nearest.
+    """
+    b = b.rederived()
+    columns = cute.size(b.view, mode=[1]) // 2
+    acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
+    b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
+    for n in cutlass.range_constexpr(columns // group):
+        sums = cute.make_fragment_like(acc_groups[None, None, (None, 0)])
+        sums.fill(0.0)
+        for i in cutlass.range_constexpr(group):
+            b.load(n * group + i, stage)
+            b.load(columns + n * group + i, stage)
+        low = columns // group + n
+        for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
+            for i, j in ((1, n), (0, low), (0, n)):
+                cute.gemm(mma, sums, a[i][None, None, k], b_groups[None, (None, j), k], sums)
+        target = acc_groups[None, None, (None, n)]
+        values = sums.load() if cutlass.const_expr(scale is None) else sums.load() * scale
+        target.store(target.load() + values)

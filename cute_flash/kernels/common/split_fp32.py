@@ -1,0 +1,89 @@
+"""fp32 tensors -> the fp16 pieces that the kernels of fp32 calls read. See `device.split_fp32`."""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+
+from cute_flash.device.split_fp32 import inverse_factor, split
+from cute_flash.kernels.common.kernel import Kernel
+
+THREADS = 128
+ROWS = 128  # of a CTA
+READ, WRITTEN = 4, 8  # elements of a vector
+
+
+class SplitFp32(Kernel):
+    """For each operand x with an operand `x_pieces`: the largest row norm of each head, then its pieces.
+
+    `norms[i]` holds the norms of the i-th x, and is 0 before the launch.
+    """
+
+    @cute.jit
+    def __call__(self, stream: CUstream, **operands):
+        args = self.read_operands(operands)
+        names = [name for name in operands if f"{name}_pieces" in operands]
+        for i, name in enumerate(names):
+            mX, mPieces, mNorm = getattr(args, name), getattr(args, f"{name}_pieces"), args.norms[i, None, None]
+            batch, heads, seqlen, _ = mX.shape
+            grid, block = (cute.ceil_div(seqlen, ROWS), heads, batch), (THREADS, 1, 1)
+            for kernel, what in ((self.norms, "norms"), (self.pieces, "pieces")):
+                symbol = f"cute_flash_fp32_{what}_{name}_d{self.static.widths}"
+                kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.norms(mX, mNorm).launch(grid=grid, block=block, stream=stream)
+            self.pieces(mX, mPieces, mNorm).launch(grid=grid, block=block, stream=stream)
+
+    @cute.kernel
+    def norms(self, mX: cute.Tensor, mNorm: cute.Tensor):
+        """mNorm (B, H): raised to the largest norm of a row."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        width = mX.shape[3]
+        lanes = 1 << (-(-width // READ) - 1).bit_length()  # that read a row
+        column, largest = thread % lanes * READ, Float32(0.0)
+        for i in cutlass.range_constexpr(ROWS * lanes // THREADS):
+            row = block * ROWS + (i * THREADS + thread) // lanes
+            most, squares = Float32(0.0), Float32(0.0)
+            if row < mX.shape[2] and column < width:
+                values = _vector(mX[batch, head, None, None], row, column, READ).load()
+                for j in cutlass.range_constexpr(READ):
+                    most = cute.arch.fmax(most, cute.arch.fmax(values[j], -values[j]))
+                    squares = squares + values[j] * values[j]
+            offset = lanes // 2
+            while cutlass.const_expr(offset > 0):
+                most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=offset))
+                squares = squares + cute.arch.shuffle_sync_bfly(squares, offset=offset)
+                offset //= 2
+            # A bound of the norm where its square leaves the range of fp32.
+            is_in_range = squares > 1e-30 and squares < 1e38
+            norm = cute.math.sqrt(squares) if is_in_range else most * Float32(width**0.5)
+            largest = cute.arch.fmax(largest, norm)
+        for step in cutlass.range_constexpr(5):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+        if cute.arch.lane_idx() == 0:
+            cute.arch.atomic_fmax(mNorm[batch, None].iterator + head, largest, sem="relaxed", scope="gpu")
+
+    @cute.kernel
+    def pieces(self, mX: cute.Tensor, mPieces: cute.Tensor, mNorm: cute.Tensor):
+        """mPieces (B, H, S, 2 width of the tile): high pieces, then low ones, with zeros past the width of mX."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        width, padded = mX.shape[3], mPieces.shape[3] // 2
+        lanes = padded // WRITTEN
+        scale = inverse_factor(mNorm[batch, head])
+        column = thread % lanes * WRITTEN
+        for i in cutlass.range_constexpr(ROWS * lanes // THREADS):
+            row = block * ROWS + (i * THREADS + thread) // lanes
+            if row < mX.shape[2]:
+                values = cute.make_rmem_tensor(WRITTEN, Float32)
+                values.fill(0.0)
+                if column < width:
+                    cute.autovec_copy(_vector(mX[batch, head, None, None], row, column, WRITTEN), values)
+                for j, piece in enumerate(split(values, scale)):
+                    target = _vector(mPieces[batch, head, None, None], row, column + j * padded, WRITTEN)
+                    cute.autovec_copy(piece, target)
+
+
+def _vector(gX: cute.Tensor, row: Int32, column: Int32, elements: int) -> cute.Tensor:
+    pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)
+    return cute.make_tensor(pointer, cute.make_layout(elements))

@@ -1,0 +1,93 @@
+"""fp32 on a GPU, by fp16 pieces, against fp64 on the CPU and torch's fp32."""
+
+import pytest
+import torch
+
+import cute_flash
+from tests import fp32_cases
+from tests.gpu.captured import Captured
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "known_rng")]
+
+GRADIENT_ERROR = 4e-6  # over the largest element
+
+
+def results(case, tensors, dout, dlse):
+    """out, lse and the gradients of all inputs."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    out, lse = case.attend(leaves)
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
+    return {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": x for name, x in zip(leaves, grads)}}
+
+
+@pytest.mark.parametrize("case", fp32_cases.CASES, ids=lambda case: case.id)
+def test_as_fp64(case):
+    tensors = case.inputs("cuda")
+    with torch.no_grad():
+        out, lse = case.attend(tensors)
+    dout, dlse = torch.randn_like(out), torch.where(lse.isfinite(), torch.randn_like(lse), 0.0)
+    found = results(case, tensors, dout, dlse)
+    doubles = {name: x.double().cpu() for name, x in tensors.items()}
+    expected = results(case, doubles, dout.double().cpu(), dlse.double().cpu())
+    assert found["out"].dtype == torch.float32
+    for name, x in expected.items():
+        mine, is_finite = found[name].double().cpu(), x.isfinite()
+        assert torch.equal(mine[~is_finite], x[~is_finite])
+        largest = x[is_finite].abs().max().item()
+        error = (mine - x)[is_finite].abs().max().item() / max(largest, 1e-300)
+        assert error <= (GRADIENT_ERROR if name.startswith("d") else 2e-6), f"{name}: {error:.2e} of {largest:.2e}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["normal", "3 sigma", "outliers"])
+def test_error_is_at_most_twice_that_of_torch(kind, head_dim, causal):
+    """Largest errors of the output and the gradients beside those of fp32 matrix products, without TF32."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 2048, head_dim, device="cuda") for _ in range(4))
+    if kind == "3 sigma":
+        q, k, v = (3 * x for x in (q, k, v))
+    if kind == "outliers":
+        q, k, v = (torch.where(torch.rand_like(x) < 1e-3, 30 * x, x) for x in (q, k, v))
+    exact = by_torch(*(x.double() for x in (q, k, v, dout)), causal)
+    theirs = by_torch(q, k, v, dout, causal)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cute_flash.attn(*leaves, causal=causal)
+    ours = out.detach(), *torch.autograd.grad(out, leaves, dout)
+    for name, x, mine, other in zip(("out", "dq", "dk", "dv"), exact, ours, theirs, strict=True):
+        errors = [(y.double() - x).abs().max().item() for y in (mine, other)]
+        assert errors[0] <= 2 * errors[1] + 1e-6 * x.abs().max().item(), f"{name}: {errors}"
+        if name == "out" and kind == "normal":
+            assert errors[0] <= 1e-5
+
+
+def by_torch(q, k, v, dout, causal):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def test_graph_and_deterministic_gradients():
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", requires_grad=True) for _ in range(3))
+
+    def step():
+        out = cute_flash.attn(q, k, v, causal=True, deterministic=True)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = step()
+    captured = Captured.of(step)
+    for _ in range(3):
+        assert all(map(torch.equal, captured.replay(), expected))
+
+
+def test_nan_stays_in_its_head():
+    q, k, v = (torch.randn(2, 4, 200, 64, device="cuda") for _ in range(3))
+    expected = cute_flash.attn(q, k, v)
+    k[0, 1, 7, 3] = torch.nan
+    found = cute_flash.attn(q, k, v)
+    assert found[0, 1].isnan().all()
+    found[0, 1] = expected[0, 1]
+    assert torch.equal(found, expected)

@@ -1,0 +1,98 @@
+"""fp32 calls on a GPU: which kernels they launch, with which arguments, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_flash import UnsupportedError
+from cute_flash.reference import cpu
+from cute_flash.runtime import launcher
+from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec.args import AttentionArgs
+from tests.fakes.gpu import FakeGpu
+from tests.lengths import Lengths
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+FEATURES = {
+    "plain": {},
+    "causal": {"window_right": 0},
+    "window": {"window_left": 5, "window_right": 3},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi": torch.linspace(0.1, 1, 4)},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4)},
+    "dropout": {"dropout": 0.3, "rng": torch.tensor([7, 9])},
+    "max_logit": {"return_max_logit": True},
+    "bias": {"bias": torch.linspace(0, 1, 40 * 50).reshape(1, 1, 40, 50)},
+}
+
+
+def inputs(head_dim: int, head_dim_v: int | None = None, varlen: Lengths | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, 4, 40), (2, 2, 50), (2, 2, 50)) if varlen is None else ((60, 4), (71, 2), (71, 2))
+    widths = head_dim, head_dim, head_dim_v or head_dim
+    return [torch.randn(*size, width, generator=generator) for size, width in zip(sizes, widths)]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_as_on_the_cpu(arch: str, name: str) -> None:
+    q, k, v = inputs(64)
+    check(arch, q, k, v, AttentionArgs(scale=0.2, **FEATURES[name]))
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 128])
+def test_head_dims(head_dim: int) -> None:
+    check("sm_90", *inputs(head_dim), AttentionArgs(scale=0.2))
+    check("sm_90", *inputs(64, head_dim), AttentionArgs(scale=-0.2, window_right=0))
+
+
+def test_varlen() -> None:
+    lengths = Lengths([20, 0, 40], [30, 11, 30])
+    for options in ({}, {"window_right": 0, "softcap": 2.0}):
+        check("sm_90", *inputs(64, varlen=lengths), AttentionArgs(scale=0.2, **options, **lengths.args()))
+
+
+def test_an_outlier_has_a_head_of_its_own() -> None:
+    """The pieces of a head are relative to its own norm."""
+    q, k, v = inputs(64)
+    q[0, 0] *= 1e15
+    k[0, 0] *= 1e-15
+    v[1, 1] *= 1e20
+    check("sm_90", q, k, v, AttentionArgs(scale=0.2))
+
+
+def test_refusals() -> None:
+    args = AttentionArgs(scale=0.2)
+    with use_gpu(FakeGpu("sm_90")):
+        with pytest.raises(UnsupportedError, match="head_dim=136 of float32 on cuda: at most 128"):
+            launcher.forward(*inputs(136), args)
+        with pytest.raises(UnsupportedError, match="float32 by kernel family 'sm90'"):
+            launcher.forward(*inputs(64), args._replace(kernel_family="sm90"))
+
+
+def check(arch: str, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+    """Results and gradients on a GPU are those of the CPU in fp64; only kernels of fp32 are launched."""
+    with use_gpu(FakeGpu(arch)) as gpu:
+        out, lse, max_logit = launcher.forward(q, k, v, args)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        found = launcher.backward(dout, dlse, q, k, v, out, lse, args)
+    kernels = {launch.kernel for launch in gpu.launches if not launch.kernel.startswith("varlen_scheduler")}
+    of_backward = {"split_fp32_bwd", "bwd_preprocess_fp32", "bwd_sm80_fp32", "bwd_postprocess_sm80"}
+    assert kernels == {"split_fp32_fwd", "fwd_sm80_fp32"} | of_backward
+    doubles = args._replace(
+        **{
+            name: x.double()
+            for name, x in args._asdict().items()
+            if name in ("alibi", "sinks", "bias") and x is not None
+        }
+    )
+    expected = cpu.forward(q.double(), k.double(), v.double(), doubles)
+    pairs = list(zip((out, lse, max_logit), expected))
+    grads = cpu.backward(dout.double(), dlse.double(), *(x.double() for x in (q, k, v)), *expected[:2], doubles)
+    pairs += [*zip(found[:3], grads[:3]), *zip(found[3], grads[3])]
+    for mine, theirs in pairs:
+        if mine is not None:
+            scale = theirs[theirs.isfinite()].abs().max().item()
+            torch.testing.assert_close(mine.double() / scale, theirs.double() / scale, **CLOSE)
