@@ -125,7 +125,7 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
         "flash_attn_3": flash_attn_3(),
         "flash_attn_4": _version("flash-attn-4"),
         # Build systems set GIT_COMMIT for a copy of the tree without its history.
-        "git_commit": run(("git", "rev-parse", "HEAD")) or os.environ.get("GIT_COMMIT") or None,
+        "git_commit": os.environ.get("GIT_COMMIT") or run(("git", "rev-parse", "HEAD")) or None,
         "git_dirty": None if status is None else bool(status),
         "source_digest": source_digest(),
         "environment": {name: os.environ[name] for name in CHOICES if name in os.environ},

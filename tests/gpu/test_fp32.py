@@ -35,7 +35,7 @@ def test_as_fp64(case):
         assert torch.equal(mine[~is_finite], x[~is_finite])
         largest = x[is_finite].abs().max().item()
         error = (mine - x)[is_finite].abs().max().item() / max(largest, 1e-300)
-        assert error <= (GRADIENT_ERROR if name.startswith("d") else 2e-6), f"{name}: {error:.2e} of {largest:.2e}"
+        assert error <= (GRADIENT_ERROR if name.startswith("d") else 4e-6), f"{name}: {error:.2e} of {largest:.2e}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
