@@ -19,7 +19,8 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
-# The last query tile reaches past the sequence, and only its first block wraps the indices.
+# Rows added to a table: the last query tile extends past the sequence, and FlashAttention-4 wraps the indices only in
+# the tile's first block.
 PADDING = 256
 
 

@@ -39,7 +39,7 @@ from profiling.host_report import FLOOR, OURS, Place, Times, case_record, figure
 from profiling.timing import Contender, EventTimer, Failure, Timer, attempt, describe, repeat
 from profiling.workers import Pool, Task, note
 
-# A measuring process that reports nothing for so long counts as hung.
+# Seconds without a report after which a measuring process counts as hung.
 LIMIT_S = 180.0
 
 

@@ -49,11 +49,11 @@ class UserMods:
             indices = self._indices(rows, keys, dS.device)
             outputs = evaluate(gradient.graph, self.arguments.gradient, self.dtype, indices, before, dS)
             outputs = tuple(x.expand_as(dS) if x.is_floating_point() else x for x in outputs)
-            # A weight of 0 has a gradient of 0, even if score_mod is not differentiable there.
+            # Where P is 0, the gradient is 0, even if score_mod is not differentiable there.
             is_zero = P == 0
             for load in gradient.loads:
-                share = outputs[load.output].masked_fill(is_zero, 0.0)
-                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], share)
+                grad = outputs[load.output].masked_fill(is_zero, 0.0)
+                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], grad)
             dS = outputs[0].masked_fill(is_zero, 0.0)
         if grads.bias is not None:
             total = self._slice(grads.bias, rows, keys)

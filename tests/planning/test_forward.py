@@ -255,7 +255,7 @@ for value in sys.argv[1:]:
 
 @pytest.mark.processes
 def test_the_environment_chooses_the_family_of_a_process() -> None:
-    unknown = "kernel family 'sm99': there is sm90, sm80"
+    unknown = "kernel family 'sm99': use sm90 or sm80, or '' for the best one"
     expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}
     command = [sys.executable, "-c", FAMILY_OF_PROCESS, *expected]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
