@@ -252,7 +252,7 @@ def run_host(
         compile_all(keys)
         step(f"{len(keys)} kernels compiled or loaded, {time.perf_counter() - start:.0f} s")
     except Exception as error:
-        # The processes compile what is missing themselves.
+        # Each process compiles the missing kernels itself.
         failed["compile"] = describe(error)
         step(f"compile: {failed['compile']}")
     for index in range(settings.processes):

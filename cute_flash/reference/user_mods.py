@@ -43,7 +43,7 @@ class UserMods:
     def backward(
         self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range, grads: FeatureGrads
     ) -> Tensor:
-        """The gradient of S before `apply` from that of its result. Adds the block's contribution to `grads`."""
+        """Compute the gradient of the input of `apply` from `dS`, that of its output, and add to `grads`."""
         if before is not None:
             gradient = self.graphs.gradient(self.captures_needing_grad)
             indices = self._indices(rows, keys, dS.device)

@@ -382,7 +382,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "bias of two heads": (with_bias(lambda x: x[:, :2]), "does not broadcast with"),
     "bias of three batches": (with_bias(lambda x: x.expand(3, -1, -1, -1)), "does not broadcast with"),
     "bias of ints": (with_bias(lambda x: x.to(torch.int64)), "bias is torch.int64"),
-    "block mask of more queries": (with_block_mask(block_mask_of(sq=SQ + 1)), f"block_mask is of {SQ + 1} queries"),
+    "block mask of more queries": (with_block_mask(block_mask_of(sq=SQ + 1)), f"block_mask has {SQ + 1} queries"),
     "block mask of fewer keys": (with_block_mask(block_mask_of(sk=SK - 10)), f"and {SK - 10} keys"),
     "block mask of three batches": (with_block_mask(block_mask_of(batch=3)), "block_mask has batch=3"),
     "block mask of two heads": (with_block_mask(block_mask_of(heads=2)), "block_mask has heads=2"),
