@@ -132,7 +132,7 @@ class FunctionSource:
     def _operand(
         self, operand: Operand, key: CompileKey, feature_operands: dict[str, Operand], renamed: dict[str, str]
     ) -> str:
-        """The expression of an operand: from `renamed`, a call of `Operand.value`, the variable of its name, or None."""
+        """The expression of an operand: from `renamed`, a call of `Operand.value`, a variable of its name, or None."""
         name = operand.name
         if name in renamed:
             return renamed[name]
