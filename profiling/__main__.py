@@ -134,8 +134,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_rounds(parser: argparse.ArgumentParser, rounds: int, ms: float) -> None:
     add = parser.add_argument
-    add("--rounds", type=at_least_one, default=rounds, metavar="N", help="rounds of the median (default: %(default)s)")
-    add("--ms", type=float, default=ms, help="back-to-back calls in a round, in ms (default: %(default)s)")
+    add(
+        "--rounds",
+        type=at_least_one,
+        default=rounds,
+        metavar="N",
+        help="rounds; a result is their median (default: %(default)s)",
+    )
+    add("--ms", type=float, default=ms, help="time of the back-to-back calls of a round (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
 
@@ -161,7 +167,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
     add("--reference", default="sdpa-flash", metavar="NAME", help="peer of the column ours/ref (default: %(default)s)")
     add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
-    add("--threshold", type=float, default=0.05, metavar="X", help="fall of ours/ref that fails (default: %(default)s)")
+    add(
+        "--threshold",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="relative fall of ours/ref that is a regression (default: %(default)s)",
+    )
 
 
 def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
@@ -270,7 +282,7 @@ def _compare(run: Run, base: Run, threshold: float) -> bool:
     """Print the changes; true if one is a regression, or if no cell can be compared."""
     changes = compare.changes(run, base)
     if not changes:
-        print(f"The base shares no cell with this run that has a ratio to {run.reference}.")
+        print(f"No cell of the base can be compared: none has a ratio to {run.reference}.")
         return True
     show([report.change_table(changes, threshold)])
     return bool(compare.regressions(changes, threshold))
@@ -308,7 +320,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _host(args: argparse.Namespace) -> int:
     settings = host_cases.Settings.of(args)
-    # A wrong case is refused before anything is measured.
+    # Raises for an unknown case, before anything is measured.
     settings.chosen()
     base: dict[str, Any] = json.loads(args.base.read_text()) if args.base else {}
     if not arch.has_gpu():
@@ -416,7 +428,7 @@ def _tune(args: argparse.Namespace) -> int:
         arch=target.name,
         peers=tuple(peer.name for peer in peers),
     )
-    # A wrong mask or length is refused before anything is compiled.
+    # Raises for a wrong mask or length, before anything is compiled.
     settings.shapes([variant.head_dim for variant in variants])
 
     def save_tuning(tuning: ranking.Tuning) -> None:
@@ -545,7 +557,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         return commands[args.command](args)
     except (ValueError, OSError) as error:
-        # A wrong argument or file, refused before anything is measured.
+        # A wrong argument or file; these errors come before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return NOT_MEASURED
 

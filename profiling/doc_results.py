@@ -19,7 +19,7 @@ MODS = "results/h200/2026-11-16-mods.json"
 HOST = "results/h200/2026-11-16-host.json"
 FP32 = "results/h200/2026-11-16-fp32.json"
 START = "results/h200/2026-11-15-host.json"
-# Kernel -> the run, the peer, and its name.
+# Kernel -> the result file, the peer, and the peer's name in the text.
 ACCURACY = {
     "forward sm90": (FORWARD, "fa3", "FlashAttention-3"),
     "forward sm90, inputs with outliers": (OUTLIERS, "fa3", "FlashAttention-3"),
@@ -27,7 +27,7 @@ ACCURACY = {
     "backward sm90": (BACKWARD, "fa3", "FlashAttention-3"),
     "backward sm80": (BACKWARD_SM80, "sdpa-flash", "FlashAttention-2"),
 }
-# Row -> kind of the cells, our side and the other side, as the record names them.
+# Table row -> kind of the cells, and the names of our side and of the other side in the result file.
 MOD_ROWS = {
     "six mods, over FlexAttention": ("function", "cute_flash", "flex"),
     "six mods, over FlashAttention-4": ("function", "cute_flash", "fa4"),

@@ -37,7 +37,7 @@ from profiling.terminal import Table
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
-# The papers' shortest and longest sequences, and one between.
+# The shortest and the longest sequence of the papers, and one between.
 LENGTHS = (512, 2048, 16384)
 RUNS = {
     "forward sm90": FORWARD,
@@ -260,7 +260,7 @@ def ratios() -> Table:
     return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
-# Rows of the record of support -> their labels in the table, in its order.
+# Rows of the support record -> their labels in the table, in the order of the table.
 ROWS = {
     "plain": "plain attention",
     "no mask": "no mask",
@@ -352,7 +352,7 @@ def missing(name: str) -> list[str]:
 
 
 def embed(text: str, folder: str = "") -> str:
-    """The document with its generated blocks made anew; links begin with `folder`."""
+    """The document with its generated blocks rewritten; `folder` is put before links to files of this folder."""
 
     def block(match: re.Match[str]) -> str:
         name = match[2]

@@ -38,11 +38,11 @@ Runner = Callable[[Sequence[str]], tuple[int, str]]
 
 
 class NcuError(ValueError):
-    """A launch could not be profiled; the message says why and what would help."""
+    """A launch could not be profiled; the message has the reason and, if known, a remedy."""
 
 
 class NotPermittedError(NcuError):
-    """The driver lets no launch be profiled."""
+    """The driver does not permit profiling."""
 
 
 def run_command(command: Sequence[str]) -> tuple[int, str]:
@@ -60,7 +60,7 @@ def run_command(command: Sequence[str]) -> tuple[int, str]:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return 124, f"nothing after {LIMIT_S:g} s"
+        return 124, f"stopped after {LIMIT_S:g} s"
     return done.returncode, done.stdout
 
 

@@ -156,7 +156,7 @@ def _check(case: Case, spec: ArchSpec, results: Sequence[torch.Tensor]) -> None:
     if case.layout != default:
         expected = _forward(replace(case, layout=default), spec)()
         if not all(map(torch.equal, results, expected)):
-            raise SystemExit(f"{case.id}: other bits than with the layout {default!r}")
+            raise SystemExit(f"{case.id}: the result differs in its bits from that of the layout {default!r}")
 
 
 @torch.no_grad()

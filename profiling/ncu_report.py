@@ -18,7 +18,7 @@ LEGEND = (
     "of loads, stmatrix of stores. DRAM: cold caches; predicted by a replay of the tiles through an LRU model of L2. "
     "Stalls: average number of warps that wait for the reason per issued instruction."
 )
-# Label, metric, what it is divided by, digits.
+# Label, metric, divisor, digits.
 ROWS = (
     ("load conflicts", "ld_conflicts", 1.0, 0),
     ("ldmatrix conflicts (by instruction)", "sass_ldsm_conflicts", 1.0, 0),

@@ -18,7 +18,7 @@ from profiling.ncu_report import Finding, record
 from profiling.record import write_json
 
 RECORD = "ncu.json"
-# Cases of an earlier run stay in the record if these agree: then it is the same run in two pieces.
+# If these facts agree, an earlier run in the folder is a part of the same run, and its cases stay in the record.
 SAME_RUN = ("gpu", "driver", "source_digest")
 # Facts of a run that its exports do not have.
 FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}

@@ -121,7 +121,7 @@ class Run:
     settings: dict[str, Any]
     machine: dict[str, Any]
     method: dict[str, Any]
-    ours: tuple[str, ...]  # of `providers`, those that are cute_flash; the first is the one compared
+    ours: tuple[str, ...]  # the names of cute_flash among `providers`; ratios use the first
     providers: tuple[str, ...]
     unavailable: dict[str, str]
     ceiling: Ceiling | None = None

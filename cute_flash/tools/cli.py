@@ -121,7 +121,7 @@ def _feature_sets(text: str) -> list[tuple[str, ...]]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
@@ -131,14 +131,14 @@ def _positives(text: str) -> list[int]:
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")
-    parser.add_argument("--causal", action="store_true", help="hide the keys after a query's own position")
+    parser.add_argument("--causal", action="store_true", help="mask the keys after a query's own position")
     parser.add_argument(
         "--window",
         nargs=2,
         type=_side,
         default=(None, None),
         metavar=("LEFT", "RIGHT"),
-        help="show only LEFT keys before and RIGHT keys after a query's own position; none: no bound",
+        help="keep LEFT keys before and RIGHT keys after a query's own position; none: unbounded",
     )
 
 
@@ -221,7 +221,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="head dim (default: %(default)s)")
     _add_mask(sub)
-    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys; few may use another tile")
+    sub.add_argument(
+        "--seqlen-k", type=_positive, metavar="N", help="number of keys; short sequences may use another tile"
+    )
     sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here, else sm_80)")
     sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly to FILE")
     sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX to FILE")
