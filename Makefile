@@ -70,7 +70,7 @@ plots: $(INSTALLED)
 # Builds the site of docs/; a warning is an error.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
-	@echo "the site is in build/site: open build/site/index.html, or run make docs-serve"
+	@echo "the site is in build/site: open build/site/index.html, or run make docs-serve, which has a search too"
 
 # Serves the site on http://127.0.0.1:8000 and rebuilds it after each change.
 docs-serve: $(INSTALLED)

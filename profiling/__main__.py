@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--suite paper --out paper.json",
         "--suite paper --direction bwd --base paper-bwd.json  # exit status 1 if a cell got slower",
         "--head-dims 128 --masks causal --lengths 512,4096 --providers cute_flash,sdpa-flash,flex",
+        "--batch 2 --heads 32 --lengths 8192 --head-dims 128 --masks causal  # one shape",
     )
     _add_bench(bench)
     host_command = add(
@@ -162,6 +163,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--head-dims", type=int_list, metavar="LIST", help=suite)
     add("--masks", type=name_list, metavar="LIST", help=f"of {', '.join(MASKS)}; {suite}")
     add("--lengths", type=int_list, metavar="LIST", help=suite)
+    add("--batch", type=int, metavar="N", help="default: tokens of the suite / length")
+    add("--heads", type=int, metavar="N", help="query heads (default: hidden size of the suite / head dim)")
     _add_rounds(parser, rounds=6, ms=25.0)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
     add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
@@ -289,7 +292,7 @@ def _compare(run: Run, base: Run, threshold: float) -> bool:
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
-    return SUITES[args.suite].narrowed(args.lengths, args.head_dims, args.masks).shapes()
+    return SUITES[args.suite].narrowed(args.lengths, args.head_dims, args.masks, args.batch, args.heads).shapes()
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -243,21 +243,38 @@ def summary() -> Table:
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
 
 
-def ratios() -> Table:
-    """Forward and backward on Hopper, cell by cell."""
+def cells(forward: str, backward: str) -> Table:
+    """TFLOP/s, and the speed over the best peer, in every cell of a run of each direction."""
     rows = []
     lengths: list[int] = []
-    for label, path in (("forward", FORWARD), ("backward", BACKWARD)):
+    for label, path in (("forward", forward), ("backward", backward)):
         run = load(DATA / path)
         lengths = sorted({cell.shape.seqlen for cell in run.cells})
-        at: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
-        for cell in run.cells:
-            at[cell.shape.head_dim, cell.shape.seqlen, cell.shape.mask].append(cell)
-        for head_dim in sorted({cell.shape.head_dim for cell in run.cells}):
-            places = [[(head_dim, length, mask) for mask in MASKS] for length in lengths]
-            cells = [" / ".join(_mean(_over_best(run, at[place])) for place in pair) for pair in places]
-            rows.append((f"{label}, D = {head_dim}", *cells))
-    return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
+        at = {(cell.shape.head_dim, cell.shape.mask, cell.shape.seqlen): cell for cell in run.cells}
+        for head_dim, mask in product(sorted({cell.shape.head_dim for cell in run.cells}), MASKS):
+            row = [at[head_dim, mask, length] for length in lengths]
+            texts = [f"{_number(cell.tflops(run.ours[0]))} ({_mean(_over_best(run, [cell]))})" for cell in row]
+            rows.append((f"{label}, D = {head_dim}, {mask}", *texts))
+    return Table("", ("TFLOP/s (speed-up)", *(f"S = {length}" for length in lengths)), tuple(rows))
+
+
+def example() -> str:
+    """The time of a shape that was not measured, from the TFLOP/s of its cell."""
+    shape = Shape(batch=2, heads=32, heads_kv=32, seqlen=8192, head_dim=128, causal=True)
+    like = (shape.seqlen, shape.head_dim, shape.causal)
+    times = []
+    for label, direction, path in (("forward", "fwd", FORWARD), ("backward", "bwd", BACKWARD)):
+        run = load(DATA / path)
+        speed = next(
+            cell.tflops(run.ours[0])
+            for cell in run.cells
+            if (cell.shape.seqlen, cell.shape.head_dim, cell.shape.causal) == like
+        )
+        tflop = shape.flops(direction) / 1e12
+        if speed:
+            times.append(f"{label} {tflop:.2f} TFLOP at {speed:.0f} TFLOP/s, {1e3 * tflop / speed:.1f} ms")
+    sizes = f"B = {shape.batch}, H = {shape.heads}, S = {shape.seqlen}, D = {shape.head_dim}, {shape.mask}"
+    return f"Example: {sizes}: {'; '.join(times)}."
 
 
 # Rows of the support record -> their labels in the table, in the order of the table.
@@ -278,7 +295,7 @@ ROWS = {
     "deterministic": "`deterministic`, same bits",
     "packed": "varlen (`attn_varlen`)",
     "packed, seqused_k": "varlen, `seqused_k`",
-    "packed, all four": "varlen, all four together",
+    "packed, all four": "varlen, softcap, ALiBi, sinks and dropout together",
 }
 PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
@@ -319,7 +336,9 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "distance": (lambda: _markdown(distance()), tuple(RUNS.values())),
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
-    "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
+    "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
+    "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),
+    "example": (example, (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
