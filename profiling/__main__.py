@@ -37,6 +37,7 @@ from profiling import (
     ranking,
     report,
     start,
+    studies,
     tune,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--predict-only --arch sm_90  # needs no GPU",
     )
     _add_ncu(ncu_command)
+    studies.add_commands(add)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
     plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, without tables")
     return parser
@@ -418,6 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tune": _tune,
             "ncu": _ncu,
             "plots": _plots,
+            **studies.COMMANDS,
         }
         return commands[args.command](args)
     except (ValueError, OSError) as error:

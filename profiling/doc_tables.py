@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.spec import arch
-from profiling import doc_results
+from profiling import doc_results, numerics_report, standard_report
 from profiling.feature_tables import FEATURES, features
-from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
+from profiling.figures import (
+    BACKWARD,
+    BACKWARD_SM80,
+    COUNTERS,
+    DATA,
+    FORWARD,
+    FORWARD_SM80,
+    NUMERICS_CPU,
+    NUMERICS_GPU,
+    STANDARD,
+)
 from profiling.machine import ROOT
 from profiling.ncu_case import LAYOUTS, measured_cases
 from profiling.record import Cell, Run, load
@@ -220,6 +230,16 @@ def support() -> Table:
     return Table("", ("calls that match fp64, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
 
 
+def _study(table: Callable[[Any], Table], source: str, field: str | None = None) -> Callable[[], str]:
+    """The text of a study's table, made of its whole record or of one field."""
+
+    def make() -> str:
+        record = json.loads((DATA / source).read_text(encoding="utf-8"))
+        return _markdown(table(record if field is None else record[field]))
+
+    return make
+
+
 def _markdown(table: Table) -> str:
     """Columns of numbers are aligned to the right."""
     columns = list(zip(*table.rows))
@@ -237,6 +257,15 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
+    "standard": (_study(standard_report.claims, STANDARD), (STANDARD,)),
+    "standard_figure": (lambda: "![Standard attention over cute_flash, by length](plots/standard.svg)", (STANDARD,)),
+    "numerics_ways": (_study(numerics_report.ways, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
+    "numerics_dtypes": (_study(numerics_report.dtypes, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
+    "numerics_gpu": (_study(numerics_report.gpu_out, NUMERICS_GPU, "records"), (NUMERICS_GPU,)),
+    "numerics_gpu_figure": (
+        lambda: "![Errors of GPU kernels by dtype and distribution](plots/numerics-gpu.svg)",
+        (NUMERICS_GPU,),
+    ),
     "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), (*RUNS.values(), doc_results.OUTLIERS)),
     "accuracy_line": (lambda: doc_results.accuracy_line(DATA), (*RUNS.values(), doc_results.OUTLIERS)),
     "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
@@ -265,7 +294,12 @@ def embed(text: str, folder: str = "") -> str:
 
 
 # Document -> prefix of its links to files of this folder.
-DOCUMENTS = {README: "profiling/", DOCS / "performance.md": "../profiling/", DOCS / "support.md": "../profiling/"}
+DOCUMENTS = {
+    README: "profiling/",
+    DOCS / "performance.md": "../profiling/",
+    DOCS / "support.md": "../profiling/",
+    DOCS / "numerics-study.md": "../profiling/",
+}
 
 
 def write() -> None:
