@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_flash.spec import arch
-from profiling import doc_results, numerics_report, standard_report
+from profiling import concept_tables, doc_results, numerics_report, standard_report
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import (
     BACKWARD,
@@ -272,6 +272,11 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
     "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
+    # Tables of models, which read no file.
+    "chips": (lambda: _markdown(concept_tables.chips()), ()),
+    "shapes": (lambda: _markdown(concept_tables.shapes()), ()),
+    "loop_orders": (concept_tables.loop_orders, ()),
+    "tile_rules": (concept_tables.tile_rules, ()),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -299,6 +304,7 @@ DOCUMENTS = {
     DOCS / "performance.md": "../profiling/",
     DOCS / "support.md": "../profiling/",
     DOCS / "numerics-study.md": "../profiling/",
+    DOCS / "how-it-works.md": "../profiling/",
 }
 
 
