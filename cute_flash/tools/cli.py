@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cute_flash.tools import loop_order, tile_choice
 from cute_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -194,6 +195,24 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
     sub = add(
+        "tiles",
+        _tiles,
+        "solve for tiles that fit shared memory and registers, beside the tile of the kernels",
+        "--gpu A100 --head-dim 128 --dtype bf16",
+        "--gpu X1 --smem-kb 64 --sms 40  # a GPU that the tables do not have",
+    )
+    tile_choice.add_arguments(sub)
+
+    sub = add(
+        "loops",
+        _loops,
+        "compare the loop orders of FlashAttention and FlashAttention-2: bytes, rescales, time",
+        "--gpu A100 --seqlen 4096 --head-dim 64",
+        "--gpu H100 --seqlen 512,8192 --head-dim 64,128 --markdown",
+    )
+    loop_order.add_arguments(sub)
+
+    sub = add(
         "inspect",
         _inspect,
         "compile a forward kernel and show its registers, spills and instructions; needs no GPU",
@@ -301,6 +320,16 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
     return 0
+
+
+def _tiles(args: argparse.Namespace) -> int:
+    with _usage_errors():
+        return tile_choice.run(args)
+
+
+def _loops(args: argparse.Namespace) -> int:
+    with _usage_errors():
+        return loop_order.run(args)
 
 
 def _inspect(args: argparse.Namespace) -> int:

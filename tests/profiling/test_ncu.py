@@ -198,7 +198,7 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
     monkeypatch.setattr(cli.arch, "detect", lambda index: arch.by_name("sm_90"))
     monkeypatch.setattr(cli.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True] * len(keys)))
+    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: len(keys))
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
     monkeypatch.setattr(ncu.Tool, "check", lambda self: None)
 

@@ -14,6 +14,7 @@ from cute_flash.spec.arch import GPUS, H200, SM_80, SM_90
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import loop_order
+from cute_flash.tools.cli import main
 from tests.cases import Case, make_inputs
 
 # B, H, Hkv, Sq, Sk, D
@@ -116,3 +117,10 @@ def test_wrong_values() -> None:
         loop_order.run(arguments("--gpu", "V100"))
     with pytest.raises(ValueError, match="batch=0"):
         loop_order.run(arguments("--batch", "0"))
+
+
+def test_through_the_command_line(capsys) -> None:
+    assert main(["loops", "--gpu", "A100", "--seqlen", "4096", "--head-dim", "64"]) == 0
+    assert "K/V outer moves" in capsys.readouterr().out
+    assert main(["loops", "--gpu", "V100"]) == 2
+    assert "V100" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from cute_flash.planning.tiles.fwd_sm90 import SM90_FWD, FwdTileSm90
 from cute_flash.spec.arch import ARCHS, KIB, SM_80, SM_86, SM_90, ArchSpec
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline, tile_choice
+from cute_flash.tools.cli import main
 from cute_flash.tools.tile_choice import Candidate, Choice, best, candidates, largest_keys
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -184,3 +185,10 @@ def test_the_table_has_a_row_for_each_gpu_and_head_dim() -> None:
     # A100, D = 128: the rules choose the row of the table.
     cells = [cell.strip() for cell in table[3].strip("|").split("|")]
     assert cells[0] == "A100, 128" and cells[5] == cells[6] == "128x48, 4 warps, 2 K/V stages" and cells[7] == "2"
+
+
+def test_through_the_command_line(capsys) -> None:
+    assert main(["tiles", "--gpu", "A100", "--head-dim", "128", "--dtype", "bf16"]) == 0
+    assert "by the rules" in capsys.readouterr().out
+    assert main(["tiles", "--gpu", "V100"]) == 2
+    assert "V100" in capsys.readouterr().err
