@@ -11,6 +11,7 @@ recompute         memory and matrix products of a backward that stores P, and of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,6 +31,16 @@ from profiling.timeline import COPY, TENSOR, Timeline, schedules
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 GPUS = {"A100": GREEN, "H100": ORANGE, "H200": BLUE}
+
+
+# Inches: narrower than figures of measurements, so that their text is larger on a page.
+WIDTH = 8.4
+
+
+def _figure(height: float, caption: str) -> Figure:
+    figure = new_figure(height, caption)
+    figure.set_figwidth(WIDTH)
+    return figure
 
 
 def _length(value: float, _: object = None) -> str:
@@ -84,7 +95,7 @@ def _loops(axes: Axes, is_q_outer: bool) -> None:
 
 def tiling() -> Figure:
     """Both loop orders: numbers are the steps of the inner loop."""
-    figure = new_figure(
+    figure = _figure(
         4.1, "dark: stays on the chip during the inner loop; grey squares: S and P, which never leave the chip"
     )
     panels = figure.subplots(1, 2)
@@ -129,7 +140,7 @@ def online_softmax() -> Figure:
     scores = score_row()
     statistics = row_statistics(scores)
     setting = f"one query and {KEYS} keys of N(0, 1), d = {HEAD_DIM}, blocks of {BLOCK} keys"
-    figure = new_figure(4.6, f"{setting}; α = exp(m − m′) multiplies l and O when m grows to m′")
+    figure = _figure(4.6, f"{setting}; α = exp(m − m′) multiplies l and O when m grows to m′")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.35, 1))
     upper.plot(np.arange(KEYS), scores, ".", color=GREY, ms=2, alpha=0.6)
     edges = np.arange(0, KEYS + 1, BLOCK)
@@ -142,7 +153,8 @@ def online_softmax() -> Figure:
         if alpha < 1:
             for axes in (upper, lower):
                 axes.axvline(first, color=RED, lw=1, ls=(0, (4, 2)))
-            upper.annotate(f"α = {alpha:.2f}", (first, m), (4, 4), textcoords="offset points", color=RED, size="small")
+            look: dict[str, Any] = {"color": RED, "size": "small", "bbox": {"fc": "white", "ec": "none", "pad": 0.6}}
+            upper.annotate(f"α = {alpha:.2f}", (first, m), (4, 5), textcoords="offset points", **look)
     upper.set(ylabel="score", ylim=(None, statistics[-1][0] + 0.9))
     lower.set(ylabel="l", xlabel="key", xlim=(0, KEYS))
     lower.xaxis.set_major_locator(FixedLocator(range(0, KEYS + 1, 2 * BLOCK)))
@@ -172,7 +184,7 @@ def ridge(head_dim: int = 128) -> Figure:
     low, high = 1.0, 16384.0
     # Softmax reads and writes two bytes of each score, and takes about five operations.
     softmax = 5 / (2 * 2)
-    figure = new_figure(4.3, f"d = {head_dim}, 16 bits, no mask; fused: Q, K, V, O and the LSE move once; {_rates()}")
+    figure = _figure(4.3, f"d = {head_dim}, 16 bits, no mask; fused: Q, K, V, O and the LSE move once; {_rates()}")
     axes = figure.subplots()
     for name, colour in GPUS.items():
         spec = arch.GPUS[name]
@@ -212,7 +224,7 @@ def _rates() -> str:
 
 KIND_COLOURS = {"K": ORANGE, "V": PURPLE, "QK": BLUE, "PV": GREEN, "softmax": GREY}
 LABELS = {"QK": "QKᵀ ", "PV": "PV ", "softmax": "softmax "}
-SHOWN, SIMULATED, SHOWN_CLOCKS = 4, 64, 7000
+SHOWN, SIMULATED, SHOWN_CLOCKS = 4, 64, 6400
 
 
 def busy(line: Timeline) -> float:
@@ -232,7 +244,7 @@ def _draw_timeline(axes: Axes, line: Timeline) -> None:
         axes.barh(y, width, 0.82, event.start, color=colour, alpha=0.45 if event.owner else 0.85, edgecolor="white")
         text = f"{LABELS.get(event.kind, event.kind)}{event.block + 1}"
         middle = event.start + width / 2
-        if middle < SHOWN_CLOCKS - 150:
+        if event.end < SHOWN_CLOCKS + 100:
             size, ink = "x-small" if width > 300 else 6.2, INK if event.owner else "white"
             axes.text(middle, y, text, ha="center", va="center", size=size, color=ink)
     axes.set_yticks(range(len(rows)), rows)
@@ -248,7 +260,7 @@ def overlap() -> Figure:
     )
     lines = schedules(SHOWN + 8)
     ratios = [len({event.row for event in line.events}) + 0.9 for line in lines]
-    figure = new_figure(1.1 + 0.3 * sum(ratios), caption)
+    figure = _figure(1.1 + 0.3 * sum(ratios), caption)
     panels = figure.subplots(len(lines), 1, sharex=True, height_ratios=ratios)
     for axes, line, long_line in zip(panels, lines, schedules(SIMULATED), strict=True):
         _draw_timeline(axes, line)
@@ -287,9 +299,7 @@ def column_read(tile: SmemTile) -> tuple[list[list[int]], list[int]]:
 
 
 def banks() -> Figure:
-    figure = new_figure(
-        4.9, "64 columns of 16 bits; a cell is 16 bytes, its number and colour are its group of 4 banks"
-    )
+    figure = _figure(4.9, "64 columns of 16 bits; a cell is 16 bytes, its number and colour are its group of 4 banks")
     panels = figure.subplots(2, len(VARIANTS), height_ratios=(1, 0.92))
     for (variant, title), upper, lower in zip(VARIANTS.items(), *panels, strict=True):
         tile = SmemTile(8, 64, variant=variant)
@@ -346,7 +356,7 @@ def _stack(axes: Axes, y: float, names: Sequence[str]) -> None:
 
 
 def recompute(head_dim: int = 128) -> Figure:
-    figure = new_figure(
+    figure = _figure(
         3.5,
         f"one head, d = {head_dim}, 16 bits; with Q, K, V, O and LSE; workspace: fp32 sums of dQ, Δ and LSE of rows",
     )
