@@ -69,27 +69,27 @@ def _box(axes: Axes, x: float, y: float, w: float, h: float, colour: str, alpha:
 
 def _loops(axes: Axes, is_q_outer: bool) -> None:
     """Q and O left and right of the scores, K and V above them; the tiles that stay on the chip are dark."""
-    top, left, depth = 0.0, 0.0, 1.1
+    depth, dark, pale = 1.1, 0.75, 0.22
     for i in range(TILES):
-        on_chip = i == HIGHLIGHTED if is_q_outer else False
-        for x, name, colour in ((left - depth - 0.3, "Q", BLUE), (left + BLOCKS + 0.3, "O", GREEN)):
-            _box(axes, x, top + i, depth, 1, colour, 0.75 if on_chip else 0.22, f"{name}{i + 1}")
+        alpha = dark if is_q_outer and i == HIGHLIGHTED else pale
+        for x, name, colour in ((-depth - 0.3, "Q", BLUE), (BLOCKS + 0.3, "O", GREEN)):
+            _box(axes, x, i, depth, 1, colour, alpha, f"{name}{i + 1}")
     for j in range(BLOCKS):
-        on_chip = j == HIGHLIGHTED and not is_q_outer
-        for y, name, colour in ((top - 2.1, "K", ORANGE), (top - 1.1, "V", PURPLE)):
-            _box(axes, left + j, y, 1, 0.9, colour, 0.75 if on_chip else 0.22, f"{name}{j + 1}")
+        alpha = dark if not is_q_outer and j == HIGHLIGHTED else pale
+        for y, name, colour in ((-2.1, "K", ORANGE), (-1.1, "V", PURPLE)):
+            _box(axes, j, y, 1, 0.9, colour, alpha, f"{name}{j + 1}")
     for i in range(TILES):
         for j in range(BLOCKS):
-            is_row = (i if is_q_outer else j) == HIGHLIGHTED
-            step = (j if is_q_outer else i) + 1
-            _box(axes, left + j, top + i, 1, 1, GREY, 0.4 if is_row else 0.12, str(step) if is_row else "")
+            outer, inner = (i, j) if is_q_outer else (j, i)
+            is_visited = outer == HIGHLIGHTED
+            _box(axes, j, i, 1, 1, GREY, 0.4 if is_visited else 0.12, str(inner + 1) if is_visited else "")
     middle = HIGHLIGHTED + 0.5
     ends = ((0.15, middle + 0.32), (BLOCKS - 0.15, middle + 0.32))
     if not is_q_outer:
         ends = ((middle + 0.32, 0.15), (middle + 0.32, TILES - 0.15))
     axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=12, color=RED, lw=1.6))
     _bare(axes)
-    axes.set(xlim=(left - depth - 0.5, left + BLOCKS + depth + 0.5), ylim=(TILES + 0.1, top - 2.3))
+    axes.set(xlim=(-depth - 0.5, BLOCKS + depth + 0.5), ylim=(TILES + 0.1, -2.3))
     axes.set_aspect("equal")
 
 
@@ -255,9 +255,7 @@ def _draw_timeline(axes: Axes, line: Timeline) -> None:
 
 
 def overlap() -> Figure:
-    caption = (
-        "clocks of one SM at peak rates, head dim 128; A100: 128 x 48 tiles, H100: 128 x 128; latencies are left out"
-    )
+    caption = "model: one SM at peak rates, head dim 128; A100: 128 x 48 tiles, H100: 128 x 128; latencies are left out"
     lines = schedules(SHOWN + 8)
     ratios = [len({event.row for event in line.events}) + 0.9 for line in lines]
     figure = _figure(1.1 + 0.3 * sum(ratios), caption)
