@@ -14,7 +14,7 @@ from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
-from profiling import doc_results, numerics_report, standard_report
+from profiling import concept_tables, doc_results, numerics_report, standard_report
 from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import (
@@ -362,6 +362,11 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
     "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
+    # Tables of models, which read no file.
+    "chips": (lambda: _markdown(concept_tables.chips()), ()),
+    "shapes": (lambda: _markdown(concept_tables.shapes()), ()),
+    "loop_orders": (concept_tables.loop_orders, ()),
+    "tile_rules": (concept_tables.tile_rules, ()),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -386,7 +391,10 @@ def embed(text: str, folder: str = "") -> str:
 # Document -> prefix of its links to files of this folder.
 DOCUMENTS = {
     README: "profiling/",
-    **{DOCS / name: "../profiling/" for name in ("numerics.md", "numerics-study.md", "performance.md", "support.md")},
+    **{
+        DOCS / f"{name}.md": "../profiling/"
+        for name in ("how-it-works", "numerics", "numerics-study", "performance", "support")
+    },
 }
 
 
