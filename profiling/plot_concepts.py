@@ -292,7 +292,7 @@ def column_read(tile: SmemTile) -> tuple[list[list[int]], list[int]]:
         [layout(row, col) * tile.element_bytes // CHUNK_BYTES % NUM_GROUPS for col in columns] for row in range(8)
     ]
     phase = warp_access(layout, [(row, 0) for row in range(8)] + [None] * 24).phases[0]
-    turn_of = {thread: number for number, turn in enumerate(phase.turns) for thread, _ in turn}
+    turn_of = {thread: number for number, turn in enumerate(phase.wavefront_words) for thread, _ in turn}
     return groups, [turn_of[row] for row in range(8)]
 
 
