@@ -40,6 +40,8 @@ _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 _IF_STATIC = {
     "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
+    "cu_seqlens_q": "varlen",
+    "cu_seqlens_k": "varlen",
     "seqused_k": "seqused_k",
     "q_tile_list": "varlen",
     "kv_tile_list": "varlen",

@@ -32,7 +32,7 @@ class Params:
     dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
-    norms: cute.Tensor | None = None  # (5, B, H) of an fp32 call; the last one is the largest |D|
+    norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; the last one is the largest |D|
 
 
 class BwdPreprocess(MBlockKernel):
@@ -127,7 +127,7 @@ class BwdPreprocess(MBlockKernel):
         for step in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
         if cute.arch.lane_idx() == 0:
-            target = norms[norms.shape[0] - 1, 0 if seqlen.is_varlen else seqlen.batch, None].iterator + head
+            target = norms[norms.shape[0] - 1, seqlen.batch, None].iterator + head
             cute.arch.atomic_fmax(target, largest, sem="relaxed", scope="gpu")
 
     def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
