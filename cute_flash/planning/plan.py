@@ -222,8 +222,9 @@ def _fwd_launches(
 
 def _rows_only(static: Static, seqused_k: bool) -> Static:
     """Without mask and features, for kernels that work row by row."""
-    widths = {"head_dim": static.head_dim, "head_dim_v": static.head_dim_v}
-    return Static(static.dtype, **widths, varlen=static.varlen, seqused_k=seqused_k)
+    return Static(
+        static.dtype, static.head_dim, head_dim_v=static.head_dim_v, varlen=static.varlen, seqused_k=seqused_k
+    )
 
 
 def _target(arch: str, family: str) -> str:
