@@ -56,7 +56,7 @@ def test_digest_changes_with_all_that_is_compiled_in() -> None:
     statics: dict[str, Any] = {"dtype": "float16", "head_dim": 56, "head_dim_v": 32, "features": ("softcap",)}
     statics |= {"mods": ModSpec(function.graphs)}
     ampere_tile = {"head_dim": 96, "tile_m": 256, "tile_n": 128, "num_warps": 2, "stages": 1, "q_steps": 1}
-    ampere_tile |= {"max_bounds": 0, "layout": "plain"}
+    ampere_tile |= {"max_bounds": 0, "layout": "plain", "pieces": 2}
     hopper_tile = {"head_dim": 96, "tile_m": 64, "tile_n": 48, "stages": 8, "q_stages": 1, "head_dim_v": 32}
     hopper_tile |= {"layout": "interleaved", "dropout_stages": 2, "bias_stages": 1}
     for key, part, values in (
