@@ -1,30 +1,31 @@
-# Everything runs in .venv, made on first use; a change of pyproject.toml or constraints.txt installs again.
+# Everything runs in .venv, which the first target creates. A change of pyproject.toml or constraints.txt reinstalls.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.installed-demo
-# One per core of a small machine; each worker may compile a kernel, which takes a core and about 1 GB.
+# Worker processes. Each may compile a kernel, which takes a core and about 1 GB.
 JOBS ?= 2
 
-.PHONY: demo test test-fast test-floor nightly lint lock gpu-test bench plots docs docs-serve clean
+.PHONY: demo test test-fast test-floor nightly lint lock gpu-test sanitize bench plots docs docs-serve clean
 
-# Installs the package alone, without the tools of developers.
+# Installs the package without the development tools.
 demo: $(DEMO_INSTALLED)
 	$(BIN)/cute-flash demo
 
-# Tests that need no GPU. One thread of torch in each worker: more would wait for each other's cores.
+# One torch thread per worker, so that workers do not compete for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+# Lint, types, and all tests that need no GPU.
 test: lint
 	$(PYTEST) -m "not gpu"
 	$(MAKE) test-floor
 
-# Those that compile nothing and start no processes that import torch.
+# The tests that compile nothing and start no processes that import torch.
 test-fast: $(INSTALLED)
 	$(PYTEST) -m "not compiles and not processes and not gpu"
 
 # Contracts with torch (compile, functorch, autocast, arguments) on the oldest torch of pyproject.toml. The wheel of
-# PyPI is for CUDA on x86_64: there, let pip find CPU builds first, for example by PIP_INDEX_URL.
+# PyPI is for CUDA on x86_64: there, point pip to CPU builds, for example with PIP_INDEX_URL.
 FLOOR := .venv-floor
 CONTRACTS := tests/score_mod/test_compile.py tests/score_mod/test_operations.py tests/test_ops.py tests/test_api.py \
   tests/test_bad_input.py tests/test_fuzz.py
@@ -37,7 +38,7 @@ $(FLOOR)/.installed: Makefile
 	$(FLOOR)/bin/python -m pip install --quiet torch==2.9.1 numpy pytest pytest-xdist nvtx
 	touch $@
 
-# Random arguments, right and wrong, for a minute.
+# Random valid and invalid arguments, for a minute.
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not gpu" tests/test_fuzz.py --fuzz-seconds=60
 
@@ -46,28 +47,32 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The machine code of all kernels of the lock against the recorded digests; `make test` checks a sample.
+# Compares the machine code of all kernels of tests/lock with the recorded digests; `make test` checks a sample.
 lock: $(INSTALLED)
 	$(BIN)/python -m tests.lock check --jobs $(JOBS)
 
-# Kernels in parallel first; then one process: tests that fill the GPU must not share it.
+# Compiles the kernels in parallel, then runs the tests in one process, because some fill the GPU's memory.
 gpu-test: $(INSTALLED)
 	$(BIN)/python -m tests.gpu.precompile build/kernels
 	$(BIN)/python -m pytest tests/gpu --kernel-cache=build/kernels
 
+# Small launches under compute-sanitizer; the log goes to profiling/results.
+sanitize: $(INSTALLED)
+	$(BIN)/python -m profiling sanitize
+
 bench: $(INSTALLED)
 	$(BIN)/python -m profiling bench --suite quick
 
-# From checked-in files: no GPU.
+# Figures and tables of the documents, from checked-in results; needs no GPU.
 plots: $(INSTALLED)
 	$(BIN)/python -m profiling plots
 
-# The site of docs/; a warning is an error.
+# Builds the site of docs/; a warning is an error.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
-	@echo "the site is in build/site: open build/site/index.html, or run make docs-serve"
+	@echo "the site is in build/site: open build/site/index.html, or run make docs-serve, which has a search too"
 
-# The site on http://127.0.0.1:8000, built again after each change.
+# Serves the site on http://127.0.0.1:8000 and rebuilds it after each change.
 docs-serve: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
@@ -75,7 +80,7 @@ clean:
 	rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip shows its progress: torch is large.
+# Without --quiet, because downloading torch takes minutes.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench,docs]'

@@ -46,8 +46,8 @@ __all__ = [
     "use_kernels",
 ]
 
-# Names that `__getattr__` imports on first use, with their modules: those that are not imported above and, in the
-# command line, all.
+# The modules of public names that `__getattr__` imports on first use: names that are not imported above and, in the
+# command `cute-flash`, all names.
 _MODULES = {
     "BlockMask": "score_mod.block_mask",
     "Support": "spec.problem",

@@ -216,20 +216,20 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Support:
     try:
         call = signature(attn).bind(q, k, v, **keywords)
         call.apply_defaults()
-        given = SimpleNamespace(**call.arguments)
+        values = SimpleNamespace(**call.arguments)
         check_are_tensors(q=q, k=k, v=v)
-        as_bool("return_lse", given.return_lse)
+        as_bool("return_lse", values.return_lse)
         if q.is_nested:
-            raise UnsupportedError("supports of NestedTensors: pass dense tensors of the longest sequence")
+            raise UnsupportedError("q is a NestedTensor: supports takes dense tensors, such as the longest sequence")
         args = _args(
-            q, given.causal, given.window, given.scale, given.deterministic, given.softcap, given.return_max_logit,
-            given.out_dtype, given.batch_invariant,
+            q, values.causal, values.window, values.scale, values.deterministic, values.softcap,
+            values.return_max_logit, values.out_dtype, values.batch_invariant,
         )  # fmt: skip
-        args = _with_features(args, q, given.alibi, given.sinks, given.dropout, draws_seed=False)
-        bias = None if given.bias is None else _checked_bias(given.bias, q, k, given.layout)
-        block_mask = given.block_map if given.block_mask is None else given.block_mask
-        args = _with_mods(args, q, bias, given.score_mod, given.mask_mod, given.score_mod_bwd, block_mask)
-        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, given.layout)), args)
+        args = _with_features(args, q, values.alibi, values.sinks, values.dropout, draws_seed=False)
+        bias = None if values.bias is None else _checked_bias(values.bias, q, k, values.layout)
+        block_mask = values.block_map if values.block_mask is None else values.block_mask
+        args = _with_mods(args, q, bias, values.score_mod, values.mask_mod, values.score_mod_bwd, block_mask)
+        problem = describe(*ops.autocast(*_to_bhsd(q, k, v, values.layout)), args)
         if q.device.type == "cuda":
             from cute_flash.planning.plan import plan_backward, plan_forward
             from cute_flash.spec.arch import detect
@@ -435,9 +435,9 @@ def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tenso
     ragged = _ragged_dim(q, "q")
     for name, x in (("k", k), ("v", v)):
         if _ragged_dim(x, name) != ragged:
-            raise ValueError(f"{name} and q have their lengths in different dimensions: transpose one of them")
+            raise ValueError(f"{name} and q have different ragged dimensions: transpose one of them")
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
-        raise ValueError("k and v have sequences of different lengths")
+        raise ValueError("k and v have sequences of different lengths: give v the offsets of k")
     Q, K, V = (x.transpose(1, 2) if ragged == 2 else x for x in (q, k, v))
     offsets = q.offsets()
     returns_lse = as_bool("return_lse", keywords.pop("return_lse", False))
@@ -453,22 +453,23 @@ def attn_nested(q: Any, k: Any, v: Any, **keywords: Any) -> Tensor | tuple[Tenso
 def _refuse_for_nested(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            way = (
+            remedy = (
                 "call attn_nested with max_seqlen_q and max_seqlen_k"
                 if name == "bias"
                 else "use score_mod and mask_mod"
             )
-            raise UnsupportedError(f"{name} with NestedTensors: {way}")
+            raise UnsupportedError(f"{name} with NestedTensors: {remedy}")
 
 
 def _ragged_dim(x: Any, name: str) -> int:
+    """Check a NestedTensor and return its ragged dimension, 1 or 2."""
     if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
         raise ValueError(f"{name}: expected a NestedTensor with layout=torch.jagged of four dimensions")
     if x.lengths() is not None:
         raise UnsupportedError(f"{name} has holes between its sequences: call contiguous() on it")
     ragged = [dim for dim, size in enumerate(x.shape) if not isinstance(size, int)]
     if ragged not in ([1], [2]):
-        raise ValueError(f"{name} has its lengths in dimension {ragged}: expected (B, H, j, D) or (B, j, H, D)")
+        raise ValueError(f"{name} is ragged in the dimensions {ragged}: expected (B, H, j, D) or (B, j, H, D)")
     return ragged[0]
 
 
@@ -611,7 +612,7 @@ def _checked_bias(bias: Any, q: Tensor, k: Tensor, layout: str) -> Tensor:
     bias = _checked_bias_type(bias, "(B, H, Sq, Sk)")
     sizes = _score_shape(q, k, layout)
     if bias.dim() > 4 or any(x not in (1, size) for x, size in zip(reversed(bias.shape), reversed(sizes))):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with (B, H, Sq, Sk) = {sizes}")
     return bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
 
@@ -621,17 +622,22 @@ def _checked_bias_type(bias: Any, sizes: str) -> Tensor:
         raise ValueError(f"bias is a {type(bias).__name__}: give a tensor, to broadcast with {sizes}")
     if bias.dtype == torch.bool:
         raise ValueError(
-            "bias is torch.bool: a mask is a mask_mod, such as lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"
+            "bias is torch.bool: pass a mask as mask_mod, such as lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"
         )
     return bias
 
 
 def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *max_seqlens: Any) -> Callable:
-    """Wrap score_mod in one that first adds the bias of a varlen batch. Dimensions of size 1 are not indexed."""
+    """A score_mod that adds the bias of a varlen batch, and then calls the user's score_mod.
+
+    Dimensions in which the bias has size 1 are not indexed.
+    """
+    if score_mod is not None and not callable(score_mod):
+        return score_mod  # `score_mod.trace.bind` raises the error for it
     bias = _checked_bias_type(bias, "(B, H, max_seqlen_q, max_seqlen_k)")
     if bias.dim() > 4 or not bias.is_floating_point():
         raise ValueError(
-            f"bias is {bias.dtype} of shape {tuple(bias.shape)}: give at most 4 dimensions, floating point"
+            f"bias is {bias.dtype} of shape {tuple(bias.shape)}: give a floating-point tensor of at most 4 dimensions"
         )
     bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     for size, expected in zip(bias.shape[:2], sizes):
@@ -652,6 +658,9 @@ def _with_bias(score_mod: Callable | None, bias: Any, sizes: tuple[int, int], *m
         score = score + table[index or 0]
         return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
 
+    if score_mod is not None and not _is_dynamo_compiling():
+        # Trace errors name the line where the user's function is defined.
+        biased.__wrapped__ = score_mod  # type: ignore[attr-defined]
     return biased
 
 
@@ -667,8 +676,8 @@ def _is_fp32_output(q: Tensor, out_dtype: torch.dtype) -> bool:
     if out_dtype == dtype:
         return False
     if out_dtype != torch.float32:
-        choices = "None or torch.float32" if dtype == torch.float32 else f"None, torch.float32, or {dtype}, that of q"
-        raise UnsupportedError(f"out_dtype={out_dtype}: use {choices}")
+        own = "" if dtype == torch.float32 else f", or {dtype}, the dtype of q"
+        raise UnsupportedError(f"out_dtype={out_dtype}: use None or torch.float32{own}")
     return True
 
 

@@ -13,7 +13,7 @@ class UnsupportedError(ValueError):
         ...     cute_flash.attn(x, x, x, out_dtype=torch.bfloat16)
         ... except cute_flash.UnsupportedError as error:
         ...     print(error)
-        out_dtype=torch.bfloat16: use None, torch.float32, or torch.float16, that of q
+        out_dtype=torch.bfloat16: use None, torch.float32, or torch.float16, the dtype of q
     """
 
 
@@ -27,5 +27,5 @@ class TraceError(UnsupportedError):
         ...     cute_flash.attn(x, x, x, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx)
         ... except cute_flash.TraceError as error:
         ...     print(error)  # doctest: +ELLIPSIS
-        mask_mod: it returns an int: a mask is of bools, made by comparisons (...)
+        mask_mod: it returns an int: return a bool, such as the result of a comparison (...)
     """

@@ -110,7 +110,7 @@ def document(ids: Tensor | None = None, *, offsets: Tensor | None = None) -> Mas
     if offsets is not None and ids is None:
         return _documents_of_offsets(offsets)
     if ids is None or offsets is not None:
-        raise ValueError("document: give either ids or offsets")
+        raise ValueError("document: give either ids or offsets, not both")
     _check_integers("ids", ids)
     if ids.dim() not in (1, 2):
         raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (S) or (B, S)")
@@ -127,7 +127,9 @@ def _documents_of_offsets(offsets: Tensor) -> Mask:
     if offsets.dim() != 1 or len(offsets) < 2:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}: expected (N + 1), N documents")
     if offsets[0] < 0 or (offsets.diff() < 0).any():
-        raise ValueError("offsets fall, or start before 0: give the first position of each document, in order")
+        raise ValueError(
+            "offsets decrease, or start below 0: give the first position of each document, in ascending order"
+        )
     end = int(offsets[-1])
     positions = torch.arange(end + 1, device=offsets.device, dtype=offsets.dtype)
     # The last id belongs to all positions past the end.
@@ -193,8 +195,8 @@ def dilated(window: int, step: int) -> Mask:
     """A query sees every `step`-th key, counted back from its own position.
 
     Args:
-        window: The number of keys that a query sees, with its own.
-        step: The distance between them.
+        window: The number of keys that a query sees, including its own.
+        step: The distance between these keys, in positions.
 
     Returns:
         The mask.
@@ -225,10 +227,10 @@ def dilated(window: int, step: int) -> Mask:
 
 
 def block_causal(block: int) -> Mask:
-    """Causal by blocks: a query sees all keys of its block and of the blocks before it.
+    """Causal in units of blocks: a query sees all keys of its block and of the blocks before it.
 
     Args:
-        block: The number of positions of a block.
+        block: The number of positions in a block.
 
     Returns:
         The mask.
@@ -258,8 +260,8 @@ def sliding_window(window: int, num_global: int = 0) -> Mask:
     """Causal: a query sees the last `window` keys, and the first keys of the sequence (global tokens).
 
     Args:
-        window: The number of keys up to and with its own position that a query sees.
-        num_global: The number of keys at the start of the sequence that later queries see too.
+        window: The number of keys that a query sees: its own and those before it.
+        num_global: The number of keys at the start of the sequence that all later queries see too.
 
     Returns:
         The mask.
@@ -278,7 +280,7 @@ def sliding_window(window: int, num_global: int = 0) -> Mask:
              +..++
     """
     if window < 1 or num_global < 0:
-        raise ValueError(f"sliding_window: window={window}, num_global={num_global}: at least 1 and 0")
+        raise ValueError(f"sliding_window: window={window}, num_global={num_global}: use at least 1, and at least 0")
 
     def mask(b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -345,7 +347,7 @@ def or_(*masks: Mask) -> Mask:
 
 
 def not_(one: Mask) -> Mask:
-    """A query sees the keys that it does not see in the other mask.
+    """The complement: a query sees the keys that it does not see with the mask `one`.
 
     Args:
         one: A mask_mod.

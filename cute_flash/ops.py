@@ -268,8 +268,8 @@ def gradients(
     """Compute dq, dk, dv and the gradients of `args.differentiable`, bypassing the dispatcher if possible."""
     # With grad mode on (create_graph=True), autograd must record the operator, whose own backward raises. ZeroTensors,
     # which autograd may pass, have no memory; the dispatcher materializes them.
-    is_last = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
-    if is_last and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
+    can_bypass = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
+    if can_bypass and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
         return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
     dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))
     return dq, dk, dv, [grad if needed else None for grad, needed in zip(grads, _has_gradient(args))]
@@ -382,7 +382,7 @@ class NoDoubleBackward(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise UnsupportedError(
-            "gradients of gradients of attn: only first ones exist; use torch's SDPA with SDPBackend.MATH"
+            "second derivatives of attn: only first derivatives are implemented; use torch's SDPA with SDPBackend.MATH"
         )
 
 

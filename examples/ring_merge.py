@@ -1,7 +1,7 @@
 """Ring attention on one device: each rank has a shard of the sequence, and K/V shards pass from rank to rank.
 
 Forward: a rank attends to one K/V shard at a time. `merge` combines the partial output with those before, by their
-LSEs. Backward: `attention_bwd` takes the merged output and LSE, and returns the share of each shard in dq, dk and dv.
+LSEs. Backward: `attention_bwd` takes the merged output and LSE, and returns the part of each shard in dq, dk and dv.
 The ranks are a loop here. With torch.distributed, a rank receives the shards of the others.
 
     python examples/ring_merge.py

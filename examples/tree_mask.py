@@ -39,20 +39,20 @@ class Model(nn.Module):
     def logits(self, out: Tensor) -> Tensor:
         return self.head(out[0].transpose(0, 1).flatten(1)).float()
 
-    def walk(self, tokens: Tensor) -> Tensor:
-        """The logits after the last of some tokens, which follow each other."""
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """The logits after a sequence of tokens, by torch's SDPA."""
         q, k, v = self.project(tokens, torch.arange(len(tokens), device=tokens.device))
         return self.logits(F.scaled_dot_product_attention(q, k, v, is_causal=True))[-1]
 
 
 @torch.no_grad()
 def main(num_context: int = 200) -> tuple[Tensor, Tensor, list[int]]:
-    """Returns the logits after each node, the same by walks along the branches, and the accepted nodes."""
+    """Returns the logits after each node, the same computed branch by branch, and the accepted nodes."""
     torch.manual_seed(0)
     model = Model().to(DEVICE, DTYPE)
     context, draft = torch.randint(64, (num_context,)).to(DEVICE), torch.randint(64, (len(PARENTS),)).to(DEVICE)
     for node in (0, 2, 5):  # the draft model was right about these, and guessed the others
-        draft[node] = model.walk(torch.cat((context, draft[PATHS[node][:-1]]))).argmax()
+        draft[node] = model.next_logits(torch.cat((context, draft[PATHS[node][:-1]]))).argmax()
 
     # Queries of the nodes; keys and values of the context, as from a KV cache, and of the nodes.
     _, k_cache, v_cache = model.project(context, torch.arange(num_context, device=DEVICE))
@@ -64,16 +64,16 @@ def main(num_context: int = 200) -> tuple[Tensor, Tensor, list[int]]:
 
     # Follow the greedy choices from the root for as long as the draft has them.
     choices, drafted = logits.argmax(dim=-1).tolist(), draft.tolist()
-    accepted, node, wanted = [], -1, model.walk(context).argmax().item()
+    accepted, node, wanted = [], -1, model.next_logits(context).argmax().item()
     while children := [i for i, parent in enumerate(PARENTS) if parent == node and drafted[i] == wanted]:
         node = children[0]
         wanted = choices[node]
         accepted.append(node)
-    walked = torch.stack([model.walk(torch.cat((context, draft[path]))) for path in PATHS])
+    expected = torch.stack([model.next_logits(torch.cat((context, draft[path]))) for path in PATHS])
     print(masks.draw(masks.tree(torch.tensor(PARENTS)), len(PARENTS), tile=(4, 4)))
     print(f"accepted nodes {accepted}, next token {wanted}: {len(accepted) + 1} tokens from one pass")
-    print(f"largest difference of the logits: {(logits - walked).abs().max():.1e}")
-    return logits, walked, accepted
+    print(f"largest difference of the logits: {(logits - expected).abs().max():.1e}")
+    return logits, expected, accepted
 
 
 if __name__ == "__main__":

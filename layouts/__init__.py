@@ -4,6 +4,7 @@
     algebra   composition, complement and division of layouts
     banks     a counter of bank conflicts
     kernels   the accesses of the forward kernels, for one tile and for a launch
+    backward  the same for the backward kernels
     draw      pictures in text and SVG
 
 The swizzle and the tiles come from `cute_flash.smem`, which the kernels use too. Nothing here needs a GPU or the CuTe

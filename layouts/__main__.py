@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--access", choices=ACCESSES, default="ldmatrix_a", help="access to mark (default: %(default)s)")
     add("--kernel", choices=KERNELS, help="draw a tile of this kernel; replaces --rows, --cols and --access")
     add("--operand", choices=OPERANDS, default="K", help="operand of the kernel (default: %(default)s)")
-    add("--instruction", help="instruction to mark, such as cp.async (default: the one that reads the operand)")
+    add("--instruction", help="instruction to mark, such as cp.async (default: the instruction that reads the operand)")
     add("--head-dim", type=int, default=128, help="head dim of the kernel (default: %(default)s)")
     add("--arch", default="sm_90", help="architecture of the kernel's tile table (default: %(default)s)")
     add("--phase", type=int, default=0, help="phase of the access to mark (default: %(default)s)")

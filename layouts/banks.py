@@ -40,48 +40,48 @@ class Phase:
     @property
     def banks(self) -> dict[int, list[tuple[int, int]]]:
         """bank -> [(thread, address of the word that it accesses there)], in the order of the banks."""
-        wanted: dict[int, list[tuple[int, int]]] = {}
+        accesses: dict[int, list[tuple[int, int]]] = {}
         for thread, address in self.lanes:
             for word in range(address, address + self.width, BANK_BYTES):
-                wanted.setdefault(word // BANK_BYTES % NUM_BANKS, []).append((thread, word))
-        return dict(sorted(wanted.items()))
+                accesses.setdefault(word // BANK_BYTES % NUM_BANKS, []).append((thread, word))
+        return dict(sorted(accesses.items()))
 
     @property
     def wavefronts(self) -> int:
         """The largest number of different words in one bank."""
-        return max(len({word for _, word in wanted}) for wanted in self.banks.values())
+        return max(len({word for _, word in accesses}) for accesses in self.banks.values())
 
     @property
-    def turns(self) -> list[list[tuple[int, int]]]:
+    def wavefront_words(self) -> list[list[tuple[int, int]]]:
         """For each wavefront: [(thread, address of the word that it gets)]."""
-        turns: list[list[tuple[int, int]]] = [[] for _ in range(self.wavefronts)]
-        for wanted in self.banks.values():
-            words = list(dict.fromkeys(word for _, word in wanted))
-            for thread, word in wanted:
-                turns[words.index(word)].append((thread, word))
-        return turns
+        result: list[list[tuple[int, int]]] = [[] for _ in range(self.wavefronts)]
+        for accesses in self.banks.values():
+            words = list(dict.fromkeys(word for _, word in accesses))
+            for thread, word in accesses:
+                result[words.index(word)].append((thread, word))
+        return result
 
 
 @dataclass(frozen=True)
 class CopyPhase(Phase):
-    """Threads of a cp.async whose bytes come from one 128-byte line of global memory. `sources`: their addresses.
+    """Threads of a cp.async whose bytes come from one 128-byte line of global memory, at the addresses `sources`.
 
     A wavefront writes to one 128-byte line of shared memory, and the bytes of one source sector (32 bytes) to one
     sector. Permuting sectors within a line, or chunks within a sector, is free, and a swizzle does no more than that.
-    In a padded tile a line straddles two lines and, if it is shifted by 16 bytes, a sector straddles two sectors. The
-    wavefront counts of an H200 follow this rule exactly, except for rows past the end of a tensor, which always take
-    one wavefront per line.
+    In a padded tile a source line straddles two lines and, if it is shifted by 16 bytes, a source sector two sectors.
+    The wavefront counts of an H200 follow this rule exactly, except for rows past the end of a tensor, which always
+    take one wavefront per line.
     """
 
     sources: tuple[int, ...] = ()
 
     @property
     def wavefronts(self) -> int:
-        return len(self.turns)
+        return len(self.wavefront_words)
 
     @property
-    def turns(self) -> list[list[tuple[int, int]]]:
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    def wavefront_words(self) -> list[list[tuple[int, int]]]:
+        by_wavefront: dict[tuple[int, int], list[tuple[int, int]]] = {}
         sectors: dict[tuple[int, int], list[int]] = {}
         for (thread, target), source in zip(self.lanes, self.sources, strict=True):
             line, sector = target // WAVEFRONT_BYTES, target // SECTOR_BYTES
@@ -89,8 +89,8 @@ class CopyPhase(Phase):
             if sector not in seen:
                 seen.append(sector)
             words = range(target, target + self.width, BANK_BYTES)
-            found.setdefault((line, seen.index(sector)), []).extend((thread, word) for word in words)
-        return [found[key] for key in sorted(found)]
+            by_wavefront.setdefault((line, seen.index(sector)), []).extend((thread, word) for word in words)
+        return [by_wavefront[key] for key in sorted(by_wavefront)]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Access:
         return sum(1 for phase in self.phases if phase.lanes[0][0] % WARP == 0)
 
 
-def _join(accesses: Sequence[Access]) -> Access:
+def join(accesses: Sequence[Access]) -> Access:
     return Access(tuple(phase for access in accesses for phase in access.phases))
 
 
@@ -201,6 +201,14 @@ def ldmatrix_v(layout: AnyLayout, d0: int, key0: int) -> Access:
     return warp_access(layout, coords, Vector(CHUNK_BYTES, along=0))
 
 
+def ldmatrix_a_transposed(layout: AnyLayout, row0: int, col0: int) -> Access:
+    """ldmatrix.x4.trans of an operand A seen as (rows, k), `layout.transposed`: 16 rows of 16 k."""
+    coords = [
+        (row0 + lane // _MATRIX % 2 * _MATRIX, col0 + lane // _BLOCK * _MATRIX + lane % _MATRIX) for lane in range(WARP)
+    ]
+    return warp_access(layout, coords, Vector(CHUNK_BYTES, along=0))
+
+
 def _check_mma_tile(tile: SmemTile) -> None:
     if tile.element_bytes != 2:
         raise ValueError(f"element_bytes={tile.element_bytes}: the mma.m16n8k16 accesses are of 2-byte elements")
@@ -215,7 +223,7 @@ def every_block(
     _check_mma_tile(tile)
     rows, width = layout.extents
     columns = range(width) if cols is None else cols
-    return _join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in columns[::_BLOCK]])
+    return join([load(layout, row, col) for row in range(0, rows, _BLOCK) for col in columns[::_BLOCK]])
 
 
 def _copy_coords(tile: SmemTile, num_threads: int) -> Iterator[tuple[int, list[Coord | None]]]:
@@ -258,7 +266,7 @@ def cp_async_write(tile: SmemTile, num_threads: int = 128) -> Access:
 def load_rows(tile: SmemTile, num_threads: int = 128) -> Access:
     """The 16-byte loads with which the epilogue reads a tile, row by row, to store it to global memory."""
     vector = Vector(CHUNK_BYTES, tile.element_bytes)
-    return _join([warp_access(layout_of(tile), at, vector, first) for first, at in _copy_coords(tile, num_threads)])
+    return join([warp_access(layout_of(tile), at, vector, first) for first, at in _copy_coords(tile, num_threads)])
 
 
 def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
@@ -275,7 +283,7 @@ def store_fragment(tile: SmemTile, num_warps: int = 1) -> Access:
             for row0 in (block * _BLOCK, block * _BLOCK + _MATRIX):
                 coords = [(row0 + lane // 4, col0 + lane % 4 * 2) for lane in range(WARP)]
                 accesses.append(warp_access(layout_of(tile), coords, _PAIR, block % num_warps * WARP))
-    return _join(accesses)
+    return join(accesses)
 
 
 # The accesses of the kernels, each over a full tile.

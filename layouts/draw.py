@@ -152,7 +152,7 @@ def conflict_table(rows: int, cols: int) -> str:
 def _served(phase: Phase) -> list[list[tuple[int, ...]]]:
     """[wavefront][group of banks] -> the threads that get words."""
     grid: list[list[set[int]]] = [[set() for _ in range(NUM_GROUPS)] for _ in range(phase.wavefronts)]
-    for row, delivered in zip(grid, phase.turns, strict=True):
+    for row, delivered in zip(grid, phase.wavefront_words, strict=True):
         for thread, word in delivered:
             row[word // CHUNK_BYTES % NUM_GROUPS].add(thread)
     return [[tuple(sorted(threads)) for threads in row] for row in grid]

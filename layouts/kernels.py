@@ -1,8 +1,8 @@
 """The shared-memory accesses of the forward kernels, and their bank conflicts per tile and per launch.
 
-Only accesses through the load/store units are counted, as by a profiler: ldmatrix, stmatrix, ld.shared, st.shared, and
+Like a profiler, it counts only accesses through the load/store units: ldmatrix, stmatrix, ld.shared, st.shared, and
 the writes of cp.async. TMA and the operands of wgmma reach the banks in other ways, and no counter shows their
-conflicts. For the Hopper kernel that leaves the epilogue and the published tiles.
+conflicts. In the Hopper kernel only the epilogue and the published tiles are counted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from layouts.banks import (
 from layouts.layout import layout_of, transposed
 
 # All threads of a warp read one word.
-_BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
-_ONE_THREAD = Access((Phase(BANK_BYTES, ((0, 0),)),))
+BROADCAST = Access((Phase(BANK_BYTES, tuple((lane, 0) for lane in range(WARP))),))
+ONE_THREAD = Access((Phase(BANK_BYTES, ((0, 0),)),))
 
 
 class Sm80Tile(Protocol):
@@ -91,7 +91,7 @@ class Use:
     instruction: str  # one of INSTRUCTIONS
     access: Access
     tile: SmemTile | None = None
-    repeats: int = 1  # how often it happens, such as once per warp
+    repeats: int = 1  # times per row tile or K/V block, such as the number of warps
     is_per_block: bool = False  # once per K/V block; else once per row tile
 
     @property
@@ -100,10 +100,12 @@ class Use:
 
     @property
     def once(self) -> Count:
+        """The counts of one row tile, or of one K/V block if `is_per_block`."""
         one = self.access
         return Count(one.instructions, one.wavefronts, one.conflicts) * self.repeats
 
     def launched(self, work: Work) -> Count:
+        """The counts of a launch."""
         return self.once * (work.key_blocks if self.is_per_block else work.row_tiles)
 
 
@@ -116,18 +118,19 @@ def sm80_uses(tile: Sm80Tile) -> tuple[Use, ...]:
     """The accesses of the mma.sync kernel, in program order."""
     tiles = sm80_tiles(tile)
     q, kv = tiles["Q"], tiles["K"]
-    threads, kept = WARP * tile.num_warps, 16 * tile.q_steps
+    threads, register_cols = WARP * tile.num_warps, 16 * tile.q_steps
     kv_copy = cp_async_write(kv, threads)
     uses = [
         Use("Q", "cp.async", cp_async_write(q, threads), q),
         Use("K", "cp.async", kv_copy, kv, is_per_block=True),
         Use("V", "cp.async", kv_copy, kv, is_per_block=True),
     ]
-    # Each warp reads all of K and V, and its own rows of Q. It reads the first `kept` columns of Q once per tile.
-    if kept:
-        uses.append(Use("Q", "ldmatrix", every_block(q, layout_of(q), ldmatrix_a, range(kept)), q))
-    if kept < q.cols:
-        rest = every_block(q, layout_of(q), ldmatrix_a, range(kept, q.cols))
+    # Each warp reads all of K and V, and its own rows of Q. It reads the first
+    # `register_cols` columns of Q once per tile.
+    if register_cols:
+        uses.append(Use("Q", "ldmatrix", every_block(q, layout_of(q), ldmatrix_a, range(register_cols)), q))
+    if register_cols < q.cols:
+        rest = every_block(q, layout_of(q), ldmatrix_a, range(register_cols, q.cols))
         uses.append(Use("Q", "ldmatrix", rest, q, is_per_block=True))
     k_access = every_block(kv, layout_of(kv), ldmatrix_b)
     v_access = every_block(kv, transposed(kv), ldmatrix_v)
@@ -163,8 +166,8 @@ def sm90_uses(tile: Sm90Tile) -> tuple[Use, ...]:
         uses.append(Use("O", "stmatrix", access, o, tile.num_warpgroups))
         readers += 1
     # The m_block, head and batch index of a tile, written by stores of 8 and 4 bytes.
-    uses.append(Use("tile", "ld.shared", _BROADCAST, repeats=3 * readers))
-    uses.append(Use("tile", "st.shared", _ONE_THREAD, repeats=2))
+    uses.append(Use("tile", "ld.shared", BROADCAST, repeats=3 * readers))
+    uses.append(Use("tile", "st.shared", ONE_THREAD, repeats=2))
     return tuple(uses)
 
 

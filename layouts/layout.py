@@ -2,7 +2,7 @@
 
 A layout maps a coordinate to an index: the inner product of the coordinate and the strides. Shape and stride are tuples
 of ints with the same nesting. An integer coordinate runs through a nested shape with the first mode fastest. Layouts
-print as in the CuTe DSL, so that they can be compared with those printed in a kernel.
+print as in the CuTe DSL, so that they can be compared with layouts printed in a kernel.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -35,9 +37,13 @@ from profiling import (
     ncu_case,
     ncu_report,
     ncu_run,
+    ncu_source,
     ranking,
     report,
+    sanitize,
+    sanitize_case,
     start,
+    studies,
     tune,
 )
 from profiling.arguments import at_least_one, int_list, name_list, num_cores
@@ -54,6 +60,8 @@ from profiling.variants import FAMILIES, Selection, choose
 from profiling.workers import Pool
 
 DESCRIPTION = "Measure cute_flash beside other libraries, tune its tiles, and compare counters with predictions."
+# The layout of shared memory that every kernel has.
+DEFAULT_LAYOUT = "swizzled"
 # Exit status: 0 success, 1 a failure, a regression or a missed goal, 2 nothing was measured.
 OK, FAILED, NOT_MEASURED = 0, 1, 2
 
@@ -71,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--suite paper --out paper.json",
         "--suite paper --direction bwd --base paper-bwd.json  # exit status 1 if a cell got slower",
         "--head-dims 128 --masks causal --lengths 512,4096 --providers cute_flash,sdpa-flash,flex",
+        "--batch 2 --heads 32 --lengths 8192 --head-dims 128 --masks causal  # one shape",
     )
     _add_bench(bench)
     host_command = add(
@@ -111,6 +120,14 @@ def _parser() -> argparse.ArgumentParser:
         "--predict-only --arch sm_90  # needs no GPU",
     )
     _add_ncu(ncu_command)
+    sanitize_command = add(
+        "sanitize",
+        "run compute-sanitizer over small launches of every kind of kernel",
+        "--tool racecheck --minutes 8",
+        "--list  # needs no GPU",
+    )
+    _add_sanitize(sanitize_command)
+    studies.add_commands(add)
     plots = add("plots", "draw the figures and fill in the tables of the documents; needs no GPU", "")
     plots.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="draw into DIR, without tables")
     return parser
@@ -118,8 +135,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_rounds(parser: argparse.ArgumentParser, rounds: int, ms: float) -> None:
     add = parser.add_argument
-    add("--rounds", type=at_least_one, default=rounds, metavar="N", help="rounds of the median (default: %(default)s)")
-    add("--ms", type=float, default=ms, help="back-to-back calls in a round, in ms (default: %(default)s)")
+    add(
+        "--rounds",
+        type=at_least_one,
+        default=rounds,
+        metavar="N",
+        help="rounds; a result is their median (default: %(default)s)",
+    )
+    add("--ms", type=float, default=ms, help="time of the back-to-back calls of a round (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
 
@@ -140,12 +163,20 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--head-dims", type=int_list, metavar="LIST", help=suite)
     add("--masks", type=name_list, metavar="LIST", help=f"of {', '.join(MASKS)}; {suite}")
     add("--lengths", type=int_list, metavar="LIST", help=suite)
+    add("--batch", type=int, metavar="N", help="default: tokens of the suite / length")
+    add("--heads", type=int, metavar="N", help="query heads (default: hidden size of the suite / head dim)")
     _add_rounds(parser, rounds=6, ms=25.0)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
     add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
     add("--reference", default="sdpa-flash", metavar="NAME", help="peer of the column ours/ref (default: %(default)s)")
     add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
-    add("--threshold", type=float, default=0.05, metavar="X", help="fall of ours/ref that fails (default: %(default)s)")
+    add(
+        "--threshold",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="relative fall of ours/ref that is a regression (default: %(default)s)",
+    )
 
 
 def _add_features(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
@@ -181,12 +212,25 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--kernels", type=name_list, default=kernels, metavar="LIST", help=f"default: {','.join(kernels)}")
     add("--variants", type=name_list, default=(), metavar="LIST", help="layouts, such as swizzled,plain (default: all)")
     ncu_case.add_shape(parser)
+    sizes = ", ".join(f"{name} {value}" for name, value in ncu_case.BEYOND_L2.items())
+    add("--beyond-l2", action="store_true", help=f"a shape whose tensors exceed L2: {sizes}, default layouts")
+    add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
     add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="folder of reports (default: %(default)s)")
     add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
     add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
     add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
     add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
+
+
+def _add_sanitize(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tool", dest="tools", action="append", choices=sanitize.TOOLS, help="default: all; may be repeated")
+    add("--minutes", type=float, default=20.0, metavar="N", help="stop after so long (default: %(default)s)")
+    add("--only", default="*", metavar="PATTERN", help="launches whose name matches, such as 'sm90-*-dropout'")
+    add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
+    add("--out", type=Path, metavar="FILE", help="default: profiling/results/<gpu>/<date>-sanitize.txt")
+    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -241,14 +285,14 @@ def _compare(run: Run, base: Run, threshold: float) -> bool:
     """Print the changes; true if one is a regression, or if no cell can be compared."""
     changes = compare.changes(run, base)
     if not changes:
-        print(f"The base shares no cell with this run that has a ratio to {run.reference}.")
+        print(f"No cell of the base can be compared: none has a ratio to {run.reference}.")
         return True
     show([report.change_table(changes, threshold)])
     return bool(compare.regressions(changes, threshold))
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
-    return SUITES[args.suite].narrowed(args.lengths, args.head_dims, args.masks).shapes()
+    return SUITES[args.suite].narrowed(args.lengths, args.head_dims, args.masks, args.batch, args.heads).shapes()
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -279,7 +323,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _host(args: argparse.Namespace) -> int:
     settings = host_cases.Settings.of(args)
-    # A wrong case is refused before anything is measured.
+    # Raises for an unknown case, before anything is measured.
     settings.chosen()
     base: dict[str, Any] = json.loads(args.base.read_text()) if args.base else {}
     if not arch.has_gpu():
@@ -387,7 +431,7 @@ def _tune(args: argparse.Namespace) -> int:
         arch=target.name,
         peers=tuple(peer.name for peer in peers),
     )
-    # A wrong mask or length is refused before anything is compiled.
+    # Raises for a wrong mask or length, before anything is compiled.
     settings.shapes([variant.head_dim for variant in variants])
 
     def save_tuning(tuning: ranking.Tuning) -> None:
@@ -411,22 +455,42 @@ def _tune(args: argparse.Namespace) -> int:
 
 def _ncu(args: argparse.Namespace) -> int:
     if args.from_exports:
+        ncu_run.export_record(args.out)
         findings, record = ncu_run.from_folder(args.out)
         write_json(record, args.out / ncu_run.RECORD)
         return _show_findings(findings)
-    target = _target(args, "predict_only")
-    cases = ncu.choose(args.kernels, args.variants, ncu_case.shape_of(args), args.dtype)
+    target, variants = _target(args, "predict_only"), args.variants
+    if args.beyond_l2:
+        vars(args).update(ncu_case.BEYOND_L2)
+    if args.beyond_l2 or args.by_instruction:
+        variants = variants or (DEFAULT_LAYOUT,)
+    cases = ncu.choose(args.kernels, variants, ncu_case.shape_of(args), args.dtype)
     findings = [ncu_report.Finding(case, expected(case, target)) for case in cases]
     if not args.predict_only:
         tool = ncu.Tool(args.out, args.ncu)
         tool.check()
         keys = dict.fromkeys(key for case in cases for key in case.keys(target))
         precompile_keys(list(keys), args.jobs)
-        settings = {"kernels": args.kernels, "variants": args.variants, "jobs": args.jobs}
+        if args.by_instruction:
+            return _count_instructions(tool, cases)
+        settings = {"kernels": args.kernels, "variants": variants, "jobs": args.jobs}
         facts = {"settings": settings, "machine": machine.facts(), "ncu": tool.version}
         with steps("profiling", len(findings)) as done:
             findings = ncu_run.profile_all(tool, findings, facts, done)
     return _show_findings(findings)
+
+
+def _count_instructions(tool: ncu.Tool, cases: Sequence[ncu_case.Case]) -> int:
+    failures = []
+    for case in cases:
+        try:
+            show([ncu_source.table(case.id, ncu_source.collect(tool, case))])
+        except ncu.NotPermittedError:
+            raise
+        except ncu.NcuError as error:
+            failures.append(str(error))
+    print_lines("Failures", failures)
+    return FAILED if failures else OK
 
 
 def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
@@ -435,6 +499,38 @@ def _show_findings(findings: Sequence[ncu_report.Finding]) -> int:
     failures = [f"{one.case.id}: {one.error}" for one in findings if one.error]
     print_lines("Failures", failures)
     return FAILED if failures else OK
+
+
+def _sanitize(args: argparse.Namespace) -> int:
+    tools = tuple(dict.fromkeys(args.tools or sanitize.TOOLS))
+    chosen = sanitize_case.launches(only=args.only)
+    if not chosen:
+        raise ValueError(f"--only {args.only}: no launch has such a name")
+    seconds = sanitize.expected_seconds(tools, len(chosen))
+    if args.list:
+        print("\n".join(launch.name for launch in chosen))
+        print(f"{len(chosen)} launches, {', '.join(tools)}: about {seconds:.0f} s on an H200 (an estimate)")
+        return OK
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: nothing can be checked")
+    sanitize.check()
+    deadline = time.monotonic() + 60 * args.minutes
+    facts = machine.facts()
+    out = args.out or figures.DATA / "results" / gpu_folder(facts["gpu"]) / f"{datetime.date.today()}-sanitize.txt"
+    precompile_keys(sanitize_case.needed_kernels(chosen), args.jobs)
+    version = machine.run_command((sanitize.PROGRAM, "--version"))
+    outcomes = []
+    for tool in tools:
+        outcomes.append(sanitize.run_tool(tool, chosen, deadline, sanitize.run_command))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(sanitize.log(outcomes, facts, version), encoding="utf-8")
+    print(out.read_text(encoding="utf-8"))
+    return OK if all(outcome.is_clean for outcome in outcomes) else FAILED
+
+
+def gpu_folder(gpu: str) -> str:
+    """The folder of a GPU's results: "NVIDIA H200" -> "h200"."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0].lower()
 
 
 def _plots(args: argparse.Namespace) -> int:
@@ -458,11 +554,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "mods": _mods,
             "tune": _tune,
             "ncu": _ncu,
+            "sanitize": _sanitize,
             "plots": _plots,
+            **studies.COMMANDS,
         }
         return commands[args.command](args)
     except (ValueError, OSError) as error:
-        # A wrong argument or file, refused before anything is measured.
+        # A wrong argument or file; these errors come before anything is measured.
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return NOT_MEASURED
 

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cute_flash.planning.plan import plan_backward
+from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
-from profiling import doc_results
+from layouts.backward import bwd_sm80_uses
+from layouts.kernels import predict
+from profiling import concept_tables, doc_results, numerics_report, standard_report
+from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, features
-from profiling.figures import BACKWARD, BACKWARD_SM80, COUNTERS, DATA, FORWARD, FORWARD_SM80
+from profiling.figures import (
+    BACKWARD,
+    BACKWARD_SM80,
+    COUNTERS,
+    DATA,
+    FORWARD,
+    FORWARD_SM80,
+    NUMERICS_CPU,
+    NUMERICS_GPU,
+    STANDARD,
+)
 from profiling.machine import ROOT
-from profiling.ncu_case import LAYOUTS, measured_cases
+from profiling.ncu_case import BEYOND_L2, LAYOUTS, is_beyond_l2, measured_cases
 from profiling.record import Cell, Run, load
 from profiling.report import geometric_mean
-from profiling.suites import MASKS
+from profiling.suites import MASKS, Shape
 from profiling.terminal import Table
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
-# The papers' shortest and longest sequences, and one between.
+# The shortest and the longest sequence of the papers, and one between.
 LENGTHS = (512, 2048, 16384)
 RUNS = {
     "forward sm90": FORWARD,
@@ -69,11 +84,71 @@ def layouts() -> Table:
     counted = ("ldmatrix conflicts", "store conflicts", "cp.async wavefronts")
     rows = []
     for case in _cases():
-        if case["kernel"].startswith("fwd"):
+        if case["kernel"].startswith("fwd") and not is_beyond_l2(case):
             time = f"{case['measured']['duration_ns'] / 1e3:.1f}"
             name = f"{case['kernel']}, {case['shape']['head_dim']}"
             rows.append((name, _linked(case), time, _loads(case), _both(case, "st_conflicts"), _copies(case)))
     return Table("", ("kernel, D", "layout", "time, us", *counted), tuple(rows))
+
+
+def bwd_layouts() -> Table:
+    """The backward kernels, which are built swizzled only; other layouts of the mma.sync kernel are predictions."""
+    rows = []
+    for case in _cases():
+        if case["kernel"].startswith("bwd") and not is_beyond_l2(case):
+            is_sm80 = case["kernel"] == "bwd-sm80"
+            time = f"{case['measured']['duration_ns'] / 1e3:.1f}"
+            name = f"{case['kernel']}, {case['shape']['head_dim']}"
+            loads = [_both(case, metric) for metric in ("ld_conflicts", "ld_wavefronts")]
+            stores = [_both(case, metric) for metric in ("st_conflicts", "st_wavefronts")]
+            ldmatrix = _both(case, "sass_ldsm_conflicts") if is_sm80 else "wgmma"
+            copies = _both(case, "sass_ldgsts_wavefronts") if is_sm80 else "TMA"
+            rows.append((name, _linked(case), time, ldmatrix, *loads, *stores, copies))
+            rows += [_predicted_backward(case, name, layout) for layout in VARIANTS[1:] if is_sm80]
+    counted = ("ldmatrix conflicts", "load conflicts", "load wavefronts", "store conflicts", "store wavefronts")
+    return Table("", ("kernel, D", "layout", "time, us", *counted, "cp.async wavefronts"), tuple(rows))
+
+
+def _predicted_backward(case: Case, name: str, layout: str) -> tuple[str, ...]:
+    """The row of a layout that the mma.sync backward is not built with."""
+    shape = Shape(**case["shape"])
+    plan = plan_backward(shape.problem(case["dtype"]), arch.by_name("sm_90"), family="sm80")
+    count = predict(bwd_sm80_uses(plan.tile, layout), work_of(plan))
+    loads, stores = count["ldmatrix"] + count["ld.shared"], count["st.shared"]
+    values = (count["ldmatrix"].conflicts, loads.conflicts, loads.wavefronts, stores.conflicts, stores.wavefronts)
+    return name, f"{layout}, not built", "-", *(f"({_number(v)})" for v in (*values, count["cp.async"].wavefronts))
+
+
+def hbm_bytes() -> Table:
+    """DRAM bytes of every kernel with its default layout, in MB."""
+    rows = []
+    for case in _cases():
+        if case["layout"] == LAYOUTS[case["kernel"]][0]:
+            shape, predicted, measured = case["shape"], case["predicted"], case["measured"]
+            name = (
+                f"{case['kernel']}, B {shape['batch']}, H {shape['heads']}, S {shape['seqlen']}, D {shape['head_dim']}"
+            )
+            cells = []
+            for metric, once in (("dram_read_bytes", "least_read_bytes"), ("dram_write_bytes", "output_bytes")):
+                values = (predicted[once], predicted[metric], measured[metric])
+                cells += ["-" if value is None else f"{value / 1e6:.1f}" for value in values]
+            rows.append((name, *cells))
+    columns = [
+        f"{word}: {what}" for word in ("read", "written") for what in ("every tensor once", "L2 model", "measured")
+    ]
+    return Table("", ("MB", *columns), tuple(rows))
+
+
+def beyond_l2() -> str:
+    """Whether writes are verified by a shape whose outputs exceed L2."""
+    kernels = [case["kernel"] for case in _cases() if is_beyond_l2(case)]
+    shape = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
+    if not kernels:
+        return (
+            f"No report of a shape beyond L2 ({shape}) is checked in yet, so the writes of outputs larger than L2 are "
+            "not verified: `python -m profiling ncu --beyond-l2 --out profiling/reports/h200`."
+        )
+    return f"Of {', '.join(dict.fromkeys(kernels))} there is a report of a shape beyond L2 ({shape})."
 
 
 def _percent(case: Case, metric: str) -> str:
@@ -100,7 +175,7 @@ def limits() -> Table:
     }
     rows = []
     for case in _cases():
-        if case["layout"] != LAYOUTS[case["kernel"]][0]:
+        if case["layout"] != LAYOUTS[case["kernel"]][0] or is_beyond_l2(case):
             continue
         peak = arch.H200.tensor_tflops
         speed = f"{case['tflops']:.0f} ({case['tflops'] / peak:.0%})"
@@ -168,24 +243,41 @@ def summary() -> Table:
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
 
 
-def ratios() -> Table:
-    """Forward and backward on Hopper, cell by cell."""
+def cells(forward: str, backward: str) -> Table:
+    """TFLOP/s, and the speed over the best peer, in every cell of a run of each direction."""
     rows = []
     lengths: list[int] = []
-    for label, path in (("forward", FORWARD), ("backward", BACKWARD)):
+    for label, path in (("forward", forward), ("backward", backward)):
         run = load(DATA / path)
         lengths = sorted({cell.shape.seqlen for cell in run.cells})
-        at: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
-        for cell in run.cells:
-            at[cell.shape.head_dim, cell.shape.seqlen, cell.shape.mask].append(cell)
-        for head_dim in sorted({cell.shape.head_dim for cell in run.cells}):
-            places = [[(head_dim, length, mask) for mask in MASKS] for length in lengths]
-            cells = [" / ".join(_mean(_over_best(run, at[place])) for place in pair) for pair in places]
-            rows.append((f"{label}, D = {head_dim}", *cells))
-    return Table("", ("full / causal", *(f"S = {length}" for length in lengths)), tuple(rows))
+        at = {(cell.shape.head_dim, cell.shape.mask, cell.shape.seqlen): cell for cell in run.cells}
+        for head_dim, mask in product(sorted({cell.shape.head_dim for cell in run.cells}), MASKS):
+            row = [at[head_dim, mask, length] for length in lengths]
+            texts = [f"{_number(cell.tflops(run.ours[0]))} ({_mean(_over_best(run, [cell]))})" for cell in row]
+            rows.append((f"{label}, D = {head_dim}, {mask}", *texts))
+    return Table("", ("TFLOP/s (speed-up)", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
-# Rows of the record of support -> their labels in the table, in its order.
+def example() -> str:
+    """The time of a shape that was not measured, from the TFLOP/s of its cell."""
+    shape = Shape(batch=2, heads=32, heads_kv=32, seqlen=8192, head_dim=128, causal=True)
+    like = (shape.seqlen, shape.head_dim, shape.causal)
+    times = []
+    for label, direction, path in (("forward", "fwd", FORWARD), ("backward", "bwd", BACKWARD)):
+        run = load(DATA / path)
+        speed = next(
+            cell.tflops(run.ours[0])
+            for cell in run.cells
+            if (cell.shape.seqlen, cell.shape.head_dim, cell.shape.causal) == like
+        )
+        tflop = shape.flops(direction) / 1e12
+        if speed:
+            times.append(f"{label} {tflop:.2f} TFLOP at {speed:.0f} TFLOP/s, {1e3 * tflop / speed:.1f} ms")
+    sizes = f"B = {shape.batch}, H = {shape.heads}, S = {shape.seqlen}, D = {shape.head_dim}, {shape.mask}"
+    return f"Example: {sizes}: {'; '.join(times)}."
+
+
+# Rows of the support record -> their labels in the table, in the order of the table.
 ROWS = {
     "plain": "plain attention",
     "no mask": "no mask",
@@ -203,7 +295,7 @@ ROWS = {
     "deterministic": "`deterministic`, same bits",
     "packed": "varlen (`attn_varlen`)",
     "packed, seqused_k": "varlen, `seqused_k`",
-    "packed, all four": "varlen, all four together",
+    "packed, all four": "varlen, softcap, ALiBi, sinks and dropout together",
 }
 PLACES = [(f, d) for f in ("sm90", "sm80") for d in ("forward", "backward")]
 
@@ -220,6 +312,16 @@ def support() -> Table:
     return Table("", ("calls that match fp64, bf16 + fp16", *(f"{f} {d}" for f, d in PLACES)), tuple(rows))
 
 
+def _study(table: Callable[[Any], Table], source: str, field: str | None = None) -> Callable[[], str]:
+    """The text of a study's table, made of its whole record or of one field."""
+
+    def make() -> str:
+        record = json.loads((DATA / source).read_text(encoding="utf-8"))
+        return _markdown(table(record if field is None else record[field]))
+
+    return make
+
+
 def _markdown(table: Table) -> str:
     """Columns of numbers are aligned to the right."""
     columns = list(zip(*table.rows))
@@ -234,9 +336,23 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "distance": (lambda: _markdown(distance()), tuple(RUNS.values())),
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
-    "ratios": (lambda: _markdown(ratios()), (FORWARD, BACKWARD)),
+    "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
+    "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),
+    "example": (example, (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
+    "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
+    "hbm_bytes": (lambda: _markdown(hbm_bytes()), (COUNTERS,)),
+    "beyond_l2": (beyond_l2, (COUNTERS,)),
+    "standard": (_study(standard_report.claims, STANDARD), (STANDARD,)),
+    "standard_figure": (lambda: "![Standard attention over cute_flash, by length](plots/standard.svg)", (STANDARD,)),
+    "numerics_ways": (_study(numerics_report.ways, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
+    "numerics_dtypes": (_study(numerics_report.dtypes, NUMERICS_CPU, "records"), (NUMERICS_CPU,)),
+    "numerics_gpu": (_study(numerics_report.gpu_out, NUMERICS_GPU, "records"), (NUMERICS_GPU,)),
+    "numerics_gpu_figure": (
+        lambda: "![Errors of GPU kernels by dtype and distribution](plots/numerics-gpu.svg)",
+        (NUMERICS_GPU,),
+    ),
     "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), (*RUNS.values(), doc_results.OUTLIERS)),
     "accuracy_line": (lambda: doc_results.accuracy_line(DATA), (*RUNS.values(), doc_results.OUTLIERS)),
     "fp32": (lambda: _markdown(doc_results.fp32_speed(DATA)), (doc_results.FP32,)),
@@ -246,6 +362,11 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),
     "host": (lambda: _markdown(doc_results.host(DATA)), (doc_results.HOST,)),
     "start": (lambda: doc_results.start(DATA), (doc_results.START,)),
+    # Tables of models, which read no file.
+    "chips": (lambda: _markdown(concept_tables.chips()), ()),
+    "shapes": (lambda: _markdown(concept_tables.shapes()), ()),
+    "loop_orders": (concept_tables.loop_orders, ()),
+    "tile_rules": (concept_tables.tile_rules, ()),
     "hbm": (lambda: "![HBM bytes, predicted and measured](plots/hbm.svg)", (COUNTERS,)),
 }
 
@@ -255,7 +376,7 @@ def missing(name: str) -> list[str]:
 
 
 def embed(text: str, folder: str = "") -> str:
-    """The document with its generated blocks made anew; links begin with `folder`."""
+    """The document with its generated blocks rewritten; `folder` is put before links to files of this folder."""
 
     def block(match: re.Match[str]) -> str:
         name = match[2]
@@ -270,7 +391,10 @@ def embed(text: str, folder: str = "") -> str:
 # Document -> prefix of its links to files of this folder.
 DOCUMENTS = {
     README: "profiling/",
-    **{DOCS / name: "../profiling/" for name in ("numerics.md", "performance.md", "support.md")},
+    **{
+        DOCS / f"{name}.md": "../profiling/"
+        for name in ("how-it-works", "numerics", "numerics-study", "performance", "support")
+    },
 }
 
 

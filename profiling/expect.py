@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_flash.planning.plan import Plan
+from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
 from cute_flash.planning.tiles.fwd_sm80 import FwdTileSm80
+from cute_flash.planning.tiles.fwd_sm90 import FwdTileSm90
 from cute_flash.spec.arch import ArchSpec
-from cute_flash.spec.band import ceil_div
+from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.problem import Problem
+from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
 from layouts.kernels import Count, Use, Work, predict, sm80_uses, sm90_uses
+from profiling.l2_model import dram_bytes
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS
 
@@ -29,11 +34,13 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Expected:
-    dram_read_bytes: int  # every input once: the caches are cold
-    dram_write_bytes: int  # every output once: nothing stays in the caches
+    dram_read_bytes: int  # by `l2_model`
+    dram_write_bytes: int
+    least_read_bytes: int  # every input once
+    output_bytes: int  # every output once, whether it reaches DRAM before the kernel ends or not
     flops: float
     seconds: float  # at the peak rate of the tensor cores
-    shared: dict[str, Count] | None  # by instruction; None: not predicted
+    shared: dict[str, Count]  # by instruction
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -42,32 +49,44 @@ class Expected:
             "dram_read_bytes": self.dram_read_bytes,
             "dram_write_bytes": self.dram_write_bytes,
         }
-        if self.shared is not None:
-            for name, instructions in COUNTED.items():
-                count = sum((self.shared[one] for one in instructions), Count())
-                # The hardware counts no wavefront of cp.async as a conflict.
-                predicted[f"{name}_conflicts"] = 0 if name.endswith("ldgsts") else count.conflicts
-                predicted[f"{name}_wavefronts"] = count.wavefronts
-                # The counters of ld.shared and st.shared include other instructions, but no ldmatrix or stmatrix.
-                if name not in ("ld", "st"):
-                    predicted[f"{name}_instructions"] = count.instructions
+        for name, instructions in COUNTED.items():
+            count = sum((self.shared[one] for one in instructions), Count())
+            # The hardware counts no wavefront of cp.async as a conflict.
+            predicted[f"{name}_conflicts"] = 0 if name.endswith("ldgsts") else count.conflicts
+            predicted[f"{name}_wavefronts"] = count.wavefronts
+            # The counters of ld.shared and st.shared include other instructions, but no ldmatrix or stmatrix.
+            if name not in ("ld", "st"):
+                predicted[f"{name}_instructions"] = count.instructions
         return {name: value for name, value in predicted.items() if name in METRICS}
 
 
 def uses_of(plan: Plan) -> tuple[Use, ...]:
-    tile = plan.tile
-    return sm80_uses(tile) if isinstance(tile, FwdTileSm80) else sm90_uses(tile)
+    """The shared-memory accesses of a plan's main kernel."""
+    uses = {
+        FwdTileSm80: sm80_uses,
+        FwdTileSm90: sm90_uses,
+        BwdTileSm80: bwd_sm80_uses,
+        BwdTileSm90: bwd_sm90_uses,
+        BwdTileSm90Wide: bwd_sm90_wide_uses,
+    }
+    return uses[type(plan.tile)](plan.tile)
 
 
 def work_of(plan: Plan) -> Work:
-    """The query tiles of a launch and the K/V blocks that they visit, exact under any band."""
+    """The tiles of a launch and the blocks that they visit, exact under any band.
+
+    Tiles are of queries in the forward, with blocks of keys, and of keys in the backward, with blocks of queries.
+    """
     p, tile = plan.problem, plan.tile
-    heads = p.batch * p.heads
-    rows = [
-        p.band.blocks(m_block, tile.tile_m, tile.tile_n, p.seqlen_q, p.seqlen_k)
-        for m_block in range(ceil_div(p.seqlen_q, tile.tile_m))
-    ]
-    return Work(heads * len(rows), heads * sum(max(0, blocks.end - blocks.begin) for blocks in rows))
+    if plan.main.kernel.startswith("fwd"):
+        band, (tile_rows, block_rows), (rows, others) = p.band, (tile.tile_m, tile.tile_n), (p.seqlen_q, p.seqlen_k)
+        heads = p.batch * p.heads
+    else:
+        band, (tile_rows, block_rows) = Band(p.band.right, p.band.left), (tile.tile_n, tile.tile_m)
+        (rows, others), heads = (p.seqlen_k, p.seqlen_q), p.batch * p.heads_kv
+    ranges = [band.blocks(i, tile_rows, block_rows, rows, others) for i in range(ceil_div(rows, tile_rows))]
+    visits = sum(max(0, blocks.end - blocks.begin) for blocks in ranges)
+    return Work(heads * len(ranges), p.batch * p.heads * visits)
 
 
 def _forward_bytes(problem: Problem) -> tuple[int, int]:
@@ -88,9 +107,7 @@ def _backward_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def expected(case: Case, spec: ArchSpec) -> Expected:
-    problem, flops = case.shape.problem(case.dtype), case.shape.flops(case.direction)
+    problem, flops, plan = case.shape.problem(case.dtype), case.shape.flops(case.direction), case.plan(spec)
     seconds = flops / (spec.tensor_tflops * 1e12)
-    if case.direction == "bwd":
-        return Expected(*_backward_bytes(problem), flops, seconds, None)
-    plan = case.plan(spec)
-    return Expected(*_forward_bytes(problem), flops, seconds, predict(uses_of(plan), work_of(plan)))
+    least = _backward_bytes(problem) if case.direction == "bwd" else _forward_bytes(problem)
+    return Expected(*dram_bytes(plan), *least, flops, seconds, predict(uses_of(plan), work_of(plan)))

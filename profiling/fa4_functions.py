@@ -19,7 +19,8 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
-# The last query tile reaches past the sequence, and only its first block wraps the indices.
+# Entries appended to a table: the last query tile extends past the sequence, and FlashAttention-4 wraps the indices
+# only in the tile's first block.
 PADDING = 256
 
 
@@ -71,7 +72,7 @@ def capped(cap: float) -> Function:
 
 
 def relative(table: Tensor, near: int) -> Function:
-    """A (H, N) table by distance from -`near`; the last entry serves all larger distances."""
+    """A (H, N) table by distance from -`near`; all larger distances use the last entry."""
     last = table.shape[1] - 1
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""The README's table of the cost of features, from runs of `python -m profiling features`."""
+"""The documents' table of the cost of features, from runs of `python -m profiling features`."""
 
 from __future__ import annotations
 

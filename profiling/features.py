@@ -27,7 +27,7 @@ from profiling.terminal import Table
 from profiling.timing import Contender, Failure, Samples, Timer, attempt, measure
 
 DIRECTIONS = ("fwd", "bwd")
-# Largest relative difference (norm of the difference over the norm) of two sides that compute the same in 16 bits.
+# The largest relative difference, ‖a - b‖ / ‖b‖, of two sides that compute the same function in 16 bits.
 AGREEMENT = 2e-2
 SHORTEST, LONGEST = 100, 8192
 Forward = Callable[..., Any]
@@ -96,7 +96,8 @@ class Side:
 class Cell:
     """A setting: the sides to compare, and the base of their ratios.
 
-    If all sides compute the same, `alike` names the one that the others must agree with before they are timed.
+    `alike` names the side whose results the others must match before they are timed; None: the sides compute
+    different functions, and are not compared.
     """
 
     kind: str

@@ -6,9 +6,10 @@ matplotlib is imported when a figure is drawn: the other commands do not need it
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from profiling.machine import ROOT
 from profiling.record import Run, load
@@ -24,6 +25,9 @@ FORWARD_SM80 = "results/h200/2026-11-15-fwd-sm80-paper.json"
 BACKWARD = "results/h200/2026-11-15-bwd-sm90-paper.json"
 BACKWARD_SM80 = "results/h200/2026-11-15-bwd-sm80-paper.json"
 COUNTERS = "reports/h200/ncu.json"
+STANDARD = "results/h200/2026-11-16-standard.json"
+NUMERICS_CPU = "results/cpu/2026-11-16-numerics.json"
+NUMERICS_GPU = "results/h200/2026-11-16-numerics.json"
 
 
 @cache
@@ -32,13 +36,24 @@ def _run(path: str) -> Run:
 
 
 # Figure -> the files that it is drawn from.
-FIGURES = {
+FIGURES: dict[str, tuple[str, ...]] = {
     "summary.svg": (FORWARD, BACKWARD),
     "forward.svg": (FORWARD,),
     "backward.svg": (BACKWARD,),
     "roofline.svg": (FORWARD, BACKWARD, FORWARD_SM80),
     "conflicts.svg": (COUNTERS,),
     "hbm.svg": (COUNTERS,),
+    "standard.svg": (STANDARD,),
+    "numerics-accumulation.svg": (NUMERICS_CPU,),
+    "numerics-dtypes.svg": (NUMERICS_CPU,),
+    "numerics-gpu.svg": (NUMERICS_GPU,),
+    # Figures of models, which read no file.
+    "tiling.svg": (),
+    "online-softmax.svg": (),
+    "ridge.svg": (),
+    "overlap.svg": (),
+    "banks.svg": (),
+    "recompute.svg": (),
 }
 
 
@@ -48,10 +63,12 @@ def missing(name: str) -> list[str]:
 
 
 def _drawing(name: str) -> Figure:
-    from profiling import plot_counters, plot_speed
+    from profiling import plot_concepts, plot_counters, plot_numerics, plot_speed, plot_standard
     from profiling.plot_speed import Kernel
     from profiling.plot_style import BLUE, GREEN, ORANGE
 
+    if not FIGURES[name]:
+        return plot_concepts.DRAWINGS[name]()
     if name == "summary.svg":
         return plot_speed.summary({"Forward, H200": _run(FORWARD), "Backward (dq, dk, dv), H200": _run(BACKWARD)})
     if name == "forward.svg":
@@ -65,6 +82,16 @@ def _drawing(name: str) -> Figure:
             Kernel("forward, sm80 kernel on this GPU", _run(FORWARD_SM80), "s", GREEN),
         )
         return plot_speed.roofline(kernels, "The kernels under the roofline of an H200")
+    studies: dict[str, tuple[Callable[[dict[str, Any], str], Figure], str]] = {
+        "standard.svg": (plot_standard.standard, "Standard attention over cute_flash"),
+        "numerics-accumulation.svg": (plot_numerics.accumulation, "Error of the online softmax in fp32"),
+        "numerics-dtypes.svg": (plot_numerics.dtypes, "Error of the CPU path by dtype and distribution"),
+        "numerics-gpu.svg": (plot_numerics.gpu, "Error of GPU kernels by dtype and distribution"),
+    }
+    if name in studies:
+        draw_study, title = studies[name]
+        (source,) = FIGURES[name]
+        return draw_study(json.loads((DATA / source).read_text(encoding="utf-8")), title)
     record = json.loads((DATA / COUNTERS).read_text(encoding="utf-8"))
     if name == "conflicts.svg":
         return plot_counters.conflicts(record, "Shared memory by layout: wavefronts, bank conflicts, time")

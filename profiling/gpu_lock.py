@@ -20,7 +20,7 @@ class GpuLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the GPU alone. Once: afterwards the lock is released."""
+        """Hold the GPU exclusively. Use it once, because the lock is released afterwards."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield

@@ -39,7 +39,7 @@ from profiling.host_report import FLOOR, OURS, Place, Times, case_record, figure
 from profiling.timing import Contender, EventTimer, Failure, Timer, attempt, describe, repeat
 from profiling.workers import Pool, Task, note
 
-# A measuring process that reports nothing for so long counts as hung.
+# Seconds without a report after which a measuring process counts as hung.
 LIMIT_S = 180.0
 
 
@@ -252,7 +252,7 @@ def run_host(
         compile_all(keys)
         step(f"{len(keys)} kernels compiled or loaded, {time.perf_counter() - start:.0f} s")
     except Exception as error:
-        # The processes compile what is missing themselves.
+        # Each process compiles the missing kernels itself.
         failed["compile"] = describe(error)
         step(f"compile: {failed['compile']}")
     for index in range(settings.processes):

@@ -36,8 +36,8 @@ class Goal:
     """Upper bounds of a case's host time; None: no such goal."""
 
     over_floor_us: float | None = None
-    of_sdpa: float | None = None  # times the fastest backend
-    is_as_base: bool = False  # the ratio to SDPA is no higher than that of an earlier run, but for NOISE
+    of_sdpa: float | None = None  # as a multiple of the fastest backend's time
+    is_as_base: bool = False  # the ratio to SDPA may exceed that of an earlier run by at most NOISE
 
     def bounds(self, base_ratio: float | None) -> dict[str, float]:
         """The bounds by field of `Figures`; without an earlier run `is_as_base` gives none."""
@@ -51,7 +51,7 @@ class Goal:
 class Case:
     feature: str = "plain"  # of FEATURES, or "score_mod" or "varlen"
     direction: str = "fwd"  # "fwd", "train" or "bwd"
-    watcher: str = ""  # of WATCHERS: what is active during the call
+    watcher: str = ""  # of WATCHERS: a mode or profiler that is active during the call; "": none
     goal: Goal = Goal()
 
     @property
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def sdpa(self) -> Mapping[str, SDPBackend]:
-        """The backends to compare with: SDPA computes the same as plain calls only."""
+        """The backends to compare with; none for features, which SDPA does not have."""
         return SDPA if self.feature == "plain" else {}
 
 
@@ -81,7 +81,7 @@ WATCHERS: dict[str, Context] = {
     "dispatch_mode": PassingDispatchMode,
     "function_mode": PassingFunctionMode,
 }
-# The keyword arguments of `attn`.
+# Feature -> a function that makes its keyword arguments of `attn`.
 FEATURES: dict[str, Callable[[Shape, torch.device], dict[str, Any]]] = {
     "plain": lambda shape, device: {},
     "softcap": lambda shape, device: {"softcap": 30.0},
@@ -93,7 +93,7 @@ FEATURES: dict[str, Callable[[Shape, torch.device], dict[str, Any]]] = {
     "mask_mod": lambda shape, device: {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
     "window": lambda shape, device: {"window": (128, 128)},
 }
-# Torch work that makes an operand of the kernel: counted in the floor if a call launches it.
+# Feature -> the torch operation that makes an operand of its kernel. The floor includes it.
 MADE_BY_TORCH: dict[str, Callable[[Shape, torch.device], Callable[[], Tensor]]] = {
     "dropout": lambda shape, device: partial(torch.randint, (1 << 63) - 1, (2,), dtype=torch.int64, device=device),
     "max_logit": lambda shape, device: partial(torch.full, (shape.heads,), -math.inf, device=device),

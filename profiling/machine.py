@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -62,6 +63,28 @@ def _version(package: str) -> str | None:
         return None
 
 
+def flash_attn_3() -> dict[str, Any] | None:
+    """Origin, version and digest of FlashAttention-3's library; None if there is none.
+
+    A folder FA3_DIR has no version of its own: whoever builds it writes repository and commit into its file ORIGIN.
+    """
+    folder = os.environ.get("FA3_DIR")
+    if folder:
+        libraries, origin = [Path(folder) / "_C.so"], Path(folder) / "ORIGIN"
+        said = origin.read_text(encoding="utf-8").strip() if origin.is_file() else None
+    else:
+        spec = importlib.util.find_spec("flash_attn_interface")
+        if spec is None or spec.origin is None:
+            return None
+        libraries, said = sorted(Path(spec.origin).parent.glob("flash_attn_3/_C*.so")), "package flash_attn_interface"
+    found = next((path for path in libraries if path.is_file()), None)
+    return {
+        "origin": said,
+        "version": _version("flash_attn_3"),
+        "digest": None if found is None else hashlib.sha256(found.read_bytes()).hexdigest()[:16],
+    }
+
+
 def source_digest(root: Path = ROOT) -> str:
     """Identifies the measured code without git, or in a dirty tree."""
     digest = hashlib.sha256()
@@ -99,9 +122,10 @@ def facts(run: Runner = run_command) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "cutlass_dsl": _version("nvidia-cutlass-dsl"),
         "tvm_ffi": _version("apache-tvm-ffi"),
+        "flash_attn_3": flash_attn_3(),
         "flash_attn_4": _version("flash-attn-4"),
         # Build systems set GIT_COMMIT for a copy of the tree without its history.
-        "git_commit": run(("git", "rev-parse", "HEAD")) or os.environ.get("GIT_COMMIT") or None,
+        "git_commit": os.environ.get("GIT_COMMIT") or run(("git", "rev-parse", "HEAD")) or None,
         "git_dirty": None if status is None else bool(status),
         "source_digest": source_digest(),
         "environment": {name: os.environ[name] for name in CHOICES if name in os.environ},

@@ -31,7 +31,7 @@ FUNCTIONS = ("alibi", "capped", "relative", "causal", "prefix", "window")
 
 @dataclass(frozen=True)
 class Function:
-    """The score_mod or mask_mod of `attn` and FlexAttention, and a maker of the same for FlashAttention-4."""
+    """The score_mod or mask_mod of `attn` and FlexAttention, and a factory of the same for FlashAttention-4."""
 
     mods: dict[str, Any]  # keyword arguments
     fa4: Callable[[], Any]
@@ -107,7 +107,7 @@ def _inputs(settings: Settings, device: torch.device) -> Iterator[tuple[str, tup
 
 
 def _chosen(wanted: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """The wanted names, or all known ones if none is wanted; `ValueError` for an unknown name."""
+    """The wanted names, or all known names if none is wanted; `ValueError` for an unknown name."""
     for name in wanted:
         if name not in known:
             raise ValueError(f"{name!r}: choose from {', '.join(known)}")

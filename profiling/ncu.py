@@ -38,11 +38,11 @@ Runner = Callable[[Sequence[str]], tuple[int, str]]
 
 
 class NcuError(ValueError):
-    """A launch could not be profiled; the message says why and what would help."""
+    """A launch could not be profiled; the message has the reason and, if known, a remedy."""
 
 
 class NotPermittedError(NcuError):
-    """The driver lets no launch be profiled."""
+    """The driver does not permit profiling."""
 
 
 def run_command(command: Sequence[str]) -> tuple[int, str]:
@@ -60,7 +60,7 @@ def run_command(command: Sequence[str]) -> tuple[int, str]:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return 124, f"nothing after {LIMIT_S:g} s"
+        return 124, f"stopped after {LIMIT_S:g} s"
     return done.returncode, done.stdout
 
 
@@ -133,7 +133,7 @@ class Tool:
         report = self.report(case)
         for suffix in (".ncu-rep", ".txt", ".csv"):
             report.with_suffix(suffix).unlink(missing_ok=True)
-        output = self._must_run(self.command(case), case)
+        output = self.must_run(self.command(case), case)
         if not report.exists():
             raise NcuError(f"{case.id}: ncu wrote no report:\n{_tail(output)}")
 
@@ -141,16 +141,16 @@ class Tool:
         """The counters of a report; writes its details as .txt and the counters as .csv beside it."""
         report = self.report(case)
         read = (self.program, "--import", str(report))
-        details = self._must_run((*read, "--page", "details"), case)
+        details = self.must_run((*read, "--page", "details"), case)
         report.with_suffix(".txt").write_text(details, encoding="utf-8")
-        raw = self._must_run((*read, "--page", "raw", "--csv", "--print-units", "base"), case)
+        raw = self.must_run((*read, "--page", "raw", "--csv", "--print-units", "base"), case)
         profiles = parse_raw(raw)
         if len(profiles) != 1:
             raise NcuError(f"{case.id}: {len(profiles)} launches in {report.name}, expected one")
         report.with_suffix(".csv").write_text(trim_raw(raw), encoding="utf-8")
         return profiles[0]
 
-    def _must_run(self, command: Sequence[str], case: Case) -> str:
+    def must_run(self, command: Sequence[str], case: Case) -> str:
         status, output = self.run(command)
         if NO_PERMISSION in output:
             raise NotPermittedError(NOT_PERMITTED)

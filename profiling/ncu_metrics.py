@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Each section costs passes and bytes of the report: InstructionStats and MemoryWorkloadAnalysis_Tables were a third
-# of it. METRICS has the counters of ComputeWorkloadAnalysis.
+# Each section costs passes and adds to the size of the report. InstructionStats and MemoryWorkloadAnalysis_Tables,
+# which took a third of it, are left out; METRICS has the counters of ComputeWorkloadAnalysis.
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "LaunchStats", "Occupancy")
 
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
-# The same, counted by instruction: other users of the data banks do not add to these.
+# The same, attributed to instructions: traffic of other units through the data banks is not included.
 _SASS_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 _SASS_WAVEFRONTS = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 
@@ -49,6 +49,8 @@ METRICS = {
     "blocks": "launch__grid_size",
     "threads": "launch__block_size",
 }
+# Compute capability -> counters that this GPU does not have. Any other counter without a value is an error.
+ABSENT = {"9.0": ("ldgsts_wavefronts", "sass_st_conflicts")}
 # Counters that sections collect.
 _OF_SECTIONS = ("registers", "smem_bytes", "blocks", "threads")
 COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIONS)
@@ -57,7 +59,7 @@ COLLECTED = tuple(name for key, name in METRICS.items() if key not in _OF_SECTIO
 _IDENTITY = ("ID", "Kernel Name", "Block Size", "Grid Size", "CC")
 _STALL_NAME = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 _STALL = re.compile(_STALL_NAME.replace(".", r"\.").format(r"(\w+)"))
-# An issued warp is no stall. The "not issued" forms of the same reasons are other metrics.
+# The "stall reason" of a warp that is issued, which is not a stall.
 _NO_STALL = "selected"
 
 

@@ -15,10 +15,10 @@ SCHEMA = 1
 NUM_STALLS = 3
 LEGEND = (
     "measured (predicted). Wavefronts and conflicts of shared memory over the whole launch; ldmatrix is part "
-    "of loads, stmatrix of stores. DRAM: cold caches, every tensor once; written data may still be in L2. "
+    "of loads, stmatrix of stores. DRAM: cold caches; predicted by a replay of the tiles through an LRU model of L2. "
     "Stalls: average number of warps that wait for the reason per issued instruction."
 )
-# Label, metric, what it is divided by, digits.
+# Label, metric, divisor, digits.
 ROWS = (
     ("load conflicts", "ld_conflicts", 1.0, 0),
     ("ldmatrix conflicts (by instruction)", "sass_ldsm_conflicts", 1.0, 0),
@@ -86,9 +86,13 @@ class Finding:
             "measured": self.profile and self.profile.metrics,
             "stalls": self.profile and self.profile.stalls,
             "tflops": self.tflops,
-            "predicted": {**self.expected.metrics, "seconds": self.expected.seconds},
-            "predicted_shared": self.expected.shared
-            and {name: asdict(count) for name, count in self.expected.shared.items()},
+            "predicted": {
+                **self.expected.metrics,
+                "least_read_bytes": self.expected.least_read_bytes,
+                "output_bytes": self.expected.output_bytes,
+                "seconds": self.expected.seconds,
+            },
+            "predicted_shared": {name: asdict(count) for name, count in self.expected.shared.items()},
             "error": self.error,
         }
 

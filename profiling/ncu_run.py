@@ -18,7 +18,7 @@ from profiling.ncu_report import Finding, record
 from profiling.record import write_json
 
 RECORD = "ncu.json"
-# Cases of an earlier run stay in the record if these agree: then it is the same run in two pieces.
+# If these facts agree, an earlier run in the folder is a part of the same run, and its cases stay in the record.
 SAME_RUN = ("gpu", "driver", "source_digest")
 # Facts of a run that its exports do not have.
 FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}
@@ -26,13 +26,14 @@ FACTS: dict[str, Any] = {"settings": {}, "machine": {}, "ncu": None}
 
 def from_exports(folder: Path) -> list[Finding]:
     """Every case with a .csv in the folder, and its current prediction. Needs neither ncu nor a GPU."""
-    findings = []
+    findings, l2_bytes = [], facts_of(folder)["machine"].get("l2_bytes")
     for path in sorted(folder.glob("*.csv")):
         profiles = parse_raw(path.read_text(encoding="utf-8"))
         if len(profiles) != 1:
             raise ValueError(f"{path}: {len(profiles)} launches, expected one")
         case = case_of(path.stem, profiles[0].kernel)
         spec = arch.by_name(f"sm_{profiles[0].capability.replace('.', '')}")
+        spec = replace(spec, l2_bytes=l2_bytes or spec.l2_bytes)
         findings.append(Finding(case, expected(case, spec), profiles[0]))
     return sorted(findings, key=lambda finding: _order(finding.case))
 
@@ -62,8 +63,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def from_folder(folder: Path) -> tuple[list[Finding], dict[str, Any]]:
-    """The findings of a folder's exports, and its record made anew."""
-    export_record(folder)
+    """The findings of a folder's exports, and its record made anew. Writes nothing."""
     findings = from_exports(folder)
     if not findings:
         raise ValueError(f"{folder}: no .csv of a profiled case")

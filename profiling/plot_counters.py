@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from profiling.ncu_case import measured_cases
+from profiling.ncu_case import is_beyond_l2, measured_cases
 from profiling.plot_style import BLUE, DIM, RED, add_legend, new_figure
 
 Case = dict[str, Any]
@@ -142,8 +142,8 @@ def conflicts(record: dict[str, Any], title: str) -> Figure:
 
 
 def hbm_bytes(record: dict[str, Any], title: str) -> Figure:
-    """Bytes read and written in every case, predicted above measured."""
-    cases = measured_cases(record)
+    """Bytes read and written in every case that fits one scale, predicted above measured."""
+    cases = [case for case in measured_cases(record) if not is_beyond_l2(case)]
     figure = new_figure(1.2 + 0.3 * len(cases), f"{_setting(record)}; {_shape(cases[0])}, or D as written")
     labels = [f"{case['kernel']}, D {case['shape']['head_dim']}, {case['layout']}" for case in cases]
     panels = figure.subplots(1, len(DIRECTIONS), squeeze=False)[0]
@@ -151,7 +151,7 @@ def hbm_bytes(record: dict[str, Any], title: str) -> Figure:
         _draw(axes, label, [""] * len(labels) if index else labels, [_bytes_bar(case, name) for case in cases])
     entries = [
         Patch(color=BLUE, label="measured, caches cold"),
-        Patch(facecolor=BLUE, alpha=PALE, label="predicted: every tensor once"),
+        Patch(facecolor=BLUE, alpha=PALE, label="predicted: LRU model of L2"),
     ]
     add_legend(figure, title, entries)
     return figure

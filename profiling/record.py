@@ -83,9 +83,10 @@ class Cell:
         mine, theirs = self.tflops(name), self.tflops(other)
         return mine / theirs if mine and theirs else None
 
-    def error_ratio(self, name: str, other: str, label: str) -> float | None:
+    def error_ratio(self, name: str, other: str, label: str, norm: str = "relative") -> float | None:
+        """The ratio of two errors against fp64; `norm`: "relative" (Frobenius) or "max_abs" (largest element)."""
         pair = [self.results[n].accuracy.get(label) for n in (name, other) if n in self.results]
-        values = [accuracy.relative for accuracy in pair if accuracy is not None]
+        values = [getattr(accuracy, norm) for accuracy in pair if accuracy is not None]
         if len(values) != 2 or values[0] is None or not values[1]:
             return None
         return values[0] / values[1]
@@ -120,7 +121,7 @@ class Run:
     settings: dict[str, Any]
     machine: dict[str, Any]
     method: dict[str, Any]
-    ours: tuple[str, ...]  # of `providers`, those that are cute_flash; the first is the one compared
+    ours: tuple[str, ...]  # the names of cute_flash among `providers`; ratios use the first
     providers: tuple[str, ...]
     unavailable: dict[str, str]
     ceiling: Ceiling | None = None

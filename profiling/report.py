@@ -16,7 +16,7 @@ NOISY_SPREAD = 0.05
 LEGEND = (
     "TFLOP/s; `~` rounds differ by more than 5 %, `!` wrong output, `x` failed; "
     "ours/ref, ours/best: our speed over that of the reference and of the best right peer; "
-    "err/ref: our error over that of the reference, of gradients the worst of dq, dk and dv"
+    "err/ref: our relative error (Frobenius norm) over that of the reference, of gradients the worst of dq, dk and dv"
 )
 NOTHING = "-"
 
@@ -109,29 +109,39 @@ def summary_table(run: Run) -> Table:
     return Table(f"All cells, {_directions(run)} ({matmul})", tuple(columns), tuple(rows))
 
 
+# Field of `accuracy.Errors` -> how a column calls it.
+NORMS = {"relative": "Frobenius", "max_abs": "largest element"}
+
+
 def accuracy_table(run: Run) -> Table | None:
-    """Largest relative error of each provider and of the yardstick, per distribution and gradient."""
+    """The largest errors of each provider and of the yardstick over all cells, per distribution and gradient."""
     labels = list(dict.fromkeys(label for cell in run.cells for label in cell.yardstick))
     if not labels:
         return None
     columns = ["provider"]
     for label in labels:
-        columns += [f"{label}: worst error", "worst err/ref"]
+        for norm in NORMS.values():
+            columns += [f"{label}: {norm}", f"{norm} err/ref"]
     rows = []
     for name in run.providers:
         row = [name]
         for label in labels:
             accuracies = [c.results[name].accuracy.get(label) for c in run.cells if name in c.results]
-            errors = [a.relative for a in accuracies if a is not None and a.relative is not None]
-            ratios = [cell.error_ratio(name, run.reference, label) for cell in run.cells]
-            worst = max((ratio for ratio in ratios if ratio is not None), default=None)
-            row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
+            for norm in NORMS:
+                errors = [value for a in accuracies if a is not None and (value := getattr(a, norm)) is not None]
+                ratios = [cell.error_ratio(name, run.reference, label, norm) for cell in run.cells]
+                worst = max((ratio for ratio in ratios if ratio is not None), default=None)
+                row += [f"{max(errors):.2e}" if errors else NOTHING, _ratio(worst)]
         rows.append(tuple(row))
     last = ["unfused PyTorch"]
     for label in labels:
-        errors = [c.yardstick[label].relative or 0.0 for c in run.cells if label in c.yardstick]
-        last += [f"{max(errors):.2e}", NOTHING]
-    return Table(f"Relative error against fp64, {_directions(run)}", tuple(columns), (*rows, tuple(last)))
+        for norm in NORMS:
+            errors = [getattr(c.yardstick[label], norm) or 0.0 for c in run.cells if label in c.yardstick]
+            last += [f"{max(errors):.2e}", NOTHING]
+    title = (
+        f"Worst error against fp64, {_directions(run)}: relative Frobenius norm, and largest difference of an element"
+    )
+    return Table(title, tuple(columns), (*rows, tuple(last)))
 
 
 def failures(run: Run) -> list[str]:

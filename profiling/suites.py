@@ -66,19 +66,25 @@ class Suite:
     head_dims: tuple[int, ...]
     masks: tuple[str, ...] = MASKS
     group: int = 1  # query heads that share a K/V head
+    batch: int | None = None  # None: tokens / length
+    heads: int | None = None  # None: hidden / head dim
 
     def narrowed(
         self,
         lengths: Iterable[int] | None = None,
         head_dims: Iterable[int] | None = None,
         masks: Iterable[str] | None = None,
+        batch: int | None = None,
+        heads: int | None = None,
     ) -> Suite:
-        """The suite with other lengths, head dims or masks; None: its own."""
+        """The suite with other lengths, head dims, masks, batch or number of query heads; None: its own."""
         return replace(
             self,
             lengths=self.lengths if lengths is None else tuple(lengths),
             head_dims=self.head_dims if head_dims is None else tuple(head_dims),
             masks=self.masks if masks is None else tuple(masks),
+            batch=self.batch if batch is None else batch,
+            heads=self.heads if heads is None else heads,
         )
 
     def shapes(self) -> list[Shape]:
@@ -97,6 +103,14 @@ class Suite:
             raise ValueError(f"head dim {head_dim}, length {seqlen}: both must be 1 or more")
         # Rounded down to whole heads and sequences.
         heads_kv, batch = max(1, self.hidden // (head_dim * self.group)), max(1, self.tokens // seqlen)
+        if self.batch is not None:
+            batch = self.batch
+        if self.heads is not None:
+            heads_kv, rest = divmod(self.heads, self.group)
+            if rest:
+                raise ValueError(f"{self.heads} heads: the suite needs a multiple of {self.group}")
+        if batch < 1 or heads_kv < 1:
+            raise ValueError(f"batch {batch}, {heads_kv * self.group} heads: both must be 1 or more")
         return Shape(batch, heads_kv * self.group, heads_kv, seqlen, head_dim, mask == "causal")
 
 

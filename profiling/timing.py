@@ -22,7 +22,7 @@ T = TypeVar("T")
 # Calls from which the time of one call is estimated.
 ESTIMATE_CALLS = 3
 MIN_CALLS, MAX_CALLS = 2, 1000
-# Enough calls that the gaps between replays do not count; more would cost memory and capture time.
+# The most calls in a graph: enough that the gaps between replays are negligible; more would cost memory and time.
 CALLS_PER_GRAPH = 32
 
 

@@ -149,7 +149,7 @@ def _check_case(variant: Variant, arch: ArchSpec, case: Case, dtype: torch.dtype
     try:
         assert_close(*results[0], expected.out, expected.lse, expected.low_precision)
     except AssertionError as wrong:
-        # Only here: an assertion of the compiler or of torch is a failed launch, not a wrong result.
+        # Caught around `assert_close` only: an assertion of the compiler or of torch is a failed launch.
         return str(wrong)
     return None if all(map(torch.equal, *results)) else "other bits on the same inputs"
 

@@ -170,7 +170,7 @@ def table_rows(family: str, head_dim: int, arch: ArchSpec, masks: Sequence[str] 
     rows = []
     for mask, length in itertools.product(masks, SAMPLE_LENGTHS):
         tile = plan_forward(sample_problem(head_dim, mask, "bf16", length), arch, known.kernels).tile
-        # Without the fields of a row that say when it is taken, and why.
+        # Without the fields of a table row that are not part of the tile: its conditions and its measurement.
         values: dict[str, Any] = {name: getattr(tile, name) for name in names}
         rows.append(Variant(family, head_dim, known.tile(**values)))
     return list(dict.fromkeys(rows))

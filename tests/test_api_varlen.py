@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_flash import UnsupportedError, api, attn, attn_nested, attn_varlen, merge, reference
+from cute_flash import TraceError, UnsupportedError, api, attn, attn_nested, attn_varlen, merge, reference
 from cute_flash.reference import tiled
 from tests.combinations import RNG, Combination, VarlenCombination, normal, results
 from tests.feature_gradients import assert_feature_gradients
@@ -111,7 +112,7 @@ def test_parts_of_varlen_batches_merge() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"cu_q": offsets([4, 6])}, "cu_seqlens_q ends with 10: there are 9 tokens"),
+    ({"cu_q": offsets([4, 6])}, "cu_seqlens_q ends with 10: there are 9 tokens in q"),
     ({"cu_k": torch.tensor([1, 4, 12]).int()}, "cu_seqlens_k begins with 1: expected 0"),
     ({"cu_k": torch.tensor([0, 13, 12]).int()}, r"cu_seqlens_k\[2\]=12 is less than cu_seqlens_k\[1\]=13"),
     ({"cu_q": offsets([4, 5]).long()}, "cu_seqlens_q is torch.int64: use torch.int32"),
@@ -122,10 +123,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cu_q": [0, 4, 9]}, "cu_seqlens_q is a builtins.list: give a torch.Tensor"),
     ({"seqused_k": torch.tensor([2, 11]).int()}, r"seqused_k\[1\]=11: sequence 1 has 10 keys"),
     ({"seqused_k": torch.tensor([-1, 1]).int()}, r"seqused_k\[0\]=-1"),
-    ({"seqused_k": torch.tensor([3]).int()}, "seqused_k has 1 lengths for 2 sequences"),
+    ({"seqused_k": torch.tensor([3]).int()}, "seqused_k has 1 lengths: expected 2"),
     ({"seqused_k": torch.tensor([3, 4])}, "seqused_k is torch.int64"),
     ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is negative"),
-    ({"q": torch.zeros(1, 9, 4, 4)}, r"q has shape \(1, 9, 4, 4\): expected sequences .*, \(T, H, D\)"),
+    ({"q": torch.zeros(1, 9, 4, 4)}, r"q has shape \(1, 9, 4, 4\): expected \(T, H, D\), the concatenated sequences"),
     ({"q": torch.zeros(9, 3, 4, dtype=torch.float64)}, "q has 3 heads and k, v have 2"),
     ({"alibi": torch.zeros(3, 4)}, r"alibi has shape \(3, 4\): expected \(4,\) or \(2, 4\)"),
     ({"dropout": 2.0}, "dropout=2.0"),
@@ -149,7 +150,7 @@ def test_fp32_outputs() -> None:
     offsets = lengths.cu_q, lengths.cu_k
     out, rounded = attn_varlen(q, k, v, *offsets, out_dtype=torch.float32), attn_varlen(q, k, v, *offsets)
     assert out.dtype == torch.float32 and torch.equal(out.bfloat16(), rounded)
-    with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None, torch\.float32, or torch\.bf"):
+    with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None or torch\.float32, or torch\.bf"):
         attn_varlen(q, k, v, *offsets, out_dtype=torch.float16)
 
 
@@ -191,7 +192,7 @@ def test_refusals_of_nested() -> None:
     )
     with pytest.raises(ValueError, match="k and v have sequences of different lengths"):
         attn_nested(first, first, second)
-    with pytest.raises(ValueError, match="k and q have their lengths in different dimensions"):
+    with pytest.raises(ValueError, match="k and q have different ragged dimensions"):
         attn_nested(first, first.transpose(1, 2), first)
 
 
@@ -232,8 +233,8 @@ def test_bias(shape: tuple[int, ...], score_mod: Any) -> None:
             "does not broadcast with 2 sequences and 4 heads",
         ),
         (torch.zeros(1, dtype=torch.int32), {}, "bias is torch.int32"),
-        (torch.zeros(1, dtype=torch.bool), {}, "bias is torch.bool: a mask is a mask_mod"),
-        (torch.zeros(1, 1, 1, 1, 1), {}, "give at most 4 dimensions"),
+        (torch.zeros(1, dtype=torch.bool), {}, "bias is torch.bool: pass a mask as mask_mod"),
+        (torch.zeros(1, 1, 1, 1, 1), {}, "give a floating-point tensor of at most 4 dimensions"),
         (0.5, {}, "bias is a float"),
         (torch.zeros(1), {"score_mod_bwd": lambda grad, score, b, h, i, j: grad}, "add the bias inside"),
     ],
@@ -242,3 +243,27 @@ def test_bias_refusals(bias: Any, others: dict, message: str) -> None:
     q, cu = torch.zeros(9, 4, 8), offsets([5, 4])
     with pytest.raises(ValueError, match=message):
         attn_varlen(q, q, q, cu, cu, bias=bias, **others)
+
+
+def test_trace_errors_with_a_bias_name_the_function_of_the_user() -> None:
+    numbers = [1.0] * 300
+
+    def of_bad_operation(s, b, h, q, kv):
+        return torch.lgamma(s)
+
+    def of_bad_result(s, b, h, q, kv):
+        return None
+
+    def of_bad_capture(s, b, h, q, kv):
+        return s + numbers[0]
+
+    def of_bad_signature(s):
+        return s
+
+    q, cu = torch.zeros(9, 4, 8), offsets([5, 4])
+    for mod in (of_bad_operation, of_bad_result, of_bad_capture, of_bad_signature):
+        first = mod.__code__.co_firstlineno
+        with pytest.raises(TraceError, match=rf"{re.escape(__file__)}:({first}|{first + 1})\)$"):
+            attn_varlen(q, q, q, cu, cu, bias=torch.zeros(4, 1, 1), score_mod=mod)
+    with pytest.raises(TraceError, match=r"score_mod is a str: give a function of \(score, b, h, q_idx, kv_idx\)"):
+        attn_varlen(q, q, q, cu, cu, bias=torch.zeros(4, 1, 1), score_mod="causal")

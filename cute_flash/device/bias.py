@@ -1,4 +1,4 @@
-"""The bias of a K/V block in the forward: how it is loaded, and how it is added to the scores.
+"""The bias of a K/V block in the forward: its loads, and its addition to the scores.
 
 | class          | load                                                                                   |
 |----------------|----------------------------------------------------------------------------------------|
@@ -120,8 +120,8 @@ class WarpBias(BlockBias):
 class BiasPipeline:
     """Bias tiles in shared memory, loaded by TMA.
 
-    Each consumer warpgroup has its own pipeline, so none waits for another to release a stage. Iterations are those of
-    the K and V pipelines.
+    Each consumer warpgroup has its own pipeline, so none waits for another to release a stage. Iterations count K/V
+    blocks, as in the K and V pipelines.
     """
 
     sBias: cute.Tensor  # (64, tile_n, (warpgroup, stage))

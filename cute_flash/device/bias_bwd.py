@@ -28,7 +28,10 @@ class BwdBiasParams:
     accumulates: cutlass.Constexpr  # several scores add to one entry of the gradient
 
     def block(self, position: BwdBlockPosition, size: tuple, lengths: tuple) -> "BwdBlockBias":
-        """This thread's bias in the block at `position`. `size`: the thread's rows and columns."""
+        """This thread's bias in the block at `position`.
+
+        `size`: rows and columns of the thread. `lengths`: queries and keys of the sequence.
+        """
         rows, columns = size
         shape = rows if self.varies & COLUMN else 1, columns if self.varies & ROW else 1
         return BwdBlockBias(self, position, lengths, cute.make_rmem_tensor(shape, self.mBias.element_type))
@@ -40,7 +43,7 @@ class BwdBlockBias:
 
     params: BwdBiasParams
     position: BwdBlockPosition
-    lengths: tuple  # queries, keys
+    lengths: tuple  # of the sequence: queries, keys
     rBias: cute.Tensor  # (rows, columns), of size 1 in a dimension in which the bias broadcasts
 
     def at(self, r: int, c: int) -> Float32:

@@ -1,7 +1,7 @@
 """The order in which a tile visits its blocks; `device.block_sparse` has the iterator of a block mask.
 
-An iterator visits `num` blocks; `block(i)` is the index of the i-th. Visits i > 0 in `[full_begin, full_end)` need no
-mask. `starts_masked` says whether visit 0 needs one, because kernels treat the first block separately.
+An iterator visits `num` blocks; `block(i)` is the index of the i-th block. Visits i > 0 in `[full_begin, full_end)`
+need no mask. `starts_masked` says whether visit 0 needs one, because kernels treat the first block separately.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,11 @@ class BlockIterator:
 
 @dataclass(frozen=True)
 class OutwardBlockIterator:
-    """Visits a start block and those before it in descending order, then those after it in ascending order.
+    """Visits a start block and the blocks before it in descending order, then the blocks after it in ascending order.
 
-    The start is next to the queries, where scores are often the largest, so that the row max seldom grows later. Only
-    for unbounded bands: the block with the last key is the only one that may need a mask. It is visited first or last.
+    The start block is nearest to the queries, where scores are often the largest, so that the row max seldom grows
+    later. Only for unbounded bands, in which only the block with the last key may need a mask. It is visited first or
+    last.
     """
 
     first: Int32

@@ -1,4 +1,4 @@
-"""The index lists of a block mask, as kernels read them. `score_mod.block_mask` builds the lists.
+"""The index lists of a block mask in a kernel. `score_mod.block_mask` builds the lists.
 
 In the forward a tile of queries has a list of K/V blocks. In the backward a K/V tile has a list of the query blocks of
 all heads that share it, each packed into one integer by `score_mod.block_sparse`.
@@ -51,7 +51,9 @@ class BlockSparseIterator:
     where: tuple  # (batch, head, query block of the mask)
     counts: tuple  # full and partial blocks of the mask
     parts: cutlass.Constexpr
-    blocks: BlockRange | None = None  # with a band, which may mask blocks that the mask lists as full
+    blocks: BlockRange | None = (
+        None  # of the band, which may mask blocks that the block mask lists as full; None: no band
+    )
 
     @property
     def num_full(self) -> Int32:
@@ -98,7 +100,7 @@ class BwdBlockIndices:
     mRanks: cute.Tensor | None = None  # (B, H, m_blocks, n_blocks), for deterministic gradients
 
     def rank(self, batch: Int32, head: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        """How many K/V tiles add to dQ of the m_block before this one: the tiles after n_block that list it."""
+        """The number of K/V tiles that add to dQ of the m_block before this tile: the later tiles that list it."""
         return self.mRanks[batch, head, m_block, n_block]
 
     @cute.jit

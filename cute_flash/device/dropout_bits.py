@@ -1,10 +1,10 @@
 """Dropout in the backward: one keep bit per score of a block of keys by queries, used for dV and for dP.
 
 One Philox call serves the scores {i, i + 8, i + 16, i + 24} x {j, j + 1, j + 8, j + 9}, queries by keys
-(`spec.dropout`). In the backward rows are keys: a thread holds queries i and i + 1 and those 8, 16 and 24 further, but
-only one of the keys j and j + 1, and the key 8 further. So the threads of keys j and j + 1, which are 4 lanes apart,
-need the results of the same calls. They split them: the first thread calls for query i, the second for query i + 1,
-each for both keys. Then a shuffle exchanges the bits of 32 scores.
+(`spec.dropout`). In the backward rows are keys: a thread holds queries i and i + 1 and the queries 8, 16 and 24
+further, but only one of the keys j and j + 1, and the key 8 further. So the threads of keys j and j + 1, which are 4
+lanes apart, need the results of the same calls. Each makes half of the calls: the first thread for query i, the second
+for query i + 1, each for both keys. Then a shuffle exchanges the bits of 32 scores.
 
 A step is one call per thread. It gives the bits of 2 rows and 8 columns of a thread, or of 4 columns if the thread has
 only 4. Up to MAX_UNROLLED steps are unrolled; more run as a loop, while the tensor cores compute the scores. The first
@@ -28,7 +28,7 @@ MAX_UNROLLED = 4  # steps
 LOW_BITS = 0x00010001  # the lowest bit of both halves
 NEIGHBOUR = 4  # distance in lanes of the threads of keys j and j + 1
 # prmt selectors that combine this thread's word and its neighbour's. The thread of the even key takes both low halves,
-# its own (even queries) first; that of the odd key takes both high halves, the neighbour's (even queries) first.
+# its own (even queries) first; the thread of the odd key both high halves, the neighbour's (even queries) first.
 OF_EVEN_KEY, OF_ODD_KEY = 0x5410, 0x3276
 # prmt selectors that fill each half with the sign bit of its low byte, or of its high byte.
 OF_LOW_BYTES, OF_HIGH_BYTES = 0xAA88, 0xBB99
@@ -53,15 +53,15 @@ class DropoutBits:
         return 16 // self.step_bits
 
     @staticmethod
-    def compute(dropout: Dropout, position: TilePosition, is_alone: bool) -> "DropoutBits":
-        """Compute the bits of a block. `is_alone`: there are registers for several Philox calls at a time."""
+    def compute(dropout: Dropout, position: TilePosition, may_unroll: bool) -> "DropoutBits":
+        """Compute the bits of a block. `may_unroll`: there are registers for several Philox calls at a time."""
         rows, columns = (cute.size(as_mn(position.tScS), mode=[i]) for i in range(2))
         halves = min(columns // HALF_COLUMNS, 2)
         steps_of_row, rest = divmod(columns, HALF_COLUMNS * halves)
         assert rest == 0
         num, bits = rows // 2 * steps_of_row, 4 * halves
         result = DropoutBits(cute.make_rmem_tensor(-(-num * bits // 16), Int32), halves, steps_of_row)
-        result._compute(dropout, position, num, is_alone and num <= MAX_UNROLLED)
+        result._compute(dropout, position, num, may_unroll and num <= MAX_UNROLLED)
         return result
 
     @cute.jit

@@ -26,7 +26,7 @@ WARPS_PER_RECTANGLE = WARPS // RECTANGLES  # producer warps; each takes every WA
 
 @dataclass(frozen=True)
 class DropoutMaskPipeline:
-    """The masks of the next blocks for every consumer warpgroup. Iterations are those of the K and V pipelines."""
+    """The masks of the next K/V blocks for every consumer warpgroup. Iterations are those of the K and V pipelines."""
 
     words: cute.Tensor  # (register, thread, k-step, stage, warpgroup)
     barriers: Pipeline  # of all warpgroups; `pipeline` selects those of one

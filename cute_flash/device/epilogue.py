@@ -25,7 +25,7 @@ class Epilogue:
     def store(self, acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor):
         """acc_O -> sO in the dtype of the output -> gO, for rows and columns that exist."""
         dtype = sO.element_type
-        # sO reuses the memory of an operand: wait until every warp has read that.
+        # sO reuses the memory of an operand: wait until every warp has read the operand.
         cute.arch.sync_threads()
         rO = cute.make_fragment_like(acc_O, dtype)
         rO.store(acc_O.load().to(dtype))

@@ -70,11 +70,12 @@ def sum_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
 
 
 def is_first(lanes: int) -> Boolean:
-    """Whether this lane is the first of those that differ only in these bits of their index."""
+    """Whether this lane is the first of the lanes whose indices differ only in these bits."""
     return (cute.arch.lane_idx() & lanes) == 0
 
 
 def add_at(gradient: cute.Tensor, coord, value: Float32) -> None:
+    """Add to an entry of `gradient` in global memory, atomically."""
     target = gradient.iterator + cute.crd2idx(coord, gradient.layout)
     cute.arch.atomic_add(target, value, sem="relaxed", scope="gpu")
 

@@ -3,8 +3,8 @@
 An address takes one XOR. In a 16x16 sub-tile, the 16 bytes of a thread are in row r at chunk c ^ (r mod 8), by the
 swizzle. A step of 16 columns only flips bits of c, so the address is XORed with a constant. A step to the next
 sub-tile of rows, to the next atom of columns or to another stage adds a multiple of the swizzle's period, which is an
-immediate offset. Left alone, the compiler computes the swizzle for every ldmatrix. Tiles without a swizzle exist for
-comparison; their column steps are additions.
+immediate offset. Without this, the compiler would compute the swizzle for every ldmatrix. Tiles without a swizzle exist
+for comparison; their column steps are additions.
 """
 
 from dataclasses import dataclass, replace
@@ -123,6 +123,7 @@ class FragmentStore:
     offset: int = 0  # elements from the first tile
 
     def shifted(self, tiles: int) -> "FragmentStore":
+        """The same store `tiles` tiles further in memory."""
         return replace(self, offset=self.offset + tiles * self.tile.cosize)
 
     def store(self, fragment: cute.Tensor) -> None:

@@ -11,18 +11,22 @@ from cute_flash.device.views import as_mn
 
 
 def column_offset(c: int) -> int:
-    """Distance of the c-th column of a thread from its first: pairs of columns, one pair every 8."""
+    """Distance of the c-th column of a thread from its first column: a thread has one pair of columns in every 8."""
     return c % 2 + c // 2 * 8
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Applies the band to the blocks of one tile of rows."""
+    """Applies the band to the blocks of one tile of rows.
+
+    In the backward, except in the kernel for wide heads, rows are keys and columns are queries. `seqlen_q` is then the
+    number of keys, `seqlen_k` the number of queries, and the bounds of the band are swapped.
+    """
 
     band: Band
-    seqlen_q: Int32
-    seqlen_k: Int32
-    first_row: Int32
+    seqlen_q: Int32  # rows of the sequence
+    seqlen_k: Int32  # columns of the sequence
+    first_row: Int32  # of the tile
     tScS: cute.Tensor  # (row, column) within the tile of every accumulator element
     wraps: cutlass.Constexpr = False  # pack_gqa: a tile has the queries of several heads, one head after the other
 

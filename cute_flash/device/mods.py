@@ -150,7 +150,7 @@ class BlockMod:
         rows = range(cute.size(coords, mode=[0]))
         self.rows = [evaluator.at_row(head, mask.first_row + coords[r, 0][0]) for r in rows]
         self.first_column = first_col + coords[0, 0][1]
-        # Other columns are this one plus a constant, without a conversion.
+        # As floats, other columns are this one plus a constant, which needs no conversion.
         self.first_float = Float32(self.first_column)
 
     def position(self, c: int) -> tuple[Int32, Float32]:
@@ -171,7 +171,7 @@ class BlockMod:
 class ModExp2(FusedExp2):
     """The fused pass with a bias and user mods."""
 
-    factors: tuple  # from Q K^T to natural units (None without bias and score_mod), and from those to log2
+    factors: tuple  # from Q K^T to natural units (None without bias and score_mod), and from natural units to log2
     bias: BlockBias | None
     score_mod: BlockMod | None
     mask_mod: BlockMod | None
@@ -214,7 +214,7 @@ class ModExp2(FusedExp2):
 
     @cute.jit
     def block_max(self, acc_S: cute.Tensor, result: cute.Tensor):
-        """The row maxima in the units in which the softmax gets scores, before its factor scale_log2."""
+        """The row maxima in the units of the softmax input, which the softmax multiplies by scale_log2."""
         FusedExp2.block_max(self, acc_S, result)
         inverse = cute.arch.rcp_approx(self.factors[1])
         for r in cutlass.range_constexpr(2):

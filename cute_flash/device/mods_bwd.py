@@ -2,12 +2,12 @@
 
     S   = softcap(scale q·k) - slope |distance| + bias
     P   = exp(score_mod(S) - LSE),  0 where the band or mask_mod masks
-    dS' = P (Z dP - D)
-    dS  = score_mod'(S) dS', 0 where P is 0; then the derivative of softcap
+    dS' = P (Z dP - D),  Z = 0 or 1 / (1 - dropout)
+    dS  = score_mod'(S) dS', 0 where P is 0; then times the derivative of softcap
 
 Rows are keys and columns are queries. P takes the registers of S while dP is computed. If the gradient needs S itself,
-or the tanh of softcap, those are kept instead, and P is computed twice. Subexpressions that depend on a query are
-computed for each column and then dropped; those that depend on a key are computed once per block.
+or the tanh of softcap, the registers keep that value instead, and P is computed twice. Subexpressions that depend on a
+query are computed for each column and then dropped; those that depend on a key are computed once per block.
 
 A score_mod may map -inf to a finite number, so -inf does not always mark masked entries. If P is kept, masked entries
 are set to 0; if S is kept, they hold a sentinel NaN; without a score_mod they are -inf.
@@ -103,7 +103,8 @@ class BwdModParams:
     dcaptures: tuple | None  # fp32 gradients of the captured tensors that need one
     block_indices: BwdBlockIndices | None = None  # of a block mask
     prefetches_bias: cutlass.Constexpr = True  # registers suffice to load a block's bias while S is computed
-    # For deterministic gradients: the fp32 terms, and the elements that they are added to, (loads, B, H, Sq, Sk) each.
+    # For deterministic gradients: the fp32 terms, and the indices of the elements that they are added to, (loads, B, H,
+    # Sq, Sk) each.
     dcapture_terms: tuple | None = None
 
     def block(self, plain: BlockScores, mask: Mask, head: Int32, batch: Int32, first_col: Int32):
@@ -165,7 +166,10 @@ class ModScores:
 
     @property
     def keeps_tanh(self) -> bool:
-        """Whether the registers of S keep the tanh of softcap: later steps have gradients, which need more than P."""
+        """Whether the registers of S keep the tanh of softcap.
+
+        ALiBi, a bias and score_mod follow softcap. Their gradients need dS before the derivative of softcap is applied.
+        """
         return self.has_softcap and (self.has_alibi or self.bias is not None or self.graphs.score is not None)
 
     @property
@@ -175,13 +179,13 @@ class ModScores:
 
     @property
     def scales(self) -> bool:
-        """Whether Q K^T is scaled first, because something is added to it. Else the exponent includes the scale."""
+        """Whether Q K^T is scaled before ALiBi, bias or score_mod change it. Else the exponent includes the scale."""
         changes = self.has_alibi or self.bias is not None or self.graphs.score is not None
         return changes and not self.has_softcap
 
     @property
     def masks_probs(self) -> bool:
-        """Whether masks apply to P: one pass computes P from Q K^T, transform and exponentials interleaved."""
+        """Whether masks apply to P instead of S, because one pass computes P from Q K^T."""
         return self.scales and not self.keeps_score
 
     @property
@@ -243,7 +247,8 @@ class ModScores:
             S_mn, masked = self.masked_value(acc_S)
             for c in cutlass.range_constexpr(self.size[1]):
                 if cutlass.const_expr(self.size[1] > 2 * COLUMNS_AT_ONCE and c % COLUMNS_AT_ONCE == 0):
-                    # The compiler does not move loads across it. Loading all columns at once would spill registers.
+                    # The compiler does not move loads across this barrier. Loading all columns at once would spill
+                    # registers.
                     cute.arch.sync_warp()
                 query = mask_mod.column(c)
                 for r in cutlass.range_constexpr(self.size[0]):
@@ -254,7 +259,7 @@ class ModScores:
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
         """Compute P, and pack it after dropout into rP, unless masks apply to P later (`pack_probs`).
 
-        The registers of S keep what `differentiate` needs.
+        The registers of S keep the values for `differentiate`.
         """
         S_mn, bits = as_mn(acc_S), bits_of(acc_S)
         score_mod, bias = self.mod("score"), None if self.params.prefetches_bias else self.bias
@@ -320,12 +325,12 @@ class ModScores:
         The caller must call `finish` of the sums that are returned.
         """
         S_mn, dP_mn, bits = as_mn(acc_S), as_mn(acc_dP), bits_of(acc_S)
-        again, zero = self.opaque(dP_mn)
-        score_mod = again.mod("score") if cutlass.const_expr(self.keeps_score) else None
-        gradient, sums = again.mod("gradient"), GradientSums()
+        opaque, zero = self.opaque(dP_mn)
+        score_mod = opaque.mod("score") if cutlass.const_expr(self.keeps_score) else None
+        gradient, sums = opaque.mod("gradient"), GradientSums()
         for c in cutlass.range_constexpr(self.size[1]):
             if cutlass.const_expr(self.keeps_tanh and self.bias is not None):
-                again.bias.load_column(c)
+                opaque.bias.load_column(c)
             query = None if score_mod is None else score_mod.column(c)
             column = None if gradient is None else gradient.column(c)
             for r in cutlass.range_constexpr(self.size[0]):
@@ -335,24 +340,24 @@ class ModScores:
                 P, S = x, None
                 if cutlass.const_expr(self.keeps_score):
                     shifted = x + zero
-                    P = again.prob(shifted, (r, c), rLSE, score_mod, query, bits)
-                    S = again.mod_input(shifted, r, c)
+                    P = opaque.prob(shifted, (r, c), rLSE, score_mod, query, bits)
+                    S = opaque.mod_input(shifted, r, c)
                 dS = P * (dP - self.plain.of_query(rD, r, c))
                 if cutlass.const_expr(gradient is not None):
                     outputs = gradient.at(r, column, S, dS)
                     is_zero = P == 0.0
                     dS = self.graphs.output(outputs, 0, is_zero)
-                    again.add_capture_gradients(sums, outputs, is_zero, r, c)
+                    opaque.add_capture_gradients(sums, outputs, is_zero, r, c)
                 if cutlass.const_expr(self.has_alibi):
-                    dalibi[0] = dalibi[0] - dS * again.plain.distance(r, c)
+                    dalibi[0] = dalibi[0] - dS * opaque.plain.distance(r, c)
                 if cutlass.const_expr(self.bias is not None):
-                    again.bias.add_gradient(dS, r, c, sums)
+                    opaque.bias.add_gradient(dS, r, c, sums)
                 S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_tanh) else dS
             sums.finish_column()
         return sums
 
     def add_capture_gradients(self, sums: GradientSums, outputs: tuple, is_zero, r: int, c: int) -> None:
-        """Add the gradients of captured tensors, or store their terms, which are then summed in a fixed order."""
+        """Add the gradients of captured tensors, or store their terms, which torch then sums in a fixed order."""
         for i, load in enumerate(self.graphs.loads):
             grad = self.graphs.output(outputs, load.output, is_zero)
             dcapture = self.params.dcaptures[self.graphs.captures_needing_grad.index(load.capture)]
@@ -363,7 +368,7 @@ class ModScores:
                 self.store_term(i, grad, cute.crd2idx(coord, dcapture.layout), r, c)
 
     def store_term(self, i: int, grad: Float32, element: Int32, r: int, c: int) -> None:
-        """Store a score's term of the gradient of the i-th load, and the element that it is to be added to."""
+        """Store a score's term of the gradient of the i-th load, and the index of the element it is added to."""
         position, (mTerms, mElements) = self.position, self.params.dcapture_terms
         query, key = position.query + column_offset(c), position.key + position.row_offset(r)
         gTerms, gElements = (mX[i, position.batch, position.head, None, None] for mX in (mTerms, mElements))

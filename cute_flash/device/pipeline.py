@@ -40,9 +40,11 @@ class Pipeline:
             cute.arch.mbarrier_init(self.empty + stage, empty_arrivals)
 
     def stage(self, iteration: Int32):
+        """The stage of an iteration."""
         return iteration & (self.stages - 1) if self.stages > 1 else 0
 
     def phase(self, iteration: Int32):
+        """The phase (0 or 1) of an iteration's barriers."""
         return (iteration >> (self.stages.bit_length() - 1)) & 1
 
     def full_barrier(self, iteration: Int32) -> cute.Pointer:

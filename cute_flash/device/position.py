@@ -35,7 +35,7 @@ class BwdBlockPosition:
     batch: Int32
     query: Int32  # of the first column
     key: Int32  # of the first row
-    row_step: cutlass.Constexpr  # from one m16 tile of a thread to the next
+    row_step: cutlass.Constexpr  # rows from one m16 tile of a thread to the next
 
     def row_offset(self, r: int) -> int:
         """Distance of the r-th row of a thread from its first."""

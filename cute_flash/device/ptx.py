@@ -4,9 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-# Conversions of one fp32 value, or of two (x2), to a 16-bit type.
+# Instructions that convert one fp32 value, or two (x2), to a 16-bit type.
 _ROUND = {cutlass.BFloat16: "cvt.rn.bf16{}.f32", cutlass.Float16: "cvt.rn.f16{}.f32"}
-# Declare the predicate p: the first argument is not 0.
+# Declares the predicate p, which is true if the first argument is not 0.
 _PREDICATE = ".reg .pred p;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t"
 
 

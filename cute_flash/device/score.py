@@ -37,7 +37,8 @@ MAX_EXPONENT = 30.0
 TOGETHER = 4  # scores that share a reciprocal
 # tanh x / x = 1 + x² (c1 + x² c2) up to |x| = NEAR, with a relative error of 1.4e-6 (minimax).
 NEAR, SERIES = 0.3, (-0.33315445, 0.12683149)
-# Scores of a thread for which one method is chosen; partial sums of squares per such part; limit of `Score.near`.
+# PART: scores of a thread that use the same method. SUMS: partial sums of squares of a part. MAX_SQUARES: upper limit
+# of `Score.near`.
 PART, SUMS, MAX_SQUARES = 8 * PART_STEPS, 2, 1e37
 # Lower limit of c2: it must not underflow to 0, because the polynomial of a masked score (-inf) must be -inf.
 LEAST = 1e-37
@@ -49,18 +50,18 @@ MAX_NEAR_FACTOR = 65536.0
 class Score:
     """The score transform of one head. None: the feature is absent."""
 
-    scale_log2: Float32  # of Q K^T, without softcap
+    scale_log2: Float32  # factor of Q K^T if there is no softcap
     rate: Float32 | None = None  # 2 log2(e) scale / softcap
     softcap_log2: Float32 | None = None
     slope_log2: Float32 | None = None
     cap: Float32 | None = None  # factor of tanh: softcap_log2, or 1 for tanh itself
     near: Float32 | None = None  # largest sum of squares of q·k for which the polynomial is accurate
     series: tuple | None = None  # coefficients of the polynomial
-    unit: cutlass.Constexpr = LOG2_E  # LOG2_E: scores are in units of log2; 1: in natural units, despite the names
+    unit: cutlass.Constexpr = LOG2_E  # LOG2_E: fields named _log2 are in units of log2; 1: they are in natural units
 
     @staticmethod
     def of(scale: Float32, softcap: Float32 | None = None, returns_tanh: bool = False, unit: float = LOG2_E) -> "Score":
-        """The part that all heads share, computed on the host. `returns_tanh`: `apply_cap` omits the factor softcap."""
+        """The transform without a slope, computed on the host. `returns_tanh`: `apply_cap` omits the factor softcap."""
         if softcap is None:
             return Score(scale * unit, unit=unit)
         x, softcap_log2 = scale / softcap, softcap * unit
@@ -148,7 +149,7 @@ class Score:
 
     @cute.jit
     def apply_abs_alibi(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, reference: tuple | None = None):
-        """Scale and ALiBi for any block: the distance is an absolute value."""
+        """Apply scale and ALiBi to any block, with the absolute value of the distance."""
         for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
             distance = self.first_distance(mask, r, first_col)
             for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
@@ -160,7 +161,7 @@ class Score:
 
     @cute.jit
     def apply_linear_alibi(self, acc_S_mn: cute.Tensor, mask: Mask, first_col: Int32, slope: Float32, reference: tuple):
-        """Scale and ALiBi if the block is on one side of the diagonal: the distance has one sign.
+        """Apply scale and ALiBi to a block on one side of the diagonal, where all distances have the same sign.
 
         `slope`: positive if all keys are before the rows' positions, negative if all are after.
         """
@@ -215,13 +216,14 @@ class Score:
                 acc[i + j] = four[j] if reference is None else four[j] - reference[(i + j) % len(reference)]
 
     def first_distance(self, mask: Mask, r: int, first_col: Int32) -> Float32 | None:
-        """Distance from the first column of this thread to the position of its r-th row."""
+        """The position of this thread's r-th row minus its first column; None without ALiBi."""
         if self.slope_log2 is None:
             return None
         row, column = as_mn(mask.tScS)[r, 0]
         return Float32(mask.first_row + row + mask.seqlen_k - mask.seqlen_q - first_col - column)
 
     def _capped(self, scores: Sequence) -> list:
+        """Softcap of four scores, which share a reciprocal."""
         exponents = (cute.arch.fmin(x * self.rate, MAX_EXPONENT, nan=True) for x in scores)
         e = [cute.math.exp2(x, fastmath=True) for x in exponents]
         # This minimum replaces NaN by the limit, so that a NaN does not reach the shared reciprocal.
@@ -231,7 +233,7 @@ class Score:
 
 
 def _reciprocals(x: Sequence) -> list:
-    """The reciprocals of four numbers, from that of their product."""
+    """The reciprocals of four numbers, from the reciprocal of their product."""
     a, b, c, d = x
     ab, cd = a * b, c * d
     inverse = cute.arch.rcp_approx(ab * cd)

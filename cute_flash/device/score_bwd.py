@@ -37,7 +37,7 @@ class BwdScoreParams:
     heads: Int32
     alibi_slopes: cute.Tensor | None  # (B, H)
     dalibi_partial: cute.Tensor | None  # (B, H, partial sums), or (1, H, partial sums) in a varlen batch
-    dropout_threshold: Int32 | None  # in both halves of the word; scores with smaller random numbers are dropped
+    dropout_threshold: Int32 | None  # in both 16-bit halves; scores with a smaller random number are dropped
     dropout_scale: Float32 | None  # 1 / (1 - dropout)
     rng: cute.Tensor | None  # (seed, offset)
     mods: Any = None  # BwdModParams: a bias and user mods
@@ -94,7 +94,7 @@ class BlockScores:
     row_step: cutlass.Constexpr
 
     @property
-    def is_alone(self) -> bool:
+    def has_no_transform(self) -> bool:
         """Whether there is neither softcap nor ALiBi."""
         return self.score.rate is None and self.score.slope_log2 is None
 
@@ -108,18 +108,18 @@ class BlockScores:
         """S -> t, before the mask."""
         if cutlass.const_expr(self.score.rate is not None):
             # With ALiBi or dropout there are not enough registers for both methods of tanh.
-            is_alone = self.score.slope_log2 is None and self.dropout_bits is None
-            self.score.apply_cap(acc_S, is_alone)
+            looks_near = self.score.slope_log2 is None and self.dropout_bits is None
+            self.score.apply_cap(acc_S, looks_near)
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, rP: cute.Tensor, rLSE: cute.Tensor):
-        """Compute P, and store it after dropout in rP. The registers of S keep what `differentiate` needs."""
+        """Compute P, and store it after dropout in rP. The registers of S keep the values for `differentiate`."""
         S_mn = as_mn(acc_S)
         for c in cutlass.range_constexpr(0, cute.size(S_mn, mode=[1]), 2):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 pair = [self.prob_after_dropout(S_mn, r, c + j, rLSE) for j in range(2)]
                 mask = None
-                if cutlass.const_expr(self.dropout_bits is not None and self.is_alone):
+                if cutlass.const_expr(self.dropout_bits is not None and self.has_no_transform):
                     mask = partial(self.dropout_bits.pair_mask, r, c)
                     if cutlass.const_expr(rP.element_type is Float32):
                         pair = [self.dropout_bits.select(P, r, c + j) for j, P in enumerate(pair)]
@@ -132,29 +132,29 @@ class BlockScores:
         if not self.keeps_tanh:
             S_mn[r, c] = P if self.score.rate is None else P * tanh_derivative(x)
         # With softcap or ALiBi, `DropoutBits.pair_mask` would spill registers.
-        return P if self.dropout_bits is None or self.is_alone else self.dropout_bits.select(P, r, c)
+        return P if self.dropout_bits is None or self.has_no_transform else self.dropout_bits.select(P, r, c)
 
     @cute.jit
     def differentiate(self, acc_S: cute.Tensor, acc_dP: cute.Tensor, rLSE, rD: cute.Tensor, dalibi):
         """Replace the values that `exponentiate` kept by dS, and add the gradient of the slope to `dalibi` (1)."""
         S_mn, dP_mn = as_mn(acc_S), as_mn(acc_dP)
-        again = self.opaque(dP_mn)
+        opaque = self.opaque(dP_mn)
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
                 x, dP = S_mn[r, c], dP_mn[r, c]
                 if cutlass.const_expr(self.dropout_bits is not None):
                     dP = self.dropout_bits.select(dP, r, c) * self.dropout_scale
-                P = again.prob(x, r, c, rLSE) if cutlass.const_expr(self.keeps_tanh) else x
+                P = opaque.prob(x, r, c, rLSE) if cutlass.const_expr(self.keeps_tanh) else x
                 dS = P * (dP - self.of_query(rD, r, c))
                 if cutlass.const_expr(self.score.slope_log2 is not None):
-                    dalibi[0] = dalibi[0] - dS * again.distance(r, c)
+                    dalibi[0] = dalibi[0] - dS * opaque.distance(r, c)
                 S_mn[r, c] = dS * tanh_derivative(x) if cutlass.const_expr(self.keeps_tanh) else dS
 
     def opaque(self, dP_mn: cute.Tensor) -> "BlockScores":
         """The same scores with distances that the compiler cannot recognise.
 
-        Otherwise the compiler would merge them with those of the first pass, or compute them too early, and keep the
-        values of all elements in registers.
+        Otherwise the compiler would merge them with the distances of the first pass, or compute them too early, and
+        keep the values of all elements in registers.
         """
         distance = self.first_distance
         if distance is None:

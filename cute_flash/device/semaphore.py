@@ -1,8 +1,8 @@
 """A semaphore per tile in global memory: CTAs add to the tile one after the other, in a fixed order.
 
 The semaphore counts the CTAs that have added to its tile. A CTA waits until the count equals its rank, adds, and
-increments the count, so the result does not depend on which CTA is faster. A CTA must come later in the grid than those
-that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
+increments the count, so the result does not depend on the speed of the CTAs. A CTA must come later in the grid than the
+CTAs that it waits for. Otherwise it could occupy the SM that they need, and the kernel would deadlock.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class DQSemaphore:
     by_tma: cutlass.Constexpr = True  # bulk copies do the additions, which needs proxy fences
 
     def rank(self, n_block: Int32, m_block: Int32, seqlen: SeqlenInfo | None = None) -> Int32:
-        """How many K/V tiles add to the m_block before this one. `seqlen`: the sequence, in a varlen batch."""
+        """The number of K/V tiles that add to the m_block before this tile. `seqlen`: of a varlen batch."""
         lengths = (self.seqlen_q, self.seqlen_k) if seqlen is None else (seqlen.q_len, seqlen.k_len)
         blocks = self.band.blocks(m_block, self.tile_m, self.tile_n, *lengths)
         return blocks.end - 1 - n_block

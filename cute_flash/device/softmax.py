@@ -1,9 +1,9 @@
 """Online softmax over blocks of scores (Milakov & Gimelshein; FlashAttention, algorithm 1).
 
-A row has m, the running maximum of its scores, and l, the sum of exp(scale * (s - m)). A new block raises m to m',
-scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the scale folded
-in: one FMA and one MUFU per score. Each thread sums l over its own columns; the four threads of a row add up their sums
-at the end.
+Each row has a running maximum m of its scores s, and a running sum l of exp(scale * (s - m)). A new block raises m to
+m', scales l and the output accumulator by exp(scale * (m - m')), and adds its own terms. exp is exp2 with the scale
+folded in: one FMA and one MUFU per score. Each thread sums l over its own columns; at the end the four threads of a row
+add up their sums.
 
 With a *speculative* row max, P of a block is computed with the old m, before the maximum of the block is known. If the
 row sums show that m may be too small, the maximum is computed, and P again if m is in fact too small.
@@ -25,7 +25,7 @@ THREADS_PER_ROW = 4
 
 # How far m may lag behind the true maximum of a row, in units of log2. If it lags further, m, l and O are rescaled. The
 # final division removes the factor exactly, so it matters only for the rounding of P: with an exact maximum the largest
-# P is 1, which has no rounding error, and the larger P, the more its error counts. In a model of the kernels, on inputs
+# P is 1, which has no rounding error, and the larger P, the more its error counts. In a numerical model, on inputs
 # with outliers, the error is at most 1.20 times that of an exact maximum with a threshold of 8, 1.06 with 4, 1.04 with
 # 3 and 1.02 with 2. On normal inputs one block in 100 exceeds 3, and one in 15 exceeds 2.
 RESCALE_THRESHOLD = 3.0
@@ -66,6 +66,7 @@ class Softmax:
     def start(
         acc_O_mn: cute.Tensor, scale_log2: Float32, tracks_max_score: bool = False, is_exact: bool = False
     ) -> "Softmax":
+        """The statistics of the rows of an accumulator, for rows without keys so far."""
         rows = cute.size(acc_O_mn, mode=[0])
         statistics = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
         max_score = cute.make_rmem_tensor(rows, Float32) if tracks_max_score else None
@@ -110,7 +111,7 @@ class Softmax:
 
     @cute.jit
     def block_max(self, acc_S_mn: cute.Tensor, block_max: cute.Tensor, reference: tuple | None = None):
-        """The maximum of each row over this thread's columns."""
+        """Write the maximum of each row over this thread's columns to `block_max`, before the scale."""
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             block_max[r] = acc_S_mn[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             if cutlass.const_expr(reference is not None):
@@ -240,14 +241,14 @@ class Softmax:
     ):
         """Normalise the output, and compute the natural LSE of each row."""
         inverse = cute.make_fragment_like(self.row_sum)
-        self.close(lse, inverse, sink, dropout_scale)
+        self.compute_lse(lse, inverse, sink, dropout_scale)
         self.scale_rows(acc_O_mn, inverse)
 
     @cute.jit
-    def close(
+    def compute_lse(
         self, lse: cute.Tensor, inverse: cute.Tensor, sink: Float32 | None = None, dropout_scale: Float32 | None = None
     ):
-        """Compute the natural LSE and 1 / l of each row, with the sink and times the scale of dropout.
+        """Compute the natural LSE and 1 / l of each row. Both include the sink, 1 / l also the scale of dropout.
 
         For a row without keys the LSE is -inf, or the sink, and 1 / l is 0.
         """
@@ -268,8 +269,8 @@ class Softmax:
 def _add_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
     """log(exp(lse) + exp(sink)), and the keys' share of that sum. Exact if either argument is -inf."""
     has_keys = lse != -Float32.inf
-    over = (sink - lse) * LOG2_E if has_keys else Float32(0.0)
-    weight = cute.math.exp2(over, fastmath=True)
-    smaller = cute.math.exp2(cute.arch.fmin(over, -over), fastmath=True)
+    log2_ratio = (sink - lse) * LOG2_E if has_keys else Float32(0.0)
+    ratio = cute.math.exp2(log2_ratio, fastmath=True)
+    smaller = cute.math.exp2(cute.arch.fmin(log2_ratio, -log2_ratio), fastmath=True)
     both = cute.arch.fmax(lse, sink) + cute.math.log2(1.0 + smaller, fastmath=True) * LN_2
-    return (both if has_keys else sink), cute.arch.rcp_approx(1.0 + weight)
+    return (both if has_keys else sink), cute.arch.rcp_approx(1.0 + ratio)

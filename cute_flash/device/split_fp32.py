@@ -54,26 +54,19 @@ def split(values: cute.Tensor, scale: Float32) -> tuple[cute.Tensor, cute.Tensor
     return high, low
 
 
-def gemm_ss(
-    mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int, splits_sums=False
-) -> None:
+def gemm_ss(mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage: Int32, steps: int) -> None:
     """acc += A B, with both from shared memory; `steps`: k-steps of a piece. Low pieces follow high ones in a row.
 
-    `splits_sums`: products of low pieces have accumulators of their own, so that fewer MMAs truncate the large sum.
+    The forward and the backward must add in the same order: their scores then have the same truncation errors, which
+    cancel in exp(S - LSE).
     """
     a, b = a.rederived(), b.rederived()
-    low = acc
-    if splits_sums:
-        low = cute.make_fragment_like(acc)
-        low.fill(0.0)
     for k in range(steps):
         for x, where in ((a, 0), (b, stage)):
             x.load_k(k, where)
             x.load_k(k + steps, where)
-        for i, j, sums in ((k + steps, k, low), (k, k + steps, low), (k, k, acc)):
-            cute.gemm(mma, sums, a.fragment[None, None, i], b.fragment[None, None, j], sums)
-    if splits_sums:
-        acc.store(acc.load() + low.load())
+        for i, j in ((k + steps, k), (k, k + steps), (k, k)):
+            cute.gemm(mma, acc, a.fragment[None, None, i], b.fragment[None, None, j], acc)
 
 
 def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32) -> None:

@@ -57,11 +57,12 @@ class StaticTileScheduler:
 class PersistentTileScheduler:
     """The indices of the tiles of a persistent CTA.
 
-    The first index is that of the CTA. A static schedule continues with every grid-th tile. A dynamic schedule, for
-    tiles that differ in length, fetches the next index from a counter when the CTA is free.
+    The first index is the index of the CTA. A static schedule then adds the number of CTAs for each tile. A dynamic
+    schedule, for tiles that differ in length, fetches the next index from a counter when the CTA is free.
 
     `tile_counter` is the address of an int32 in global memory that is 0 between launches, and that no concurrent
-    launch uses. One index is fetched per tile, so the last one is known; the CTA that fetches it resets the counter.
+    launch uses. A launch fetches one index per tile, so the largest index is known; the CTA that fetches it resets the
+    counter.
     """
 
     num_tiles: Int32
@@ -103,6 +104,7 @@ class VarlenTileList:
 
     @cute.jit
     def num_tiles(self) -> Int32:
+        """The number of tiles of all heads."""
         return self.mTiles[0, 0] * self.heads
 
     @cute.jit
@@ -114,6 +116,7 @@ class VarlenTileList:
         return block, head, seqlen_values
 
     def scheduler(self, tile_counter: Int64, is_dynamic: bool) -> PersistentTileScheduler:
+        """A scheduler of the listed tiles for persistent CTAs."""
         return PersistentTileScheduler(self.num_tiles(), tile_counter, is_dynamic)
 
 

@@ -12,7 +12,8 @@ more dimensions, y and w, move the address back to the real rows, using that add
 
     address = first + (WRAP - length + row + begin + length - WRAP) r + WRAP 2^34 = first + (begin + row) r
 
-because WRAP 2^34 elements are 2^65 bytes. Rows past the end of the sequence are then past the end of the tensor.
+because WRAP 2^34 elements are 2^65 bytes, which is 0 modulo 2^64. Rows past the end of the sequence are then past the
+end of the tensor.
 """
 
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from cutlass.cute.nvgpu import cpasync
 from cute_flash.device.smem import affine_layout, byte_swizzle
 from cute_flash.smem.tile import SmemTile
 
-WRAP = 1 << 30
-MANY = 0x7FFF0000
-WRAP_STRIDE = 1 << 34
+WRAP = 1 << 30  # rows of the described tensor
+MANY = 0x7FFF0000  # size of y and w: more than any coordinate
+WRAP_STRIDE = 1 << 34  # elements
 
 
 @dataclass(frozen=True)

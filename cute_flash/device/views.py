@@ -34,6 +34,6 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 
 def transposed(sX: cute.Tensor) -> cute.Tensor:
-    """(rows, columns, ...) as (columns, rows, ...)"""
+    """View (rows, columns, ...) as (columns, rows, ...)."""
     modes = [1, 0, *range(2, cute.rank(sX))]
     return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=modes))

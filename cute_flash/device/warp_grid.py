@@ -15,8 +15,8 @@ from cute_flash.smem.tile import SmemTile
 class WarpGrid:
     """A grid of `along` x `across` warps over the rows and columns of a product.
 
-    m16 tiles of rows are distributed cyclically: those of a warp are 16 * along rows apart. Columns are distributed in
-    runs of `run` contiguous columns.
+    m16 tiles of rows are distributed cyclically: the tiles of a warp are 16 * along rows apart. Columns are distributed
+    in runs of `run` contiguous columns.
     """
 
     dtype: type
@@ -49,7 +49,7 @@ class WarpGrid:
         thr_mma, sX = mma.get_slice(thread), transposed(sX) if is_transposed else sX
         fragment = thr_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))
         copy = cute.make_tiled_copy_B(self._ldmatrix(is_transposed), mma)
-        # In a long run the warp's next 16 columns follow at once; runs of 16 go to the warps cyclically.
+        # The next 16 columns of a warp are adjacent in a long run. Runs of 16 go to the warps cyclically.
         step = STEP if self.run > STEP else STEP * self.across
         return MmaOperand.of(copy, thread, sX, tile, step, fragment, is_transposed)
 

@@ -1,4 +1,4 @@
-"""Compiled kernels, from memory, from the disk cache, or from `cute.compile`.
+"""Returns compiled kernels: from memory, from the disk cache, or compiled with `cute.compile`.
 
 An entry on disk is a shared object (`<digest>.so`, or an object file `.o` on a machine without a linker) with a
 checksum file. The digest covers the compile key, the sources that generate code, the versions of the DSL and of
@@ -43,7 +43,7 @@ SOURCES = (
 SYMBOL = "launch"
 LINKERS = ("ld", "cc", "gcc", "clang")
 
-lock = threading.Lock()  # the DSL is a process-wide singleton, which compiles one kernel at a time
+lock = threading.Lock()  # the DSL is a process-wide singleton that compiles one kernel at a time
 _functions: dict[CompileKey, Callable[..., None]] = {}
 
 
@@ -103,7 +103,7 @@ def precompile_all(keys: Sequence[CompileKey], jobs: int) -> Iterator[bool]:
 
 
 def forget() -> None:
-    """Drop the kernels in memory, for tests; those on disk stay."""
+    """Drop the kernels in memory, for tests. The disk cache is kept."""
     with lock:
         _functions.clear()
 

@@ -198,8 +198,9 @@ def _pieces(problem: Problem, tile: Any, *heads_and_rows: tuple[str, int, int]) 
     """The workspace of fp32 tensors: their pieces, and the norms that these are relative to."""
     batch, width = problem.batch_dim, 2 * tile.head_dim
     buffers = [Buffer(f"{name}_pieces", (batch, heads, rows, width), "float16") for name, heads, rows in heads_and_rows]
-    # One more: the largest |D| of the backward.
-    return [*buffers, Buffer("norms", (len(buffers) + 1, batch, problem.heads), init="zeros")]
+    # One more tensor: the largest |D| of the backward. Each sequence of a varlen batch has norms; one more: padding.
+    num_sequences = problem.batch + 1 if problem.varlen else batch
+    return [*buffers, Buffer("norms", (len(buffers) + 1, num_sequences, problem.heads), init="zeros")]
 
 
 @lru_cache
@@ -215,13 +216,15 @@ def _fwd_launches(
     scheduler = _scheduler("varlen_scheduler_fwd", static, seqused_k, target, overlaps_next=is_sm90)
     if not static.is_fp32:
         return *scheduler, CompileKey.of(f"fwd_{family}", compiled, tile, target)
-    split = CompileKey.of("split_fp32_fwd", _rows_only(static), tile, target)
+    split = CompileKey.of("split_fp32_fwd", _rows_only(static, seqused_k), tile, target)
     return *scheduler, split, CompileKey.of(f"fwd_{family}_fp32", compiled, tile, target)
 
 
-def _rows_only(static: Static) -> Static:
+def _rows_only(static: Static, seqused_k: bool) -> Static:
     """Without mask and features, for kernels that work row by row."""
-    return Static(static.dtype, static.head_dim, head_dim_v=static.head_dim_v, varlen=static.varlen)
+    return Static(
+        static.dtype, static.head_dim, head_dim_v=static.head_dim_v, varlen=static.varlen, seqused_k=seqused_k
+    )
 
 
 def _target(arch: str, family: str) -> str:
@@ -400,7 +403,7 @@ def _bwd_launches(
         rows, head_dim=static.width_v, out_fp32=static.out_fp32, deterministic=deterministic, has_dlse=has_dlse
     )
     kind = "_wide" if isinstance(tile, BwdTileSm90Wide) else "_fp32" * static.is_fp32
-    split = (CompileKey.of("split_fp32_bwd", _rows_only(static), tile, target),) if static.is_fp32 else ()
+    split = (CompileKey.of("split_fp32_bwd", _rows_only(static, seqused_k), tile, target),) if static.is_fp32 else ()
     return (
         *_scheduler("varlen_scheduler_bwd", static, seqused_k, target),
         *split,

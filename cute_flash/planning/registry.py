@@ -64,7 +64,7 @@ DQ_SCALE = Operand("dq_scale", "f32")
 Q_PIECES = Operand("q_pieces", "pieces", ("B", "H", "Sq"))
 K_PIECES, V_PIECES = (Operand(f"{name}_pieces", "pieces", ("B", "Hkv", "Sk")) for name in ("k", "v"))
 DOUT_PIECES = Operand("dout_cast_pieces", "pieces", ("B", "H", "Sq"))
-NORMS = Operand("norms", "compact f32", ("tensors", "B", "H"))
+NORMS = Operand("norms", "compact f32", ("tensors", "norm batch", "H"))
 
 
 def _of_features(direction: str) -> tuple[Operand, ...]:
@@ -86,7 +86,7 @@ _POSTPROCESS = (DQ_ACCUM, DQ, DQ_SCALE, Q_TILES)
 _OFFSETS = (
     Operand("cu_seqlens_q", "compact i32", ("B + 1",)),
     Operand("cu_seqlens_k", "compact i32", ("B + 1",)),
-    Operand("seqused_k", "compact i32", ("B",)),
+    Operand("seqused_k", "compact i32", ("sequences",)),
 )
 _SCHEDULER = _scalars(
     "i32", "total_q", "total_k", "tile_m", "tile_n", "scheduler_left", "scheduler_right", "tile_order"
@@ -104,8 +104,8 @@ KERNELS = {
     "bwd_preprocess_fp32": KernelSpec("common.preprocess:BwdPreprocess", (*_PREPROCESS, NORMS)),
     "bwd_postprocess_sm80": KernelSpec("sm80.postprocess:BwdPostprocessSm80", _POSTPROCESS),
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
-    "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES)),
-    "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES)),
+    "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
+    "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
         "common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)

@@ -4,12 +4,14 @@ The host does not know the lengths of the sequences. A scheduler kernel (`kernel
 their tiles, and the other kernels read their tiles from the list. A list is an int32 tensor (TILE_LIST_HEADER + tiles,
 TILE_LIST_WIDTH). Row 0 begins with the number of tiles; each further row is one tile:
 
-    block, sequence, q_begin, q_len, k_begin, k_len
+    block, sequence, q_begin, q_len, k_begin, k_len     (begin and len: in rows of the varlen tensors)
 
 Sequences with the longest tiles come first. The tiles of a sequence are neighbours, so that they share its keys in L2.
 Tiles shorter than half of the sequence's longest tile, because of a mask, are listed with tiles of their own length
-instead, so that short tiles fill the last wave. Rows without a sequence (those after the last offset, and unused keys)
+instead, so that short tiles fill the last wave. Rows without a sequence (rows after the last offset, and unused keys)
 are listed last, as sequences without keys or queries; their tiles write zeros.
+
+In this module rows are the side that is tiled (queries, or keys in a list of K/V tiles), columns the other side.
 
 The scheduler kernel calls some of these functions with traced integers. Minimum and maximum then come from the
 `device.band.Band` that is passed.
@@ -27,6 +29,7 @@ ASCENDING, DESCENDING, BY_LENGTH = 0, 1, 2
 TILE_LIST_HEADER = 1
 # Classes of tile length; each is one thread of the scheduler kernel.
 NUM_LENGTH_CLASSES = 640
+# Lengths below 2^_EXACT_BITS have a class each; lengths from 2^_MAX_BITS on share the last class.
 _EXACT_BITS, _MAX_BITS = 6, 24
 
 
@@ -39,7 +42,7 @@ def length_class(cost: Index, minimum: Callable[[Index, Index], Index] = min) ->
 
 
 def longest_tile(band: Band, rows: Index, columns: Index, tile_rows: Index, tile_columns: Index) -> Index:
-    """Column blocks of the longest tile of a sequence: of its first or its last tile, which suffices for sorting."""
+    """Column blocks that the longer of a sequence's first and last tile visits: an estimate of its longest tile."""
     last, sizes = band.maximum(ceil_div(rows, tile_rows), 1) - 1, (rows, columns, tile_rows, tile_columns)
     return band.maximum(num_blocks(band, last * 0, *sizes), num_blocks(band, last, *sizes))
 
@@ -74,5 +77,5 @@ def num_padded_blocks(total: int, tile_rows: int, batch: int) -> int:
 
 
 def padded_block(begin: Index, sequence: Index, tile_rows: int) -> Index:
-    """The first block of a sequence in that workspace. The earlier sequences, padded to full blocks, end before it."""
+    """The first block of a sequence in the workspace of `num_padded_blocks`. Earlier sequences end before it."""
     return begin // tile_rows + sequence

@@ -49,7 +49,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
     if len(outs) == 0 or len(outs) != len(lses):
-        raise ValueError(f"{len(outs)} outs and {len(lses)} lses: give as many of each, and at least one")
+        raise ValueError(
+            f"{len(outs)} outs and {len(lses)} lses: give one LSE for each output, and at least one output"
+        )
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.shape != outs[0].shape or _lse_shape(out, layout) != tuple(lse.shape):
             raise ValueError(
@@ -76,8 +78,9 @@ def _like_out(lse: Tensor, layout: str) -> Tensor:
 
 
 def _lse_shape(out: Tensor, layout: str) -> tuple[int, ...]:
-    if out.dim() != (3 if layout == "thd" else 4):
-        raise ValueError(f"an out of shape {tuple(out.shape)} with layout={layout!r}")
+    rank = 3 if layout == "thd" else 4
+    if out.dim() != rank:
+        raise ValueError(f"an out of shape {tuple(out.shape)} with layout={layout!r}: expected {rank} dimensions")
     *batch, a, b, _ = out.shape
     return (*batch, a, b) if layout == "bhsd" else (*batch, b, a)
 
@@ -165,7 +168,7 @@ def _row_indices(rows: range | slice | Sequence[int] | Tensor | None, sq: int, d
     if not isinstance(rows, Tensor):
         wrong = [i for i in rows if not -sq <= i < sq]
         if wrong:
-            raise ValueError(f"rows has {wrong[0]}: there are {sq} queries")
+            raise ValueError(f"rows has {wrong[0]}: there are {sq} queries, numbered from 0")
         rows = torch.tensor(list(rows), dtype=torch.int64)
     if rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
         raise ValueError(f"rows is {rows.dtype} of shape {tuple(rows.shape)}: expected whole numbers, (N)")

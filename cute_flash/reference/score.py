@@ -183,7 +183,7 @@ class ScoreBlock:
         return mask.unflatten(1, (-1, features.group)).flatten(2, 3).to(features.dtype).mul_(features.dropout.scale)
 
     def backward(self, dS: Tensor, P: Tensor, grads: FeatureGrads) -> Tensor:
-        """The gradient of S before `apply` from that of its result. Adds the block's contribution to `grads`."""
+        """Compute the gradient of the input of `apply` from `dS`, that of its output, and add to `grads`."""
         features = self.features
         if features.mods is not None:
             blocks = self.by_head(dS), self.before_mod, self.by_head(P)

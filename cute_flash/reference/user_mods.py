@@ -43,17 +43,17 @@ class UserMods:
     def backward(
         self, dS: Tensor, before: Tensor | None, P: Tensor, rows: range, keys: range, grads: FeatureGrads
     ) -> Tensor:
-        """The gradient of S before `apply` from that of its result. Adds the block's contribution to `grads`."""
+        """Compute the gradient of the input of `apply` from `dS`, that of its output, and add to `grads`."""
         if before is not None:
             gradient = self.graphs.gradient(self.captures_needing_grad)
             indices = self._indices(rows, keys, dS.device)
             outputs = evaluate(gradient.graph, self.arguments.gradient, self.dtype, indices, before, dS)
             outputs = tuple(x.expand_as(dS) if x.is_floating_point() else x for x in outputs)
-            # A weight of 0 has a gradient of 0, even if score_mod is not differentiable there.
+            # Where P is 0, the gradient is 0, even if score_mod is not differentiable there.
             is_zero = P == 0
             for load in gradient.loads:
-                share = outputs[load.output].masked_fill(is_zero, 0.0)
-                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], share)
+                grad = outputs[load.output].masked_fill(is_zero, 0.0)
+                _add_at(grads.captures[load.capture], [outputs[i] for i in load.indices], grad)
             dS = outputs[0].masked_fill(is_zero, 0.0)
         if grads.bias is not None:
             total = self._slice(grads.bias, rows, keys)

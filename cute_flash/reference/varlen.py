@@ -44,7 +44,9 @@ def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[SeqlenInfo]:
     for b, (begin, end) in enumerate(pairwise(keys)):
         if used is not None:
             if not 0 <= used[b] <= end - begin:
-                raise ValueError(f"seqused_k[{b}]={used[b]}: sequence {b} has {end - begin} keys")
+                raise ValueError(
+                    f"seqused_k[{b}]={used[b]}: sequence {b} has {end - begin} keys, use 0 to {end - begin}"
+                )
             end = begin + used[b]
         result.append(SeqlenInfo(b, slice(*queries[b : b + 2]), slice(begin, end)))
     return result
@@ -58,7 +60,7 @@ def _offsets(side: str, offsets: Tensor, total: int, max_seqlen: int | None) -> 
         if end < begin:
             raise ValueError(f"{name}[{b + 1}]={end} is less than {name}[{b}]={begin}: offsets may not decrease")
         if max_seqlen is not None and end - begin > max_seqlen:
-            raise ValueError(f"max_seqlen_{side}={max_seqlen}: sequence {b} has {end - begin}")
+            raise ValueError(f"max_seqlen_{side}={max_seqlen}: sequence {b} has {end - begin} tokens, use that or more")
     if values[-1] > total:
-        raise ValueError(f"{name} ends with {values[-1]}: there are {total} tokens")
+        raise ValueError(f"{name} ends with {values[-1]}: there are {total} tokens in {side}")
     return values

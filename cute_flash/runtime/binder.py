@@ -123,21 +123,21 @@ class FunctionSource:
         """Add the launch of a kernel. `renamed` maps operands to expressions."""
         self.values[key.kernel] = self.gpu.kernel(key)
         direction = "fwd" if key.kernel.startswith("fwd") else "bwd"
-        of_features = {
+        feature_operands = {
             operand.name: operand for name in key.static.features for operand in getattr(FEATURE[name], direction)
         }
-        arguments = [self._operand(x, key, of_features, renamed) for x in KERNELS[key.kernel].operands]
+        arguments = [self._operand(x, key, feature_operands, renamed) for x in KERNELS[key.kernel].operands]
         self.add(f"{key.kernel}({', '.join(arguments)})")
 
     def _operand(
-        self, operand: Operand, key: CompileKey, of_features: dict[str, Operand], renamed: dict[str, str]
+        self, operand: Operand, key: CompileKey, feature_operands: dict[str, Operand], renamed: dict[str, str]
     ) -> str:
-        """The expression of an operand: that of `renamed` or `Operand.value`, a variable of its name, or None."""
+        """The expression of an operand: from `renamed`, a call of `Operand.value`, a variable of its name, or None."""
         name = operand.name
         if name in renamed:
             return renamed[name]
         if operand.value is not None:
-            return self.call(operand.value) if name in of_features else "None"
+            return self.call(operand.value) if name in feature_operands else "None"
         return name if name in self.locals or name in self.values else "None"
 
     def window(self) -> dict[str, str]:
@@ -200,7 +200,7 @@ class FunctionSource:
         return _factory("\n".join(self.lines), self.name, tuple(self.values))(*self.values.values())
 
 
-_numbers = count()
+_source_numbers = count()
 
 
 @lru_cache(maxsize=1024)
@@ -208,7 +208,7 @@ def _factory(source: str, name: str, values: tuple[str, ...]) -> Callable[..., C
     """Compile a function that takes the values of the free names and returns the generated function."""
     indented = "\n".join(f"    {line}" for line in source.split("\n"))
     text = f"def bind({', '.join(values)}):\n{indented}\n    return {name}\n"
-    filename = f"<cute_flash {name} {next(_numbers)}>"
+    filename = f"<cute_flash {name} {next(_source_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace = dict(_HELPERS)
     exec(compile(text, filename, "exec"), namespace)
@@ -298,7 +298,7 @@ def bind_backward(
     f.assign("dv", "empty_like(v)")
     f.assign("scale", "args.scale")
     f.assign("dq_scale", "scale")
-    # As in the forward, q takes the sign of the scale; dq is multiplied by it at the end.
+    # As in the forward, q takes the sign of the scale, so that the scale is positive; `dq_scale` has the sign for dq.
     f.add(
         "if not MIN_SCALE <= scale < inf:\n"
         "    q, scale = positive_scale(q, scale)\n"
@@ -349,13 +349,13 @@ def _gradients(f: FunctionSource, captures: tuple[int, ...]) -> str:
     f.values["capture_indices"] = captures
     if captures and f.plan.deterministic:
         f.add(f.call(finalizers.sum_capture_terms))
-    of_captures = "*captures_gradient(args, capture_indices, dcaptures)" if captures else ""
+    capture_grads = "*captures_gradient(args, capture_indices, dcaptures)" if captures else ""
     return ", ".join(
         (
             f.call(finalizers.alibi_gradient) if "alibi" in features else "None",
             f.call(finalizers.sinks_gradient, dlse=dlse) if "sinks" in features else "None",
             f.call(finalizers.bias_gradient) if "dbias" in names else "None",
-            of_captures or "*(None,) * len(args.captures)",
+            capture_grads or "*(None,) * len(args.captures)",
         )
     )
 

@@ -61,10 +61,10 @@ def sinks_gradient(
     if problem.varlen:
         return like(args.sinks, _varlen_dsinks(lse, delta, dlse, args, tile_m))
     delta = None if delta is None else delta[:, :, : problem.seqlen_q]
-    return like(args.sinks, _dense_dsinks(args.sinks, lse, delta, dlse, num_blind_queries(problem)))
+    return like(args.sinks, _dense_dsinks(args.sinks, lse, delta, dlse, num_queries_without_keys(problem)))
 
 
-def num_blind_queries(problem: Problem) -> int:
+def num_queries_without_keys(problem: Problem) -> int:
     """The number of queries that see no key: the first ones, whose right bound is before the first key."""
     right, sq, sk = problem.band.right, problem.seqlen_q, problem.seqlen_k
     if sk == 0:
@@ -72,15 +72,17 @@ def num_blind_queries(problem: Problem) -> int:
     return 0 if right is None else min(sq, max(0, sq - sk - right))
 
 
-def _dense_dsinks(sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_blind: int) -> Tensor:
-    # A query with an LSE of -inf, which has no key and a sink of -inf, gives the sink a weight of 0.
+def _dense_dsinks(
+    sinks: Tensor, lse: Tensor, delta: Tensor | None, dlse: Tensor | None, num_without_keys: int
+) -> Tensor:
+    # An LSE of -inf means no key and a sink of -inf; the sink's weight is then 0.
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     if delta is None:
         total = sinks.new_zeros(sinks.shape, dtype=torch.float32)
     else:
-        total = -(weights * delta)[:, :, num_blind:].sum(dim=(0, 2))
-    if dlse is not None and num_blind:
-        total += (weights * dlse)[:, :, :num_blind].sum(dim=(0, 2))
+        total = -(weights * delta)[:, :, num_without_keys:].sum(dim=(0, 2))
+    if dlse is not None and num_without_keys:
+        total += (weights * dlse)[:, :, :num_without_keys].sum(dim=(0, 2))
     return total
 
 
@@ -98,26 +100,27 @@ def _varlen_dsinks(lse: Tensor, delta: Tensor | None, dlse: Tensor | None, args:
     # Padding after the last sequence gets the index `batch`.
     sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
     row = row - offsets[sequence]
-    flow = torch.zeros_like(lse) if dlse is None else -dlse
+    # Δ of each row; -dLSE for a query that sees no key.
+    row_delta = torch.zeros_like(lse) if dlse is None else -dlse
     if delta is not None:
         at = padded_block(offsets[sequence], sequence, tile_m) * tile_m + row
-        row_delta = delta[0][:, at.clamp(0, delta.shape[2] - 1)]
-        flow = torch.where(_is_blind(row, sequence.clamp(max=batch - 1), args), flow, row_delta)
+        kernel_delta = delta[0][:, at.clamp(0, delta.shape[2] - 1)]
+        row_delta = torch.where(_sees_no_key(row, sequence.clamp(max=batch - 1), args), row_delta, kernel_delta)
     weights = torch.exp(args.sinks.float()[:, None] - lse)
     # Padding, and rows with an LSE of -inf, have a weight of 0.
     counts = (sequence < batch) & (lse != -torch.inf)
-    return -torch.where(counts, weights * flow, 0.0).sum(dim=1)
+    return -torch.where(counts, weights * row_delta, 0.0).sum(dim=1)
 
 
-def _is_blind(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
+def _sees_no_key(row: Tensor, sequence: Tensor, args: AttentionArgs) -> Tensor:
     """Which queries of a varlen batch see no key."""
     assert args.cu_seqlens_q is not None and args.cu_seqlens_k is not None
     sq = args.cu_seqlens_q.diff()[sequence]
     sk = (args.cu_seqlens_k.diff() if args.seqused_k is None else args.seqused_k)[sequence]
-    is_blind = sk <= 0
+    sees_no_key = sk <= 0
     if args.window_right is not None:
-        is_blind = is_blind | (row + (sk - sq) + min(args.window_right, MAX_WINDOW) < 0)
-    return is_blind
+        sees_no_key = sees_no_key | (row + (sk - sq) + min(args.window_right, MAX_WINDOW) < 0)
+    return sees_no_key
 
 
 def bias_gradient(args: AttentionArgs, dbias: Tensor) -> Tensor:

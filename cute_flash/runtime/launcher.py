@@ -182,10 +182,12 @@ def _bind_backward(
         return _empty_backward
     problem, dbias = _with_dbias(_with_bias(problem, args), args, deterministic)
     captures = args.captures_needing_grad
-    if any(args.captures[i].numel() > MAX_CAPTURE_ELEMENTS for i in captures):
-        raise UnsupportedError(
-            f"the gradient of a captured tensor of more than {MAX_CAPTURE_ELEMENTS} elements on cuda"
-        )
+    for i in captures:
+        if args.captures[i].numel() > MAX_CAPTURE_ELEMENTS:
+            raise UnsupportedError(
+                f"the gradient of a captured tensor of shape {tuple(args.captures[i].shape)} on cuda: give it at most "
+                f"{MAX_CAPTURE_ELEMENTS} elements, or detach it"
+            )
     with nvtx.marked("plan"):
         gpu = current_gpu().arch(q.device.index)
         plan = plan_backward(problem, gpu, deterministic, dlse is not None, args.kernel_family)

@@ -1,4 +1,4 @@
-"""Conversions of a call's tensors and numbers to operands of kernels: alignment, signs, clamps, views."""
+"""Converts tensors and numbers of a call to operands of kernels: alignment, signs, clamps, views."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     Kernels take the maximum of q·k before they scale it, which needs a positive scale.
     """
     if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} is not finite")
+        raise ValueError(f"scale={scale} is not finite: use a finite number")
     return (-q if scale < 0 else q), max(abs(scale), MIN_SCALE)
 
 
@@ -105,7 +105,7 @@ def capture_operands(captures: tuple[Tensor, ...]) -> list[Tensor] | None:
 
 def _capture(x: Tensor) -> Tensor:
     if 0 in x.shape:
-        raise ValueError(f"a captured tensor has shape {tuple(x.shape)}: there is nothing to read")
+        raise ValueError(f"a captured tensor has shape {tuple(x.shape)}: give it at least one element")
     if x.is_neg():
         # The dispatcher resolves the negative bit of tensor arguments, but not of tensors in optional lists.
         x = x.resolve_neg()

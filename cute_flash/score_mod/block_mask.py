@@ -60,7 +60,7 @@ class BlockMask:
         partial_kv: The partial blocks, in which the mask is applied.
         full_kv: The full blocks, which need no mask.
         window: (left, right), as for `attn`.
-        mask: The traced mask_mod with copies of its captured values; None: the window alone, or unknown.
+        mask: The traced mask_mod with copies of its captured values; None: there is none, or it is unknown.
         is_mask_known: Whether `mask` and `window` are the whole mask; false for `of_status`.
         captured: The tensors that the mask_mod captured; `mask` holds copies of them.
         versions: Their version counters when they were copied.
@@ -109,7 +109,10 @@ class BlockMask:
         if status.dim() != 4 or tuple(status.shape[2:]) != blocks:
             raise ValueError(f"status has shape {tuple(status.shape)}: expected (B or 1, H or 1, *{blocks})")
         if seqlen_k % tile_n and bool((status[..., -1] == FULL).any()):
-            raise ValueError("the last block of keys is not whole: it cannot be full, call it partial")
+            raise ValueError(
+                f"status is FULL for the last K/V block, which has {seqlen_k % tile_n} keys, not tile_n={tile_n}: "
+                "use PARTIAL"
+            )
         partial, full = (BlockIndices.of(status == kind) for kind in (PARTIAL, FULL))
         return BlockMask(tile_m, tile_n, seqlen_q, seqlen_k, partial, full)
 
@@ -164,9 +167,9 @@ class BlockMask:
             mask = mask._replace(captures=tuple(x.detach().clone() for x in captures))
 
         def compute() -> BlockMask:
-            of_blocks = BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
+            block_mask = BlockMask.of_status(_status(mask, shape, tile, window, device), *tile, *shape[2:])
             return replace(
-                of_blocks, window=window, mask=mask, is_mask_known=True, captured=captures, versions=versions
+                block_mask, window=window, mask=mask, is_mask_known=True, captured=captures, versions=versions
             )
 
         if captures:
@@ -186,24 +189,26 @@ class BlockMask:
         """
         if torch.compiler.is_dynamo_compiling():
             if mask_mod is not None and self.is_mask_known:
-                raise ValueError("mask_mod beside a block_mask in a compiled call: leave it out, block_mask carries it")
+                raise ValueError(
+                    "mask_mod and block_mask in a compiled call: leave mask_mod out, because block_mask carries it"
+                )
             return mask_mod if self.mask is None else self.mask
         for x, version, copy in zip(self.captured, self.versions, () if self.mask is None else self.mask.captures):
             is_written = not x.is_inference() and x._version != version
             if is_written or (_is_readable(x) and not _has_same_contents(x, copy)):
                 raise ValueError(
                     f"block_mask: a captured tensor of its mask_mod, of shape {tuple(x.shape)}, was written to after "
-                    "the block mask was made: make a new one"
+                    "the block mask was built: build a new one"
                 )
         if not self.is_mask_known or mask_mod is None:
             return mask_mod if mask_mod is not None else self.mask
-        given = bind(mask_mod, "mask_mod")
-        if self.mask is not None and given.graph == self.mask.graph and given.scalars == self.mask.scalars:
-            if all(_is_same(x, y) for x, y in zip(given.captures, self.captured)):
+        other = bind(mask_mod, "mask_mod")
+        if self.mask is not None and other.graph == self.mask.graph and other.scalars == self.mask.scalars:
+            if all(_is_same(x, y) for x, y in zip(other.captures, self.captured)):
                 return self.mask
         raise ValueError(
-            "mask_mod is not that of block_mask: leave mask_mod out, because a block mask carries its own, or make the "
-            "block mask of both with masks.and_"
+            "mask_mod differs from the mask_mod of block_mask: leave mask_mod out, because a block mask carries its "
+            "own, or build the block mask of both with masks.and_"
         )
 
     @property
@@ -246,8 +251,8 @@ class BlockMask:
         """Raise `ValueError` unless the block mask fits a call of these sizes on this device."""
         if (self.seqlen_q, self.seqlen_k) != (seqlen_q, seqlen_k):
             raise ValueError(
-                f"block_mask is of {self.seqlen_q} queries and {self.seqlen_k} keys: the call has {seqlen_q} "
-                f"and {seqlen_k}"
+                f"block_mask has {self.seqlen_q} queries and {self.seqlen_k} keys, and the call has {seqlen_q} "
+                f"and {seqlen_k}: build it for the sizes of the call"
             )
         for dim, name, size in ((0, "batch", batch), (1, "heads", heads)):
             mask_size = self.partial_kv.num_blocks.shape[dim]
@@ -288,7 +293,7 @@ def _ceil_div(a: int, b: int) -> int:
 def visible_pairs(
     mask: BoundMod | None, window: Window, rows: Tensor, keys: Tensor, seqlens: tuple[int, int], head: tuple[int, int]
 ) -> Tensor:
-    """The mask of some queries and keys of a (batch, head), (rows, keys): true where the query sees the key."""
+    """(rows, keys): true where a query of `rows` sees a key of `keys`, for one `head`, (b, h)."""
     (seqlen_q, seqlen_k), (left, right) = seqlens, window
     distance = keys - (rows[:, None] + (seqlen_k - seqlen_q))
     visible = torch.ones_like(distance, dtype=torch.bool)
@@ -307,6 +312,7 @@ def visible_pairs(
 def _status(
     mask: BoundMod | None, shape: tuple[int, int, int, int], tile: tuple[int, int], window: Window, device: torch.device
 ) -> Tensor:
+    """(B or 1, H or 1, query blocks, K/V blocks): EMPTY, PARTIAL or FULL for each block."""
     batch, heads, sq, sk = shape
     bits = 0 if mask is None else mask.graph.output_depends
     batch, heads = batch if bits & B else 1, heads if bits & H else 1

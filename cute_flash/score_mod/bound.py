@@ -69,7 +69,7 @@ def graphs_of(text: str) -> Graphs:
         return Graphs()
     graphs = json.loads(text)
     if not isinstance(graphs, list) or len(graphs) != 3:
-        raise ValueError("not the text of graphs: expected a list of three")
+        raise ValueError("mod_graphs is not the text of graphs: expected a list of three graphs")
     return Graphs(*(None if x is None else parse_graph(x) for x in graphs))
 
 
@@ -100,7 +100,7 @@ class BoundMods(NamedTuple):
 
 def check_mods(score_mod: Callable | None, score_mod_bwd: Callable | None) -> None:
     if score_mod_bwd is not None and score_mod is None:
-        raise ValueError("score_mod_bwd without score_mod: it is the gradient of that")
+        raise ValueError("score_mod_bwd without score_mod: give the score_mod whose gradient it computes")
 
 
 def mod_arguments(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import inspect
 from collections.abc import Callable
 from operator import getitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -52,8 +53,11 @@ def code_of(function: Any) -> CodeType | type:
 
 
 def definition_of(mod: Any) -> str:
-    """The file and line where a mod is defined, or the class of a callable object, for error messages."""
-    code = code_of(mod)
+    """The file and line where a mod is defined, or the class of a callable object, for error messages.
+
+    For a wrapper (`__wrapped__`), it is the definition of the wrapped function.
+    """
+    code = code_of(inspect.unwrap(mod))
     if isinstance(code, CodeType):
         return f"{code.co_filename}:{code.co_firstlineno}"
     return f"{code.__module__}.{code.__qualname__}"
@@ -98,7 +102,9 @@ class CaptureTracer:
             return self._tensor(value, source)
         if is_impure(value):
             name = f"{value.__module__}.{value.__name__}"
-            raise trace_error(f"{name} depends on more than its arguments: call it outside, and capture the result")
+            raise trace_error(
+                f"{name} depends on a clock, the system or random numbers: call it outside, and capture the result"
+            )
         if is_compiled_in(value) or is_fixed(value) or self.paths[source] in self.static:
             return value
         if type(value) in (int, float):
@@ -142,10 +148,13 @@ class CaptureTracer:
 
     def _container(self, value: Any, source: int) -> Any:
         if len(value) > MAX_CONTAINER_SIZE:
-            raise trace_error(f"a captured {type(value).__name__} of {len(value)}: capture a tensor")
+            raise trace_error(
+                f"a captured {type(value).__name__} of {len(value)} elements, more than {MAX_CONTAINER_SIZE}: "
+                "capture a tensor"
+            )
         if isinstance(value, (dict, set, frozenset)) and not all(map(is_key, value)):
             what = "key" if isinstance(value, dict) else "element"
-            raise trace_error(f"a captured {type(value).__name__} has a {what} that is no number and no string")
+            raise trace_error(f"a captured {type(value).__name__} has a {what} that is not a number or a string")
         if isinstance(value, (set, frozenset)):
             return type(value)(value)
         keys = value if isinstance(value, dict) else range(len(value))
@@ -191,7 +200,7 @@ def capture(builder: Builder, dtype: torch.dtype, rank: int, sizes: Callable[[],
     if name not in CAPTURE_KINDS:
         raise trace_error(f"a captured tensor is {name}: use one of {', '.join(CAPTURE_KINDS)}")
     if rank > MAX_CAPTURE_RANK:
-        raise trace_error(f"a captured tensor has {rank} dimensions: at most {MAX_CAPTURE_RANK}")
+        raise trace_error(f"a captured tensor has {rank} dimensions: give it at most {MAX_CAPTURE_RANK}")
     builder.captures.append(CaptureSpec(name, rank))
     i = len(builder.captures) - 1
     return TensorProxy(builder, i, sizes) if rank else ScalarProxy(builder, builder.load(i, ()))

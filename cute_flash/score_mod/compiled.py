@@ -4,7 +4,7 @@ Dynamo traces this module, and with it the mod. The mod is called with placehold
 torch function mode `Recorder` sees each function, method and operator that is applied to them, and records it as a
 step: a tuple of constants that refers to values by name, such as "%3". `_replay` repeats the steps on the proxies of an
 ordinary trace, so that the same functions are supported and give the same graph. Dynamo does not trace `_replay`; it
-calls it and takes the result for a constant.
+calls it and treats the result as a constant.
 
 Dynamo reads and guards the values that a mod captures. Captured tensors become arguments of the operator. A captured
 number is compiled in. When it changes, Dynamo compiles again and makes it a variable; it then becomes a captured
@@ -32,7 +32,7 @@ from cute_flash.score_mod import bound
 from cute_flash.score_mod.captures import capture
 from cute_flash.score_mod.graph import Builder, drop_unused_arguments
 from cute_flash.score_mod.overrides import inputs
-from cute_flash.score_mod.proxy import METHODS, TORCH, ScalarProxy, Specialise, TensorProxy, without_line
+from cute_flash.score_mod.proxy import METHODS, NOT_SUPPORTED, TORCH, ScalarProxy, Specialise, TensorProxy, without_line
 from cute_flash.score_mod.trace import ROLES, BoundMod, output_node
 
 Step = tuple  # (function or its name, arguments, keyword arguments as pairs), or ("capture", dtype, rank)
@@ -40,7 +40,7 @@ META = torch.device("meta")
 # Functions that describe a tensor. They are not recorded: placeholders give the right results.
 DESCRIPTIONS = ("dim", "size", "numel", "is_floating_point", "element_size", "stride", "is_complex", "get_device")
 POWERS = ("pow", "pow_", "__pow__", "__rpow__")
-NOT_RECORDED = "torch.compile hides how a value is computed: use methods of tensors and functions of torch"
+NOT_RECORDED = "torch.compile does not show how a value is computed: use tensor methods and torch functions"
 
 
 class Recorder(TorchFunctionMode):
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
             args = tuple([operator.index(x) if isinstance(x, int) else x for x in args])
         operands = tuple([self.operand(x) for x in args])
         self.steps.append((func, operands, tuple([(key, self.operand(x)) for key, x in kwargs.items()])))
-        dtype = _known(_dtype_of_last(self.role, tuple(self.steps)))
+        dtype = _checked(_dtype_of_last(self.role, tuple(self.steps)))
         shape: Any = ()
         if name == "__getitem__":
             shape = args[0].shape[len(args[1]) if isinstance(args[1], tuple) else 1 :]
@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
         known = list(self.names)  # noqa: F841  `_find_hidden` reads it
         comptime(_find_hidden)
         num_values = len(self.inputs) + len(self.steps)
-        self.steps.extend(_known(_hidden_steps(tuple(self.names.values()), num_values)))
+        self.steps.extend(_checked(_hidden_steps(tuple(self.names.values()), num_values)))
         self.result(x)
 
 
@@ -155,18 +155,18 @@ def _bind(mod: Callable, role: str, device: torch.device) -> tuple[str, list[Ten
     with recorder:
         result = mod(*recorder.inputs)
     output = recorder.operand(result)
-    text, used = _known(_graph(role, tuple(recorder.steps), output))
+    text, used = _checked(_graph(role, tuple(recorder.steps), output))
     return text, [recorder.captures[i] for i in used]
 
 
-def _known(found: Any) -> Any:
-    """Return a result of the functions below, or raise the error if it is an error message.
+def _checked(result: Any) -> Any:
+    """Return a result of the functions below, or raise a `TraceError` if it is an error message.
 
     An error raised inside those functions would abort the compilation. Raised here, it can break the graph instead.
     """
-    if isinstance(found, str):
-        raise TraceError(found)
-    return found
+    if isinstance(result, str):
+        raise TraceError(result)
+    return result
 
 
 # ---- functions that Dynamo calls without tracing them
@@ -260,7 +260,7 @@ def _handler(name: str) -> Callable:
     # Methods that write into their tensor end with _: Dynamo calls them for `score += x`.
     handler = METHODS.get(name.removesuffix("_")) or getattr(ScalarProxy, f"__{name.strip('_')}__", None)
     if handler is None:
-        raise TraceError(f"{name} has no place in a kernel")
+        raise TraceError(NOT_SUPPORTED.format(name))
     return handler
 
 

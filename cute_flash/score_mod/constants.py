@@ -14,7 +14,7 @@ import torch
 
 # Modules whose functions and classes need no proxy.
 FIXED_MODULES = frozenset({"torch", "numpy", "cute_flash", "builtins", *sys.stdlib_module_names})
-# Those among them whose functions depend on a clock, the system or random numbers.
+# The modules of `FIXED_MODULES` whose functions depend on a clock, the system or random numbers.
 IMPURE_MODULES = frozenset({"datetime", "os", "platform", "posix", "secrets", "socket", "time", "uuid"})
 # Modules whose numbers and strings are constants, such as math.pi.
 MODULES_OF_CONSTANTS = ("cmath", "math", "numpy", "string", "torch")

@@ -160,7 +160,7 @@ class TorchArithmetic:
         if not indices:
             return capture.to(self._dtype(kind))
         if 0 in capture.shape:
-            raise ValueError(f"a captured tensor has shape {tuple(capture.shape)}: there is nothing to read")
+            raise ValueError(f"a captured tensor has shape {tuple(capture.shape)}: give it at least one element")
         return capture[indices_in_bounds(capture, indices)].to(self._dtype(kind))
 
     def op(self, node: Node, args: Sequence[Tensor], is_nonnegative: Sequence[bool]) -> Tensor:

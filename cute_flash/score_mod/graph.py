@@ -19,7 +19,7 @@ from typing import Any
 
 from cute_flash.errors import TraceError
 
-# Bits for what a value depends on: batch, head, query position, key position, score.
+# Bits of the inputs that a value depends on: batch, head, query position, key position, score.
 B, H, ROW, COLUMN, SCORE = 1, 2, 4, 8, 16
 INPUTS = {
     "b": ("int", B),
@@ -278,14 +278,14 @@ class Builder:
         if name == "where":
             condition, *chosen = args
             if self.kind(condition) != "bool":
-                raise TraceError(f"where: the condition is {self.kind(condition)}, not bool")
+                raise TraceError(f"where: the condition is {self.kind(condition)}: give a bool, such as a comparison")
             kind = self._widest(chosen)
             return (condition, *(self.cast(i, kind) for i in chosen)), kind
         kind = self._widest(args)
         if name in ARITHMETIC and kind == "bool":
             raise TraceError(f"{name} of bools: use &, | and ~, or cast with .int() or .float()")
         if name in (*LOGIC, *SHIFTS) and kind == "float":
-            raise TraceError(f"{name} of floats: it is for bools and ints")
+            raise TraceError(f"{name} of floats: cast the operands with .int() or .bool()")
         if name in FLOATING:
             kind = "float"
         elif kind == "bool" and name not in LOGIC:

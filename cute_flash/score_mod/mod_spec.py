@@ -74,13 +74,13 @@ class ModSpec:
         """For each load that has a gradient: its capture, and the bits ROW and COLUMN that its indices depend on."""
         gradient = self.graphs.gradient(self.captures_needing_grad)
         depends, outputs = gradient.graph.depends, gradient.graph.outputs
-        found = []
+        loads = []
         for load in gradient.loads:
             bits = 0
             for i in load.indices:
                 bits |= depends[outputs[i]]
-            found.append((load.capture, bits & (ROW | COLUMN)))
-        return tuple(found)
+            loads.append((load.capture, bits & (ROW | COLUMN)))
+        return tuple(loads)
 
     @property
     def bwd_ops_per_score(self) -> int:

@@ -29,7 +29,7 @@ from cute_flash.score_mod.proxy import ScalarProxy, TensorProxy, trace_error
 if TYPE_CHECKING:
     from cute_flash.score_mod.captures import CaptureTracer
 
-INSTEAD = "do it outside the function, and capture the number or the tensor"
+INSTEAD = "compute it outside the mod, and capture the number or the tensor"
 
 
 class ObjectProxy:
@@ -82,16 +82,16 @@ class ObjectProxy:
             return default[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise trace_error(f"writing .{name} of a captured object")
+        raise trace_error(f"assignment to .{name} of a captured object: a mod must not change captured values")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = self.__value
         if isinstance(value, torch.nn.Module):
             if value._forward_hooks or value._forward_pre_hooks:
-                raise trace_error(f"calling {describe(self)}, which has hooks")
+                raise trace_error(f"calling {describe(self)}, which has hooks: remove them, or call its forward")
             return self.forward(*args, **kwargs)
         if isinstance(value, type):
-            raise trace_error(f"making a {value.__name__} inside the function")
+            raise trace_error(f"a new {value.__name__} inside the mod: create it outside, and capture it")
         if not isinstance(getattr(type(value), "__call__", None), FunctionType):  # noqa: B004
             raise trace_error(f"calling {describe(self)}: {INSTEAD}")
         return self.__special("__call__", *args, **kwargs)
@@ -236,7 +236,7 @@ def _issubclass(cls: Any, classes: Any) -> bool:
 
 def _class(x: Any, *others: Any) -> Any:
     if others:
-        raise TraceError("making a class inside the function")
+        raise TraceError("a new class inside the mod: create it outside, and capture it")
     return x.__class__ if type(x) is ObjectProxy else _class_of(x)
 
 
@@ -246,7 +246,7 @@ def _callable(x: Any) -> bool:
 
 def _vars(*args: Any) -> Any:
     if not args:
-        raise TraceError("vars() inside the function")
+        raise TraceError("vars() without an argument inside the mod: name the variables")
     return args[0].__dict__
 
 

@@ -49,7 +49,9 @@ def _pow(a: Any, b: Any) -> ScalarProxy:
     if isinstance(a, (int, float)) and a > 0:
         return op("exp2", op("mul", b, math.log2(a)))
     if _is_int(a) and _is_int(b):
-        raise trace_error("** of ints with an exponent that is known only in a kernel: cast one with .float()")
+        raise trace_error(
+            "** of ints with an exponent that is not a constant: cast the base or the exponent with .float()"
+        )
     return op("pow", a, b)
 
 
@@ -137,7 +139,7 @@ def _new_full(value: Any) -> Callable:
 
     def new(x: ScalarProxy, size: Any, fill_value: Any = value, **kwargs: Any) -> ScalarProxy:
         if tuple(size):
-            raise trace_error(f"a new tensor of shape {tuple(size)}: make it outside, and capture it")
+            raise trace_error(f"a new tensor of shape {tuple(size)}: create it outside the mod, and capture it")
         return _full_like(fill_value)(x, dtype=kwargs.get("dtype"))
 
     return new

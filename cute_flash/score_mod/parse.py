@@ -30,44 +30,55 @@ def parse_graph(value: Any) -> Graph:
     try:
         captures, scalars, nodes, outputs = value
         builder = Builder([_capture(*x) for x in captures], scalars)
-        _require(all(kind in ("int", "float") for kind in scalars), "scalars are int or float")
+        _require(all(kind in ("int", "float") for kind in scalars), "scalars must be int or float")
         for node in nodes:
             builder.nodes.append(_node(builder, *node))
-        _require(bool(outputs) and all(map(builder.has, outputs)), "outputs are nodes")
+        _require(bool(outputs) and all(map(builder.has, outputs)), "outputs must be indices of nodes")
     except (TypeError, LookupError) as error:
         raise ValueError(f"not the text of a graph: {error}") from error
     return Graph(tuple(builder.nodes), tuple(outputs), tuple(builder.captures), tuple(builder.scalars))
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, rule: str) -> None:
     if not condition:
-        raise ValueError(f"not the text of a graph: expected that {what}")
+        raise ValueError(f"not the text of a graph: {rule}")
 
 
 def _capture(dtype: str, rank: int) -> CaptureSpec:
-    _require(dtype in CAPTURE_KINDS, f"the dtype {dtype} can be captured")
-    _require(type(rank) is int and 0 <= rank <= MAX_CAPTURE_RANK, f"a rank is at most {MAX_CAPTURE_RANK}")
+    _require(dtype in CAPTURE_KINDS, f"a tensor of dtype {dtype} cannot be captured")
+    _require(type(rank) is int and 0 <= rank <= MAX_CAPTURE_RANK, f"rank {rank}: use 0 to {MAX_CAPTURE_RANK}")
     return CaptureSpec(dtype, rank)
 
 
 def _node(builder: Builder, op: str, kind: str, args: list[int], value: Any = None) -> Node:
-    _require(all(map(builder.has, args)), "operands come before their node")
+    _require(all(map(builder.has, args)), "operands must come before their node")
     operands = tuple(args)
     if op == "input":
-        _require(not args and kind == INPUTS[value][0], f"the input {value} has its kind")
+        _require(not args and kind == INPUTS[value][0], f"the input {value} cannot have kind {kind} or operands")
     elif op == "constant":
-        _require(not args and type(value) is TYPES[kind], f"a constant of kind {kind} has its type")
+        _require(
+            not args and type(value) is TYPES[kind], f"the constant {value!r} is not of kind {kind}, or has operands"
+        )
     elif op == "scalar":
         exists = type(value) is int and 0 <= value < len(builder.scalars)
-        _require(not args and exists and kind == builder.scalars[value], "a scalar is one of the graph's")
+        _require(
+            not args and exists and kind == builder.scalars[value], "a scalar node must refer to a scalar of the graph"
+        )
     elif op == "load":
-        _require(type(value) is int and 0 <= value < len(builder.captures), "a load is of a capture")
+        _require(
+            type(value) is int and 0 <= value < len(builder.captures), "a load must refer to a capture of the graph"
+        )
         spec = builder.captures[value]
-        _require(kind == spec.kind and len(args) == spec.rank, "a load has an index for each dimension")
-        _require(all(builder.kind(i) == "int" for i in args), "indices are ints")
+        _require(
+            kind == spec.kind and len(args) == spec.rank,
+            "a load must have the kind of its capture, and an index for each dimension",
+        )
+        _require(all(builder.kind(i) == "int" for i in args), "indices must be ints")
     else:
-        _require(op in OPERATIONS and value is None, f"{op} is an operation")
+        _require(op in OPERATIONS and value is None, f"{op} is not an operation, or has a value")
         arity = 1 if op in UNARY else 3 if op == "where" else 2
-        _require(len(args) == arity, f"{op} has {arity} operands")
-        _require(builder.typed(op, operands) == (operands, kind), f"{op} has operands of its kinds")
+        _require(len(args) == arity, f"{op} must have {arity} operand(s)")
+        _require(
+            builder.typed(op, operands) == (operands, kind), f"{op} cannot have operands or a result of these kinds"
+        )
     return Node(op, kind, operands, value)

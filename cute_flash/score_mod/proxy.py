@@ -21,7 +21,8 @@ from cute_flash.score_mod.constants import is_numpy
 from cute_flash.score_mod.graph import TYPES, Builder, Node
 
 DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
-USE_WHERE = "a value is known only in a kernel: use torch.where(condition, a, b), & and | and ~"
+USE_WHERE = "use torch.where(condition, a, b), and &, | and ~ instead of and, or and not"
+NOT_SUPPORTED = "{} is not supported in a mod: use an operation that docs/mods.md lists"
 
 
 # Handlers of tensor methods, by name, and of torch functions; `overrides` fills both.
@@ -37,17 +38,17 @@ class Specialise(BaseException):
 
 
 def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The file and line of the first (frame, line number) pair in user code; "": none is."""
+    """The file and line of the first (frame, line number) pair in user code; "" if there is none."""
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
-        if module != "torch" and not module.startswith(("cute_flash.score_mod.", "torch.")):
+        if module not in ("torch", "cute_flash.api") and not module.startswith(("cute_flash.score_mod.", "torch.")):
             return f"{frame.f_code.co_filename}:{line}"
     return ""
 
 
-def trace_error(what: str) -> TraceError:
+def trace_error(message: str) -> TraceError:
     """A `TraceError` whose message ends with the line of user code that is running, in parentheses."""
-    return TraceError(f"{what} ({user_line(walk_stack(sys._getframe()))})")
+    return TraceError(f"{message} ({user_line(walk_stack(sys._getframe()))})")
 
 
 def without_line(error: BaseException) -> str:
@@ -97,7 +98,7 @@ class ScalarProxy:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = TORCH.get(func)
         if handler is None:
-            raise trace_error(f"{_name(func)} has no place in a kernel")
+            raise trace_error(NOT_SUPPORTED.format(_name(func)))
         return handler(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -105,7 +106,7 @@ class ScalarProxy:
         if handler is None:
             if name.startswith("__"):
                 raise AttributeError(name)
-            raise trace_error(f".{name} of a value has no place in a kernel")
+            raise trace_error(NOT_SUPPORTED.format(f".{name} of a value"))
         return lambda *args, **kwargs: handler(self, *args, **kwargs)
 
     # Conversions to Python values, for constants and captured numbers only
@@ -129,30 +130,30 @@ class ScalarProxy:
     def _python_value(self, what: str) -> Any:
         """The value of a constant. Raises `Specialise` for captured numbers, and an error naming `what` for others."""
         if self._python_type is None:
-            raise trace_error(f"{what} is not known when a function is traced; {USE_WHERE}")
+            raise trace_error(f"{what} is not known while the mod is traced: {USE_WHERE}")
         if scalars := {node.value for node in self._leaves() if node.op == "scalar"}:
             raise Specialise(scalars)
         return self._builder.nodes[self._node].value
 
     def __bool__(self) -> bool:
-        return bool(self._python_value("whether this is true (if, and, or, not, min, max)"))
+        return bool(self._python_value("the truth of a value (if, and, or, not, min, max)"))
 
     def __index__(self) -> int:
-        return int(self._python_value("an int of this"))
+        return int(self._python_value("the int of a value"))
 
     __int__ = __index__
 
     def __float__(self) -> float:
-        return float(self._python_value("a Python float of this (float(), math)"))
+        return float(self._python_value("the Python float of a value (float(), math)"))
 
     def __len__(self) -> int:
-        raise trace_error("the length of a value")
+        raise trace_error("len() of a value: values in a mod have no dimensions")
 
     def __iter__(self) -> Any:
-        raise trace_error("iterating over a value")
+        raise trace_error("iteration over a value: values in a mod have no dimensions")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise trace_error("writing into a value")
+        raise trace_error("assignment into a value: use torch.where to compute a new one")
 
 
 def _name(func: Any) -> str:
@@ -176,7 +177,7 @@ def node_of(builder: Builder, x: Any) -> int:
         if x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
             return node_of(builder, x.item())
         raise trace_error(
-            f"a tensor of shape {tuple(x.shape)} made inside the function: make it outside and capture it"
+            f"a tensor of shape {tuple(x.shape)} created inside the mod: create it outside, and capture it"
         )
     raise trace_error(f"{x!r} as an operand: expected a number or a tensor")
 
@@ -219,7 +220,7 @@ class TensorProxy:
                 raise trace_error(f"indexing a captured tensor with {index}: give an index for each dimension")
         nodes = tuple(node_of(self._builder, index) for index in keys)
         if any(self._builder.kind(i) != "int" for i in nodes):
-            raise trace_error("an index of a captured tensor that is no int: cast it with .int()")
+            raise trace_error("an index of a captured tensor is not an int: cast it with .int()")
         indices = self._indices + nodes
         if len(indices) > self._rank:
             raise trace_error(f"{len(indices)} indices into a captured tensor of {self._rank} dimensions")
@@ -228,12 +229,12 @@ class TensorProxy:
         return ScalarProxy(self._builder, self._builder.load(self._capture, indices))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise trace_error("writing into a captured tensor")
+        raise trace_error("assignment into a captured tensor: a mod must not change captured values")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise trace_error(f".{name} of a captured tensor: do it outside, and capture the result")
+        raise trace_error(f".{name} of a captured tensor: compute it outside the mod, and capture the result")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

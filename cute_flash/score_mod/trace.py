@@ -67,7 +67,7 @@ class Trace:
         scalars = tuple([values[i] for i in self.scalars])
         for x in scalars:
             if type(x) is int and not -MAX_INT <= x < MAX_INT:
-                raise TraceError(f"a captured number is {x}: kernels compute in 32 bits")
+                raise TraceError(f"a captured number is {x}: captured ints must fit in 32 bits")
         return BoundMod(self.graph, tuple([values[i] for i in self.captures]), scalars)
 
 
@@ -101,7 +101,9 @@ def bind(mod: Callable, role: str) -> BoundMod:
     del traces[MAX_TRACES_OF_CODE:]
     bound_mod = trace.bind(mod)
     if bound_mod is None:
-        raise TraceError(f"{role}: a captured value changes while it is read")
+        raise TraceError(
+            f"{role}: a captured value changes each time it is read: read it outside, and capture the result"
+        )
     return bound_mod
 
 
@@ -112,7 +114,7 @@ def _signature(role: str) -> str:
 
 @contextmanager
 def _errors_at_definition(mod: Callable) -> Iterator[None]:
-    """Errors inside name the line where the mod is defined. For use while the mod itself is not running."""
+    """Make errors inside the block name the line where the mod is defined, for code that runs outside the mod."""
     try:
         yield
     except TraceError as error:
@@ -153,10 +155,11 @@ def _traced(mod: Callable, role: str) -> Trace:
 def output_node(builder: Builder, result: Any, role: str) -> int:
     """The node of a mod's result, cast to the kind that its role requires."""
     if isinstance(result, TensorProxy) or not isinstance(result, (ScalarProxy, bool, int, float, Tensor)):
-        raise TraceError(f"it returns a {type(result).__name__}, not a value")
+        raise TraceError(f"it returns a {type(result).__name__}: return a value, such as the score")
     node = node_of(builder, result)
     if role != "mask_mod":
         return builder.cast(node, "float")
-    if builder.kind(node) != "bool":
-        raise TraceError(f"it returns an {builder.kind(node)}: a mask is of bools, made by comparisons")
+    if (kind := builder.kind(node)) != "bool":
+        article = "an" if kind == "int" else "a"
+        raise TraceError(f"it returns {article} {kind}: return a bool, such as the result of a comparison")
     return node

@@ -1,4 +1,4 @@
-"""The shared-memory tiles of the kernels, which the bank-conflict counter and the pictures of `layouts/` share."""
+"""The shared-memory tiles of the kernels. `layouts/` counts their bank conflicts and draws them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CHUNK_BYTES = 16
 # Bytes that shared memory delivers in one wavefront: 32 banks of 4 bytes.
 WAVEFRONT_BYTES = 128
 
-# Bytes of an atom's row, in variants whose atoms are narrower than possible.
+# Bytes of an atom's row, in variants with a fixed atom width.
 _ATOM_BYTES = {"swizzled64": 64, "swizzled32": 32, "interleaved": CHUNK_BYTES}
 
 _ATOM_ROWS = 8
-# The swizzle reads the bits above those of the 8 chunks of a wavefront, whatever the width of the atom.
+# The swizzle reads the bits above the 3 bits that number the chunks of a wavefront, for any width of the atom.
 _SWIZZLE_SHIFT = 3
 
 
@@ -106,6 +106,7 @@ class SmemTile:
 
     @property
     def swizzle(self) -> Swizzle | None:
+        """The swizzle of element indices; None: no swizzle."""
         if self.variant in ("padded", "plain"):
             return None
         chunks = self.atom_cols // self.chunk_cols

@@ -21,9 +21,9 @@ class ArchSpec:
 
     name: str  # as the compiler spells it: "sm_80"
     gpu: str  # name of the GPU with the rates below
-    smem_per_cta: int  # bytes that a CTA can allocate
-    smem_per_sm: int
-    registers_per_sm: int
+    smem_per_cta: int  # bytes of shared memory that a CTA can allocate
+    smem_per_sm: int  # bytes
+    registers_per_sm: int  # of 32 bits
     max_threads_per_sm: int
     num_sms: int
     l2_bytes: int
@@ -67,7 +67,7 @@ def by_name(name: str) -> ArchSpec:
     digits = name.lower().removeprefix("sm").removeprefix("_").rstrip("a")
     spec = ARCHS.get(f"sm_{digits}") or GPUS.get(name.upper())
     if spec is None:
-        raise UnsupportedError(f"architecture {name!r}: known are {', '.join(ARCHS)} and {', '.join(GPUS)}")
+        raise UnsupportedError(f"architecture {name!r}: use one of {', '.join(ARCHS)}, {', '.join(GPUS)}")
     return spec
 
 

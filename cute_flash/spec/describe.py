@@ -81,7 +81,7 @@ def _mod_spec(args: AttentionArgs) -> Any:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    expected = "(B, H, S, D)" if rank == 4 else "sequences one after the other, (T, H, D)"
+    expected = "(B, H, S, D)" if rank == 4 else "(T, H, D), the concatenated sequences"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {expected}")
@@ -89,7 +89,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must agree")
         _check_device(name, x, q)
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all but the last must agree")
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all dimensions but the last must agree"
+        )
     if q.shape[-1] != k.shape[-1] or (rank == 4 and q.shape[0] != k.shape[0]):
         raise ValueError(f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree")
 
@@ -101,7 +103,7 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
     if not math.isfinite(args.scale):
-        raise ValueError(f"scale={args.scale} is not finite")
+        raise ValueError(f"scale={args.scale} is not finite: use a finite number")
     if not 0 <= args.softcap < math.inf:
         raise ValueError(f"softcap={args.softcap}: use a positive number, or None for no cap")
     if not 0 <= args.dropout < 1:
@@ -116,7 +118,7 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
 def check_rng(args: AttentionArgs) -> None:
     """Raise `ValueError` for dropout without a seed, which `describe` accepts because `supports` draws none."""
     if args.dropout and args.rng is None:
-        raise ValueError("dropout needs rng: (seed, offset)")
+        raise ValueError(f"dropout={args.dropout} needs rng: give (seed, offset), int64, of shape (2)")
 
 
 def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:
@@ -124,20 +126,22 @@ def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:
     cu_q, cu_k = args.cu_seqlens_q, args.cu_seqlens_k
     assert cu_q is not None
     if cu_k is None:
-        raise ValueError("cu_seqlens_k is missing")
+        raise ValueError("cu_seqlens_q without cu_seqlens_k: give both")
     _check_int32("cu_seqlens_q", cu_q, q, "B + 1")
     _check_int32("cu_seqlens_k", cu_k, q, "B + 1")
     batch = cu_q.shape[0] - 1
     if cu_k.shape[0] != batch + 1:
-        raise ValueError(f"cu_seqlens_q has {batch + 1} offsets and cu_seqlens_k has {cu_k.shape[0]}")
+        raise ValueError(f"cu_seqlens_q has {batch + 1} offsets and cu_seqlens_k has {cu_k.shape[0]}: they must agree")
     if args.seqused_k is not None:
         _check_int32("seqused_k", args.seqused_k, q, "B")
         if args.seqused_k.shape[0] != batch:
-            raise ValueError(f"seqused_k has {args.seqused_k.shape[0]} lengths for {batch} sequences")
+            raise ValueError(
+                f"seqused_k has {args.seqused_k.shape[0]} lengths: expected {batch}, one for each sequence"
+            )
     for name in ("max_seqlen_q", "max_seqlen_k"):
         value = getattr(args, name)
         if value is not None and value < 0:
-            raise ValueError(f"{name}={value} is negative")
+            raise ValueError(f"{name}={value} is negative: use an upper bound of the lengths, or None")
     return batch
 
 
@@ -154,7 +158,7 @@ def _check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[i
         return
     if tuple(x.shape) not in shapes:
         choices = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, by query head")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, a value for each query head")
     _check_device(name, x, q)
     _check_float(name, x)
 
@@ -188,11 +192,11 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]
     if args.cu_seqlens_q is not None:
         for name, present in (("bias", args.bias is not None), ("block_mask", bool(args.block_mask))):
             if present:
-                raise UnsupportedError(f"{name} of varlen sequences: use score_mod and mask_mod, or attn")
+                raise UnsupportedError(f"{name} in a varlen batch: use score_mod and mask_mod, or attn")
     bias = args.bias
     if bias is not None:
         if any(bias_size not in (1, size) for bias_size, size in zip(bias.shape, sizes, strict=True)):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with {sizes}")
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with (B, H, Sq, Sk) = {sizes}")
         _check_device("bias", bias, q)
         _check_float("bias", bias)
     for x in args.captures:

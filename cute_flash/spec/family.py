@@ -17,7 +17,7 @@ _family: ContextVar[str] = ContextVar("cute_flash_kernels", default=_DEFAULT)
 
 
 def requested_family() -> str:
-    """The family chosen by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best one for the GPU."""
+    """The family chosen by `use_kernels` or `CUTE_FLASH_KERNELS`; "": the best family for the GPU."""
     return _family.get()
 
 
@@ -57,4 +57,4 @@ def use_kernels(family: str) -> Iterator[None]:
 
 def check_family(family: str) -> None:
     if family not in ("", *FAMILIES):
-        raise UnsupportedError(f"kernel family {family!r}: there is {', '.join(FAMILIES)}")
+        raise UnsupportedError(f"kernel family {family!r}: use {' or '.join(FAMILIES)}, or '' for the best one")

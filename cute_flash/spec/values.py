@@ -12,19 +12,21 @@ from torch import Tensor
 from cute_flash.errors import UnsupportedError
 from cute_flash.spec.problem import check_window
 
-# What the error message advises for a learned number.
+# Remedies for a number that is a learned parameter, for the error message.
 _LEARNED = {
-    "scale": "multiply q by it, attn(q * scale, k, v, scale=1.0), and it gets its gradient from q",
+    "scale": "call attn(q * scale, k, v, scale=1.0), which gives it a gradient through q",
     "softcap": "capture it in score_mod=lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)",
 }
 
 
 def as_float(name: str, value: Any) -> float:
-    """A number as a float. A tensor must have one element, and must not require grad, because it would get none."""
+    """A number as a float. A tensor must have one element, and must not require grad."""
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():
             remedy = _LEARNED.get(name, "detach it")
-            raise UnsupportedError(f"{name} is a tensor that requires grad, and would get none: {remedy}")
+            raise UnsupportedError(
+                f"{name} is a tensor that requires grad, but attn computes no gradient for it: {remedy}"
+            )
         if value.numel() != 1 or value.is_complex():
             raise ValueError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}: give a number")
         return float(value)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cute_flash.tools import loop_order, tile_choice
 from cute_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _feature_sets(text: str) -> list[tuple[str, ...]]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
@@ -130,14 +131,14 @@ def _positives(text: str) -> list[int]:
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")
-    parser.add_argument("--causal", action="store_true", help="hide the keys after a query's own position")
+    parser.add_argument("--causal", action="store_true", help="mask the keys after a query's own position")
     parser.add_argument(
         "--window",
         nargs=2,
         type=_side,
         default=(None, None),
         metavar=("LEFT", "RIGHT"),
-        help="show only LEFT keys before and RIGHT keys after a query's own position; none: no bound",
+        help="keep LEFT keys before and RIGHT keys after a query's own position; none: unbounded",
     )
 
 
@@ -194,6 +195,24 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON list with one entry per shape")
 
     sub = add(
+        "tiles",
+        _tiles,
+        "solve for tiles that fit shared memory and registers, beside the tile of the kernels",
+        "--gpu A100 --head-dim 128 --dtype bf16",
+        "--gpu X1 --smem-kb 64 --sms 40  # a GPU that the tables do not have",
+    )
+    tile_choice.add_arguments(sub)
+
+    sub = add(
+        "loops",
+        _loops,
+        "compare the loop orders of FlashAttention and FlashAttention-2: bytes, rescales, time",
+        "--gpu A100 --seqlen 4096 --head-dim 64",
+        "--gpu H100 --seqlen 512,8192 --head-dim 64,128 --markdown",
+    )
+    loop_order.add_arguments(sub)
+
+    sub = add(
         "inspect",
         _inspect,
         "compile a forward kernel and show its registers, spills and instructions; needs no GPU",
@@ -202,7 +221,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="head dim (default: %(default)s)")
     _add_mask(sub)
-    sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys; few may use another tile")
+    sub.add_argument(
+        "--seqlen-k", type=_positive, metavar="N", help="number of keys; short sequences may use another tile"
+    )
     sub.add_argument("--arch", metavar="sm_xx", help="architecture (default: the GPU here, else sm_80)")
     sub.add_argument("--sass", type=Path, metavar="FILE", help="write the disassembly to FILE")
     sub.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX to FILE")
@@ -301,6 +322,16 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
     return 0
+
+
+def _tiles(args: argparse.Namespace) -> int:
+    with _usage_errors():
+        return tile_choice.run(args)
+
+
+def _loops(args: argparse.Namespace) -> int:
+    with _usage_errors():
+        return loop_order.run(args)
 
 
 def _inspect(args: argparse.Namespace) -> int:

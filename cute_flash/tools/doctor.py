@@ -116,7 +116,7 @@ def _packages() -> Iterator[Check]:
         return
     required = metadata.metadata["Requires-Python"]
     if sys.platform != "linux":
-        yield Check("Python", BROKEN, detail, "use Linux (or WSL): the kernels are built for nothing else")
+        yield Check("Python", BROKEN, detail, "use Linux or WSL: kernels are built for Linux only")
     elif not satisfies("{}.{}.{}".format(*sys.version_info), required):
         yield Check("Python", BROKEN, detail, f"use a Python {required}")
     else:
@@ -131,7 +131,7 @@ def _package(requirement: Requirement) -> Check:
     if version is None:
         return Check(name, BROKEN, "not installed", remedy)
     if not satisfies(version, requirement.specifier):
-        return Check(name, BROKEN, f"{version}, tested are {requirement.specifier}", remedy)
+        return Check(name, BROKEN, f"{version}, supported are {requirement.specifier}", remedy)
     try:
         importlib.import_module(MODULES.get(name, name))
     # A broken native library can raise anything.
@@ -155,17 +155,17 @@ def _flavours() -> Check:
     except ModuleNotFoundError as error:
         return Check("DSL flavours", BROKEN, f"{detail}: {error}", _install_flavours())
     if compiling.driver_cuda_version() >= FLAVOURS["cu13"][0] and chosen == "cu12":
-        return Check("DSL flavours", NOTE, f"{detail}; the driver serves cu13 too", _install_flavours())
+        return Check("DSL flavours", NOTE, f"{detail}; the driver supports cu13 too", _install_flavours())
     return Check("DSL flavours", OK, f"{detail}; {chosen} is used")
 
 
 def _install_flavours() -> str:
     dsl = _version("nvidia-cutlass-dsl")
-    return f"pip install 'nvidia-cutlass-dsl[cu13]{f'=={dsl}' if dsl else ''}' brings both"
+    return f"pip install 'nvidia-cutlass-dsl[cu13]{f'=={dsl}' if dsl else ''}' installs both cu12 and cu13"
 
 
 def _cuda_versions() -> Check:
-    """Whether the driver serves torch's CUDA version, and the DSL has the flavour of that version."""
+    """Whether the driver supports torch's CUDA version, and the DSL has the flavour of that version."""
     name, driver, flavours = "CUDA versions", compiling.driver_cuda_version(), _installed_flavours()
     driver_text = f"driver {_cuda_text(driver)}" if driver else "no driver"
     detail = f"{driver_text}, torch {torch.version.cuda or 'for the CPU'}, DSL {' and '.join(flavours) or 'none'}"
@@ -204,7 +204,7 @@ def _driver() -> Check:
         return Check("driver", BROKEN, f"{detail} is too old", f"install driver {release} or newer")
     code, _ = _visible_to_driver()
     if code not in (0, CUDA_NO_DEVICE):
-        remedy = "see whether nvidia-smi works; after an update of the driver, reboot"
+        remedy = "check that nvidia-smi works; reboot after a driver update"
         return Check("driver", BROKEN, f"{detail}, cuInit fails with error {code}", remedy)
     return Check("driver", OK, detail)
 
@@ -236,7 +236,7 @@ def _gpus() -> Iterator[Check]:
         return
     _, visible = _visible_to_driver()
     if not visible:
-        remedy = "in a container: start it with --gpus all; see CUDA_VISIBLE_DEVICES"
+        remedy = "start a container with --gpus all; check CUDA_VISIBLE_DEVICES"
         yield Check("GPUs", NOTE, "none: attention runs on the CPU", remedy)
     elif torch.version.cuda is None:
         detail = f"the driver sees {visible}, but this torch is a CPU build"
@@ -274,7 +274,7 @@ def _cache() -> Check:
     if cache.is_persistent:
         return Check("kernel cache", OK, f"{cache.folder}, private, {cache.contents()}")
     detail = "; ".join(str(warning.message) for warning in caught) or "the folder cannot be used"
-    remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; else every process compiles"
+    remedy = "make it private (chmod go-w), or name another in CUTE_FLASH_CACHE_DIR; without it, every process compiles"
     return Check("kernel cache", BROKEN, detail, remedy)
 
 
@@ -282,7 +282,7 @@ def _environment() -> Iterator[Check]:
     for name in sorted(name for name in os.environ if name.startswith("CUTE_FLASH_")):
         value = os.environ[name]
         if name not in VARIABLES:
-            yield Check(name, NOTE, f"{value!r} has no effect", f"there are {', '.join(VARIABLES)}")
+            yield Check(name, NOTE, f"{value!r} has no effect", f"known variables are {', '.join(VARIABLES)}")
             continue
         try:
             if value:

@@ -26,7 +26,7 @@ from rich.progress import (
 
 
 def _console(stream: TextIO | None) -> Console:
-    # The stream of now: resources.py redirects `sys.stderr` while the compiler runs, and the bar must not follow.
+    # Bound to the present `sys.stderr`: resources.py redirects it while the compiler runs, and the bar must not move.
     return Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 

@@ -21,6 +21,8 @@ from cute_flash.jit import disk
 from cute_flash.tools import cli
 from cute_flash.version import __version__
 from profiling import __main__ as profiling_cli
+from profiling import doc_tables
+from profiling.record import load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -276,10 +278,43 @@ def test_the_default_command_exists() -> None:
     assert only("CMD") == '["cute-flash", "doctor"]' and "doctor" in subcommands(cli._parser())
 
 
-def test_what_is_measured_lands_in_a_mounted_folder() -> None:
-    bench = SERVICES["bench"]
-    out = WORKDIR / bench["command"][bench["command"].index("--out") + 1]
-    assert any(target in out.parents for source, target in mounts(bench) if source.startswith("./"))
+def output_of(name: str) -> PurePosixPath:
+    """Where the command of a service writes: its --out, or the default of it."""
+    words: list[str] = SERVICES[name]["command"]
+    parser = subcommands(profiling_cli._parser())[words[3]]
+    return WORKDIR / str(parser.parse_args(words[4:]).out)
+
+
+@pytest.mark.parametrize(("name", "folder"), [("bench", "profiling/results"), ("profile", "profiling/reports")])
+def test_what_is_measured_lands_in_a_mounted_folder(name: str, folder: str) -> None:
+    mounted = [target for source, target in mounts(SERVICES[name]) if source.startswith("./")]
+    assert mounted == [WORKDIR / folder]
+    assert any(target in output_of(name).parents for target in mounted), output_of(name)
+
+
+def test_a_checkout_that_belongs_to_root_can_be_written() -> None:
+    """USER_ID=0 is the id of a user that exists: useradd refuses it without --non-unique."""
+    (made,) = (rest for name, rest in DOCKERFILE if name == "RUN" and "useradd" in rest)
+    command = next(shlex.split(part) for part in made.split("&&") if "useradd" in part and "userdel" not in part)
+    assert "--non-unique" in command and command[command.index("--uid") + 1] == "${USER_ID}"
+    assert "USER_ID=0" in (ROOT / "docker" / "README.md").read_text()
+
+
+def test_the_readme_names_the_versions_of_the_image_and_of_the_published_runs() -> None:
+    text = (ROOT / "docker" / "README.md").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| (torch|nvidia-cutlass-dsl|FlashAttention-\d) \| (.*) \|$", text, re.MULTILINE))
+    for package in ("torch", "nvidia-cutlass-dsl"):
+        assert rows[package].partition(" | ")[0] == pins[package], package
+    for path in doc_tables.RUNS.values():
+        machine = load(doc_tables.DATA / path).machine
+        assert machine["torch"] in rows["torch"] and machine["cutlass_dsl"] in rows["nvidia-cutlass-dsl"]
+        major, minor = divmod(machine["cudnn"], 10_000)
+        assert f"cuDNN {major}.{minor // 100}.{minor % 100}" in rows["torch"]
+        if "fa4" in load(doc_tables.DATA / path).peers:
+            assert machine["flash_attn_4"] in rows["FlashAttention-4"]
+    # Peers are no dependency: the image has none of them.
+    assert not any(name.startswith("flash") for name in pins)
 
 
 def test_make_targets_find_the_environment_of_the_image() -> None:

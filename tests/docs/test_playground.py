@@ -148,7 +148,7 @@ def banks_in_python(settings: Settings) -> Settings:
     phases = []
     for phase in chosen.phases:
         words = [len({word for _, word in phase.banks.get(bank, ())}) for bank in range(NUM_BANKS)]
-        served = [[list(pair) for pair in turn] for turn in phase.turns]
+        served = [[list(pair) for pair in turn] for turn in phase.wavefront_words]
         lanes = [list(lane) for lane in phase.lanes]
         phases.append({"lanes": lanes, "counts": words, "wavefronts": phase.wavefronts, "served": served})
     coords = [coord and list(coord) for coord in warps[settings["instruction"]]]

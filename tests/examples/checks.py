@@ -96,8 +96,8 @@ def check_document_mask(tolerance: float) -> None:
 
 
 def check_tree_mask(tolerance: float) -> None:
-    logits, walked, accepted = tree_mask.main()
-    assert_close([logits], [walked], tolerance)
+    logits, expected, accepted = tree_mask.main()
+    assert_close([logits], [expected], tolerance)
     assert accepted == [0, 2, 5]
 
 

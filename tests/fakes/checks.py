@@ -28,6 +28,8 @@ RANGES = {"i32": 1 << 31, "i64": 1 << 63}
 BY_STATIC = {
     "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
+    "cu_seqlens_q": "varlen",
+    "cu_seqlens_k": "varlen",
     "seqused_k": "seqused_k",
     "q_tile_list": "varlen",
     "kv_tile_list": "varlen",

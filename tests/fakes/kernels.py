@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -365,19 +366,36 @@ def _postprocess(key: CompileKey, a: Arguments) -> None:
 
 
 def _split(key: CompileKey, a: Arguments) -> None:
-    """The largest row norm of each head, and the two fp16 pieces of rows over its power of two."""
+    """The largest row norm of each head and sequence, and the two fp16 pieces of rows over its power of two."""
     names = [name for name in a if f"{name}_pieces" in a]
     assert not a["norms"].any()
     for i, name in enumerate(names):
-        x = a[name].transpose(0, 1)[None] if key.static.varlen else a[name]
-        pieces, heads = a[f"{name}_pieces"], x.shape[1]
-        width = pieces.shape[3] // 2
-        norms = torch.linalg.vector_norm(x.double(), dim=-1).amax(-1).float()
-        a["norms"][i, :, :heads] = norms
-        scaled = x / _factor(norms)[..., None, None]
-        pieces.zero_()
-        pieces[..., : x.shape[3]] = scaled
-        pieces[..., width : width + x.shape[3]] = scaled - scaled.half().float()
+        pieces = a[f"{name}_pieces"]
+        pieces.fill_(torch.nan)  # padding and unused keys have none
+        for b, x, rows in _sequences(key, a, name):
+            width, heads = pieces.shape[3] // 2, x.shape[0]
+            # NaN and infinity do not count.
+            norms = torch.linalg.vector_norm(x.double().nan_to_num(0, 0, 0), dim=-1).amax(-1).float()
+            a["norms"][i, b, :heads] = norms
+            scaled = x / _factor(norms)[..., None, None]
+            rows.zero_()
+            rows[..., : x.shape[2]] = scaled
+            rows[..., width : width + x.shape[2]] = scaled - scaled.half().float()
+
+
+def _sequences(key: CompileKey, a: Arguments, name: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Index, rows (H, S, D) of a tensor that are not empty, and their pieces, of each sequence."""
+    pieces = a[f"{name}_pieces"]
+    if not key.static.varlen:
+        yield from ((b, a[name][b], pieces[b]) for b in range(len(pieces)))
+        return
+    of_keys = name in ("k", "v")
+    offsets = a["cu_seqlens_k" if of_keys else "cu_seqlens_q"].tolist()
+    for b, (begin, end) in enumerate(pairwise(offsets)):
+        if of_keys and a["seqused_k"] is not None:
+            end = begin + min(int(a["seqused_k"][b]), end - begin)
+        if end > begin:
+            yield b, a[name][begin:end].transpose(0, 1), pieces[0, :, begin:end]
 
 
 def _factor(norms: Tensor) -> Tensor:
@@ -394,9 +412,23 @@ def _with_tensors(key: CompileKey, a: Arguments) -> Arguments:
             continue
         pieces, width = a[f"{name}_pieces"], static.head_dim if name in ("q", "k") else static.width_v
         high, low = (x[..., :width].float() for x in pieces.chunk(2, -1))
-        x = (high + low) * _factor(a["norms"][i, :, : pieces.shape[1]])[..., None, None]
+        factors = _factor(a["norms"][i, :, : pieces.shape[1]])
+        if static.varlen:
+            factors = factors[_sequence_of_rows(a, name, pieces.shape[2])].T[None, ..., None]
+        else:
+            factors = factors[..., None, None]
+        x = (high + low) * factors
         a[name] = x[0].transpose(0, 1) if static.varlen else x
     return a
+
+
+def _sequence_of_rows(a: Arguments, name: str, num_rows: int) -> Tensor:
+    """The sequence of each row, by the tile list; 0 for rows of none."""
+    found = torch.zeros(num_rows, dtype=torch.int64)
+    for tile in varlen_model.read(a["q_tile_list"] if "q_tile_list" in a else a["kv_tile_list"]):
+        begin, length = (tile.k_begin, tile.k_len) if name in ("k", "v") else (tile.q_begin, tile.q_len)
+        found[begin : begin + length] = tile.sequence
+    return found
 
 
 def _forward_fp32(key: CompileKey, a: Arguments) -> None:

@@ -117,6 +117,8 @@ KINDS += list(dict.fromkeys(Kind.of(case, True) for case in DETERMINISTIC))
 KINDS += [
     Kind(64, 64, BF16, "l", ("dropout",)),
     Kind(64, 64, BF16, "r", ()),
+    Kind(64, 64, FP16, "r", ()),
+    Kind(128, 128, FP16, "r", tuple(ALL)),
     Kind(128, 128, FP16, "lr", ("alibi", "dropout")),
     Kind(128, 128, BF16, "l", ()),
     Kind(256, 256, BF16, "r", ("alibi",)),
@@ -126,6 +128,7 @@ KINDS += [
 VARLEN_KINDS = [
     *dict.fromkeys(Kind.of(case.one) for case in VARLEN_CASES if case.head_dim in HEAD_DIMS),
     Kind(64, 64, BF16, "r", ()),
+    Kind(128, 128, FP16, "r", ("softcap",)),
     Kind(128, 128, BF16, "l", ("softcap", "sinks")),
 ]
 

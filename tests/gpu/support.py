@@ -1,10 +1,11 @@
 """Which features the random calls of `test_features_bwd.py` covered: data of the support table in the README.
 
     python -m pytest tests/gpu/test_features_bwd.py -k random --support FOLDER
-    python -m tests.gpu.support FOLDER COMMIT profiling/results/h200/DATE-support.json
+    python -m tests.gpu.support FOLDER profiling/results/h200/DATE-support.json
     python -m profiling plots
 
-Each cell is the number of calls that passed, by family of kernels, direction and dtype.
+Each cell is the number of calls that passed, by family of kernels, direction and dtype. The record has the commit and
+the digest of the source that ran.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from profiling import machine
 from tests.combinations import VarlenCombination
 from tests.feature_gradients import AnyCombination
 from tests.gpu.feature_combinations import Kind
 
+# Facts of a machine that the runs of one record share.
+SAME = ("git_commit", "source_digest", "gpu")
 FEATURES = ("softcap", "alibi", "sinks", "dropout")
 
 
@@ -54,26 +58,29 @@ def record_of(case: AnyCombination, kind: Kind, family: str, has_gradients: bool
 def write(folder: str, family: str, ran: str, calls: list[dict[str, Any]]) -> None:
     path = Path(folder) / f"{family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"ran": ran, "calls": calls}), encoding="utf-8")
+    path.write_text(json.dumps({"ran": ran, "calls": calls, "machine": machine.facts()}), encoding="utf-8")
 
 
-def counted(folder: Path) -> tuple[list[str], dict[str, dict[str, int]]]:
-    """What ran, and row -> "family direction dtype" -> calls that were right."""
+def record(folder: Path) -> dict[str, Any]:
+    """What ran, where, and row -> "family direction dtype" -> calls that were right."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    facts = [run["machine"] for run in runs]
+    for name in SAME:
+        if len({one[name] for one in facts}) != 1:
+            raise ValueError(f"{folder}: runs of different {name}: {', '.join(str(one[name]) for one in facts)}")
     table: dict[str, Counter[str]] = {}
     for call in (call for run in runs for call in run["calls"]):
         for row in call["rows"]:
             for direction in call["directions"]:
                 place = f"{call['family']} {direction} {call['dtype']}"
                 table.setdefault(row, Counter())[place] += 1
-    return [run["ran"] for run in runs], {row: dict(sorted(found.items())) for row, found in table.items()}
+    right = {row: dict(sorted(found.items())) for row, found in table.items()}
+    return {"machine": facts[0], "ran": [run["ran"] for run in runs], "right": right}
 
 
 def main() -> None:
-    folder, commit, target = sys.argv[1:]
-    ran, table = counted(Path(folder))
-    record = {"commit": commit, "ran": ran, "right": table}
-    Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    folder, target = sys.argv[1:]
+    Path(target).write_text(json.dumps(record(Path(folder)), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

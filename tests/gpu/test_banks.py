@@ -23,18 +23,16 @@ from profiling.ncu_case import LAYOUTS, Case
 from profiling.ncu_metrics import Profile
 from profiling.suites import Shape
 from tests import cases
+from tests.counter_checks import disagreements
 from tests.gpu import families
 
 pytestmark = pytest.mark.gpu
 
-# Counters of the unit see other traffic of the same banks too; those of instructions do not.
-TOLERANCE = 0.05
-EXACT = ("ldsm_instructions", "ldgsts_instructions", "sass_ldsm_conflicts", "sass_ldsm_wavefronts")
-CONFLICTS = ("ld_conflicts", "st_conflicts")
-CLOSE = (*CONFLICTS, "ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
 WIDE, RAGGED = Shape(1, 4, 4, 1024, 128, False), Shape(1, 2, 1, 1000, 96, True)
 PROFILED = [Case("fwd-sm80", layout, shape) for shape in (WIDE, RAGGED) for layout in LAYOUTS["fwd-sm80"]]
 PROFILED += [Case("fwd-sm90", layout, WIDE) for layout in LAYOUTS["fwd-sm90"]]
+PROFILED += [Case(kernel, LAYOUTS[kernel][0], WIDE) for kernel in ("bwd-sm80", "bwd-sm90")]
+PROFILED += [Case("bwd-sm90", LAYOUTS["bwd-sm90"][0], replace(WIDE, head_dim=256))]
 
 
 @cache
@@ -52,27 +50,11 @@ def profile_of(case: Case) -> Profile:
             pytest.skip(str(error))
 
 
-def close(case: Case) -> tuple[str, ...]:
-    """What must be within the tolerance. The barriers of the Hopper kernel are in the same counters."""
-    if case.family == "sm80":
-        return CLOSE
-    return CONFLICTS if case.layout == LAYOUTS[case.kernel][0] else ()
-
-
 @pytest.mark.parametrize("case", PROFILED, ids=lambda case: case.id)
 def test_prediction_against_counters(case: Case) -> None:
     profile, predicted = profile_of(case), expected(case, detect(0)).metrics
     print({name: (profile[name], value) for name, value in predicted.items()})
-    for name in EXACT:
-        # Not every version of ncu counts by instruction.
-        if profile[name] is not None:
-            assert profile[name] == predicted[name], name
-    for name in close(case):
-        measured = profile[name]
-        assert measured is not None, name
-        # Where no conflict is predicted, a few hundredths of the wavefronts may still meet others.
-        scale = predicted[name] or predicted[name.replace("conflicts", "wavefronts")]
-        assert abs(measured - predicted[name]) <= TOLERANCE * scale, (name, measured, predicted[name])
+    assert disagreements(case, profile.capability, profile.metrics, predicted) == []
 
 
 @pytest.mark.parametrize("case", PROFILED[: len(LAYOUTS["fwd-sm80"])], ids=lambda case: case.id)

@@ -6,6 +6,7 @@ import torch
 import cute_flash
 from tests import fp32_cases
 from tests.gpu.captured import Captured
+from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "known_rng")]
 
@@ -35,7 +36,7 @@ def test_as_fp64(case):
         assert torch.equal(mine[~is_finite], x[~is_finite])
         largest = x[is_finite].abs().max().item()
         error = (mine - x)[is_finite].abs().max().item() / max(largest, 1e-300)
-        assert error <= (GRADIENT_ERROR if name.startswith("d") else 2e-6), f"{name}: {error:.2e} of {largest:.2e}"
+        assert error <= (GRADIENT_ERROR if name.startswith("d") else 4e-6), f"{name}: {error:.2e} of {largest:.2e}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -81,6 +82,47 @@ def test_graph_and_deterministic_gradients():
     captured = Captured.of(step)
     for _ in range(3):
         assert all(map(torch.equal, captured.replay(), expected))
+
+
+@pytest.mark.parametrize("garbage", [torch.inf, 1e30, torch.nan])
+def test_rows_of_no_sequence_have_no_influence(garbage):
+    """Padding and unused keys may be uninitialized; a huge value would take the bits of all other rows."""
+    lengths = Lengths([100, 0, 257, 31], [90, 4, 300, 40], used=[90, 2, 211, 0], padding=(9, 130))
+    total_q, total_k = lengths.totals
+    q, k, v = (torch.randn(n, 4, 64, device="cuda") for n in (total_q, total_k, total_k))
+    unused = lengths.unused_keys().cuda()
+    clean = [q, k.masked_fill(unused[:, None, None], 0.0), v.masked_fill(unused[:, None, None], 0.0)]
+    dirty = [x.clone() for x in clean]
+    dirty[0][-9:], dirty[1][unused], dirty[2][unused] = garbage, garbage, garbage
+    results = []
+    for tensors in (clean, dirty):
+        leaves = [x.requires_grad_() for x in tensors]
+        out = cute_flash.attn_varlen(*leaves, **lengths.args("cuda"), causal=True, deterministic=True)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_sequence_does_not_depend_on_the_others():
+    """Its pieces are relative to norms of its own."""
+    lengths = Lengths([100, 31, 257], [90, 40, 300])
+    q, k, v = (torch.randn(n, 4, 64, device="cuda") for n in (*lengths.totals, lengths.totals[1]))
+    (q_rows, k_rows), *_ = lengths.spans()
+    expected = cute_flash.attn_varlen(q, k, v, **lengths.args("cuda"))
+    q[q_rows], k[k_rows], v[k_rows] = 1e15 * q[q_rows], 1e-15 * k[k_rows], 1e20 * v[k_rows]
+    found = cute_flash.attn_varlen(q, k, v, **lengths.args("cuda"))
+    assert torch.equal(found[100:], expected[100:])
+    torch.testing.assert_close(found[:100] / 1e20, expected[:100], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_keys_that_are_not_finite_do_not_scale_their_head(value):
+    """Tiles of queries that do not see the key keep their bits."""
+    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda") for _ in range(3))
+    k[..., -1, :] = 0.0
+    expected = cute_flash.attn(q, k, v, causal=True)
+    k[0, 0, -1, 5] = value
+    found = cute_flash.attn(q, k, v, causal=True)
+    assert torch.equal(found[:, :, :384], expected[:, :, :384]) and found[0, 0, -1].isnan().all()
 
 
 def test_nan_stays_in_its_head():

@@ -169,7 +169,7 @@ def test_lines_and_sectors_of_a_copy() -> None:
     def wavefronts(targets: list[int]) -> int:
         lanes = tuple(enumerate(targets))
         phase = CopyPhase(16, lanes, tuple(range(0, 128, 16)))
-        assert sorted(lane for turn in phase.turns for lane in turn) == [
+        assert sorted(lane for turn in phase.wavefront_words for lane in turn) == [
             (thread, word) for thread, target in lanes for word in range(target, target + 16, 4)
         ]
         return phase.wavefronts

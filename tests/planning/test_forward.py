@@ -216,7 +216,9 @@ def test_use_kernels_is_for_one_thread() -> None:
 
 def test_use_kernels_refuses_an_unknown_family_at_once() -> None:
     with (
-        pytest.raises(UnsupportedError, match=f"^kernel family 'sm70': there is {', '.join(FAMILIES)}$"),
+        pytest.raises(
+            UnsupportedError, match=f"^kernel family 'sm70': use {' or '.join(FAMILIES)}, or '' for the best one$"
+        ),
         use_kernels("sm70"),
     ):
         pytest.fail("entered")
@@ -255,7 +257,7 @@ for value in sys.argv[1:]:
 
 @pytest.mark.processes
 def test_the_environment_chooses_the_family_of_a_process() -> None:
-    unknown = "kernel family 'sm99': there is sm90, sm80"
+    unknown = "kernel family 'sm99': use sm90 or sm80, or '' for the best one"
     expected = {"sm80": "sm80; sm80", "sm99": f"{unknown}; {unknown}"}
     command = [sys.executable, "-c", FAMILY_OF_PROCESS, *expected]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -43,6 +43,8 @@ def test_workspace_has_pieces_as_wide_as_the_tile_and_norms() -> None:
     assert backward["dout_cast_pieces"].shape == (2, 4, 300, 256) and backward["norms"].shape == (5, 2, 4)
     varlen = {buffer.name: buffer for buffer in plan_forward(replace(PROBLEM, varlen=True), SM_80).workspace}
     assert varlen["q_pieces"].shape == (1, 4, 300, 256)
+    # Norms of each sequence, and of the padding.
+    assert varlen["norms"].shape == (4, 3, 4)
 
 
 def test_l2_groups_count_four_bytes_of_an_element() -> None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import json
 
-from profiling.machine import card_state, decode_reasons, facts, run_command, source_digest
+from profiling.machine import card_state, decode_reasons, facts, flash_attn_3, run_command, source_digest
 
 ANSWER = "1980, 3201, 694.31, 61, 0x0000000000000024"
 STATE = {
@@ -37,6 +38,23 @@ def test_without_nvidia_smi_and_git_facts_remain(monkeypatch):
     assert (found["driver"], found["git_commit"], found["git_dirty"]) == (None, None, None)
     assert found["torch"] and found["python"] and found["source_digest"]
     assert json.loads(json.dumps(found)) == found
+
+
+def test_flash_attention_3_is_recorded_by_origin_and_digest(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA3_DIR", str(tmp_path))
+    assert flash_attn_3() == {"origin": None, "version": None, "digest": None}
+    (tmp_path / "_C.so").write_bytes(b"library")
+    (tmp_path / "ORIGIN").write_text("Dao-AILab/flash-attention 0123abc\n")
+    found = facts(lambda command: None)["flash_attn_3"]
+    assert found["origin"] == "Dao-AILab/flash-attention 0123abc"
+    assert found["digest"] == hashlib.sha256(b"library").hexdigest()[:16]
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_without_flash_attention_3_there_is_none(monkeypatch):
+    monkeypatch.delenv("FA3_DIR", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert flash_attn_3() is None
 
 
 def test_without_git_the_commit_is_that_of_the_environment(monkeypatch):

@@ -55,7 +55,7 @@ def test_the_backward_is_measured_by_those_who_can(bench, tmp_path, capsys):
     out = tmp_path / "run.json"
     assert bench("--direction", "bwd", "--out", str(out)) == cli.OK
     printed = capsys.readouterr().out
-    assert "bwd bf16, D=8, causal" in printed and "2.00" in printed and "normal dq: worst error" in printed
+    assert "bwd bf16, D=8, causal" in printed and "2.00" in printed and "normal dq: Frobenius" in printed
     assert "All cells, bwd" in printed
     data = json.loads(out.read_text())
     (cell,) = data["cells"]

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cute_flash.smem.tile import HOPPER_VARIANTS, VARIANTS
 from cute_flash.spec import arch
+from layouts import Work
 from profiling import __main__ as cli
-from profiling import machine, ncu, ncu_case, ncu_report, ncu_run
+from profiling import l2_model, machine, ncu, ncu_case, ncu_report, ncu_run, ncu_source
 from profiling.expect import expected, work_of
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import COLLECTED, METRICS, SECTIONS, parse_raw, trim_raw
@@ -149,9 +152,96 @@ def test_expected_work_under_a_causal_mask() -> None:
     assert work_of(case.plan(arch.by_name("sm_90"))).key_blocks == 3 + 6
 
 
-def test_a_backward_has_no_shared_memory_prediction() -> None:
-    found = expected(Case("bwd-sm80", "swizzled", SHAPE), arch.by_name("sm_90"))
-    assert found.shared is None and set(found.metrics) == {"dram_read_bytes", "dram_write_bytes"}
+def test_expected_counts_of_a_backward() -> None:
+    case, spec = Case("bwd-sm80", "swizzled", SHAPE), arch.by_name("sm_90")
+    found = expected(case, spec)
+    # 16 heads of 16 tiles of 128 keys, each against 32 blocks of 64 queries.
+    assert work_of(case.plan(spec)) == Work(16 * 16, 16 * 16 * 32)
+    assert found.metrics["ldsm_instructions"] == 16 * 16 * 32 * 1152
+    assert found.metrics["ld_conflicts"] == found.metrics["st_conflicts"] == 0
+    # The sums of dQ are read and written once each: 4 bytes for each element of q.
+    tensor = 16 * 2048 * 128 * 2
+    assert found.least_read_bytes == 4 * tensor + 2 * 16 * 2048 * 4 + 2 * tensor
+    assert found.output_bytes == 2 * tensor + 2 * tensor
+
+
+def test_expected_work_of_a_causal_backward_with_grouped_heads() -> None:
+    case = Case("bwd-sm80", "swizzled", Shape(1, 4, 2, 256, 128, True))
+    # The first 128 keys are seen by all 4 blocks of 64 queries, the others by 2; 4 query heads on 2 of keys.
+    assert work_of(case.plan(arch.by_name("sm_90"))) == Work(2 * 2, 4 * (4 + 2))
+
+
+def bytes_of(kernel: str, shape: Shape, l2_bytes: int) -> tuple[int, int]:
+    spec = replace(arch.by_name("sm_90"), l2_bytes=l2_bytes)
+    return l2_model.dram_bytes(replace(Case(kernel, "swizzled", shape).plan(arch.by_name("sm_90")), arch=spec))
+
+
+@pytest.mark.parametrize("kernel", ncu_case.LAYOUTS)
+def test_a_large_cache_reads_every_tensor_once_and_writes_nothing(kernel: str) -> None:
+    found = expected(Case(kernel, "swizzled", SHAPE), arch.by_name("sm_90"))
+    assert bytes_of(kernel, SHAPE, 1 << 40) == (found.least_read_bytes, 0)
+
+
+@pytest.mark.parametrize("kernel", ncu_case.LAYOUTS)
+def test_outputs_beyond_the_cache_are_written(kernel: str) -> None:
+    shape = Shape(**ncu_case.BEYOND_L2, heads_kv=ncu_case.BEYOND_L2["heads"], head_dim=128, causal=False)
+    spec = arch.by_name("H200")
+    found = expected(Case(kernel, "swizzled", shape), spec)
+    assert found.output_bytes > 2 * spec.l2_bytes
+    # At most the cache is left over.
+    assert found.dram_write_bytes >= found.output_bytes - spec.l2_bytes
+    assert found.dram_read_bytes >= found.least_read_bytes
+
+
+def test_heads_that_two_waves_share_are_read_twice() -> None:
+    """D = 256: an L2 group has 104 CTAs, and 132 run at a time."""
+    wide = replace(SHAPE, head_dim=256)
+    once = expected(Case("bwd-sm90", "swizzled", wide), arch.by_name("sm_90")).least_read_bytes
+    assert bytes_of("bwd-sm90", wide, 62914560)[0] > 1.3 * once
+    # Q, dO, LSE, delta and the sums of three of four groups are read at most once more.
+    assert bytes_of("bwd-sm90", wide, 62914560)[0] < 1.5 * once + 1
+
+
+SOURCE = """==PROF== Connected
+"#","Address","Source","Instructions Executed","L1 Wavefronts Shared","L1 Wavefronts Shared Ideal"
+"0","7f00","     MOV R1, c[0x0][0x28] ","64","0","0"
+"1","7f10","@!PT LDS RZ, [RZ] ","8","0","0"
+"2","7f20","LDS.64 R156, [R23+0x28000]","1,000","2,500","2,000"
+"3","7f30","LDS.64 R24, [R23+0x28020]","1000","2500","2000"
+"4","7f40","STSM.16.MT88.4 [R2], R4","10","320","40"
+"""
+
+
+def test_wavefronts_by_instruction(on_a_gpu, tmp_path, capsys) -> None:
+    class Sources(FakeNcu):
+        def __call__(self, command: Sequence[str]) -> tuple[int, str]:
+            if "source" in command:
+                assert command[command.index("--print-source") + 1] == "sass"
+                return 0, SOURCE
+            return super().__call__(command)
+
+    fake = Sources()
+    assert on_a_gpu(fake, "--kernels", "bwd-sm80", "--by-instruction") == cli.OK
+    (profiled,) = [command for command in fake.commands if "--export" in command]
+    assert profiled.count("--section") == 1 and "SourceCounters" in profiled and "--metrics" not in profiled
+    said = capsys.readouterr().out
+    assert re.search(r"\| LDS.64 +\| +2,000 +\| +5,000 +\| +4,000 +\| +1,000 \|", said)
+    assert re.search(r"\| STSM.16.MT88.4 +\| +10 +\| +320 +\| +40 +\| +280 \|", said)
+    # The record of counters is not touched.
+    assert [path.name for path in tmp_path.iterdir()] == [f"{Case('bwd-sm80', 'swizzled', SHAPE).id}.source.tsv"]
+
+
+def test_a_source_page_without_wavefronts_is_explained() -> None:
+    with pytest.raises(ncu.NcuError, match="has no table"):
+        ncu_source.parse("nothing\n", "case")
+    with pytest.raises(ncu.NcuError, match="without wavefronts of shared memory"):
+        ncu_source.parse('"#","Address","Source","Instructions Executed"\n', "case")
+
+
+def test_beyond_l2(on_a_gpu, tmp_path) -> None:
+    assert on_a_gpu(FakeNcu(), "--beyond-l2", "--kernels", "fwd-sm80") == cli.OK
+    (case,) = json.loads((tmp_path / ncu_run.RECORD).read_text())["cases"].values()
+    assert case["layout"] == "swizzled" and ncu_case.is_beyond_l2(case)
 
 
 def test_table_and_record(tmp_path) -> None:
@@ -198,7 +288,7 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
     monkeypatch.setattr(cli.arch, "detect", lambda index: arch.by_name("sm_90"))
     monkeypatch.setattr(cli.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "precompile_all", lambda keys, jobs: iter([True] * len(keys)))
+    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: len(keys))
     monkeypatch.setattr(machine, "facts", lambda: {"gpu": "fake"})
     monkeypatch.setattr(ncu.Tool, "check", lambda self: None)
 

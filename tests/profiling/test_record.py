@@ -46,7 +46,7 @@ def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
     table = report.accuracy_table(earlier)
     assert table is not None
     names = [f"normal {name}" for name in ("dk", "dq", "dv")] if is_backward else ["normal"]
-    assert list(table.columns[1::2]) == [f"{name}: worst error" for name in names]
+    assert list(table.columns[1::4]) == [f"{name}: Frobenius" for name in names]
     assert "-" not in {row[-1] for row in report.cell_tables(earlier)[0].rows}
     unchanged = compare.changes(earlier, earlier)
     assert len(unchanged) == 36 and all(change.relative == 0.0 for change in unchanged)

@@ -8,6 +8,9 @@ import pytest
 
 from profiling import ncu_run
 from profiling.figures import COUNTERS, DATA
+from profiling.ncu_case import case_of
+from profiling.ncu_metrics import ABSENT
+from tests.counter_checks import CONFLICTS, disagreements
 
 FOLDER = (DATA / COUNTERS).parent
 MAX_REPORT_BYTES, MAX_BYTES = 300_000, 4_000_000
@@ -16,10 +19,48 @@ pytestmark = pytest.mark.skipif(not (DATA / COUNTERS).exists(), reason=f"waits f
 
 
 def test_the_record_is_what_the_exports_say() -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
     _, record = ncu_run.from_folder(FOLDER)
+    # What is compared below must not have been written by the comparison.
+    assert before == {path.name: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
     found = json.loads(json.dumps(record))
     written = json.loads((DATA / COUNTERS).read_text())
     assert written == found, "python -m profiling ncu --from-exports --out profiling/reports/h200"
+
+
+def test_a_record_whose_export_is_gone_is_noticed(tmp_path) -> None:
+    for path in FOLDER.iterdir():
+        if path.suffix in (".csv", ".json"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    gone = next(tmp_path.glob("*.csv"))
+    gone.unlink()
+    _, record = ncu_run.from_folder(tmp_path)
+    assert not gone.exists() and gone.stem not in record["cases"]
+
+
+CASES = json.loads((DATA / COUNTERS).read_text())["cases"] if (DATA / COUNTERS).exists() else {}
+
+
+def check(case_id: str, **changed: float | None) -> list[str]:
+    record = CASES[case_id]
+    measured = {**record["measured"], **changed}
+    return disagreements(case_of(case_id, record["symbol"]), "9.0", measured, record["predicted"])
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_counters_agree_with_the_predictions(case_id: str) -> None:
+    assert check(case_id) == []
+    assert {name for name, value in CASES[case_id]["measured"].items() if value is None} == set(ABSENT["9.0"])
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_a_conflict_in_every_instruction_would_be_noticed(case_id: str) -> None:
+    predicted = CASES[case_id]["predicted"]
+    for name, wavefronts in CONFLICTS.items():
+        doubled = predicted[name] + max(predicted[name], predicted[wavefronts])
+        assert any(wrong.startswith(name) for wrong in check(case_id, **{name: doubled}))
+        assert f"{name}: no value" in check(case_id, **{name: None})
+    assert "ldsm_instructions: no value" in check(case_id, ldsm_instructions=None)
 
 
 def test_every_case_has_its_report_and_its_text() -> None:

@@ -45,14 +45,24 @@ def test_narrowed_keeps_tokens_and_hidden_size():
     assert shape == Shape(64, 64, 64, 256, 32, True)
 
 
+def test_a_batch_and_a_number_of_heads_take_the_place_of_tokens_and_hidden_size():
+    one = {"lengths": [8192], "head_dims": [128], "masks": ["causal"]}
+    assert SUITES["quick"].narrowed(**one, batch=2, heads=32).shapes() == [Shape(2, 32, 32, 8192, 128, True)]
+    assert SUITES["gqa"].narrowed(**one, heads=16).shapes() == [Shape(2, 16, 4, 8192, 128, True)]
+    with pytest.raises(ValueError, match="30 heads: the suite needs a multiple of 4"):
+        SUITES["gqa"].narrowed(heads=30).shapes()
+
+
 def test_sizes_that_do_not_divide_are_rounded_down_to_whole_sequences_and_heads():
     shapes = SUITES["quick"].narrowed(lengths=[1000, 100_000], head_dims=[96], masks=["full"]).shapes()
     assert [(shape.batch, shape.heads) for shape in shapes] == [(16, 21), (1, 21)]
 
 
-@pytest.mark.parametrize("narrow", [{"masks": ["diagonal"]}, {"lengths": [0]}, {"head_dims": [-8]}])
+@pytest.mark.parametrize(
+    "narrow", [{"masks": ["diagonal"]}, {"lengths": [0]}, {"head_dims": [-8]}, {"batch": 0}, {"heads": -4}]
+)
 def test_nonsense_is_refused(narrow):
-    with pytest.raises(ValueError, match=r"diagonal|length 0|head dim -8"):
+    with pytest.raises(ValueError, match=r"diagonal|length 0|head dim -8|batch 0|-4 heads"):
         SUITES["quick"].narrowed(**narrow).shapes()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_flash.planning.varlen import num_padded_blocks, padded_block
-from cute_flash.runtime.finalizers import alibi_gradient, bias_gradient, num_blind_queries, sinks_gradient
+from cute_flash.runtime.finalizers import alibi_gradient, bias_gradient, num_queries_without_keys, sinks_gradient
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.band import Band
 from cute_flash.spec.problem import Problem
@@ -72,8 +72,8 @@ def test_wrong_offsets_stay_within_the_tensors(offsets: list[int]) -> None:
 @pytest.mark.parametrize("right", [None, 0, 2, 100])
 def test_queries_that_see_no_key_are_the_first_ones(sq: int, sk: int, right: int | None) -> None:
     problem = replace(Problem(1, 2, 2, sq, sk, 16), band=Band(None, right))
-    blind = [problem.band.hi(i, sq, sk) == 0 for i in range(sq)]
-    assert blind == [i < num_blind_queries(problem) for i in range(sq)]
+    without_keys = [problem.band.hi(i, sq, sk) == 0 for i in range(sq)]
+    assert without_keys == [i < num_queries_without_keys(problem) for i in range(sq)]
 
 
 def test_the_gradient_of_a_broadcast_bias_is_a_sum() -> None:

@@ -408,7 +408,7 @@ def test_extreme_numbers_stay_finite(gpu: FakeGpu) -> None:
 
 def test_dropout_needs_a_seed(gpu: FakeGpu) -> None:
     wrong: dict[str, Tensor | None] = {
-        "dropout needs rng": None,
+        "dropout=0.5 needs rng": None,
         "rng is on meta and q is on cpu": torch.zeros(2, dtype=torch.int64, device="meta"),
         r"rng is torch.int32 of shape \(2,\)": torch.zeros(2, dtype=torch.int32),
         r"rng is torch.int64 of shape \(3,\)": torch.zeros(3, dtype=torch.int64),

@@ -63,6 +63,37 @@ def test_an_outlier_has_a_head_of_its_own() -> None:
     check("sm_90", q, k, v, AttentionArgs(scale=0.2))
 
 
+@pytest.mark.parametrize("garbage", [torch.inf, 1e30, torch.nan])
+def test_rows_of_no_sequence_have_no_influence(garbage: float) -> None:
+    """Padding and unused keys may be uninitialized; a huge value would take the bits of all other rows."""
+    lengths = Lengths([20, 0, 38], [30, 11, 27], used=[30, 5, 20])
+    q, k, v = inputs(64, varlen=lengths)
+    q[58:], k[68:], v[68:] = garbage, garbage, garbage
+    k[35:41], v[61:68] = garbage, garbage
+    args = AttentionArgs(scale=0.2, window_right=0, **lengths.args())
+    with use_gpu(FakeGpu("sm_90")):
+        out, _, _ = launcher.forward(q, k, v, args)
+    clean = [x.nan_to_num(0, 0, 0).where(x.abs() < 1e20, 0.0) for x in (q, k, v)]
+    expected, _, _ = cpu.forward(*(x.double() for x in clean), args)
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
+
+
+def test_a_sequence_has_norms_of_its_own() -> None:
+    lengths = Lengths([20, 0, 40], [30, 11, 30])
+    q, k, v = inputs(64, varlen=lengths)
+    q[:20] *= 1e15
+    k[:30] *= 1e-15
+    v[41:] *= 1e20
+    out, expected = [], []
+    args = AttentionArgs(scale=0.2, **lengths.args())
+    with use_gpu(FakeGpu("sm_90")):
+        out = launcher.forward(q, k, v, args)[0].double()
+    expected = cpu.forward(q.double(), k.double(), v.double(), args)[0]
+    for rows in (slice(0, 20), slice(20, 60)):
+        scale = expected[rows].abs().max()
+        torch.testing.assert_close(out[rows] / scale, expected[rows] / scale, **CLOSE)
+
+
 def test_refusals() -> None:
     args = AttentionArgs(scale=0.2)
     with use_gpu(FakeGpu("sm_90")):

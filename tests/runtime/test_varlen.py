@@ -131,7 +131,7 @@ def test_values_of_another_width(gpu: FakeGpu) -> None:
 
 def test_contradictions_are_refused(gpu: FakeGpu) -> None:
     wrong = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="seqused_k has 1 lengths for 3 sequences"):
+    with pytest.raises(ValueError, match="seqused_k has 1 lengths: expected 3"):
         launcher.forward(*tensors(SMALL), varlen(SMALL)._replace(seqused_k=wrong))
     assert not gpu.launches
 

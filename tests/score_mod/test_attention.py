@@ -352,9 +352,9 @@ def test_refusals() -> None:
         ({"bias": torch.ones(1, dtype=torch.int64)}, "bias is torch.int64: use one of"),
         ({"bias": torch.ones(1, device="meta")}, "bias is on meta"),
         ({"bias": torch.ones(1, 1, 1, 1, 1)}, "bias has shape .1, 1, 1, 1, 1."),
-        ({"mask_mod": lambda b, h, i, j: torch.ones(3, device="meta")[i] > 0}, "made inside|torch"),
+        ({"mask_mod": lambda b, h, i, j: torch.ones(3, device="meta")[i] > 0}, "created inside|torch"),
         ({"block_mask": 3}, "block_mask is a builtins.int"),
-        ({"block_mask": BlockMask.of(None, (1, 1, 8, 8))}, "block_mask is of 8 queries and 8 keys"),
+        ({"block_mask": BlockMask.of(None, (1, 1, 8, 8))}, "block_mask has 8 queries and 8 keys"),
         ({"block_mask": BlockMask.of(by_head, (3, H, 37, 37))}, "block_mask has batch=3: expected 1 or 2"),
         ({"score_mod_bwd": alibi}, "score_mod_bwd without score_mod"),
     ]

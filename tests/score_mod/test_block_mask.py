@@ -156,7 +156,7 @@ def test_the_former_name() -> None:
 def test_a_status_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="status has shape"):
         BlockMask.of_status(torch.zeros(1, 1, 2, 2), 4, 4, 12, 12)
-    with pytest.raises(ValueError, match="the last block of keys is not whole"):
+    with pytest.raises(ValueError, match="status is FULL for the last K/V block, which has"):
         BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 12, 11)
     block_mask = BlockMask.of_status(torch.full((1, 1, 3, 3), 2), 4, 4, 11, 12)
     again = BlockMask.of_tensors(list(block_mask.tensors), list(block_mask.sizes))
@@ -228,7 +228,7 @@ def test_another_mask_beside_a_block_mask_is_refused(other) -> None:
         BlockMask.of(documents, (1, 2, 256, 256)),
         BlockMask.of(None, (1, 2, 256, 256), causal=True),
     ):
-        with pytest.raises(ValueError, match=r"not that of block_mask.*masks\.and_"):
+        with pytest.raises(ValueError, match=r"differs from the mask_mod of block_mask.*masks\.and_"):
             attn(*_qkv(), mask_mod=other, block_mask=block_mask)
 
 
@@ -240,7 +240,7 @@ def test_writing_to_a_captured_tensor(write) -> None:
     mask = masks.document(ids)
     block_mask = BlockMask.of(mask, (1, 2, 256, 256))
     write(ids)
-    with pytest.raises(ValueError, match="was written to after the block mask was made: make a new one"):
+    with pytest.raises(ValueError, match="was written to after the block mask was built: build a new one"):
         attn(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(attn(q, k, v, block_mask=BlockMask.of(mask, (1, 2, 256, 256))), attn(q, k, v))
 

@@ -202,24 +202,24 @@ def test_tensors_of_no_dimension_are_values() -> None:
 # Refusals
 
 BAD = [
-    (lambda s, b, h, q, kv: torch.lgamma(s), "torch.*lgamma has no place in a kernel"),
+    (lambda s, b, h, q, kv: torch.lgamma(s), "torch.*lgamma is not supported in a mod"),
     (lambda s, b, h, q, kv: s if s > 0 else -s, r"use torch.where\(condition, a, b\)"),
-    (lambda s, b, h, q, kv: (s > 0) and s, r"use torch.where\(condition, a, b\), & and"),
+    (lambda s, b, h, q, kv: (s > 0) and s, r"use torch.where\(condition, a, b\), and &, \| and ~"),
     (lambda s, b, h, q, kv: max(s, 1), "min, max"),
-    (lambda s, b, h, q, kv: float(s), "a Python float"),
+    (lambda s, b, h, q, kv: float(s), "the Python float"),
     (lambda s, b, h, q, kv: TABLE[h] + s, "a captured tensor of 1 dimension"),
     (lambda s, b, h, q, kv: TABLE[h, q, kv] + s, "3 indices into a captured tensor of 2"),
-    (lambda s, b, h, q, kv: TABLE[h, s] + s, "no int: cast it"),
+    (lambda s, b, h, q, kv: TABLE[h, s] + s, "not an int: cast it"),
     (lambda s, b, h, q, kv: TABLE[:, 0] + s, "indexing a captured tensor with slice"),
     (lambda s, b, h, q, kv: TABLE.exp()[h, q] + s, ".exp of a captured tensor"),
     (lambda s, b, h, q, kv: torch.exp(TABLE)[h, q] + s, "exp of a captured tensor"),
-    (lambda s, b, h, q, kv: s + torch.zeros(3), r"a tensor of shape \(3,\) made inside"),
+    (lambda s, b, h, q, kv: s + torch.zeros(3), r"a tensor of shape \(3,\) created inside the mod"),
     (lambda s, b, h, q, kv: s.detach(), "detach: write score_mod_bwd"),
     (lambda s, b, h, q, kv: s.half(), ".half of a value"),
     (lambda s, b, h, q, kv: s.to(torch.float16), "a cast to torch.float16"),
     (lambda s, b, h, q, kv: s & 1, "and of floats"),
     (lambda s, b, h, q, kv: (q > 1) - (kv > 1), "sub of bools: use &"),
-    (lambda s, b, h, q, kv: torch.where(q, s, 0.0), "the condition is int, not bool"),
+    (lambda s, b, h, q, kv: torch.where(q, s, 0.0), "the condition is int: give a bool"),
     (lambda s, b, h, q, kv: s + kv**q, r"\*\* of ints with an exponent"),
     (lambda s, b, h, q, kv: unknown + s, "NameError: name 'unknown' is not defined"),  # type: ignore[name-defined] # noqa: F821
     (lambda s, b, h, q, kv: None, "it returns a NoneType"),
@@ -236,15 +236,15 @@ def test_refusals_name_the_operation_and_the_line(function: Any, message: str) -
 
 
 def test_other_refusals() -> None:
-    with pytest.raises(TraceError, match="mask_mod: it returns an int: a mask is of bools"):
+    with pytest.raises(TraceError, match="mask_mod: it returns an int: return a bool"):
         bind(lambda b, h, q, kv: q, "mask_mod")
     with pytest.raises(TraceError, match=r"score_mod is a int: give a function of \(score, b, h, q_idx, kv_"):
         bind(3, "score_mod")  # type: ignore[arg-type]
     huge = 1 << 40
-    with pytest.raises(TraceError, match="a captured number is 1099511627776: kernels compute in 32 bits"):
+    with pytest.raises(TraceError, match="a captured number is 1099511627776: captured ints must fit in 32 bits"):
         bind(lambda b, h, q, kv: q < huge, "mask_mod")
     five = torch.zeros(1, 1, 1, 1, 1)
-    with pytest.raises(TraceError, match="has 5 dimensions: at most 4"):
+    with pytest.raises(TraceError, match="has 5 dimensions: give it at most 4"):
         bind(lambda s, b, h, q, kv: s + five[0, 0, 0, 0, 0], "score_mod")
     with pytest.raises(TraceError, match="a captured tensor is complex64"):
         numbers = torch.zeros(3, dtype=torch.complex64)
@@ -254,7 +254,7 @@ def test_other_refusals() -> None:
     def mod(s, b, h, q, kv):
         return s + table[0]
 
-    with pytest.raises(TraceError, match="a captured list of 300: capture a tensor") as raised:
+    with pytest.raises(TraceError, match="a captured list of 300 elements, more than 256: capture a tensor") as raised:
         attn(*(torch.zeros(1, 1, 2, 8) for _ in range(3)), score_mod=mod)
     assert str(raised.value).endswith(f"({__file__}:{mod.__code__.co_firstlineno})")
     with pytest.raises(ValueError, match="score_mod_bwd without score_mod"):

@@ -28,7 +28,7 @@ def test_by_name(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["sm_75", "sm_100a", "hopper", "", "a", "sm_"])
 def test_by_name_of_another_gpu_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^architecture '{name}': known are {KNOWN}"):
+    with pytest.raises(UnsupportedError, match=f"^architecture '{name}': use one of {KNOWN}"):
         arch.by_name(name)
 
 

@@ -65,7 +65,7 @@ def test_doctor_finds_old_and_missing_packages(fresh_cache: Path, monkeypatch: p
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, known(name)))
     found = checks_by_name()
     assert found["nvidia-cutlass-dsl"].status == found["nvtx"].status == doctor.BROKEN
-    assert "4.9.0, tested are" in found["nvidia-cutlass-dsl"].detail
+    assert "4.9.0, supported are" in found["nvidia-cutlass-dsl"].detail
     assert "pip install 'nvidia-cutlass-dsl" in found["nvidia-cutlass-dsl"].remedy
     assert found["nvtx"].detail == "not installed"
     # The compiled parts of another version beside it.

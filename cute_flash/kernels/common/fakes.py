@@ -33,17 +33,21 @@ CUTE_DTYPES = {
 }
 SCALARS = {"f32": Float32, "i32": Int32, "i64": Int64}
 ELEMENTS = {"f32": "float32", "i32": "int32", "i64": "int64"}
-# Names of dimensions whose size is B: always, and only in dense batches.
+# Names of dimensions that share the symbolic size of "B": in every batch, and only in dense batches. In a varlen batch
+# "B" is the batch of the workspace, which is 1, and "sequences" is the number of sequences.
 _BATCH, _DENSE_BATCH = ("dalibi batch",), ("sequences",)
 # Operands whose presence is a field of `Static`.
 _IF_STATIC = {
     "dq_semaphore": "deterministic",
     "dlse": "has_dlse",
+    "cu_seqlens_q": "varlen",
+    "cu_seqlens_k": "varlen",
     "seqused_k": "seqused_k",
     "q_tile_list": "varlen",
     "kv_tile_list": "varlen",
     "block_indices": "block_sparse",
 }
+# Names of the operands that score features add.
 _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
 
 
@@ -78,13 +82,14 @@ class Fakes:
         self.sizes: dict[str, Any] = {"D": static.head_dim, "Dv": static.width_v}
 
     def make(self, operand: Operand) -> Any:
+        """The fake of one operand, by its `Operand.type`."""
         layout, _, element = operand.type.partition(" ")
         if layout in SCALARS:
             return SCALARS[layout](1)
         if not element:
             return getattr(self, layout)(operand)
-        own = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
-        return getattr(self, layout)(own.get(element) or ELEMENTS[element], operand.dims)
+        call_dtypes = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
+        return getattr(self, layout)(call_dtypes.get(element) or ELEMENTS[element], operand.dims)
 
     def size(self, name: str) -> Any:
         if name.isdigit():
@@ -98,7 +103,7 @@ class Fakes:
     def shape(self, dims: tuple[str, ...]) -> tuple:
         return tuple(self.size(name) for name in dims)
 
-    # ---- layouts
+    # ---- layouts, the first word of `Operand.type`
 
     def rows(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
         """(B, H, S, D), or (T, H, D) in a varlen batch, with rows that begin at multiples of 16 bytes."""
@@ -121,7 +126,7 @@ class Fakes:
     def strided(self, dtype: str, dims: tuple[str, ...]) -> cute.Tensor:
         return _strided(CUTE_DTYPES[dtype], self.shape(dims))
 
-    # ---- named kinds
+    # ---- operands with a method of their own
 
     def tile_list(self, operand: Operand) -> cute.Tensor:
         """The tile list of a varlen batch (`planning.varlen`)."""
@@ -139,6 +144,7 @@ class Fakes:
         return make_fake_tensor(cutlass.Float16, shape, strides, assumed_align=ROW_ALIGN_BYTES)
 
     def bias(self, operand: Operand) -> cute.Tensor:
+        """(B, H, Sq, Sk). Rows start at multiples of 8 elements for TMA, or of 2 for paired loads."""
         mods = self.static.mods
         dtype, step = CUTE_DTYPES[mods.bias_dtype], 8 if mods.bias_tma else 2 if mods.bias_paired_loads else 1
         strides = [cute.sym_int64(divisibility=step) for _ in range(3)]
@@ -167,7 +173,7 @@ class Fakes:
         return [_compact(Float32, shape, use_32bit_stride=True) for shape in shapes] or None
 
     def dcapture_terms(self, operand: Operand) -> list[cute.Tensor] | None:
-        """For deterministic gradients of captures: the terms of all scores, and the elements that they are added to."""
+        """For deterministic gradients of captures: the term of each score, and the element that it is added to."""
         if not (self.static.deterministic and self.static.mods.captures_needing_grad):
             return None
         return [_compact(dtype, self.shape(operand.dims)) for dtype in (Float32, Int32)]
@@ -186,7 +192,7 @@ class Fakes:
         return lists
 
     def graphs(self) -> list:
-        """The graphs of the user mods. That of score_mod_bwd is absent in the forward."""
+        """The graphs of the user mods. The graph of score_mod_bwd is absent in the forward."""
         graphs = self.static.mods.graphs
         return [graph for graph in (graphs.score, graphs.mask, graphs.bwd) if graph is not None]
 
@@ -197,7 +203,7 @@ def _compact(dtype: Any, shape: tuple, align: int | None = None, **options: Any)
 
 
 def _strided(dtype: Any, shape: tuple, last: int | None = None) -> cute.Tensor:
-    """A tensor of any strides. `last`: the stride of the last dimension, if it is known."""
+    """A tensor of any strides. `last`: the stride of the last dimension; None: unknown."""
     *strides, end = (cute.sym_int64() for _ in shape)
     strides = (*strides, end if last is None else last)
     return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)

@@ -61,7 +61,10 @@ class Kernel:
         return f"cute_flash_{kernel}_d{static.widths}_{static.dtype}_{mask}_{tile.tile_m}x{tile.tile_n}{tags}"
 
     def launch(self, symbol: str, params: Any, grid: tuple, num_threads: int, stream: CUstream, **options: Any):
-        """Launch `kernel` as `symbol`, without "cutlass" in it: ptxas compiles kernels with that word differently."""
+        """Launch `kernel` under the name `symbol`.
+
+        The name must not contain "cutlass", because ptxas compiles kernels with that word in their name differently.
+        """
         self.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(params).launch(grid=grid, block=(num_threads, 1, 1), stream=stream, **options)
 
@@ -70,9 +73,9 @@ class MBlockKernel(Kernel):
     """A kernel with one CTA per m_block and head: the preprocess and postprocess kernels of the backward."""
 
     name: str
-    rows: str  # name of the operand that has a row per query
+    rows: str  # name of an operand (B, H, Sq, ...), which has the number of queries
     num_threads: int
-    overlaps_last = False  # programmatic dependent launch: it starts before the previous kernel ends, and waits for it
+    overlaps_previous = False  # it starts before the previous kernel ends, and waits (programmatic dependent launch)
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -82,7 +85,7 @@ class MBlockKernel(Kernel):
             num_blocks = args.q_tile_list.shape[0] - TILE_LIST_HEADER
         params, grid = self.params(args), (num_blocks, heads, batch)
         symbol = f"cute_flash_{self.name}_{self.static.dtype}"
-        self.launch(symbol, params, grid, self.num_threads, stream, use_pdl=self.overlaps_last)
+        self.launch(symbol, params, grid, self.num_threads, stream, use_pdl=self.overlaps_previous)
 
     @cute.jit
     def process_cta(self, p: Any, coord: tuple, *thread):

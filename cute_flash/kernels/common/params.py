@@ -1,4 +1,4 @@
-"""The score features of a launch as kernels use them, built from the launch's operands."""
+"""The parameters of the score features (softcap, ALiBi, sinks, ...), built from the operands of a launch."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class ScoreParams:
     alibi_slopes: cute.Tensor | None = None  # (B, H)
     sinks: cute.Tensor | None = None  # (H)
     rng: cute.Tensor | None = None  # (seed, offset)
-    dropout_threshold: Int32 | None = None  # in both halves of the word; scores with smaller numbers are dropped
+    dropout_threshold: Int32 | None = None  # in both 16-bit halves; scores with a smaller random number are dropped
     dropout_scale: Float32 | None = None  # 1 / (1 - dropout)
     max_logit: cute.Tensor | None = None  # (H), -inf before the launch
     mods: ModParams | None = None
@@ -36,12 +36,12 @@ class ScoreParams:
 
     @staticmethod
     def of(static: Static, args: SimpleNamespace) -> "ScoreParams":
-        """Build them from the operands of a launch."""
+        """Build the parameters from the operands of a launch."""
         mods = None
         if static.has_mods:
             arguments = (None if x is None else tuple(x) for x in (args.captures, args.scalars))
             mods = ModParams(static.mods, args.bias, *arguments)
-        # A bias and a score_mod need scores in natural units, not in units of log2.
+        # A bias and a score_mod need scores in natural units (base e), not in units of log2.
         is_natural = mods is not None and mods.changes_scores
         transforms = args.softcap is not None or args.alibi_slopes is not None or is_natural
         return ScoreParams(
@@ -57,9 +57,9 @@ class ScoreParams:
         )
 
     def softmax_scale(self, scale: Float32) -> Float32:
-        """The factor that converts the scores that reach the softmax to units of log2.
+        """The factor that converts the input of the softmax to units of log2.
 
-        Without a score transform they are q·k. Transformed scores are in units of log2, or in natural units.
+        Without a score transform the input is q·k. Transformed scores are in units of log2, or in natural units.
         """
         if self.score is None:
             return scale * LOG2_E

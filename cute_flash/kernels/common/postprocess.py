@@ -22,7 +22,7 @@ class Params:
 
 
 class BwdPostprocess(MBlockKernel):
-    """dQ = scale times the fp32 accumulators: from register order to rows in the dtype of q."""
+    """dQ = dq_scale times the fp32 accumulators, converted from register order to rows in the dtype of q."""
 
     rows = "dq"
     arch: str
@@ -37,6 +37,6 @@ class BwdPostprocess(MBlockKernel):
     @cute.kernel
     def kernel(self, p: Params):
         coord = cute.arch.block_idx()
-        if cutlass.const_expr(self.overlaps_last):
+        if cutlass.const_expr(self.overlaps_previous):
             cute.arch.griddepcontrol_wait()
         self.process_cta(p, coord)

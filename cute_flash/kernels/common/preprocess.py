@@ -15,7 +15,7 @@ from cute_flash.planning.tiles import AnyBwdTile
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.spec.problem import Static
 
-VECTOR = 8  # elements that a thread loads of a row: 16 bytes, or 32 if fp32
+VECTOR = 8  # contiguous elements that a thread loads: 16 bytes, or 32 if fp32
 THREADS = 128
 
 
@@ -27,18 +27,19 @@ class Params:
     dout: cute.Tensor
     lse: cute.Tensor  # (B, H, Sq)
     lse_log2: cute.Tensor  # (B, H, Sq padded)
-    delta: cute.Tensor
+    delta: cute.Tensor  # D, (B, H, Sq padded)
     dq_accum: cute.Tensor  # (B, H, m_blocks, elements of a tile) fp32
     dq_semaphore: cute.Tensor | None  # (B, H, m_blocks)
     dlse: cute.Tensor | None
     q_tile_list: cute.Tensor | None  # of a varlen batch
-    norms: cute.Tensor | None = None  # (5, B, H) of an fp32 call; the last one is the largest |D|
+    norms: cute.Tensor | None = None  # (5, sequences, H) of an fp32 call; the last one is the largest |D|
 
 
 class BwdPreprocess(MBlockKernel):
-    """Computes D = rowsum(dO O) - dLSE, and the LSE in units of log2: +inf for rows without keys or past the end.
+    """Computes D = rowsum(dO O) - dLSE (the operand `delta`), and the LSE in units of log2.
 
-    It also sets the accumulators of dQ and their semaphores to 0.
+    The LSE of rows without keys, and of rows past the end, becomes +inf, so that P is 0. The kernel also sets the
+    accumulators of dQ and their semaphores to 0.
     """
 
     rows, num_threads = "out", THREADS
@@ -46,10 +47,10 @@ class BwdPreprocess(MBlockKernel):
     def __init__(self, static: Static, tile: AnyBwdTile):
         self.static, self.tile_m, self.tile_d = static, tile.tile_m, tile.head_dim
         self.dtype = CUTE_DTYPES[out_dtype(static)]  # of O and dO
-        # The main kernel on Hopper is launched before this one ends, and waits for its end.
+        # The main Hopper kernel starts before this kernel ends, and waits (programmatic dependent launch).
         self.overlaps_next = not isinstance(tile, BwdTileSm80)
         vectors = -(-static.width_v // VECTOR)
-        # A power of two, and so many that a CTA covers at most the `tile_m` rows of a block at once.
+        # A power of two, large enough that the threads of a CTA cover at most `tile_m` rows at once.
         self.threads_per_row = max(1 << (vectors - 1).bit_length(), THREADS // self.tile_m)
 
     @property
@@ -110,7 +111,7 @@ class BwdPreprocess(MBlockKernel):
             offset //= 2
         if column == 0:
             if cutlass.const_expr(self.static.has_dlse):
-                # A row without keys has no gradient, whatever the gradient of its LSE is.
+                # A row without keys has no gradient: the gradient of its LSE is ignored.
                 dot = Float32(0.0) if lse == Float32.inf else dot
                 if row < seqlen.q_len and lse != Float32.inf:
                     dot = dot - seqlen.slice_head(p.dlse, head)[seqlen.q_row(row)]
@@ -126,9 +127,10 @@ class BwdPreprocess(MBlockKernel):
         for step in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
         if cute.arch.lane_idx() == 0:
-            target = norms[norms.shape[0] - 1, 0 if seqlen.is_varlen else seqlen.batch, None].iterator + head
+            target = norms[norms.shape[0] - 1, seqlen.batch, None].iterator + head
             cute.arch.atomic_fmax(target, largest, sem="relaxed", scope="gpu")
 
     def vector(self, gX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+        """The VECTOR elements of a row that begin at `column`, in global memory."""
         pointer = (gX.iterator + (Int64(row) * gX.stride[0] + column)).align(16)
         return cute.make_tensor(pointer, cute.make_layout(VECTOR))

@@ -5,7 +5,7 @@ One CTA writes one list, sorted by length class, in three steps:
 | step  | unit                       | work                                                                   |
 |-------|----------------------------|------------------------------------------------------------------------|
 | count | a warp per 32 sequences    | counts the tiles of each length class                                  |
-| sum   | a thread per length class  | adds up the tiles of longer classes, which come before                 |
+| sum   | a thread per length class  | adds up the tiles of longer classes, which come first                  |
 | write | a warp per 32 sequences    | reserves entries in the classes of its tiles, then all lanes write     |
 """
 
@@ -54,7 +54,7 @@ class VarlenBatch:
 
     @cute.jit
     def offsets(self, mCuSeqlens: cute.Tensor, b: Int32, total: Int32):
-        """Begin and end of sequence b."""
+        """(first row, one past the last row) of sequence b, clamped to [0, total]."""
         begin = cutlass.max(cutlass.min(mCuSeqlens[b], total), 0)
         return begin, cutlass.max(cutlass.min(mCuSeqlens[b + 1], total), begin)
 
@@ -67,20 +67,22 @@ class VarlenBatch:
 
 @dataclass(frozen=True)
 class TileListBuilder:
-    """Builds the list of the tiles of queries, or of the tiles of keys.
+    """Builds a list of query tiles, or of K/V tiles.
 
     Tiles come from segments: the sequences; with `seqused_k` the unused keys of each sequence; and the rows after the
-    last sequence. Tiles of the latter two see no queries or keys, so kernels write zeros there. A segment is (sequence,
-    q_begin, q_len, k_begin, k_len).
+    last sequence. Tiles of the last two kinds see no queries or keys, so kernels write zeros there. A segment is
+    (sequence, q_begin, q_len, k_begin, k_len), in rows of the varlen tensors.
     """
 
     mTiles: cute.Tensor  # (TILE_LIST_HEADER + tiles, TILE_LIST_WIDTH)
     batch: VarlenBatch
-    of_keys: cutlass.Constexpr  # tiles of keys, not of queries
-    rest_has_index: cutlass.Constexpr  # the rows after the last sequence count as sequence B, else as B - 1
-    tile_rows: Int32
+    of_keys: cutlass.Constexpr  # True: K/V tiles; False: query tiles
+    # The sequence index of the rows after the last sequence. True: B, which has its own blocks of the workspace. False:
+    # B - 1, which is a valid index of per-sequence tensors, such as ALiBi slopes.
+    rest_has_index: cutlass.Constexpr
+    tile_rows: Int32  # tile_m, or tile_n for K/V tiles
     tile_columns: Int32
-    band: Band  # for tiles of keys, left and right are swapped
+    band: Band  # for K/V tiles, left and right are swapped
     tile_order: Int32  # ASCENDING, DESCENDING or BY_LENGTH
 
     @property
@@ -142,7 +144,7 @@ class TileListBuilder:
 
     @cute.jit
     def sum_classes(self, classes: cute.Tensor, sums: cute.Tensor, thread: Int32):
-        """Replace each class's number of tiles by its first entry, which is the number of tiles of longer classes."""
+        """Replace the number of tiles of each class by its first index: the number of tiles of longer classes."""
         lane, warp = thread % 32, thread // 32
         own = classes[NUM_LENGTH_CLASSES - 1 - thread]
         prefix = own
@@ -184,7 +186,8 @@ class TileListBuilder:
         """Visit the tiles of a segment with one warp.
 
         Tiles at least half as long as the longest share its class, and up to 32 of them reserve neighbouring entries
-        with one addition. Shorter tiles reserve an entry in the class of their own length.
+        with one addition. Shorter tiles reserve an entry in the class of their own length. `size`: (number of tiles,
+        blocks that the longest tile visits).
         """
         num, longest = size
         sizes = (*self.lengths(segment), self.tile_rows, self.tile_columns)
@@ -208,6 +211,7 @@ class TileListBuilder:
 
     @cute.jit
     def write(self, values: tuple, entry: Int32):
+        """Write (block, *segment) to an entry of the list, if the list is long enough."""
         row = cute.make_rmem_tensor(TILE_LIST_WIDTH, Int32)
         row.fill(0)
         for i in cutlass.range_constexpr(len(values)):
@@ -219,7 +223,7 @@ class TileListBuilder:
 
 @cute.jit
 def _reserve(classes: cute.Tensor, index: Int32, num: Int32) -> Int32:
-    """Reserve `num` entries of a length class, and return the first."""
+    """Reserve `num` entries of a length class, and return the index of the first."""
     return cute.arch.atomic_add(classes.iterator + index, num, sem="relaxed", scope="cta")
 
 

@@ -479,7 +479,7 @@ class BwdSm80(Kernel):
 
     def gemm_fp32(self, mma: cute.TiledMma, acc: cute.Tensor, a: MmaOperand, b: MmaOperand, stage, factor: Float32):
         """acc = factor A B, from pieces."""
-        split_fp32.gemm_ss(mma, acc, a, b, stage, self.tile.head_dim // 16, splits_sums=True)
+        split_fp32.gemm_ss(mma, acc, a, b, stage, self.tile.head_dim // 16)
         acc.store(acc.load() * factor)
 
     def add_gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a, b: MmaOperand, stage, factor: Float32 | None):

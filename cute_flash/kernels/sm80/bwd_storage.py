@@ -67,8 +67,7 @@ class Factors:
     @staticmethod
     def read(p: Params, seqlen: SeqlenInfo, head: Int32) -> "Factors":
         head_kv = head // (p.mQ.shape[1] // p.mK.shape[1])
-        batch = 0 if seqlen.is_varlen else seqlen.batch
-        norms = [p.norms[i, batch, head_kv if i in (1, 2) else head] for i in range(5)]
+        norms = [p.norms[i, seqlen.batch, head_kv if i in (1, 2) else head] for i in range(5)]
         q, k, v, do = (split_fp32.factor(norm) for norm in norms[:4])
         # |dS| <= |dP| + |D|, as P is at most 1; dropout scales dP.
         dp = norms[2] * norms[3]

@@ -187,7 +187,7 @@ class FwdSm80(Kernel):
 
     def factor(self, p: Params, index: int, head: Int32, seqlen: SeqlenInfo) -> Float32:
         """The factor of the pieces of Q, K or V (0, 1, 2) of a head."""
-        return split_fp32.factor(p.norms[index, 0 if seqlen.is_varlen else seqlen.batch, head])
+        return split_fp32.factor(p.norms[index, seqlen.batch, head])
 
     def score_factor(self, p: Params, head: Int32, head_kv: Int32, seqlen: SeqlenInfo) -> Float32 | None:
         """From products of pieces to Q K^T; None if there are no pieces."""

@@ -95,11 +95,12 @@ class BwdSm90(Kernel):
         self.config = Config(static, tile)
         self.has_score_params = bool(static.features) or static.has_mods
         self.has_alibi, self.has_dropout = "alibi" in static.features, "dropout" in static.features
-        # A bias and user mods leave no registers for the LSE, which is then read from shared memory.
+        # A bias and user mods leave no registers for the LSE, which is then read from shared memory. Unlike
+        # `static.has_mods`, this is false for a block mask without them.
         self.has_mods_or_bias = any(name in MODS for name in static.features)
         # With a semaphore every tile has its own CTA, so that a tile that others wait for has started.
-        differs = static.is_bounded or static.varlen or static.block_sparse
-        self.is_dynamic = differs and not static.deterministic
+        tiles_differ = static.is_bounded or static.varlen or static.block_sparse
+        self.is_dynamic = tiles_differ and not static.deterministic
 
     @cute.jit
     def __call__(self, stream: CUstream, **operands):
@@ -234,12 +235,12 @@ class BwdSm90(Kernel):
         operands = tuple(cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
         total = p.num_m_blocks(tile)
         storage.v.wait_full(tile.count)
-        # The position of a block among those of its head is counted up, because a division would take long.
+        # The number of a block within its head is incremented, because computing it takes a slow division.
         position = (Int32(0),)
         if cutlass.const_expr(self.has_score_params):
             position = (Int32(0), tile.head_kv * p.heads_per_kv)
         if cutlass.const_expr(self.static.block_sparse):
-            # Reading the first entry is safe even if the list is empty: it has memory.
+            # Reading the first entry is safe even if the list is empty: its memory is allocated.
             position = (Int32(0), p.block_index(tile, Int32(0)).bits)
         if total > 0:
             position = self.process_block(p, state, tile, mask, operands, (begin, position), 0)
@@ -280,7 +281,7 @@ class BwdSm90(Kernel):
         dV and dK follow one block late, and dQ two blocks late, so that no warpgroup waits for the dS of the other.
 
         Args:
-            operands: P^T and dS^T in registers: those of the block before, then those of this block.
+            operands: P^T and dS^T in registers: of the previous block on entry, of this block on return.
             block: (iteration, position). Positions come from `next_position` or `next_sparse_position`.
             blocks_before: the number of blocks of the tile before this one; 2 stands for 2 or more.
 
@@ -298,7 +299,7 @@ class BwdSm90(Kernel):
         if cutlass.const_expr(blocks_before > 1):
             acc_dQ = self.start_dq(p, state, iteration - 2)
         if cutlass.const_expr(has_score_params and self.tile.early_dropout):
-            # While products run, and before S and dP take registers.
+            # Computed while products run, and before S and dP take registers.
             m_block, head = self.block_and_head(p, tile, position)
             scores = p.score_params.block(mask, head, tile.batch, m_block * self.tile.tile_m, is_transposed=True)
         if cutlass.const_expr(blocks_before > 0):
@@ -320,7 +321,7 @@ class BwdSm90(Kernel):
         start_gemm(p.mma_s, acc_dP, state.rV, state.rdO[None, None, None, stage], False, v_steps)
         state.order.arrive()
         if cutlass.const_expr(blocks_before > 0):
-            # As late as here, so that the products do not wait until the stores are visible.
+            # After the products are issued, so that they do not wait until the stores of dS are visible.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.ds.full_barrier(iteration - 1))
         if cutlass.const_expr(blocks_before > 1):
@@ -394,7 +395,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def next_position(self, p: Params, state: MmaState, tile: KVTile, position: tuple):
-        """(number of the next block among those of its head,) and, with score features, its head."""
+        """(number of the next block within its head,) and, with score features, its head."""
         is_last = position[0] + 1 == tile.block_iter.num
         i = cutlass.select_(is_last, Int32(0), position[0] + 1)
         following = (i,)
@@ -407,7 +408,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def start_dv_dk(self, p: Params, state: MmaState, operands: tuple, iteration: Int32):
-        """dV += P^T dO and dK += dS^T Q, of the block of `iteration`."""
+        """Start dV += P^T dO and dK += dS^T Q of the block of `iteration`."""
         stage = state.storage.q.stage(iteration)
         rP, rdS = (as_operand_a(operand) for operand in operands)
         start_gemm(p.mma_dkv, state.acc_dV, rP, state.rdOt[None, None, None, stage], True)
@@ -415,7 +416,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def start_dq(self, p: Params, state: MmaState, iteration: Int32):
-        """dQ = dS K, as soon as dS of both warpgroups is in shared memory."""
+        """Wait until dS of both warpgroups is in shared memory, start dQ = dS K, and return its accumulator."""
         pipeline = state.storage.ds
         pipeline.wait_full(iteration)
         shape = p.mma_dq.get_slice(0).partition_shape_C(self.tile.dq_part)
@@ -425,7 +426,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def last_dq(self, p: Params, state: MmaState, iteration: Int32):
-        """dQ of one of the last two blocks of a tile, without overlap."""
+        """Compute and publish dQ of one of the last two blocks of a tile, without overlap."""
         acc_dQ = self.start_dq(p, state, iteration)
         warpgroup.wait_group(0)
         state.storage.ds.release(iteration)
@@ -451,7 +452,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def exponentiate(self, p: Params, acc: cute.Tensor, rLSE: cute.Tensor):
-        """S^T -> exp(scale S^T - LSE), in place"""
+        """S^T -> exp(scale S^T - LSE), in place."""
         S_mn, scale_log2 = as_mn(acc), p.scale * LOG2_E
         for c in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):
@@ -459,7 +460,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, rD: cute.Tensor):
-        """P^T -> dS^T = P^T (dP^T - D), in place"""
+        """P^T -> dS^T = P^T (dP^T - D), in place."""
         P_mn, dP_mn = as_mn(acc_P), as_mn(acc_dP)
         for c in cutlass.range_constexpr(cute.size(P_mn, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(P_mn, mode=[0])):
@@ -467,7 +468,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def apply_band(self, p: Params, tile: KVTile, mask: Mask, acc_S: cute.Tensor, i: Int32):
-        """Set scores outside the band to -inf, and keys past the end, which must not contribute to dQ."""
+        """Set to -inf the scores outside the band, and of keys past the end, which must not contribute to dQ."""
         m_block, blocks = tile.m_block(i), tile.blocks
         is_tail = mask.first_row + WARPGROUP_ROWS > mask.seqlen_q
         if m_block < blocks.full_begin or m_block >= blocks.full_end or is_tail:
@@ -504,7 +505,7 @@ class BwdSm90(Kernel):
 
     @cute.jit
     def publish_dq(self, state: MmaState, iteration: Int32):
-        """Let the adder warp read dQ. Called after a fence."""
+        """Signal the adder warp that dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(iteration * NUM_WARPGROUPS + state.wg))
 
     def reread_seqlen(self, p: Params, state: MmaState, tile: KVTile) -> SeqlenInfo:
@@ -522,7 +523,7 @@ class BwdSm90(Kernel):
         p: Params,
         factor: Float32,
     ):
-        """Store dK or dV times `factor`, for rows and columns that exist."""
+        """Store dK or dV times `factor`, for rows that exist and the first `width` columns."""
         first_row = tile.n_block * self.tile.tile_n + state.wg * WARPGROUP_ROWS
         acc.store(acc.load() * factor)
         rX = cute.make_fragment_like(acc, self.dtype)

@@ -97,7 +97,7 @@ def load_rows(
 ):
     """Load an m_block of Q or dO, and the fp32 statistic of its rows.
 
-    `statistic`: its tensors in global and shared memory. `coord`: (m_block, head, sequence).
+    `statistic`: the tensors of the statistic in global and in shared memory. `coord`: (m_block, head, sequence).
     """
     m_block, head, seqlen = coord
     mY, sY = statistic
@@ -153,7 +153,7 @@ def accumulators(p: Params, seqlen: SeqlenInfo, head: Int32, m_block: Int32) -> 
 
 @cute.jit
 def read_tile(storage: SharedStorage, count: Int32):
-    """The published tile, for a warp that adds dQ. Releases K, whose barrier protects the tile."""
+    """Read the published tile in a warp that adds dQ, and release K, whose barrier protects the tile."""
     storage.k.wait_full(count)
     coord = storage.read_tile(count)
     storage.k.release_per_thread(count)
@@ -162,7 +162,7 @@ def read_tile(storage: SharedStorage, count: Int32):
 
 @cute.jit
 def add_in_order(p: Params, storage: SharedStorage, tile: KVTile, head: Int32, m_block: Int32, iteration: Int32):
-    """Add both parts of a block, after the K/V tiles that precede this one in the order have added theirs."""
+    """Add both parts of a block, after all K/V tiles of lower rank have added theirs (`DQSemaphore`)."""
     # Addresses are recomputed for each block, for lack of registers.
     head, seqlen = rederived(head), replace(tile.seqlen, batch=rederived(tile.batch))
     block = seqlen.padded_q_block(m_block, p.config.tile.tile_m)
@@ -198,7 +198,7 @@ def add_sparse_in_order(p: Params, storage: SharedStorage, tile: KVTile, i: Int3
 def sparse_rank(p: Params, tile: KVTile, i: Int32) -> tuple:
     """The coordinate of the semaphore of the i-th listed m_block, and the rank of this tile."""
     batch = tile.seqlen.batch
-    # Not by `BwdBlockIndices.read`: that has a shuffle of all lanes, and a single lane may call this function.
+    # `BwdBlockIndices.read` shuffles over all lanes, but a single lane may call this function.
     index = BwdBlockIndex(p.block_indices.mIndices[batch, tile.head_kv, tile.n_block, i])
     head = tile.head_kv * p.heads_per_kv + index.head
     return (head, batch, index.m_block), p.block_indices.rank(batch, head, index.m_block, tile.n_block)

@@ -51,14 +51,17 @@ class Config:
 
     @property
     def q(self) -> SmemTile:
+        """An m_block of Q or dO."""
         return SmemTile(self.tile.tile_m, self.tile.head_dim)
 
     @property
     def k(self) -> SmemTile:
+        """K or V of a tile."""
         return SmemTile(self.tile.tile_n, self.tile.head_dim)
 
     @property
     def ds(self) -> SmemTile:
+        """dS or P, keys by queries."""
         return SmemTile(self.tile.tile_n, self.tile.tile_m)
 
     @property
@@ -78,7 +81,7 @@ class KVTile:
     seqlen: SeqlenInfo
     blocks: BlockRange  # m_blocks that see the keys
     block_iter: BlockIterator  # over `blocks`
-    shift: Int32 | None  # the visits start at this m_block, and wrap around; None: at the first
+    shift: Int32 | None  # the tile visits m_blocks from this one on, and wraps around; None: from the first on
     num_sparse: Int32 | None = None  # with a block mask, the number of m_blocks that it lists, of all heads
 
     @property
@@ -153,8 +156,8 @@ class Params:
         tile_n, tile_m = self.config.tile.tile_n, self.config.tile.tile_m
         seqlen = self.seqlen_info(coord)
         blocks = self.band.blocks(coord[0], tile_n, tile_m, seqlen.k_len, seqlen.q_len)
-        # Without a mask every tile starts at another m_block, so that few tiles add to the same m_block at a time. With
-        # a semaphore the additions are serialised anyway.
+        # Without a mask every tile starts at another m_block, so that few tiles add to the same m_block at a time. A
+        # semaphore serialises the additions, so the start does not matter.
         shift, num_sparse = None, None
         if self.block_indices is not None:
             num_sparse = self.block_indices.count(seqlen.batch, coord[1], coord[0])

@@ -11,12 +11,12 @@ For each K/V tile, over the query heads that share it and their m_blocks i:
     dQi  += dS K                        half of the columns; fp32 additions in global memory
 
 Wide dK and dV leave few registers, so dQ is computed in two halves, one after the other in the same registers. For a
-block, a warpgroup issues the following products. 0 and 1 are the halves of dV, dQ and dK; a prime is the next block:
+block, a warpgroup issues the following products. 0 and 1 are the halves of dV, dQ and dK; ' marks the next block:
 
     dQ0 dK0   S' dK1 dQ1   dV0' dP' dV1'
 
 It computes the exponentials while dK1 and dQ1 run, and computes, stores and waits for dS' while dV1' runs. dQ0 and dQ1
-are complete at equal distances in time, so that the additions to global memory keep up.
+complete at equal intervals, so that the additions to global memory keep up.
 
 | warpgroup | warps | role                                                           |
 |-----------|-------|----------------------------------------------------------------|
@@ -219,9 +219,11 @@ class BwdSm90Wide(Kernel):
             return cute.local_tile(transposed(sX), (columns, rows), (HALVES * wg + half, 0, *rest))
 
         def keys(sX: cute.Tensor) -> cute.Tensor:
+            """The rows of this warpgroup's keys in sX (tile_n, tile_d)."""
             return cute.local_tile(sX, (self.keys, tile.head_dim), (wg, 0))
 
         def columns_a(sX: cute.Tensor) -> tuple:
+            """Both halves of this warpgroup's columns of sX, transposed, as operands A."""
             parts = (part(sX, tile.tile_m, half) for half in range(HALVES))
             return tuple(dkv.make_fragment_A(dkv.partition_A(sY)) for sY in parts)
 
@@ -287,7 +289,7 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def first_scores(self, p: Params, state: MmaState, tile: KVTile):
-        """P and dS of the first block. Its dV is started."""
+        """Compute P and dS of the first block, and start its dV."""
         self.start_s(p, state, Int32(0))
         self.start_dp(p, state, Int32(0))
         warpgroup.wait_group(1)
@@ -295,7 +297,7 @@ class BwdSm90Wide(Kernel):
         self.stage_transposed(state, state.storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.start_early_dv(p, state, Int32(0))
-        # dP
+        # wait for dP
         rD = self.load_row_statistic(state, state.storage.sD[None, 0])
         warpgroup.wait_group(HALVES)
         self.make_ds(state, rD)
@@ -313,24 +315,24 @@ class BwdSm90Wide(Kernel):
 
         The products, in the order in which the tensor cores run them:
 
-            dV1 (started in the block before) dQ0 dK0 | S' dK1 dQ1 | dV0' dP' dV1'
+            dV1 (started in the previous block) dQ0 dK0 | S' dK1 dQ1 | dV0' dP' dV1'
 
-        The halves of dQ come at equal distances, and the wait for room for dQ1 in shared memory overlaps with dV0'.
+        The halves of dQ complete at equal intervals, and the wait for room for dQ1 in shared memory overlaps with dV0'.
 
-        sP is written after `p_free`, at which both warpgroups arrive after dV. The single stage of sdS is written
-        after the barrier P_STAGED, at which both arrive after dQ1, the last reader of sdS.
+        Both warpgroups arrive at `p_free` after dV, so sP is free after a wait for it. Both arrive at the barrier
+        P_STAGED after dQ1, the last reader of sdS, so the single stage of sdS is free after that barrier.
 
-        `position`: (index of the block in mdQ_accum, its number among the m_blocks of its head). The position of the
-        next block is returned.
+        `position`: (index of the block in mdQ_accum, its number within its head). The position of the next block is
+        returned.
         """
         storage = state.storage
         self.start_dq(p, state, iteration, 0)
         self.start_dk(p, state, iteration, 0)
-        # dV
+        # wait for dV
         warpgroup.wait_group(2)
         storage.do.release_per_thread(iteration)
         state.p_free.arrive()
-        # dQ0, which is moved to shared memory while dK0 runs
+        # wait for dQ0, and move it to shared memory while dK0 runs
         warpgroup.wait_group(1)
         rest = self.stage_dq(state, iteration, 0)
         self.start_s(p, state, iteration + 1)
@@ -343,14 +345,14 @@ class BwdSm90Wide(Kernel):
         accum_block, i = accum_block + 1, i + 1
         if i == tile.block_iter.num:
             accum_block, i = accum_block + (p.mdQ_accum.shape[2] - tile.block_iter.num), Int32(0)
-        # S: exponentials while dK1 and dQ1 run
+        # wait for S; compute its exponentials while dK1 and dQ1 run
         rLSE = self.load_row_statistic(state, storage.sLSE[None, storage.q.stage(iteration + 1)])
         warpgroup.wait_group(2)
         self.make_p(p, state, tile, rLSE, i)
         state.p_free.wait()
         self.stage_transposed(state, storage.sP)
         cute.arch.fence_proxy("async.shared", space="cta")
-        # dK1 and dQ1, whose registers dP takes; dQ1 is moved to shared memory while dV0 runs
+        # wait for dK1 and dQ1, whose registers dP reuses; move dQ1 to shared memory while dV0 runs
         warpgroup.wait_group(0)
         storage.q.release(iteration)
         cute.arch.barrier(barrier_id=P_STAGED, number_of_threads=MMA_THREADS)
@@ -363,7 +365,7 @@ class BwdSm90Wide(Kernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.add_rest(p, state, rest, position, 1)
         self.publish_dq(state, iteration, 1)
-        # dP; D is loaded while it runs
+        # wait for dP, and load D while it runs
         rD = self.load_row_statistic(state, storage.sD[None, storage.do.stage(iteration + 1)])
         warpgroup.wait_group(1)
         self.make_ds(state, rD)
@@ -450,12 +452,12 @@ class BwdSm90Wide(Kernel):
 
     @cute.jit
     def publish_dq(self, state: MmaState, iteration: Int32, half: cutlass.Constexpr):
-        """Let the adder warp read a half of dQ. Called after a fence."""
+        """Signal the adder warp that a half of dQ is in shared memory. Called after a fence."""
         cute.arch.mbarrier_arrive(state.storage.dq.full_barrier(self.dq_iteration(state, iteration, half)))
 
     @cute.jit
     def make_p(self, p: Params, state: MmaState, tile: KVTile, rLSE: cute.Tensor, i: Int32):
-        """S -> P = exp(scale S - LSE), in place. `i`: number of the m_block among those of its head."""
+        """S -> P = exp(scale S - LSE), in place. `i`: number of the m_block within its head."""
         self.apply_band(p, state, tile, i)
         S_mn, scale_log2 = as_mn(state.acc_S), p.scale * LOG2_E
         for r in cutlass.range_constexpr(cute.size(S_mn, mode=[0])):

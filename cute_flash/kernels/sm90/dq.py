@@ -1,4 +1,4 @@
-"""Moves of dQ between registers, shared memory and global memory.
+"""Additions and stores of dQ, from registers and shared memory to global memory.
 
 In global memory the fp32 accumulators of an m_block are in register order: (warpgroup's part, group of four registers,
 thread, register of the four). A warp therefore accesses contiguous memory, 16 bytes per thread.
@@ -42,7 +42,7 @@ def add_accumulators(gdQ: cute.Tensor, acc: cute.Tensor, wg: Int32, thread: Int3
 
 @cute.jit
 def add_four(first: cute.Pointer, four: cute.Tensor, part: Int32, piece: cutlass.Constexpr, thread: Int32):
-    """Add four registers to the accumulators in global memory: group `piece` of the 8 groups of a part."""
+    """Add four registers per thread to the accumulators at `first`: group `piece` of the 8 groups of a part."""
     address = first + ((part * 8 + piece) * (4 * THREADS) + thread * 4)
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",

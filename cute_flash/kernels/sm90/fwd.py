@@ -11,18 +11,18 @@ For each tile of query rows, over K/V blocks j in the order of `Params.block_ite
 
 Score features (`ScoreParams`): softcap, ALiBi, a bias and score_mod change S before the mask, mask_mod masks further
 scores, dropout changes P after its row sums are taken, and a sink changes l and the LSE at the end. With a block mask,
-the K/V blocks are those that it lists, full ones first.
+a tile visits the K/V blocks that the mask lists, full blocks first.
 
-A warpgroup issues Q Kj^T and then P V of block j - 1. The latter runs while the warpgroup computes the softmax of block
-j. With `ping_pong` the warpgroups alternate in issuing products, so that the softmax of one overlaps with the products
-of another.
+A warpgroup issues Q Kj^T and then P V of block j - 1. P V runs while the warpgroup computes the softmax of block j.
+With `ping_pong` the warpgroups alternate in issuing products, so that the softmax of one overlaps with the products of
+another.
 
 | warpgroup | warps | role                                                                                  |
 |-----------|-------|---------------------------------------------------------------------------------------|
 | 0         | 0     | load Q and K by TMA, as far ahead as the pipelines allow, across tiles                |
 | 0         | 1     | load V in the same way                                                                |
-| 0         | 2     | store output tiles by TMA, with two stages of Q                                       |
-| 0         | 3     | load the bias by TMA, if TMA can                                                      |
+| 0         | 2     | with two stages of Q: store output tiles by TMA                                       |
+| 0         | 3     | load the bias by TMA, if its strides allow TMA                                        |
 | 1 ...     | all   | MMA: 64 rows of the tile each                                                         |
 | the last  | all   | with dropout: dropout producer, which computes masks of P for the next blocks         |
 
@@ -66,7 +66,7 @@ from cute_flash.spec.problem import Static
 LOAD_QK_WARP, LOAD_V_WARP, STORE_WARP, LOAD_BIAS_WARP = range(4)
 # Named barrier 0 is the CTA barrier.
 FIRST_ORDER_BARRIER = 1
-# The third value of `masked`, after True and False: decided at run time.
+# Value of `masked` besides True and False: a run-time condition decides.
 MAYBE = "maybe"
 
 
@@ -266,7 +266,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def first_round(self, state: MmaState, tile: MmaTile, acc_P: cute.Tensor):
-        """`round` for all of a tile's first block."""
+        """`round` for all k-steps of a tile's first block."""
         self.dropout_masks(state).wait(state.warpgroup, tile.iteration)
         self.round(state, acc_P, range(self.config.steps), tile.iteration)
         self.dropout_masks(state).release(state.warpgroup, tile.iteration)
@@ -314,14 +314,14 @@ class FwdSm90(Kernel):
         masked: cutlass.Constexpr,
         speculative_max: cutlass.Constexpr,
     ):
-        """Process a block after the first: its S and P, and P V of the block before it.
+        """Process a block after the first: its S and P, and P V of the previous block.
 
         `masked`: True, False or MAYBE. `speculative_max`: compute P with the old row max (`device/softmax.py`).
         """
         storage, softmax = state.storage, state.softmax
         i = iteration - tile.iteration
         n_block = bias = None
-        # S = Q K^T, and behind it O += P V of the block before
+        # S = Q K^T, then O += P V of the previous block
         storage.k.wait_full(iteration)
         if cutlass.const_expr(tile.score_params.mods is not None):
             n_block = storage.n_block(tile.block_iter, iteration, i)
@@ -354,11 +354,11 @@ class FwdSm90(Kernel):
                 softmax.raise_max(block_max)
                 softmax.rebase(as_mn(acc_S), reference)
 
-        # P = exp(scale (S - m')): a few k-steps of it before the wait for P V of the block before
+        # P = exp(scale (S - m')): the first k-steps before the wait for P V of the previous block
         acc_P = cute.make_fragment_like(acc_S)
         views = as_operand_a(acc_S), as_operand_a(acc_P), block_sum
         early, late = range(self.config.early_steps), range(self.config.early_steps, self.config.steps)
-        # A row may have only scores of -inf so far. With a speculative maximum its NaN sum shows that.
+        # Rows may have m = -inf so far. With a speculative max, such a row gives a NaN sum, which the check detects.
         maybe_empty = not speculative_max
         scores.exponentiate(softmax, views, early, fused, (maybe_empty, is_relative))
         self.look_ahead(state, tile, iteration + 1, block_sum)
@@ -404,7 +404,7 @@ class FwdSm90(Kernel):
         """Wait for K of the next block. After the last block, release Q if it has one stage.
 
         The branch depends on the sums of the early exponentials. This keeps ptxas from moving the following wait for
-        P V before them. The branch is always taken, except for NaN, and then K is waited for later. If the sums were
+        P V before them. The branch is always taken, except for NaN; a later wait then covers K. If the sums were
         compared with a constant, ptxas would know that the branch is always taken.
         """
         if cute.arch.vote_any_sync(block_sum[0] + block_sum[1] >= -state.softmax.scale_log2):
@@ -462,7 +462,7 @@ class FwdSm90(Kernel):
     def finish_statistics(self, p: Params, state: MmaState, tile: MmaTile):
         """Compute the LSE, 1 / l and max_logit of a tile. The softmax statistics are then free for the next tile."""
         score_params = tile.score_params
-        state.softmax.close(state.lse, state.inverse, score_params.sink, score_params.dropout_scale)
+        state.softmax.compute_lse(state.lse, state.inverse, score_params.sink, score_params.dropout_scale)
         if cutlass.const_expr(state.max_logit is not None):
             rows_left = tile.seqlen.q_len - tile.mask.first_row
             state.max_logit[0] = state.softmax.max_logit(state.tScS, rows_left)
@@ -490,7 +490,7 @@ class FwdSm90(Kernel):
         return rO
 
     def thread_at_end(self, state: MmaState) -> Int32:
-        """The thread index. With score features it is opaque: there are no registers to keep addresses over a tile."""
+        """The thread index. With score features it is opaque, so that no derived address is kept over a tile."""
         return state.thread if self.static.base_cost == 0 else rederived(state.thread)
 
     @cute.jit
@@ -522,6 +522,7 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def stage_output(self, state: MmaState, tile: MmaTile):
+        """Write O / l to the warpgroup's stage of Q with stmatrix, and make it visible to TMA."""
         rO = self.output(state)
         sO = state.storage.output_stage(state.warpgroup, tile.count)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
@@ -531,14 +532,16 @@ class FwdSm90(Kernel):
 
     @cute.jit
     def start_qk(self, state: MmaState, count: Int32, iteration: Int32):
+        """Start S = Q K^T, and return the accumulator of S."""
         rQ = state.rQ[None, None, None, state.storage.q.stage(count)]
         rK = state.rK[None, None, None, state.storage.k.stage(iteration)]
-        # A new tensor for every block, so that the compiler keeps no value of it for the next one.
+        # A new tensor for every block, so that the compiler does not keep its values for the next block.
         acc_S = cute.make_rmem_tensor(self._shape_S(state.mma_qk), Float32)
         start_gemm(state.mma_qk, acc_S, rQ, rK, False)
         return acc_S
 
     @cute.jit
     def start_pv(self, state: MmaState, iteration: Int32):
+        """Start O += P V."""
         rV = state.rV[None, None, None, state.storage.v.stage(iteration)]
         start_gemm(state.mma_pv, state.acc_O, as_operand_a(state.rP), rV, True)

@@ -22,7 +22,7 @@ from cute_flash.kernels.sm90.published_tiles import NO_TILE
 
 @dataclass(frozen=True)
 class PublishedTile:
-    """A tile that the warp of Q and K has published."""
+    """A tile that the warp that loads Q and K has published."""
 
     m_block: Int32
     head: Int32
@@ -156,6 +156,7 @@ def store_output(p: Params, storage: SharedStorage):
 
 @cute.jit
 def wait_output(storage: SharedStorage, count: Int32, warpgroup: cutlass.Constexpr):
+    """Wait until the output of a warpgroup is in shared memory."""
     cute.arch.mbarrier_wait(storage.output_barrier(warpgroup, count), storage.q.phase(count))
 
 

@@ -45,7 +45,7 @@ class MmaState:
     inverse: cute.Tensor  # 1 / l of the same rows
     order: WarpgroupOrder
     tScS: cute.Tensor  # (row, column) of every element of S
-    max_logit: cute.Tensor | None  # (1,), of this thread's rows of that tile
+    max_logit: cute.Tensor | None  # (1,), of the same rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def load_bias(state: MmaState, tile: MmaTile, iteration: Int32, first_column: In
 def transform(
     tile: MmaTile, acc_S: cute.Tensor, first_column: Int32, bias: BlockBias | None, looks_near: cutlass.Constexpr
 ):
-    """Apply softcap, ALiBi, bias and score_mod to scores in place, before the mask."""
+    """Apply softcap, ALiBi, bias and score_mod to scores in place, before the mask. `looks_near`: see `Score.apply`."""
     if cutlass.const_expr(tile.score_params.score is not None):
         tile.score_params.score.apply(as_mn(acc_S), tile.mask, first_column, looks_near)
     if cutlass.const_expr(tile.score_params.mods is not None):
@@ -167,7 +167,10 @@ def apply_band_to_full_block(tile: MmaTile, acc_S: cute.Tensor, n_block: Int32, 
 def exponentiate(
     softmax: Softmax, views: tuple, steps: cutlass.Constexpr, fused: FusedExp2 | None, kind: cutlass.Constexpr
 ):
-    """Compute P of some k-steps. `kind`: (whether rows may have no keys so far, whether S is relative to m)."""
+    """Compute P of some k-steps.
+
+    `views`: see `Softmax.exponentiate_steps`. `kind`: (whether rows may have no keys so far, whether S is relative).
+    """
     if cutlass.const_expr(fused is None):
         softmax.exponentiate_steps(views, steps, *kind)
     else:

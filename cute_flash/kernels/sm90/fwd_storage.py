@@ -71,10 +71,10 @@ class Config:
 
     @property
     def starts_near(self) -> bool:
-        """Whether a tile starts with the keys next to its queries.
+        """Whether a tile starts with the keys nearest to its queries.
 
-        With a bias or a score_mod these often have the largest scores. ALiBi, block masks and `batch_invariant` have
-        their own order.
+        With a bias or a score_mod the nearest keys often have the largest scores. ALiBi, block masks and
+        `batch_invariant` have their own order.
         """
         static = self.static
         has_own_order = self.has_alibi or static.block_sparse or static.batch_invariant
@@ -108,7 +108,7 @@ class Config:
 
     @property
     def early_steps(self) -> int:
-        """k-steps of P that are computed before the wait for P V of the block before."""
+        """k-steps of P that are computed before the wait for P V of the previous block."""
         if self.is_crowded:
             return self.steps
         return 1 if self.tile.num_warpgroups == 3 else self.steps // 3
@@ -123,7 +123,7 @@ class Config:
         """Whether the row max may be speculative, which keeps both S and P in registers.
 
         There are enough registers if the output is narrow, or if only a part of P is computed before the wait for P V
-        (`early_steps`). max_logit needs the maximum of every block anyway, and `batch_invariant` an exact one.
+        (`early_steps`). max_logit needs the maximum of every block, and `batch_invariant` needs an exact row max.
         """
         has_room = self.tile.width_v <= 64 or not self.is_crowded
         static = self.static
@@ -133,7 +133,7 @@ class Config:
     def fuses_exp2(self) -> bool:
         """Whether there is a fused score-to-exp2 pass (`device/fused_exp2.py`).
 
-        ALiBi and softcap together have none. With three warpgroups there are not enough registers for that of softcap.
+        There is none for ALiBi and softcap together. With three warpgroups there are not enough registers for softcap.
         """
         if self.static.has_mods:
             return not self.is_crowded and self.static.mods.fuses_with_exp2
@@ -229,7 +229,7 @@ class Params:
     def _blocks(self, m_block: Int32, seqlen: SeqlenInfo) -> BlockRange:
         tile, lengths = self.config.tile, (self.seqlen_q_of(seqlen), seqlen.k_len)
         if self.config.static.pack_gqa:
-            # The rows of a tile may have any position.
+            # A tile has rows of several heads, so its rows may have any query position.
             return self.band.blocks(Int32(0), ALL_ROWS, tile.tile_n, *lengths)
         return self.band.blocks(m_block, tile.tile_m, tile.tile_n, *lengths)
 
@@ -244,7 +244,7 @@ class SharedStorage:
     sV: cute.Tensor
     dropout_masks: DropoutMaskPipeline | None
     bias: BiasPipeline | None  # None: no bias, or threads load it
-    q: Pipeline  # empty: Q is used, an output in the stage is stored, and all warps have read the published tile
+    q: Pipeline  # empty: Q has been read, an output in the stage is stored, and all warps have read the published tile
     k: Pipeline
     v: Pipeline
     o_full: cute.Pointer  # (warpgroup, q stage): the warpgroup's output is in the stage
@@ -278,7 +278,8 @@ class SharedStorage:
         """Called by one thread, before a fence and a CTA barrier."""
         tile = self.config.tile
         mma_warps = 4 * tile.num_warpgroups
-        # Warps that release Q: that of V, the store warp or all MMA warps, the dropout producer, and that of the bias.
+        # Warps that release Q: the V warp, the store warp (or all MMA warps with one stage of Q), the dropout producer,
+        # and the bias warp.
         others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
         self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
         self.k.init(1, mma_warps)
@@ -290,7 +291,7 @@ class SharedStorage:
         if cutlass.const_expr(self.bias is not None):
             self.bias.init_barriers()
 
-    # ---- the published tile of each stage of Q. `count` is the number of tiles before it.
+    # ---- the published tile of each stage of Q. `count` is the number of tiles that the CTA computed before it.
 
     @cute.jit
     def m_block(self, count: Int32) -> Int32:

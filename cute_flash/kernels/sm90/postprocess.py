@@ -12,7 +12,7 @@ from cute_flash.kernels.sm90.dq import add_accumulators, store_dq
 
 
 class BwdPostprocessSm90(BwdPostprocess):
-    arch, num_threads, overlaps_last = "sm90", 2 * WARPGROUP_THREADS, True
+    arch, num_threads, overlaps_previous = "sm90", 2 * WARPGROUP_THREADS, True
 
     def tiled_mma(self) -> cute.TiledMma:
         return make_mma(self.dtype, self.tile.dq_part[1], False, OperandMajorMode.MN, OperandMajorMode.MN)

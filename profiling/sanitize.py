@@ -1,0 +1,158 @@
+"""`python -m profiling sanitize`: memcheck, racecheck and synccheck of compute-sanitizer over small launches.
+
+All kernels are compiled first. Then every tool runs a process over all launches. If a process ends or hangs in the
+middle, the next one goes on with the launches that are left. The log is written after every process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profiling.machine import ROOT
+from profiling.sanitize_case import BEGIN, END, SKIPPED, Launch, names
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+PROGRAM = "compute-sanitizer"
+# Estimates for an H200 with 16 cores: nobody has timed the whole list.
+SECONDS_PER_LAUNCH = {"memcheck": 0.5, "racecheck": 2.0, "synccheck": 0.5}
+COMPILE_SECONDS = 150
+NOT_FOUND = f"{PROGRAM}: no such program. It belongs to the CUDA toolkit (package cuda-sanitizer)"
+# A report of the sanitizer: its first line, without the prefix of ten equal signs.
+_REPORT = re.compile(r"=========\s+(Error: .*|Warning: .*|Invalid .*|Barrier error.*|Program hit .*|Race reported .*)")
+_SUMMARY = re.compile(r"=========\s+((?:ERROR|RACECHECK) SUMMARY: .*)")
+MAX_REPORTS = 3  # of a launch in the log
+
+# Command and limit in seconds -> exit status and output; 124: out of time.
+Runner = Callable[[Sequence[str], float], tuple[int, str]]
+
+
+@dataclass
+class Outcome:
+    """What a tool said of the launches."""
+
+    tool: str
+    clean: list[str] = field(default_factory=list)
+    forward_only: list[str] = field(default_factory=list)  # among the clean
+    reports: dict[str, list[str]] = field(default_factory=dict)  # launch -> lines
+    failed: dict[str, str] = field(default_factory=dict)  # launch -> the end of the output
+    not_run: list[str] = field(default_factory=list)
+    summaries: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.reports or self.failed or self.not_run)
+
+
+def run_command(command: Sequence[str], limit: float) -> tuple[int, str]:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit,
+            cwd=ROOT,
+            env={**os.environ, "PATH": path},
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.output or b""
+        return 124, said if isinstance(said, str) else said.decode(errors="replace")
+    return done.returncode, done.stdout
+
+
+def check() -> None:
+    if shutil.which(PROGRAM) is None:
+        raise ValueError(NOT_FOUND)
+
+
+def expected_seconds(tools: Sequence[str], num: int) -> float:
+    return COMPILE_SECONDS + sum(SECONDS_PER_LAUNCH[tool] * num + 20 for tool in tools)
+
+
+def run_tool(
+    tool: str, chosen: Sequence[Launch], deadline: float, run: Runner, clock: Callable[[], float] = time.monotonic
+) -> Outcome:
+    """One tool over all launches, as far as the time allows."""
+    outcome, left, begin = Outcome(tool), [launch.name for launch in chosen], clock()
+    while left and clock() < deadline:
+        python = Path(sys.executable).name
+        command = [PROGRAM, "--tool", tool, python, "-m", "profiling.sanitize_case", *left]
+        status, output = run(command, deadline - clock())
+        done = _read(outcome, output)
+        started = [name for name in names(output.splitlines(), BEGIN) if name in left]
+        left = [name for name in left if name not in done]
+        if not left:
+            break
+        if status == 124:
+            break
+        # The process ended in the middle: the launch that was running failed.
+        broken = next((name for name in reversed(started) if name in left), left[0])
+        outcome.failed[broken] = f"status {status}: {_tail(output)}"
+        left.remove(broken)
+    outcome.not_run, outcome.seconds = left, clock() - begin
+    return outcome
+
+
+def _read(outcome: Outcome, output: str) -> set[str]:
+    """Add the launches of a process; returns those that ended."""
+    lines = output.splitlines()
+    current, reports = "before the first launch", dict[str, list[str]]()
+    for line in lines:
+        if line.startswith(f"{BEGIN} "):
+            current = line.removeprefix(BEGIN).strip()
+        elif match := _REPORT.match(line):
+            reports.setdefault(current, []).append(match[1])
+        elif match := _SUMMARY.match(line):
+            outcome.summaries.append(match[1])
+    done = set(names(lines, END))
+    outcome.clean += [name for name in names(lines, END) if name not in reports]
+    outcome.forward_only += list(names(lines, SKIPPED))
+    outcome.reports |= reports
+    return done
+
+
+def _tail(output: str, num: int = 5) -> str:
+    lines = [line for line in output.strip().splitlines() if not line.startswith((BEGIN, END))]
+    return " / ".join(lines[-num:])
+
+
+def log(outcomes: Sequence[Outcome], facts: dict[str, Any], version: str | None) -> str:
+    """The text of the log: one paragraph per tool, then every report."""
+    head = [
+        f"compute-sanitizer over small launches, {facts.get('gpu')}, driver {facts.get('driver')}, "
+        f"commit {facts.get('git_commit')}, source {facts.get('source_digest')}, DSL {facts.get('cutlass_dsl')}, "
+        f"{datetime.date.today()}",
+        version or "",
+        "A launch is a call and its gradients: family, head dim, dense or varlen, feature.",
+    ]
+    lines = list(head)
+    for one in outcomes:
+        lines += [
+            "",
+            f"{one.tool}: {len(one.clean)} launches clean, {len(one.reports)} with reports, {len(one.failed)} failed, "
+            f"{len(one.not_run)} not run; {one.seconds:.0f} s",
+            *(f"  {summary}" for summary in one.summaries),
+        ]
+        lines += [f"  {name}: {error}" for name, error in one.failed.items()]
+        for name, found in one.reports.items():
+            counts = Counter(re.sub(r"0x[0-9a-f]+", "0x…", line) for line in found)
+            lines += [f"  {name}: {num} x {line}" for line, num in counts.most_common(MAX_REPORTS)]
+        if one.forward_only:
+            lines.append(f"  no gradients in this family: {', '.join(one.forward_only)}")
+        if one.not_run:
+            lines.append(f"  not run: {', '.join(one.not_run)}")
+        lines.append(f"  clean: {', '.join(one.clean)}")
+    return "\n".join(lines) + "\n"

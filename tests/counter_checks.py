@@ -1,0 +1,49 @@
+"""Counters of Nsight Compute against the predictions of `layouts`, on a GPU and in the checked-in reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from profiling.ncu_case import LAYOUTS, Case
+from profiling.ncu_metrics import ABSENT
+
+# Counted by instruction: other users of the banks do not add to these.
+EXACT = (
+    "ldsm_instructions", "ldgsts_instructions", "sass_ldsm_conflicts", "sass_ldsm_wavefronts", "sass_ldgsts_conflicts",
+)  # fmt: skip
+# Counters of the load/store unit, with what they are compared with: the predicted wavefronts of the same kind.
+CONFLICTS = {"ld_conflicts": "ld_wavefronts", "st_conflicts": "st_wavefronts"}
+WAVEFRONTS = ("ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
+# Share of the predicted wavefronts by which a counter may differ. One address conflict in each instruction of a kind
+# would be 100 %. In Hopper's backward kernels and narrow layouts, TMA, bulk additions and mbarriers meet the loads and
+# stores in the banks: up to 18 % in the reports.
+TOLERANCE, BUSY_TOLERANCE = 0.05, 0.25
+
+
+def tolerance(case: Case) -> float:
+    is_busy = case.family == "sm90" and (case.direction == "bwd" or case.layout != LAYOUTS[case.kernel][0])
+    return BUSY_TOLERANCE if is_busy else TOLERANCE
+
+
+def disagreements(
+    case: Case, capability: str, measured: Mapping[str, float | None], predicted: Mapping[str, float]
+) -> list[str]:
+    """Counters that differ from their prediction, or that have no value although the GPU has them."""
+    wrong = []
+
+    def check(name: str, allowed: float) -> None:
+        value = measured[name]
+        if value is None:
+            if name not in ABSENT.get(capability, ()):
+                wrong.append(f"{name}: no value")
+        elif abs(value - predicted[name]) > allowed:
+            wrong.append(f"{name}: {value:.0f}, predicted {predicted[name]:.0f}")
+
+    for name in EXACT:
+        check(name, 0)
+    for name, wavefronts in CONFLICTS.items():
+        check(name, tolerance(case) * max(predicted[name], predicted[wavefronts]))
+    # Wavefronts of the Hopper kernels include barriers and bulk copies.
+    for name in WAVEFRONTS if case.family == "sm80" else ():
+        check(name, TOLERANCE * predicted[name])
+    return wrong

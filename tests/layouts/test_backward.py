@@ -1,0 +1,90 @@
+"""Predictions for the tiles of the backward kernels, against SASS and against the counters that are checked in."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cute_flash.jit.resources import nvdisasm
+from cute_flash.planning.plan import plan_backward
+from cute_flash.planning.tiles.bwd_sm80 import SM80_BWD, SM80_BWD_SCORE, BwdTileSm80
+from cute_flash.planning.tiles.bwd_sm90 import SM90_BWD, SM90_BWD_SCORE, BwdTileSm90, BwdTileSm90Wide
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.problem import Problem
+from layouts import Use, Work, predict
+from layouts.backward import bwd_sm80_uses, bwd_sm90_uses, bwd_sm90_wide_uses
+from profiling.figures import COUNTERS, DATA
+from tests.jit.gates import kernel_resources
+
+ONE = Work(row_tiles=1, key_blocks=1)
+SM80_ROWS = dict.fromkeys(row for table in (SM80_BWD, SM80_BWD_SCORE) for rows in table.values() for row in rows)
+
+
+def uses_of(tile: Any) -> tuple[Use, ...]:
+    if isinstance(tile, BwdTileSm80):
+        return bwd_sm80_uses(tile)
+    return bwd_sm90_uses(tile) if isinstance(tile, BwdTileSm90) else bwd_sm90_wide_uses(tile)
+
+
+@pytest.mark.parametrize("row", [*SM80_ROWS, *SM90_BWD, *SM90_BWD_SCORE], ids=str)
+def test_the_tables_have_no_conflicts(row: Any) -> None:
+    found = predict(uses_of(row), ONE)
+    assert not any(count.conflicts for count in found.values())
+    assert sum(count.instructions for count in found.values()) > 0
+
+
+@cache
+def cases() -> dict[str, Any]:
+    return json.loads((DATA / COUNTERS).read_text())["cases"]
+
+
+@pytest.mark.parametrize(("kernel", "head_dim"), [("bwd-sm80", 128), ("bwd-sm90", 128), ("bwd-sm90", 256)])
+def test_instructions_are_those_of_the_reports(kernel: str, head_dim: int) -> None:
+    case = cases()[f"{kernel}-swizzled-d{head_dim}-full-s2048-b2h8"]
+    measured, predicted = case["measured"], case["predicted_shared"]
+    for counter, name in (("ldsm_instructions", "ldmatrix"), ("ldgsts_instructions", "cp.async")):
+        assert measured[counter] == predicted[name]["instructions"], counter
+    # Persistent CTAs publish and read one more tile each, the end: 3 instructions of the writer, 9 of the readers.
+    is_persistent = kernel == "bwd-sm90" and head_dim == 128
+    assert 0 <= measured["st_instructions"] - predicted["st.shared"]["instructions"] <= 2 * 132 * is_persistent
+    loads = measured["ld_instructions"] - predicted["ld.shared"]["instructions"]
+    # ptxas puts three loads that are never executed before cp.async: 96 for each of 8 warps, 96 for the statistics.
+    assert loads == {"bwd-sm80": 256 * (8 * 96 + 96)}.get(kernel, 9 * 132 * is_persistent)
+    if kernel == "bwd-sm80":
+        assert measured["sass_ldgsts_wavefronts"] == predicted["cp.async"]["wavefronts"]
+        assert measured["sass_ldsm_wavefronts"] == predicted["ldmatrix"]["wavefronts"]
+
+
+def test_plain_rows_of_256_bytes_meet_in_the_same_banks() -> None:
+    """As in the forward: eight wavefronts instead of one down a column, none more along a row."""
+    (tile,) = (row for row in SM80_BWD["sm_80"] if row.head_dim == 128)
+    for swizzled, plain in zip(bwd_sm80_uses(tile), bwd_sm80_uses(tile, "plain"), strict=True):
+        goes_down = swizzled.instruction in ("ldmatrix", "st.shared")
+        assert plain.once.wavefronts == (8 if goes_down else 1) * swizzled.once.wavefronts, swizzled.name
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm")
+@pytest.mark.parametrize(("family", "head_dim"), [("sm80", 128), ("sm90", 128), ("sm90", 256)])
+def test_the_code_has_the_instructions_that_are_counted(family: str, head_dim: int) -> None:
+    key = plan_backward(Problem(2, 8, 8, 2048, 2048, head_dim), ARCHS["sm_90"], family=family).main
+    found = kernel_resources(key)
+    per_warp = {
+        (use.name, use.instruction): use.once.instructions // 8 for use in uses_of(key.tile) if use.operand != "tile"
+    }
+    block = {name: count for name, count in per_warp.items() if name[0].split()[0] not in ("dK", "dV")}
+    if isinstance(key.tile, BwdTileSm80):
+        assert found.sass["LDSM"] == sum(count for (_, name), count in per_warp.items() if name == "ldmatrix")
+        assert found.sass["STS"] == sum(count for (_, name), count in per_warp.items() if name == "st.shared")
+    elif isinstance(key.tile, BwdTileSm90):
+        # The code of a block stands there three times: after no, one and two or more blocks.
+        assert found.sass["STSM"] == 3 * per_warp["dS stmatrix", "stmatrix"]
+    else:
+        assert isinstance(key.tile, BwdTileSm90Wide)
+        # P and dS of the first block and of the others.
+        staged = sum(count for (_, name), count in block.items() if name == "stmatrix")
+        outputs = sum(count for (_, name), count in per_warp.items() if name == "stmatrix") - staged
+        assert found.sass["STSM"] == 2 * staged + outputs

@@ -1,0 +1,120 @@
+"""`python -m profiling sanitize` with a fake compute-sanitizer, and its launches on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cute_flash.planning.registry import KERNELS
+from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.features import FEATURES
+from profiling import __main__ as cli
+from profiling import machine, sanitize, sanitize_case
+from profiling.sanitize_case import Launch, launches
+from tests.fakes.cuda import claiming_cuda, launching_operators
+from tests.profiling.fakes import CpuGpu
+
+TWO = launches(only="sm90-d64-*-dropout")
+RACE = (
+    "========= Error: Race reported between Write access at produce+0x10 in file.py:1 and Read access at apply+0x20 in "
+    "file.py:2 [1024 hazards]"
+)
+
+
+def test_every_kind_of_kernel_is_launched() -> None:
+    found = launches()
+    assert {(one.family, one.head_dim, one.is_varlen) for one in found} == {
+        (family, head_dim, is_varlen)
+        for family in ("sm80", "sm90")
+        for head_dim in (64, 128, 256)
+        for is_varlen in (False, True)
+    }
+    keywords = {"return_max_logit": "max_logit"}
+    for feature in FEATURES:
+        name = keywords.get(feature.name, feature.name)
+        assert {one.family for one in found if one.feature == name} == {"sm80", "sm90"}, name
+    assert len({one.name for one in found}) == len(found)
+
+
+def test_the_launches_need_every_kernel() -> None:
+    """Nothing runs: the kernels that the calls would launch are recorded."""
+    gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
+    with use_gpu(gpu), claiming_cuda(), launching_operators():
+        keys = sanitize_case.needed_kernels(launches(), "cpu")
+    assert {key.kernel for key in keys} == set(KERNELS)
+    tiles = {type(key.tile).__name__ for key in keys}
+    assert {"FwdTileSm80", "FwdTileSm90", "BwdTileSm80", "BwdTileSm90", "BwdTileSm90Wide"} <= tiles
+    assert {key.static.features for key in keys if key.kernel == "fwd_sm90"} >= {(), ("dropout",)}
+
+
+@pytest.mark.parametrize("launch", launches(families=("sm80",)), ids=lambda launch: launch.name)
+def test_a_launch_is_a_valid_call(launch: Launch) -> None:
+    sanitize_case.call(launch, "cpu")
+
+
+def test_reports_belong_to_launches() -> None:
+    first, second = (launch.name for launch in TWO)
+
+    def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
+        assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"] and limit <= 60
+        lines = [f"LAUNCH {first}", RACE, RACE, f"DONE {first}", f"LAUNCH {second}", f"DONE {second}"]
+        return 0, "\n".join([*lines, "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"])
+
+    outcome = sanitize.run_tool("racecheck", TWO, 60.0, fake, clock=lambda: 0.0)
+    assert outcome.clean == [second] and list(outcome.reports) == [first] and not outcome.is_clean
+    text = sanitize.log([outcome], {"gpu": "NVIDIA H200", "git_commit": "abc", "source_digest": "d"}, "Version 2025.3")
+    assert "racecheck: 1 launches clean, 1 with reports, 0 failed, 0 not run" in text
+    assert f"{first}: 2 x Error: Race reported between Write access" in text
+    assert "RACECHECK SUMMARY: 2 hazards" in text and "commit abc, source d" in text
+
+
+def test_a_launch_that_ends_the_process_is_named_and_the_others_run() -> None:
+    first, second = (launch.name for launch in TWO)
+    commands = []
+
+    def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
+        commands.append(command[command.index("profiling.sanitize_case") + 1 :])
+        if first in commands[-1]:
+            return 1, f"LAUNCH {first}\nRuntimeError: illegal address\n"
+        return 0, f"LAUNCH {second}\nDONE {second}\n========= ERROR SUMMARY: 0 errors\n"
+
+    outcome = sanitize.run_tool("memcheck", TWO, 60.0, fake, clock=lambda: 0.0)
+    assert commands == [[first, second], [second]]
+    assert outcome.clean == [second] and "illegal address" in outcome.failed[first]
+
+
+def test_launches_without_time_are_listed() -> None:
+    first, second = (launch.name for launch in TWO)
+    fake = lambda command, limit: (124, f"LAUNCH {first}\nDONE {first}\nLAUNCH {second}\n")  # noqa: E731
+    outcome = sanitize.run_tool("synccheck", TWO, 60.0, fake, clock=lambda: 0.0)
+    assert outcome.clean == [first] and outcome.not_run == [second] and not outcome.is_clean
+    assert f"not run: {second}" in sanitize.log([outcome], {}, None)
+
+
+def test_command(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(cli.arch, "has_gpu", lambda: True)
+    monkeypatch.setattr(sanitize, "check", lambda: None)
+    monkeypatch.setattr(machine, "facts", lambda: {"gpu": "NVIDIA H200", "git_commit": "abc"})
+    monkeypatch.setattr(cli.figures, "DATA", tmp_path)
+    monkeypatch.setattr(cli, "precompile_keys", lambda keys, jobs: None)
+    monkeypatch.setattr(sanitize_case, "needed_kernels", lambda chosen: [])
+
+    def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
+        done = [line for name in command[6:] for line in (f"LAUNCH {name}", f"DONE {name}")]
+        return 0, "\n".join([*done, "========= ERROR SUMMARY: 0 errors"])
+
+    monkeypatch.setattr(sanitize, "run_command", fake)
+    assert cli.main(("sanitize", "--only", "sm90-*-dropout", "--tool", "memcheck", "--tool", "racecheck")) == cli.OK
+    (log,) = (tmp_path / "results" / "h200").iterdir()
+    assert log.name.endswith("-sanitize.txt") and "racecheck: 6 launches clean" in log.read_text()
+    assert "synccheck" not in log.read_text() and log.read_text() in capsys.readouterr().out
+
+
+def test_list_needs_no_gpu(capsys) -> None:
+    assert cli.main(("sanitize", "--list", "--only", "*varlen-dropout")) == cli.OK
+    said = capsys.readouterr().out
+    assert "sm90-d128-varlen-dropout" in said and "6 launches" in said and " s on an H200" in said
+    assert cli.main(("sanitize", "--list", "--only", "nothing")) == cli.NOT_MEASURED
+    assert "no launch has such a name" in capsys.readouterr().err
