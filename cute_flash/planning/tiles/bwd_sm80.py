@@ -128,7 +128,7 @@ _FP32_163 = (
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=64, stages=1, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
 )
 _FP32_99 = (
-    BwdTileSm80(head_dim=64, tile_m=32, tile_n=64, stages=2, warps_s=4, warps_kv=4, warps_q=2, pieces=2),
+    _FP32_163[1],
     BwdTileSm80(head_dim=128, tile_m=32, tile_n=32, num_warps=4, stages=1, warps_s=2, warps_kv=2, warps_q=2, pieces=2),
 )
 SM80_BWD_FP32 = {"sm_80": _FP32_163, "sm_86": _FP32_99, "sm_89": _FP32_99, "sm_90": _FP32_163}

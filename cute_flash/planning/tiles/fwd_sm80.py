@@ -165,7 +165,8 @@ SM80_FWD = {"sm_80": _SM_80, "sm_86": _SM_86, "sm_89": _SM_86, "sm_90": _SM_90}
 _FP32 = "H200, 16384 tokens, hidden 2048, TFLOP/s of S=1024/4096 full; causal: "
 # fmt: off
 SM80_FWD_FP32 = (
-    FwdTileSm80( 64, 128,  32, 4, 1, pieces=2, measured=_FP32 + "94/119; 70/107"),
+    FwdTileSm80( 64, 128,  32, 4, 1, pieces=2, max_cost=COST_DROPOUT + COST_ALIBI, measured=_FP32 + "94/119; 70/107"),
+    FwdTileSm80( 64,  64,  32, 4, 1, pieces=2, measured="not measured: for features"),
     FwdTileSm80(128,  64,  32, 4, 1, pieces=2, measured=_FP32 + "93/117; 72/103"),
 )
 # fmt: on
