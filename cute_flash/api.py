@@ -676,8 +676,9 @@ def _is_fp32_output(q: Tensor, out_dtype: torch.dtype) -> bool:
     if out_dtype == dtype:
         return False
     if out_dtype != torch.float32:
-        own = "" if dtype == torch.float32 else f", or {dtype}, the dtype of q"
-        raise UnsupportedError(f"out_dtype={out_dtype}: use None or torch.float32{own}")
+        is_fp32 = dtype == torch.float32
+        choices = "None or torch.float32" if is_fp32 else f"None, torch.float32, or {dtype}, the dtype of q"
+        raise UnsupportedError(f"out_dtype={out_dtype}: use {choices}")
     return True
 
 

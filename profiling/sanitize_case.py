@@ -40,6 +40,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "causal": True},
     "bias": {},
     "block_mask": {},
+    # mma.sync alone has kernels for fp32, up to D = 128.
+    "fp32": {"causal": True},
     # More tiles than an H200 has SMs: persistent CTAs take a second one.
     "many_tiles": {"causal": True},
 }
@@ -67,6 +69,8 @@ def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch
     """Every kind of kernel: both families, all features, three head dims, dense and varlen."""
     found = []
     for family, head_dim, feature in product(families, HEAD_DIMS, FEATURES):
+        if feature == "fp32" and (family, head_dim) not in (("sm80", 64), ("sm80", 128)):
+            continue
         found.append(Launch(family, head_dim, feature, is_varlen=False))
         has_varlen = feature not in DENSE_ONLY and (head_dim == HEAD_DIMS[0] or feature in VARLEN_WIDE)
         if has_varlen:
@@ -105,7 +109,8 @@ def call(launch: Launch, device: str) -> None:
     else:
         counts = ((heads, rows), (heads_kv, keys), (heads_kv, keys))
         shapes = [(1, n, s, launch.head_dim) for n, s in counts]
-    inputs = [_normal(*shape, device=device) for shape in shapes]
+    dtype = torch.float32 if launch.feature == "fp32" else torch.bfloat16
+    inputs = [_normal(*shape, device=device, dtype=dtype) for shape in shapes]
     options = _options(launch, heads, (rows, keys), device)
     with cute_flash.use_kernels(launch.family):
         outputs = attend(*inputs, *lengths, **options)

@@ -415,7 +415,7 @@ def test_out_dtype_is_compared_with_the_autocast_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attn(q, k, v, out_dtype=torch.float32)
         assert torch.equal(attn(q, k, v, out_dtype=torch.bfloat16), attn(q, k, v))
-        with pytest.raises(UnsupportedError, match=r"use None, torch\.float32, or torch\.bfloat16, that of q"):
+        with pytest.raises(UnsupportedError, match=r"use None, torch\.float32, or torch\.bfloat16, the dtype of q"):
             attn(q, k, v, out_dtype=torch.float16)
     assert out.dtype == torch.float32 and torch.equal(out, attn(*rounded, out_dtype=torch.float32))
     with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None or torch\.float32$"):

@@ -150,7 +150,7 @@ def test_fp32_outputs() -> None:
     offsets = lengths.cu_q, lengths.cu_k
     out, rounded = attn_varlen(q, k, v, *offsets, out_dtype=torch.float32), attn_varlen(q, k, v, *offsets)
     assert out.dtype == torch.float32 and torch.equal(out.bfloat16(), rounded)
-    with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None or torch\.float32, or torch\.bf"):
+    with pytest.raises(UnsupportedError, match=r"out_dtype=torch\.float16: use None, torch\.float32, or torch\.bf"):
         attn_varlen(q, k, v, *offsets, out_dtype=torch.float16)
 
 

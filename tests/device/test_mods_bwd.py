@@ -76,8 +76,7 @@ def positive(x):  # type: ignore[no-untyped-def]
 def on_the_host(monkeypatch: pytest.MonkeyPatch, plain_on_the_host: None) -> None:  # noqa: F811
     from cute_flash.device import score_bwd
 
-    for name in ("pack", "bits_and"):
-        monkeypatch.setattr(mods_bwd, name, getattr(score_bwd, name))
+    monkeypatch.setattr(mods_bwd, "bits_and", score_bwd.bits_and)
     monkeypatch.setattr(mods_bwd, "select_if", lambda is_visible, a, b: cutlass.select_(is_visible, a, b))
     monkeypatch.setattr(mods_bwd, "tanh_derivative", lambda t: positive(Float32(1.0) - t * t))
     monkeypatch.setattr(cute.arch, "fmin", lambda a, b, nan=False: cutlass.min(a, b))

@@ -154,7 +154,7 @@ def test_a_known_gpu_with_less_shared_memory() -> None:
 def test_fp32_has_candidates() -> None:
     choice = Choice.of(problem(64, "float32"), SM_80)
     assert choice.chosen.element_bytes == 4
-    assert choice.row is None and choice.no_row
+    assert choice.row is not None and choice.row.pieces == 2
 
 
 @pytest.mark.parametrize(
