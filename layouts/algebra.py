@@ -19,7 +19,7 @@ def idx2crd(index: int, shape: IntTuple) -> IntTuple:
 
 
 def _from_pairs(pairs: list[tuple[int, int]]) -> Layout:
-    """The flat layout of (extent, stride) pairs. One pair gives a layout of ints, not of tuples."""
+    """The flat layout of (extent, stride) pairs. For one pair, shape and stride are ints instead of tuples."""
     if len(pairs) == 1:
         return Layout(*pairs[0])
     return Layout(tuple(extent for extent, _ in pairs), tuple(step for _, step in pairs))

@@ -39,8 +39,8 @@ MATRIX = 8
 HALVES = 2
 
 
-class Sm80BwdTile(Protocol):
-    """The fields of a tile that determine the accesses of the mma.sync kernel."""
+class Sm90BwdTile(Protocol):
+    """The fields of a tile that determine the accesses of the wgmma kernel."""
 
     @property
     def head_dim(self) -> int: ...
@@ -48,6 +48,11 @@ class Sm80BwdTile(Protocol):
     def tile_m(self) -> int: ...
     @property
     def tile_n(self) -> int: ...
+
+
+class Sm80BwdTile(Sm90BwdTile, Protocol):
+    """The same for the mma.sync kernel, with its warp grids."""
+
     @property
     def num_warps(self) -> int: ...
     @property
@@ -58,17 +63,6 @@ class Sm80BwdTile(Protocol):
     def warps_q(self) -> int: ...
     @property
     def p_in_registers(self) -> bool: ...
-
-
-class Sm90BwdTile(Protocol):
-    """The fields of a tile that determine the accesses of the wgmma kernel."""
-
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
 
 
 class Sm90WideBwdTile(Sm90BwdTile, Protocol):

@@ -521,7 +521,7 @@ def _sanitize(args: argparse.Namespace) -> int:
     version = machine.run_command((sanitize.PROGRAM, "--version"))
     outcomes = []
     for tool in tools:
-        outcomes.append(sanitize.run_tool(tool, chosen, deadline, sanitize.run_command))
+        outcomes.append(sanitize.run_tool(tool, chosen, deadline, ncu.run_command))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(sanitize.log(outcomes, facts, version), encoding="utf-8")
     print(out.read_text(encoding="utf-8"))

@@ -66,7 +66,7 @@ def _version(package: str) -> str | None:
 def flash_attn_3() -> dict[str, Any] | None:
     """Origin, version and digest of FlashAttention-3's library; None if there is none.
 
-    A folder FA3_DIR has no version of its own: whoever builds it writes repository and commit into its file ORIGIN.
+    The folder FA3_DIR does not record a version. Its file ORIGIN names the repository and the commit of the build.
     """
     folder = os.environ.get("FA3_DIR")
     if folder:

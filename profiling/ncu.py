@@ -45,8 +45,11 @@ class NotPermittedError(NcuError):
     """The driver does not permit profiling."""
 
 
-def run_command(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command in the C locale; `python` is the interpreter of this process."""
+def run_command(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, str]:
+    """Run a command in the C locale for at most `limit` seconds; `python` is the interpreter of this process.
+
+    Returns the exit status, 124 after a timeout, and the output so far.
+    """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "LC_ALL": "C", "PATH": path}
     try:
@@ -55,12 +58,14 @@ def run_command(command: Sequence[str]) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit,
             cwd=ROOT,
             env=environment,
         )
-    except subprocess.TimeoutExpired:
-        return 124, f"stopped after {LIMIT_S:g} s"
+    except subprocess.TimeoutExpired as error:
+        output = error.output or b""
+        text = output if isinstance(output, str) else output.decode(errors="replace")
+        return 124, f"{text}\nstopped after {limit:g} s"
     return done.returncode, done.stdout
 
 

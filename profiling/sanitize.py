@@ -7,10 +7,8 @@ middle, the next one goes on with the launches that are left. The log is written
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from profiling.machine import ROOT
 from profiling.sanitize_case import BEGIN, END, SKIPPED, Launch, names
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -53,24 +50,6 @@ class Outcome:
     @property
     def is_clean(self) -> bool:
         return not (self.reports or self.failed or self.not_run)
-
-
-def run_command(command: Sequence[str], limit: float) -> tuple[int, str]:
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-            cwd=ROOT,
-            env={**os.environ, "PATH": path},
-        )
-    except subprocess.TimeoutExpired as error:
-        said = error.output or b""
-        return 124, said if isinstance(said, str) else said.decode(errors="replace")
-    return done.returncode, done.stdout
 
 
 def check() -> None:
@@ -107,7 +86,7 @@ def run_tool(
 
 
 def _read(outcome: Outcome, output: str) -> set[str]:
-    """Add the launches of a process; returns those that ended."""
+    """Add the launches of a process, and return the names of the launches that ended."""
     lines = output.splitlines()
     current, reports = "before the first launch", dict[str, list[str]]()
     for line in lines:

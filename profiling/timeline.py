@@ -67,7 +67,7 @@ class Timeline:
     free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self, row: str, kind: str, block: int, ready: float, clocks: float, owner: int = 0) -> float:
-        """Run work on a row as soon as it is ready and the row is free, and return the time of its end."""
+        """Add work to a row at the time when its inputs are ready and the row is free; return the end time."""
         start = max(ready, self.free[row])
         self.free[row] = start + clocks
         self.events.append(Event(row, kind, block, start, start + clocks, owner))

@@ -2,13 +2,13 @@
 
     x / f = high + low,  high = fp16(x / f),  low = fp16(x / f - high)
 
-f is a power of two for each head, such that the largest row norm of x / f is between 2^13 and 2^14. The pieces have 22
-bits, and entries down to 2^-39 of the largest norm keep some of them. A product of two operands takes three MMAs:
+f is a power of two for each head (and sequence), such that the largest row norm of x / f is between 2^13 and 2^14. The
+pieces have 22 bits, and their error is at least 2^-38 of the largest norm. A product of two operands takes three MMAs:
 
     A B = A_low B_high + A_high B_low + A_high B_high
 
-An MMA aligns its terms to the largest one and truncates them. Therefore few MMAs add to one accumulator, and their
-sums are added by fp32 additions, which round to nearest.
+An MMA aligns its terms to the largest one and truncates them. Therefore MMAs add up one block only, over the head dim,
+its keys or its queries. fp32 additions, which round to nearest, add the blocks.
 """
 
 import cutlass
@@ -89,33 +89,23 @@ def gemm_pieces(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, s
 
 
 @cute.jit
-def add_gemm_rs(
-    mma: cute.TiledMma,
-    acc: cute.Tensor,
-    a: tuple,
-    b: MmaOperand,
-    stage: Int32,
-    scale: Float32 | None = None,
-    group: cutlass.Constexpr = 1,
-):
-    """acc += scale A B with the pieces of A in registers; `group`: n16 tiles that are summed at once.
+def add_gemm_rs(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: MmaOperand, stage: Int32):
+    """acc += A B with the pieces of A in registers, 16 columns at a time.
 
-    The product of each group has accumulators of its own, which are added to `acc` rounded to nearest.
+    The 16 columns have accumulators for the product of this block. Adding them to `acc` rounds to nearest.
     """
     b = b.rederived()
     columns = cute.size(b.view, mode=[1]) // 2
-    acc_groups = cute.logical_divide(acc, (None, None, 2 * group))
-    b_groups = cute.logical_divide(b.fragment, (None, 2 * group, None))
-    for n in cutlass.range_constexpr(columns // group):
+    # One ldmatrix.x4 loads the operands of two n8 tiles.
+    acc_groups = cute.logical_divide(acc, (None, None, 2))
+    b_groups = cute.logical_divide(b.fragment, (None, 2, None))
+    for n in cutlass.range_constexpr(columns):
         sums = cute.make_fragment_like(acc_groups[None, None, (None, 0)])
         sums.fill(0.0)
-        for i in cutlass.range_constexpr(group):
-            b.load(n * group + i, stage)
-            b.load(columns + n * group + i, stage)
-        low = columns // group + n
+        b.load(n, stage)
+        b.load(columns + n, stage)
         for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
-            for i, j in ((1, n), (0, low), (0, n)):
+            for i, j in ((1, n), (0, columns + n), (0, n)):
                 cute.gemm(mma, sums, a[i][None, None, k], b_groups[None, (None, j), k], sums)
         target = acc_groups[None, None, (None, n)]
-        values = sums.load() if cutlass.const_expr(scale is None) else sums.load() * scale
-        target.store(target.load() + values)
+        target.store(target.load() + sums.load())

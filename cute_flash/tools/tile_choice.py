@@ -310,7 +310,7 @@ class Choice:
         return [] if ours is None or self.row is None else reasons(self.row, ours, self.chosen)
 
     def shortlist(self, count: int) -> list[Candidate]:
-        """The best tile of each (Br, Bc, warps): its stages are those that rank first."""
+        """The best number of stages for each (Br, Bc, warps)."""
         seen: dict[tuple[int, int, int], Candidate] = {}
         for one in self.candidates:
             seen.setdefault((one.Br, one.Bc, one.num_warps), one)

@@ -10,7 +10,7 @@ from tests.lengths import Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "known_rng")]
 
-GRADIENT_ERROR = 4e-6  # over the largest element
+MAX_ERROR = 4e-6  # over the largest element; measured up to 2.1e-6 for out
 
 
 def results(case, tensors, dout, dlse):
@@ -36,7 +36,7 @@ def test_as_fp64(case):
         assert torch.equal(mine[~is_finite], x[~is_finite])
         largest = x[is_finite].abs().max().item()
         error = (mine - x)[is_finite].abs().max().item() / max(largest, 1e-300)
-        assert error <= (GRADIENT_ERROR if name.startswith("d") else 4e-6), f"{name}: {error:.2e} of {largest:.2e}"
+        assert error <= MAX_ERROR, f"{name}: {error:.2e} of {largest:.2e}"
 
 
 @pytest.mark.parametrize("causal", [False, True])

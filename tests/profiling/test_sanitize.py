@@ -105,7 +105,7 @@ def test_command(monkeypatch, tmp_path, capsys) -> None:
         done = [line for name in command[6:] for line in (f"LAUNCH {name}", f"DONE {name}")]
         return 0, "\n".join([*done, "========= ERROR SUMMARY: 0 errors"])
 
-    monkeypatch.setattr(sanitize, "run_command", fake)
+    monkeypatch.setattr(cli.ncu, "run_command", fake)
     assert cli.main(("sanitize", "--only", "sm90-*-dropout", "--tool", "memcheck", "--tool", "racecheck")) == cli.OK
     (log,) = (tmp_path / "results" / "h200").iterdir()
     assert log.name.endswith("-sanitize.txt") and "racecheck: 6 launches clean" in log.read_text()
