@@ -51,7 +51,16 @@ from profiling.bench import Settings, Tools, run_bench
 from profiling.directions import DIRECTIONS
 from profiling.expect import expected
 from profiling.gpu_lock import GpuLock
-from profiling.providers import BY_NAME_ONLY, DEFAULT_NAMES, KERNELS, CuteFlash, Provider, select, split_available
+from profiling.providers import (
+    BY_NAME_ONLY,
+    DEFAULT_NAMES,
+    KERNELS,
+    LAYOUTS,
+    CuteFlash,
+    Provider,
+    select,
+    split_available,
+)
 from profiling.record import Run, load, save, write_json
 from profiling.suites import DTYPES, MASKS, SUITES, Shape
 from profiling.terminal import Table, print_lines, print_unavailable, show
@@ -168,6 +177,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_rounds(parser, rounds=6, ms=25.0)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
     add("--outliers", action="store_true", help="check the accuracy on inputs with outliers too")
+    add("--layout", choices=LAYOUTS, default="bhsd", help="order of the inputs in memory (default: %(default)s)")
     add("--reference", default="sdpa-flash", metavar="NAME", help="peer of the column ours/ref (default: %(default)s)")
     add("--base", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
     add(
@@ -229,6 +239,7 @@ def _add_sanitize(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=20.0, metavar="N", help="stop after so long (default: %(default)s)")
     add("--only", default="*", metavar="PATTERN", help="launches whose name matches, such as 'sm90-*-dropout'")
     add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
+    add("--processes", type=at_least_one, default=4, metavar="N", help="sanitizers at once (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="default: profiling/results/<gpu>/<date>-sanitize.txt")
     add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
 
@@ -521,7 +532,7 @@ def _sanitize(args: argparse.Namespace) -> int:
     version = machine.run_command((sanitize.PROGRAM, "--version"))
     outcomes = []
     for tool in tools:
-        outcomes.append(sanitize.run_tool(tool, chosen, deadline, ncu.run_command))
+        outcomes.append(sanitize.run_processes(tool, chosen, deadline, ncu.run_command, args.processes))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(sanitize.log(outcomes, facts, version), encoding="utf-8")
     print(out.read_text(encoding="utf-8"))

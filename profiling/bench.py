@@ -17,7 +17,7 @@ from torch import Tensor
 
 from profiling.accuracy import DISTRIBUTIONS, Accuracy, Oracle, poison
 from profiling.directions import DIRECTIONS, Direction, Inputs
-from profiling.providers import Provider
+from profiling.providers import Provider, in_layout
 from profiling.record import Ceiling, Cell, Result, Run
 from profiling.suites import DTYPES, Shape
 from profiling.timing import Contender, DeviceLost, Failure, Measured, Timer, attempt, measure
@@ -29,7 +29,8 @@ METHOD = {
     "ms": "median over rounds; spread = (max - min) / median",
     "warm_up": "the calls of the accuracy check, one more call, and an estimate of its time",
     "l2": "not flushed: back-to-back calls on the same buffers; see exceeds_l2 of each cell",
-    "inputs": "standard normal, (B, H, S, D) contiguous; peers that take (B, S, H, D) get contiguous copies",
+    "inputs": "standard normal; settings.layout is their order in memory. If it is bhsd, providers that take "
+    "(B, S, H, D) tensors get contiguous copies",
 }
 
 
@@ -44,6 +45,7 @@ class Settings:
     ms: float = 25.0
     graph: bool = False
     outliers: bool = False
+    layout: str = "bhsd"
     seed: int = 0
     ceiling_size: int = 8192
 
@@ -103,7 +105,8 @@ def _check(
     shape: Shape, providers: Sequence[Provider], distribution: str, settings: Settings, tools: Tools
 ) -> _Checked:
     direction, timer = DIRECTIONS[settings.direction], tools.timer
-    inputs = direction.inputs(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
+    made = direction.inputs(shape, DTYPES[settings.dtype], tools.device, settings.seed, distribution)
+    inputs = tuple(in_layout(x, settings.layout) for x in made)
     checked = _Checked(oracles=attempt(partial(direction.oracles, inputs, shape.causal), timer))
     for provider in providers:
         done = attempt(partial(_first_call, direction, provider, inputs, shape.causal, timer), timer)

@@ -6,8 +6,9 @@
     prepare(q, k, v, ...)           returns a call without arguments that returns the output
     prepare_backward(q, k, v, ...)  runs the forward pass once; returns a call that returns dq, dk and dv
 
-Inputs are (B, H, S, D) and contiguous. A provider with (B, S, H, D) tensors gets contiguous copies, which are not
-timed, so that each runs on its own memory layout. A new peer is one line in `registry`.
+Inputs are (B, H, S, D) tensors, with heads before rows in memory (`bhsd`) or rows before heads (`bshd`). A provider
+that takes (B, S, H, D) gets a contiguous tensor: a view of `bshd`, a copy of `bhsd`. Copies are not timed. A new peer
+is one line in `registry`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Gradients = tuple[Tensor, ...]  # dq, dk, dv
 BackwardCall = Callable[[], Gradients]
 
 KERNELS = ("auto", "sm80", "sm90")
+LAYOUTS = ("bhsd", "bshd")
 NO_GPU = "no CUDA device"
 
 
@@ -68,6 +70,11 @@ def _missing(load: Callable[[], object]) -> str | None:
 
 def _bshd(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def in_layout(x: Tensor, layout: str) -> Tensor:
+    """A (B, H, S, D) tensor in the order of memory that `layout` names."""
+    return x if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,7 +1,7 @@
 """`python -m profiling sanitize`: memcheck, racecheck and synccheck of compute-sanitizer over small launches.
 
-All kernels are compiled first. Then every tool runs a process over all launches. If a process ends or hangs in the
-middle, the next one goes on with the launches that are left. The log is written after every process.
+All kernels are compiled first. Then every tool runs, in several processes that share the launches. If a process ends
+or hangs in the middle, the next one goes on with the launches that are left. The log is written after every tool.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,22 @@ def run_tool(
         left.remove(broken)
     outcome.not_run, outcome.seconds = left, clock() - begin
     return outcome
+
+
+def run_processes(tool: str, chosen: Sequence[Launch], deadline: float, run: Runner, num: int) -> Outcome:
+    """One tool in `num` processes at once, each with every num-th launch."""
+    begin, shares = time.monotonic(), [chosen[i::num] for i in range(min(num, len(chosen)))]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        outcomes = list(pool.map(lambda share: run_tool(tool, share, deadline, run), shares))
+    whole = Outcome(tool, seconds=time.monotonic() - begin)
+    for one in outcomes:
+        whole.clean += one.clean
+        whole.forward_only += one.forward_only
+        whole.reports |= one.reports
+        whole.failed |= one.failed
+        whole.not_run += one.not_run
+        whole.summaries += one.summaries
+    return whole
 
 
 def _read(outcome: Outcome, output: str) -> set[str]:

@@ -163,3 +163,20 @@ def test_the_l2_state_is_told_and_the_ceiling_is_timed_at_both_ends():
     assert run.cells[0].exceeds_l2 is True
     assert run.ceiling is not None and len(run.ceiling.round_ms) == 2 * SETTINGS.rounds
     assert bench(timer, [FakeProvider("a", timer)], facts=dict).cells[0].exceeds_l2 is None
+
+
+@pytest.mark.parametrize("layout", ("bhsd", "bshd"))
+def test_inputs_lie_in_memory_as_the_layout_says(layout):
+    timer = FakeTimer()
+    seen = []
+
+    class Recorder(FakeProvider):
+        def prepare(self, q, k, v, causal):
+            seen.extend((q, k, v))
+            return super().prepare(q, k, v, causal)
+
+    run = bench(timer, [Recorder("cute_flash", timer, is_ours=True)], settings=replace(SETTINGS, layout=layout))
+    assert seen and report.failures(run) == []
+    for x in seen:
+        assert (x if layout == "bhsd" else x.transpose(1, 2)).is_contiguous()
+        assert x.shape[1:] == (SMALL.heads, SMALL.seqlen, SMALL.head_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -91,6 +92,16 @@ def test_launches_without_time_are_listed() -> None:
     outcome = sanitize.run_tool("synccheck", TWO, 60.0, fake, clock=lambda: 0.0)
     assert outcome.clean == [first] and outcome.not_run == [second] and not outcome.is_clean
     assert f"not run: {second}" in sanitize.log([outcome], {}, None)
+
+
+def test_processes_share_the_launches() -> None:
+    def fake(command: Sequence[str], limit: float) -> tuple[int, str]:
+        (name,) = command[command.index("profiling.sanitize_case") + 1 :]
+        report = f"{RACE}\n" if name == TWO[1].name else ""
+        return 0, f"LAUNCH {name}\n{report}DONE {name}\n========= ERROR SUMMARY: 0 errors\n"
+
+    outcome = sanitize.run_processes("racecheck", TWO, time.monotonic() + 60, fake, num=3)
+    assert outcome.clean == [TWO[0].name] and list(outcome.reports) == [TWO[1].name] and len(outcome.summaries) == 2
 
 
 def test_command(monkeypatch, tmp_path, capsys) -> None:
