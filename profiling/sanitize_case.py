@@ -97,8 +97,11 @@ def _options(launch: Launch, heads: int, lengths: tuple[int, int], device: str) 
 
 
 def call(launch: Launch, device: str) -> None:
-    """The forward pass and the gradients of q, k and v; prints if a family has no gradients."""
-    heads, heads_kv, rows, keys = (140, 2, 40, 70) if launch.feature == "many_tiles" else (2, 1, 150, 200)
+    """The forward pass and the gradients of q, k and v; prints if a family has no gradients.
+
+    There are more keys than the stages of a pipeline hold, so that stages are written again after they were read.
+    """
+    heads, heads_kv, rows, keys = (140, 2, 40, 70) if launch.feature == "many_tiles" else (2, 1, 150, 600)
     attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
     shapes: list[tuple[int, ...]]
     lengths: tuple[Tensor, ...] = ()

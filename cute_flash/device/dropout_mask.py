@@ -40,7 +40,7 @@ class DropoutMaskPipeline:
 
     def init_barriers(self):
         """Called by one thread, before a fence and a CTA barrier."""
-        self.barriers.init(WARPS, WARPS)
+        self.barriers.init(WARPGROUP_THREADS, WARPGROUP_THREADS)
 
     def pipeline(self, warpgroup: Int32) -> Pipeline:
         return self.barriers.part(warpgroup, self.stages)
@@ -81,10 +81,11 @@ class DropoutMaskPipeline:
 
     @cute.jit
     def publish(self, warpgroup: Int32, iteration: Int32):
-        """Called by every producer warp after it has written its share."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.pipeline(warpgroup).full_barrier(iteration))
+        """Called by every producer thread after it has written its share.
+
+        Every thread arrives for itself: racecheck does not recognise one arrival per warp after a warp barrier.
+        """
+        cute.arch.mbarrier_arrive(self.pipeline(warpgroup).full_barrier(iteration))
 
     # ---- consumers
 
@@ -104,9 +105,8 @@ class DropoutMaskPipeline:
 
     @cute.jit
     def release(self, warpgroup: Int32, iteration: Int32):
-        """Called by every consumer warp after its last read of the masks."""
-        cute.arch.sync_warp()
-        self.pipeline(warpgroup).release(iteration)
+        """Called by every consumer thread after its last read of the masks."""
+        self.pipeline(warpgroup).release_per_thread(iteration)
 
 
 class NoDropoutMasks:

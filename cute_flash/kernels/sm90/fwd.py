@@ -246,7 +246,7 @@ class FwdSm90(Kernel):
         acc_S = self.start_qk(state, tile.count, tile.iteration)
         state.order.arrive()
         warpgroup.wait_group(0)
-        state.storage.k.release(tile.iteration)
+        state.storage.release_k(tile.iteration)
         if tile.block_iter.num == 1:
             self.release_q(state, tile)
         self.first_softmax(state, tile, acc_S, (n_block, bias))
@@ -334,7 +334,7 @@ class FwdSm90(Kernel):
         if cutlass.const_expr(n_block is None):
             n_block = tile.block_iter.block(i)
         warpgroup.wait_group(1)
-        storage.k.release(iteration)
+        storage.release_k(iteration)
         reference, column = scores.reference_of(tile, softmax), n_block * self.tile.tile_n
         kind = speculative_max, masked
         fused = scores.transform_further(self.config, softmax, tile, acc_S, (column, bias), kind)
@@ -448,7 +448,7 @@ class FwdSm90(Kernel):
         self.finish_statistics(p, state, tile)
         state.softmax.restart()
         warpgroup.wait_group(1)
-        storage.k.release(following.iteration)
+        storage.release_k(following.iteration)
         self.first_softmax(state, following, acc_S, (n_block, bias))
         # The branches of `store_lse` keep ptxas from moving the wait before the exponentials.
         self.store_lse(p, state, tile)

@@ -282,7 +282,7 @@ class SharedStorage:
         # and the bias warp.
         others = (WARPS if tile.dropout_producer else 0) + (1 if tile.bias_stages else 0)
         self.q.init(1, (2 if tile.q_stages > 1 else 1 + mma_warps) + others)
-        self.k.init(1, mma_warps)
+        self.k.init(1, mma_warps if self.n_blocks is None else 32 * mma_warps)
         self.v.init(1, mma_warps)
         for i in cutlass.range_constexpr(tile.num_warpgroups * tile.q_stages):
             cute.arch.mbarrier_init(self.o_full + i, WARPGROUP_THREADS)
@@ -333,6 +333,14 @@ class SharedStorage:
         """Called by a warp when it is done with a stage of Q and with its published tile."""
         cute.arch.sync_warp()
         self.q.release(count)
+
+    @cute.jit
+    def release_k(self, iteration: Int32):
+        """Release a stage of K. With a block mask every thread arrives, because every thread has read the n_block."""
+        if cutlass.const_expr(self.n_blocks is None):
+            self.k.release(iteration)
+        else:
+            self.k.release_per_thread(iteration)
 
     def output_stage(self, warpgroup: Int32, count: Int32) -> cute.Tensor:
         """The output (64, tile_dv) of a warpgroup, in the memory of its stage of Q."""
