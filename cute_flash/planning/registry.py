@@ -92,6 +92,35 @@ _SCHEDULER = _scalars(
     "i32", "total_q", "total_k", "tile_m", "tile_n", "scheduler_left", "scheduler_right", "tile_order"
 )
 
+# Decode. q, k_new and the output have a batch of 1 if the sequences are ragged.
+_CACHE = ("pages", "page rows", "Hkv")
+_DECODE = (
+    _rows("q", "Bq", "T", "H", "D"),
+    Operand("k_cache", "rows cache", (*_CACHE, "D")),
+    Operand("v_cache", "rows cache", (*_CACHE, "Dv")),
+    _rows("out", "Bq", "T", "H", "Dv"),
+    Operand("lse", "compact f32", ("Bq", "H", "T")),
+    Operand("cache_seqlens", "compact i32", ("sequences",)),
+    Operand("cu_seqlens_q", "compact i32", ("sequences + 1",)),
+    Operand("page_table", "strided i32", ("sequences", "max pages")),
+    Operand("cache_batch_idx", "compact i32", ("sequences",)),
+    Operand("leftpad", "compact i32", ("sequences",)),
+    _rows("k_new", "Bq", "Tn", "Hkv", "D"),
+    _rows("v_new", "Bq", "Tn", "Hkv", "Dv"),
+    Operand("rotary_cos", "rotary", ("positions", "rotary pairs")),
+    Operand("rotary_sin", "rotary", ("positions", "rotary pairs")),
+    Operand("alibi_slopes", "strided f32", ("sequences", "H")),
+    Operand("sinks", "strided f32", ("H",)),
+    Operand("k_scale", "strided f32", ("Hkv",)),
+    Operand("v_scale", "strided f32", ("Hkv",)),
+    # Outputs and softmax statistics of pieces: two slots for each CTA. Arrivals at each item.
+    Operand("partial_out", "partial_out", ("slots",)),
+    Operand("partial_stats", "partial_stats", ("slots",)),
+    Operand("arrivals", "compact i32", ("items",)),
+    *_scalars("f32", "scale", "softcap"),
+    *_scalars("i32", "window_left", "window_right", "num_splits", "num_ctas"),
+)
+
 KERNELS = {
     "fwd_sm80": KernelSpec("sm80.fwd:FwdSm80", (*_FWD, *_FWD_OPTIONAL)),
     "fwd_sm80_fp32": KernelSpec("sm80.fwd:FwdSm80", (*_PIECES, *_FWD[3:], *_FWD_OPTIONAL)),
@@ -106,6 +135,7 @@ KERNELS = {
     "bwd_postprocess_sm90": KernelSpec("sm90.postprocess:BwdPostprocessSm90", _POSTPROCESS),
     "split_fp32_fwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, *_PIECES, *_OFFSETS)),
     "split_fp32_bwd": KernelSpec("common.split_fp32:SplitFp32", (Q, K, V, DOUT_CAST, *_BWD_PIECES, *_OFFSETS)),
+    "decode": KernelSpec("common.decode:Decode", _DECODE),
     "varlen_scheduler_fwd": KernelSpec("common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, Q_TILES, *_SCHEDULER)),
     "varlen_scheduler_bwd": KernelSpec(
         "common.varlen_scheduler:VarlenScheduler", (*_OFFSETS, KV_TILES, Q_TILES, *_SCHEDULER)

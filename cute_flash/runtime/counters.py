@@ -1,4 +1,4 @@
-"""Tile counters: int32 in device memory from which persistent CTAs fetch tile indices.
+"""Tile counters: int32 in device memory from which persistent CTAs fetch tile indices; and other shared workspace.
 
 A kernel expects its counter at 0 and resets it to 0, so launches that never run concurrently can share one: all
 launches on a stream share a counter. A launch that is captured into a CUDA graph gets a new counter, which the graph
@@ -8,13 +8,20 @@ not identify the stream: on the per-thread default stream, and on streams that t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
+
 PER_THREAD_STREAM = 2
+# Bounds the memory of a program with many shapes.
+MAX_SHARED = 64
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+_shared: dict[tuple[int, int, Hashable], object] = {}
 
 
 def counter(device_index: int) -> tuple[torch.Tensor, int]:
@@ -30,11 +37,26 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
     if is_capturing or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
         zero = _zero(device_index)
         return zero, zero.data_ptr()
-    # Allocated in a new thread: allocations of this thread may come from the memory pool of a CUDA graph, which would
-    # reuse the memory.
-    with ThreadPoolExecutor(1) as thread:
-        zero = thread.submit(_lasting_zero, device_index).result()
+    zero = _in_new_thread(_lasting_zero, device_index)
     return _counters.setdefault((device_index, stream), (zero, zero.data_ptr()))
+
+
+def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
+    """Tensors that all launches on the current stream share: those of `make` at the first call with a key.
+
+    As for counters, launches must leave them as they found them, and captured launches get new ones.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing()
+    if not is_capturing and (cached := _shared.get((device_index, stream, key))) is not None:
+        return cached  # type: ignore[return-value]
+    if is_capturing or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
+        return make()
+    if len(_shared) >= MAX_SHARED:
+        # Wait for launches that use the tensors.
+        torch.cuda.synchronize(device_index)
+        _shared.clear()
+    return _shared.setdefault((device_index, stream, key), _in_new_thread(_lasting, device_index, make))  # type: ignore
 
 
 def _is_external(device_index: int, stream: int) -> bool:
@@ -47,8 +69,18 @@ def _zero(device_index: int) -> torch.Tensor:
 
 
 def _lasting_zero(device_index: int) -> torch.Tensor:
-    """A zeroed int32 that all streams see as 0, because the stream that zeroes it is synchronized."""
+    return _lasting(device_index, lambda: _zero(device_index))
+
+
+def _lasting(device_index: int, make: Callable[[], T]) -> T:
+    """Tensors whose values all streams see, because the stream that fills them is synchronized."""
     with torch.cuda.device(device_index):
-        zero = _zero(device_index)
+        made = make()
         torch.cuda.current_stream().synchronize()
-    return zero
+    return made
+
+
+def _in_new_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Allocations of this thread may come from the memory pool of a CUDA graph, which would reuse the memory."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()

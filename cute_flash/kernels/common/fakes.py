@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_flash.planning.decode import DecodeStatic
 from cute_flash.planning.varlen import TILE_LIST_WIDTH
 from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.features import FEATURES, Operand
@@ -51,16 +52,18 @@ _IF_STATIC = {
 _OF_FEATURES = {operand.name for feature in FEATURES for operand in (*feature.fwd, *feature.bwd)}
 
 
-def fake_arguments(operands: tuple[Operand, ...], static: Static, tile: Any) -> dict[str, Any]:
+def fake_arguments(operands: tuple[Operand, ...], static: Static | DecodeStatic, tile: Any) -> dict[str, Any]:
     """The fakes of a launch by name: torch's current stream, then the operands in order."""
     fakes = Fakes(static, tile)
     arguments = {x.name: fakes.make(x) if is_present(x, static) else None for x in operands}
     return {"stream": make_fake_stream(use_tvm_ffi_env_stream=True), **arguments}
 
 
-def is_present(operand: Operand, static: Static) -> bool:
+def is_present(operand: Operand, static: Static | DecodeStatic) -> bool:
     """Whether a kernel with this `Static` takes the operand."""
     name = operand.name
+    if isinstance(static, DecodeStatic):
+        return static.takes(name)
     if name in _IF_STATIC:
         return getattr(static, _IF_STATIC[name])
     if name not in _OF_FEATURES:
@@ -77,7 +80,7 @@ def out_dtype(static: Static) -> str:
 class Fakes:
     """Makes the fakes of one launch. Dimensions of the same name share one symbolic size."""
 
-    def __init__(self, static: Static, tile: Any) -> None:
+    def __init__(self, static: Any, tile: Any) -> None:
         self.static, self.tile = static, tile
         self.sizes: dict[str, Any] = {"D": static.head_dim, "Dv": static.width_v}
 
@@ -89,6 +92,9 @@ class Fakes:
         if not element:
             return getattr(self, layout)(operand)
         call_dtypes = {"dtype": self.static.dtype, "out": out_dtype(self.static)}
+        if isinstance(self.static, DecodeStatic):
+            # FP8 caches are passed as bytes.
+            call_dtypes["cache"] = "uint8" if self.static.is_fp8 else self.static.dtype
         return getattr(self, layout)(call_dtypes.get(element) or ELEMENTS[element], operand.dims)
 
     def size(self, name: str) -> Any:
@@ -136,6 +142,18 @@ class Fakes:
         """fp32 accumulators of dQ, a tile per m_block, in register order."""
         elements = self.tile.tile_m * self.tile.head_dim
         return _compact(Float32, (*self.shape(operand.dims), elements), ROW_ALIGN_BYTES)
+
+    def rotary(self, operand: Operand) -> cute.Tensor:
+        """Cosines or sines, a row for each position."""
+        return _compact(CUTE_DTYPES[self.static.rotary_dtype], self.shape(operand.dims))
+
+    def partial_out(self, operand: Operand) -> cute.Tensor:
+        """Outputs of the pieces of a decode call, in fp32."""
+        return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, self.tile.head_dim), ROW_ALIGN_BYTES)
+
+    def partial_stats(self, operand: Operand) -> cute.Tensor:
+        """The maximum and the sum of each row of a piece."""
+        return _compact(Float32, (*self.shape(operand.dims), self.tile.tile_m, 2), 8)
 
     def pieces(self, operand: Operand) -> cute.Tensor:
         """High and low fp16 pieces of fp32 rows, contiguous."""

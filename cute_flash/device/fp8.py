@@ -1,0 +1,132 @@
+"""FP8 (e4m3) operands in shared memory as fp16 fragments of mma.sync, and rounding to FP8.
+
+ldmatrix moves 16-bit elements, so FP8 tiles are read in an order in which no element has to change its thread.
+
+K. A thread reads 16 consecutive bytes of a key, and uses four of them in each of four k-steps. The product sums over
+columns, so their order is free as long as Q has the same (`query_column`).
+
+V. ldmatrix.trans on pairs of bytes gives a thread two neighbouring columns of two neighbouring keys. The columns go to
+two n8 tiles: the first has the even columns of 16, the second the odd ones (`output_column`).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Uint32
+
+from cute_flash.device.ptx import chosen_bytes, instruction
+from cute_flash.planning.decode import ATOM_BYTES
+
+LARGEST = 448.0
+RUN = 64  # columns in which `query_column` permutes
+NAN = 0x7F
+# Rounding of fp32 to 3 bits of mantissa: half a unit, less one for ties to even.
+_HALF = 0x7FFFF
+_MANTISSA_SHIFT = 20
+_REBIAS = (127 - 7) << 3
+_LEAST_NORMAL = 2.0**-6
+_SUBNORMALS = 2.0**9  # units of the subnormal numbers in 1
+
+
+def query_column(column: Int32) -> Int32:
+    """The column of the MMA operand Q at which a column of q is stored.
+
+    In 64 columns, thread t of a row has columns 16 t ... 16 t + 15. Four of them are its share of one k-step, and in
+    the k-step it owns columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    """
+    run, inside = column // RUN * RUN, column % RUN
+    thread, step, half, low = inside // 16, inside % 16 // 4, inside % 4 // 2, inside % 2
+    return run + 16 * step + 8 * half + 2 * thread + low
+
+
+def output_column(tile: int, column: Int32) -> Int32:
+    """The column of the output that is column 0 ... 7 of an n8 tile of the accumulator."""
+    return 16 * (tile // 2) + 2 * column + tile % 2
+
+
+def widened(word: Int32, has_cvt: bool) -> tuple[Int32, Int32]:
+    """Four FP8 numbers as two registers of two fp16 numbers each."""
+    if has_cvt:
+        text = (
+            "{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, {$r0};\n\t"
+            "cvt.rn.f16x2.e4m3x2 {$w0}, low;\n\tcvt.rn.f16x2.e4m3x2 {$w1}, high;\n\t}"
+        )
+        return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word])
+    return tuple(_shifted(chosen_bytes(word, Int32(0), Int32(selector))) for selector in (0x1404, 0x3424))
+
+
+def _shifted(spread: Int32) -> Int32:
+    """FP8 in the high bytes of two halves -> two fp16: exponent and mantissa one bit down, and times 2^8."""
+    bits = (spread & Int32(-0x7FFF8000)) | ((spread >> 1) & Int32(0x3F803F80))
+    # Registers of the type that mul expects.
+    text = (
+        "{\n\t.reg .b32 a, b;\n\tmov.b32 a, {$r0};\n\tmov.b32 b, {$r1};\n\tmul.f16x2 a, a, b;\n\tmov.b32 {$w0}, a;\n\t}"
+    )
+    return instruction(text, Int32, bits, Int32(0x5C005C00))
+
+
+@cute.jit
+def rounded(x: Float32) -> Int32:
+    """The bits of a number rounded to FP8, to nearest even; numbers beyond 448 become 448, and NaN stays NaN."""
+    magnitude = cute.arch.fmin(cute.math.absf(x), Float32(LARGEST))
+    bits = instruction("mov.b32 {$w0}, {$r0};", Int32, magnitude)
+    normal = ((bits + _HALF + ((bits >> _MANTISSA_SHIFT) & 1)) >> _MANTISSA_SHIFT) - _REBIAS
+    subnormal = instruction("cvt.rni.s32.f32 {$w0}, {$r0};", Int32, magnitude * _SUBNORMALS)
+    result = normal if magnitude >= _LEAST_NORMAL else subnormal
+    sign = (instruction("mov.b32 {$w0}, {$r0};", Int32, x) >> 24) & 0x80
+    return Int32(NAN) if x != x else result | sign
+
+
+@cute.jit
+def add_scores(tiled_mma: cute.TiledMma, acc: cute.Tensor, q, where: tuple, steps: tuple, has_cvt: cutlass.Constexpr):
+    """S += Q K^T for the 16 keys of a warp. `where`: (address of the keys, lane); `steps`: (k-steps, those in regs)."""
+    address, lane = where
+    num_steps, q_steps = steps
+    group, thread = lane // 4, lane % 4
+    fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 2), stride=((1, 2), 4)), Float16)
+    registers = cute.recast_tensor(fragment, Int32)
+    words = [cute.make_rmem_tensor(4, Int32) for _ in range(2)]
+    rows = 16
+    for run in cutlass.range_constexpr(num_steps * 16 // RUN):
+        chunk = 4 * run + thread
+        inside = ((chunk % 8) ^ group) * 16 + (run // 2) * rows * ATOM_BYTES
+        for n in cutlass.range_constexpr(2):
+            source = cute.make_ptr(
+                Int32, address + inside + (group + 8 * n) * ATOM_BYTES, cutlass.AddressSpace.smem, assumed_align=16
+            )
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[n])
+        for i in cutlass.range_constexpr(4):
+            k = 4 * run + i
+            if cutlass.const_expr(k >= q_steps):
+                q.load(k, 0)
+            for n in cutlass.range_constexpr(2):
+                registers[2 * n], registers[2 * n + 1] = widened(words[n][i], has_cvt)
+            cute.gemm(tiled_mma, acc, q.fragment[None, None, k], fragment, acc)
+
+
+@cute.jit
+def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, where: tuple, has_cvt: cutlass.Constexpr):
+    """O += P V for the 16 keys of a warp. `where`: (address of the values, lane)."""
+    address, lane = where
+    key, chunk = lane % 16, lane // 16
+    fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 4), stride=((1, 2), 4)), Float16)
+    registers = cute.recast_tensor(fragment, Int32)
+    tiles = cute.size(acc, mode=[2])
+    groups = cute.logical_divide(acc, (None, None, 4))
+    rows = 16
+    for c in cutlass.range_constexpr(tiles // 4):
+        column = 2 * c + chunk  # 16-byte chunk of this lane's row address
+        inside = ((column % 8) ^ (key % 8)) * 16 + (2 * c // 8) * rows * ATOM_BYTES
+        words = ldmatrix_trans(address + key * ATOM_BYTES + inside)
+        # Matrices: keys 0-7 and 8-15 of the first chunk, then of the second.
+        for n in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                even_odd = widened(chosen_bytes(words[2 * n + half], Int32(0), Int32(0x3120)), has_cvt)
+                registers[4 * n + half], registers[4 * n + 2 + half] = even_odd
+        acc_c = groups[None, None, (None, c)]
+        cute.gemm(tiled_mma, acc_c, rP, fragment, acc_c)
+
+
+def ldmatrix_trans(address: Int32) -> tuple:
+    """Four transposed 8x8 matrices of 16-bit elements."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[address])

@@ -1,0 +1,625 @@
+"""Attention of few queries over a K/V cache, with mma.sync and cp.async, for Ampere, Ada and Hopper.
+
+The rows of the product are the queries of one K/V head: tokens times the query heads of its group. Decoding reads every
+key once, so the kernel is limited by memory, and mma.sync suffices on Hopper too: a wgmma has 64 rows, of which a
+group of 4 heads would use 4.
+
+The grid has a fixed number of CTAs, which divide the keys of all sequences equally (`device/kv_splits.py`). A CTA
+computes its pieces one after the other:
+
+    append     write new keys and values of the piece to the cache, rotated
+    stage      load Q, rotate it, write it to shared memory
+    loop       each warp, over its own 16 keys of every block, with its own pipeline and softmax statistics:
+                   S = Q K^T;  m' = max(m, rowmax S);  P = exp(scale (S - m'))
+                   l = l exp(scale (m - m')) + rowsum P;  O = O exp(scale (m - m')) + P V
+    combine    add up the outputs of the warps through shared memory
+    finish     write out and LSE if the piece is the whole item; else write m, l and O to the workspace, and the
+               last CTA to arrive adds up the pieces of the item
+
+Warps need no barrier in the loop: a warp reads only keys that it has copied itself.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cute_flash.device import fp8
+from cute_flash.device.kv_cache import CacheHead, WarpLoader
+from cute_flash.device.kv_splits import KvSplits, Piece, Sequence
+from cute_flash.device.ldmatrix import MmaOperand
+from cute_flash.device.mask import column_offset
+from cute_flash.device.rotary import VECTOR, Rotary, load_floats
+from cute_flash.device.score import Score
+from cute_flash.device.smem import allocate_stages
+from cute_flash.device.softmax import LN_2, LOG2_E, THREADS_PER_ROW, Softmax
+from cute_flash.device.views import as_mn, as_operand_a
+from cute_flash.device.warp_grid import WarpGrid
+from cute_flash.kernels.common.kernel import Kernel
+from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
+from cute_flash.planning.decode import DecodeTile
+from cute_flash.planning.tiles.common import SMEM_ALIGN
+
+FLOATS = 4  # floats of O that a thread combines at once
+
+
+@dataclass(frozen=True)
+class Params:
+    """The argument of the kernel. q and out are (B, T, H, D); with ragged queries B is 1, and T counts all tokens."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor  # (B, S, Hkv, D) or (pages, page, Hkv, D)
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor  # (B, H, T)
+    splits: KvSplits
+    page_table: cute.Tensor | None
+    batch_idx: cute.Tensor | None
+    k_new: cute.Tensor | None  # (B, Tn, Hkv, D)
+    v_new: cute.Tensor | None
+    rotary: Rotary | None
+    k_scale: cute.Tensor | None  # (Hkv), of FP8 caches
+    v_scale: cute.Tensor | None
+    alibi_slopes: cute.Tensor | None  # (B, H)
+    sinks: cute.Tensor | None  # (H)
+    score: Score | None  # softcap
+    scale_log2: Float32
+    window_left: Int32 | None
+    window_right: Int32 | None
+    partial_out: cute.Tensor  # (slot, tile_m, tile_d) fp32
+    partial_stats: cute.Tensor  # (slot, tile_m, 2) fp32: m in units of log2, and l
+    arrivals: cute.Tensor  # (items), 0 before and after the launch
+    tiled_mma: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    sQ: cute.Tensor  # (tile_m, tile_d, 1)
+    sKV: cute.Tensor  # (tile_n, tile_d, stage), K and V in turn, stages of one warp after the other
+    exchange: cute.Tensor  # (tile_d, tile_m, warp) fp32, in the memory of sKV
+    stats: cute.Tensor  # (2, tile_m, warp) fp32: m and l
+    flag: cute.Tensor  # whether this CTA is the last to arrive at an item
+
+    @staticmethod
+    def allocate(tile: DecodeTile, dtype) -> "SharedStorage":
+        smem = SmemAllocator()
+        sQ = allocate_stages(smem, dtype, tile.q_smem, 1)
+        cache_dtype = dtype if tile.element_bytes == 2 else cutlass.Uint8
+        sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, 2 * tile.num_warps * tile.stages)
+        floats = cute.make_layout((tile.head_dim, tile.tile_m, tile.num_warps))
+        address = Int32(sKV.iterator.toint())
+        if tile.exchange_bytes > 2 * tile.num_warps * tile.stages * tile.kv_smem.bytes:
+            # The exchange needs more memory than the stages: allocate the rest behind them.
+            rest = tile.exchange_bytes - 2 * tile.num_warps * tile.stages * tile.kv_smem.bytes
+            smem.allocate_array(cutlass.Uint8, rest, byte_alignment=16)
+        exchange = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=SMEM_ALIGN)
+        stats = smem.allocate_tensor(Float32, cute.make_layout((2, tile.tile_m, tile.num_warps)), 8)
+        flag = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
+        return SharedStorage(sQ, sKV, cute.make_tensor(exchange, floats), stats, flag)
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """The fragments of one warp."""
+
+    warp: Int32
+    lane: Int32
+    memory: Int32  # address of the stages of all warps
+    q: MmaOperand
+    k: MmaOperand | None  # None: FP8
+    v: MmaOperand | None
+    acc_O: cute.Tensor
+    softmax: Softmax
+    tScS: cute.Tensor
+    bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
+    slopes: cute.Tensor | None  # (rows of this thread), in units of log2
+    positions: cute.Tensor | None  # (rows of this thread), with slopes
+    k_scale: Float32 | None  # of an FP8 cache
+
+
+class Decode(Kernel):
+    """The decode kernel."""
+
+    @cute.jit
+    def __call__(self, stream: CUstream, **operands):
+        tile, static, args = self.tile, self.static, self.read_operands(operands)
+        heads, heads_kv = args.q.shape[2], args.k_cache.shape[2]
+        capacity = args.k_cache.shape[1]
+        if cutlass.const_expr(args.page_table is not None):
+            capacity = capacity * args.page_table.shape[1]
+        new_tokens = None
+        if cutlass.const_expr(static.appends and not static.ragged):
+            new_tokens = args.k_new.shape[1]
+        splits = KvSplits(
+            cache_seqlens=args.cache_seqlens,
+            cu_seqlens_q=args.cu_seqlens_q,
+            leftpad=args.leftpad,
+            tokens=args.q.shape[1],
+            new_tokens=new_tokens,
+            appends=static.appends,
+            window_left=args.window_left,
+            capacity=capacity,
+            group=heads // heads_kv,
+            heads_kv=heads_kv,
+            num_splits=args.num_splits,
+            num_ctas=args.num_ctas,
+            tile_m=tile.tile_m,
+            block_keys=tile.block_keys,
+        )
+        rotary = None
+        if cutlass.const_expr(static.rotary != ""):
+            rotary = Rotary(args.rotary_cos, args.rotary_sin, static.rotary, static.rotary_dim)
+        transforms = args.softcap is not None or args.alibi_slopes is not None
+        params = Params(
+            mQ=args.q,
+            mK=args.k_cache,
+            mV=args.v_cache,
+            mO=args.out,
+            mLSE=args.lse,
+            splits=splits,
+            page_table=args.page_table,
+            batch_idx=args.cache_batch_idx,
+            k_new=args.k_new,
+            v_new=args.v_new,
+            rotary=rotary,
+            k_scale=args.k_scale,
+            v_scale=args.v_scale,
+            alibi_slopes=args.alibi_slopes,
+            sinks=args.sinks,
+            score=Score.of(args.scale, args.softcap) if transforms else None,
+            scale_log2=Float32(1.0) if transforms else args.scale * LOG2_E,
+            window_left=args.window_left,
+            window_right=args.window_right,
+            partial_out=args.partial_out,
+            partial_stats=args.partial_stats,
+            arrivals=args.arrivals,
+            tiled_mma=WarpGrid(self.dtype, 1, 1).mma(),
+        )
+        self.launch(self.symbol("decode"), params, (args.num_ctas, 1, 1), tile.num_threads, stream)
+
+    def symbol(self, kernel: str) -> str:
+        static, tile = self.static, self.tile
+        mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
+        widths = f"{static.head_dim}" + ("" if static.head_dim_v is None else f"v{static.head_dim_v}")
+        tags = "".join(f"_{tag}" for tag in static.tags)
+        size = f"{tile.tile_m}x{tile.tile_n}x{tile.num_warps}s{tile.stages}"
+        return f"cute_flash_{kernel}_d{widths}_{static.dtype}_{mask}_{size}{tags}"
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        cta, _, _ = cute.arch.block_idx()
+        storage = SharedStorage.allocate(self.tile, self.dtype)
+        per_cta = p.splits.units_per_cta()
+        unit, end_unit = cta * per_cta, (cta + 1) * per_cta
+        exists, piece = p.splits.piece(unit, end_unit, per_cta)
+        while exists and unit < end_unit:
+            self.process_piece(p, storage, piece, cta)
+            unit = piece.next_unit
+            if unit < end_unit:
+                exists, piece = p.splits.piece(unit, end_unit, per_cta)
+
+    @cute.jit
+    def process_piece(self, p: Params, storage: SharedStorage, piece: Piece, cta: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        sequence = p.splits.sequence(piece.batch)
+        if cutlass.const_expr(self.static.appends):
+            self.append(p, piece, sequence, thread)
+        self.stage_q(p, storage, piece, sequence, thread)
+        state = self.warp_state(p, storage, piece, sequence, thread)
+        self.mainloop(p, storage, piece, sequence, state)
+        self.exchange(p, storage, state)
+        is_whole = piece.first_cta == piece.last_cta
+        if is_whole:
+            self.finish(p, storage, piece, sequence, thread)
+        else:
+            self.write_partial(p, storage, piece, sequence, thread, self.slot(p, cta, piece.is_first))
+            if self.is_last(p, storage, piece, thread):
+                self.merge(p, piece, sequence, thread)
+        # The next piece reuses the shared memory.
+        cute.arch.sync_threads()
+
+    # ---- queries
+
+    def coord(self, p: Params, piece: Piece, row: Int32) -> tuple:
+        """(batch of q, token, head) of a row of the piece's tile, and the token within its sequence."""
+        index = piece.row_tile * self.tile.tile_m + row
+        group = p.splits.group
+        token, head = index // group, piece.head_kv * group + index % group
+        if p.splits.cu_seqlens_q is None:
+            return piece.batch, token, head, token
+        return Int32(0), p.splits.cu_seqlens_q[piece.batch] + token, head, token
+
+    def num_rows(self, p: Params, piece: Piece, sequence: Sequence) -> Int32:
+        """Rows of the piece's tile that exist."""
+        return cutlass.min(sequence.tokens * p.splits.group - piece.row_tile * self.tile.tile_m, self.tile.tile_m)
+
+    @cute.jit
+    def stage_q(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+        """Write the tile's queries to shared memory, rotated; rows and columns that do not exist are zeros."""
+        tile = self.tile
+        vectors = tile.head_dim // VECTOR
+        x = cute.make_rmem_tensor(VECTOR, Float32)
+        for index in cutlass.range(thread, tile.tile_m * vectors, tile.num_threads, unroll=1):
+            row, vector = index // vectors, index % vectors
+            x.fill(0.0)
+            if row < self.num_rows(p, piece, sequence) and vector * VECTOR < self.static.head_dim:
+                batch, token, head, position = self.coord(p, piece, row)
+                gQ = p.mQ[batch, token, head, None]
+                if cutlass.const_expr(p.rotary is None):
+                    load_floats(gQ, vector, x)
+                else:
+                    position = sequence.key_len - sequence.tokens + position
+                    if cutlass.const_expr(p.window_left is None and p.window_right is None):
+                        # Without a mask, all queries are at the position after the old keys.
+                        position = cutlass.max(p.splits.cache_seqlens[piece.batch], 0)
+                    p.rotary.load(gQ, vector, position, x)
+            sQ = storage.sQ[row, None, 0]
+            for i in cutlass.range_constexpr(VECTOR):
+                # Rounded to the dtype of q first, as if a kernel before had rotated q.
+                rounded = x[i].to(p.mQ.element_type).to(self.dtype)
+                sQ[self.query_column(vector * VECTOR + i)] = rounded
+        cute.arch.sync_threads()
+
+    def query_column(self, column: Int32) -> Int32:
+        """The column of the MMA operand at which a column of q is stored."""
+        return fp8.query_column(column) if self.static.is_fp8 else column
+
+    # ---- new keys and values
+
+    @cute.jit
+    def append(self, p: Params, piece: Piece, sequence: Sequence, thread: Int32):
+        """Write the new keys and values of the piece's blocks to the cache.
+
+        CTAs with other query rows of the same K/V head write the same values, so none waits for another.
+        """
+        tile, static = self.tile, self.static
+        old_len = cutlass.max(p.splits.cache_seqlens[piece.batch], 0)
+        begin = cutlass.max(old_len, piece.begin * tile.block_keys)
+        end = cutlass.min(sequence.key_len, piece.end * tile.block_keys)
+        first_token = Int32(0)
+        batch = piece.batch
+        if cutlass.const_expr(static.ragged):
+            first_token, batch = p.splits.cu_seqlens_q[piece.batch], Int32(0)
+        keys, values = self.cache_heads(p, piece)
+        vectors = tile.head_dim // VECTOR
+        x = cute.make_rmem_tensor(VECTOR, Float32)
+        for index in cutlass.range(thread, cutlass.max(end - begin, 0) * vectors, tile.num_threads, unroll=1):
+            key, vector = begin + index // vectors, index % vectors
+            token = first_token + key - old_len
+            if vector * VECTOR < static.head_dim:
+                row = p.k_new[batch, token, piece.head_kv, None]
+                if cutlass.const_expr(p.rotary is None):
+                    load_floats(row, vector, x)
+                else:
+                    p.rotary.load(row, vector, key, x)
+                self.write_cache(keys.address(key), vector, x, p.k_scale, piece.head_kv)
+            if vector * VECTOR < static.width_v:
+                load_floats(p.v_new[batch, token, piece.head_kv, None], vector, x)
+                self.write_cache(values.address(key), vector, x, p.v_scale, piece.head_kv)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def write_cache(self, address: Int64, vector: Int32, x: cute.Tensor, scale: cute.Tensor | None, head_kv: Int32):
+        """Write eight columns of a row of the cache."""
+        if cutlass.const_expr(self.static.is_fp8):
+            inverse = 1.0 / scale[head_kv]
+            words = cute.make_rmem_tensor(2, Int32)
+            words.fill(0)
+            for i in cutlass.range_constexpr(VECTOR):
+                words[i // 4] = words[i // 4] | (fp8.rounded(x[i] * inverse) << (8 * (i % 4)))
+            target = cute.make_ptr(Int32, address + vector * VECTOR, cutlass.AddressSpace.gmem, assumed_align=8)
+            cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
+        else:
+            rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
+            rounded.store(x.load().to(self.dtype))
+            where = address + vector * (2 * VECTOR)
+            target = cute.make_ptr(self.dtype, where, cutlass.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(VECTOR)))
+
+    # ---- main loop
+
+    @cute.jit
+    def warp_state(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+        tile, is_fp8 = self.tile, self.static.is_fp8
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        grid = WarpGrid(self.dtype, 1, 1)
+        thr_mma = p.tiled_mma.get_slice(lane)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
+        acc_O.fill(0.0)
+        softmax = Softmax.start(as_mn(acc_O), p.scale_log2)
+        tScS = thr_mma.partition_C(cute.make_identity_tensor((tile.tile_m, tile.tile_n)))
+        rows = cute.size(softmax.row_max)
+        bounds = cute.make_rmem_tensor((2, rows), Int32)
+        slopes = positions = None
+        if cutlass.const_expr(p.alibi_slopes is not None):
+            slopes, positions = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Int32)
+        for r in cutlass.range_constexpr(rows):
+            row = cutlass.min(as_mn(tScS)[r, 0][0], self.num_rows(p, piece, sequence) - 1)
+            _, _, head, token = self.coord(p, piece, row)
+            position = sequence.key_len - sequence.tokens + token
+            low, high = sequence.first_key, sequence.key_len - 1
+            if cutlass.const_expr(p.window_left is not None):
+                low = cutlass.max(low, position - p.window_left)
+            if cutlass.const_expr(p.window_right is not None):
+                high = cutlass.min(high, position + p.window_right)
+            bounds[0, r], bounds[1, r] = low, high
+            if cutlass.const_expr(slopes is not None):
+                slopes[r], positions[r] = p.alibi_slopes[piece.batch, head] * LOG2_E, position
+        return WarpState(
+            warp=warp,
+            lane=lane,
+            memory=Int32(storage.sKV.iterator.toint()),
+            q=grid.a(p.tiled_mma, lane, storage.sQ, tile.q_smem),
+            k=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem),
+            v=None if is_fp8 else grid.b(p.tiled_mma, lane, storage.sKV, tile.kv_smem, is_transposed=True),
+            acc_O=acc_O,
+            softmax=softmax,
+            tScS=tScS,
+            bounds=bounds,
+            slopes=slopes,
+            positions=positions,
+            k_scale=p.k_scale[piece.head_kv] if is_fp8 else None,
+        )
+
+    def cache_heads(self, p: Params, piece: Piece) -> tuple[CacheHead, CacheHead]:
+        """The keys and the values of the piece's sequence and K/V head."""
+        static = self.static
+        batch = piece.batch if p.batch_idx is None else p.batch_idx[piece.batch]
+        common = piece.head_kv, batch, p.page_table, static.page_lookup
+        widths = (p.mK, static.head_dim), (p.mV, static.width_v)
+        return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
+
+    def loaders(self, p: Params, piece: Piece, sequence: Sequence, state: WarpState) -> tuple[WarpLoader, WarpLoader]:
+        keys = sequence.first_key, sequence.key_len - 1
+        return tuple(WarpLoader(cache, self.tile, state.lane, *keys) for cache in self.cache_heads(p, piece))
+
+    @cute.jit
+    def mainloop(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, state: WarpState):
+        tile = self.tile
+        load_k, load_v = self.loaders(p, piece, sequence, state)
+        stage_bytes = 2 * tile.kv_smem.bytes
+        memory = state.memory + state.warp * (tile.stages * stage_bytes)
+        warp_key = state.warp * tile.tile_n
+        q_steps = tile.head_dim // 16 if self.q_in_registers else 0
+        for k in cutlass.range_constexpr(q_steps):
+            state.q.load(k, 0)
+        for i in cutlass.range_constexpr(tile.stages - 1):
+            self.load_block(load_k, load_v, (piece.begin + i, piece.end), warp_key, memory + i * stage_bytes)
+        stage = Int32(0)
+        for block in cutlass.range(piece.begin, piece.end, unroll=1):
+            cute.arch.cp_async_wait_group(tile.stages - 2)
+            # All lanes have received the data, and have read the stage that is loaded next.
+            cute.arch.sync_warp()
+            ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
+            following = block + tile.stages - 1
+            self.load_block(load_k, load_v, (following, piece.end), warp_key, memory + ahead * stage_bytes)
+            key = block * tile.block_keys + warp_key
+            self.process_block(p, state, key, (block - piece.begin) * tile.block_keys, stage, q_steps)
+            stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
+        cute.arch.cp_async_wait_group(0)
+
+    @property
+    def has_fp8_cvt(self) -> bool:
+        """Whether the architecture converts FP8 to fp16 in one instruction."""
+        return self.static.has_fp8_cvt
+
+    @property
+    def q_in_registers(self) -> bool:
+        return self.tile.tile_m * self.tile.head_dim <= 16 * 128
+
+    @cute.jit
+    def load_block(self, load_k: WarpLoader, load_v: WarpLoader, blocks: tuple, warp_key: Int32, memory: Int32):
+        """Start to load this warp's keys of a block, if it is before the end."""
+        block, end = blocks
+        if block < end:
+            key = block * self.tile.block_keys + warp_key
+            load_k.load(key, memory)
+            load_v.load(key, memory + self.tile.kv_smem.bytes)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def process_block(self, p: Params, state: WarpState, key: Int32, keys_seen: Int32, stage: Int32, q_steps):
+        tile = self.tile
+        acc_S = cute.make_rmem_tensor(p.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+        acc_S.fill(0.0)
+        index = (state.warp * tile.stages + stage) * 2
+        if cutlass.const_expr(self.static.is_fp8):
+            where = state.memory + index * tile.kv_smem.bytes, state.lane
+            fp8.add_scores(p.tiled_mma, acc_S, state.q, where, (tile.head_dim // 16, q_steps), self.has_fp8_cvt)
+            acc_S.store(acc_S.load() * state.k_scale)
+        else:
+            gemm(p.tiled_mma, acc_S, (state.q, state.k), index, q_steps)
+        self.transform(p, state, as_mn(acc_S), key)
+        self.mask(state, as_mn(acc_S), key)
+        state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
+        rP = cute.make_fragment_like(acc_S, self.dtype)
+        rP.store(acc_S.load().to(self.dtype))
+        if cutlass.const_expr(self.static.is_fp8):
+            where = state.memory + (index + 1) * tile.kv_smem.bytes, state.lane
+            fp8.add_output(p.tiled_mma, state.acc_O, as_operand_a(rP)[None, None, 0], where, self.has_fp8_cvt)
+        else:
+            gemm_rs(p.tiled_mma, state.acc_O, as_operand_a(rP), state.v, index + 1)
+
+    @cute.jit
+    def transform(self, p: Params, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
+        """Softcap and ALiBi, to scores in units of log2."""
+        if cutlass.const_expr(p.score is not None):
+            if cutlass.const_expr(p.score.rate is not None):
+                p.score.apply_cap(acc_S_mn, False)
+            else:
+                acc_S_mn.store(acc_S_mn.load() * p.score.scale_log2)
+        if cutlass.const_expr(state.slopes is not None):
+            first = key + as_mn(state.tScS)[0, 0][1]
+            for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+                distance = Float32(state.positions[r] - first)
+                for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+                    from_key = cute.math.absf(distance - Float32(column_offset(c)))
+                    acc_S_mn[r, c] = acc_S_mn[r, c] - state.slopes[r] * from_key
+
+    @cute.jit
+    def mask(self, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
+        """Scores of keys that a row does not see become -inf."""
+        first = key + as_mn(state.tScS)[0, 0][1]
+        for r in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[0])):
+            low, high = state.bounds[0, r] - first, state.bounds[1, r] - first
+            for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
+                offset = column_offset(c)
+                is_masked = offset > high or offset < low
+                acc_S_mn[r, c] = -Float32.inf if is_masked else acc_S_mn[r, c]
+
+    # ---- combination of warps and pieces
+
+    @cute.jit
+    def exchange(self, p: Params, storage: SharedStorage, state: WarpState):
+        """Write the outputs and statistics of all warps to shared memory."""
+        # The stages are overwritten: wait until every warp has read its last.
+        cute.arch.sync_threads()
+        acc, coords = as_mn(state.acc_O), self.coordinates(p, state.lane)
+        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+            row, first = coords[r, 0]
+            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                column = first + column_offset(c)
+                if cutlass.const_expr(self.static.is_fp8):
+                    # `first` is this thread's first column of an n8 tile.
+                    column = fp8.output_column(c // 2, first + c % 2)
+                storage.exchange[column, row, state.warp] = acc[r, c]
+            total = state.softmax.row_sum[r]
+            for offset in cutlass.range_constexpr(1, 3):
+                total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+            if state.lane % THREADS_PER_ROW == 0:
+                storage.stats[0, row, state.warp] = state.softmax.row_max[r]
+                storage.stats[1, row, state.warp] = total
+        cute.arch.sync_threads()
+
+    def coordinates(self, p: Params, lane: Int32) -> cute.Tensor:
+        """(row, column) of every element of the output accumulator."""
+        identity = cute.make_identity_tensor((self.tile.tile_m, self.tile.head_dim))
+        return as_mn(p.tiled_mma.get_slice(lane).partition_C(identity))
+
+    @cute.jit
+    def combined(self, storage: SharedStorage, row: Int32, column: Int32, sums: cute.Tensor):
+        """Write the sum over all warps of a row's `FLOATS` columns to `sums`, and return m and l of the row."""
+        m = storage.stats[0, row, 0]
+        for w in cutlass.range_constexpr(1, self.tile.num_warps):
+            m = cute.arch.fmax(m, storage.stats[0, row, w])
+        total, part = Float32(0.0), cute.make_rmem_tensor(FLOATS, Float32)
+        sums.fill(0.0)
+        for w in cutlass.range_constexpr(self.tile.num_warps):
+            factor = weight(storage.stats[0, row, w], m)
+            total += storage.stats[1, row, w] * factor
+            source = storage.exchange[None, row, w]
+            cute.autovec_copy(cute.make_tensor((source.iterator + column).align(16), cute.make_layout(FLOATS)), part)
+            sums.store(sums.load() + part.load() * factor)
+        return m, total
+
+    @cute.jit
+    def finish(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+        """Write the output and LSE of a piece that is a whole item."""
+        vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
+        num = self.num_rows(p, piece, sequence) * vectors
+        for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
+            row, column = index // vectors, index % vectors * FLOATS
+            m, total = self.combined(storage, row, column, sums)
+            self.write_row(p, piece, (row, column), sums, m, total)
+
+    @cute.jit
+    def write_row(self, p: Params, piece: Piece, where: tuple, sums: cute.Tensor, m: Float32, total: Float32):
+        """Normalise and write `FLOATS` columns of a row of the output; the thread of column 0 writes the LSE."""
+        row, column = where
+        batch, token, head, _ = self.coord(p, piece, row)
+        lse = -Float32.inf if total == 0.0 else (m + cute.math.log2(total, fastmath=True)) * LN_2
+        inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+        if cutlass.const_expr(p.sinks is not None):
+            sink = p.sinks[head]
+            log2_ratio = (sink - lse) * LOG2_E if total > 0.0 else Float32(0.0)
+            smaller = cute.math.exp2(cute.arch.fmin(log2_ratio, -log2_ratio), fastmath=True)
+            both = cute.arch.fmax(lse, sink) + cute.math.log2(1.0 + smaller, fastmath=True) * LN_2
+            inverse = inverse * cute.arch.rcp_approx(1.0 + cute.math.exp2(log2_ratio, fastmath=True))
+            lse = both if total > 0.0 else sink
+        if cutlass.const_expr(p.v_scale is not None):
+            inverse = inverse * p.v_scale[piece.head_kv]
+        if column < self.static.width_v:
+            rounded = cute.make_rmem_tensor(FLOATS, p.mO.element_type)
+            rounded.store((sums.load() * inverse).to(p.mO.element_type))
+            gO = p.mO[batch, token, head, None]
+            cute.autovec_copy(
+                rounded, cute.make_tensor((gO.iterator + column).align(2 * FLOATS), cute.make_layout(FLOATS))
+            )
+        if column == 0:
+            p.mLSE[batch, head, token] = lse
+
+    @cute.jit
+    def write_partial(
+        self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32, slot: Int32
+    ):
+        """Write m, l and O of a piece to the workspace."""
+        vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
+        num = self.num_rows(p, piece, sequence) * vectors
+        for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
+            row, column = index // vectors, index % vectors * FLOATS
+            m, total = self.combined(storage, row, column, sums)
+            target = p.partial_out[slot, row, None]
+            cute.autovec_copy(sums, cute.make_tensor((target.iterator + column).align(16), cute.make_layout(FLOATS)))
+            if column == 0:
+                p.partial_stats[slot, row, 0] = m
+                p.partial_stats[slot, row, 1] = total
+
+    def slot(self, p: Params, cta: Int32, is_first: cutlass.Boolean) -> Int32:
+        """The workspace slot of a CTA's piece.
+
+        A CTA can have two pieces of items that it shares with others: the end of one and the beginning of another. With
+        a fixed number of splits it has one piece.
+        """
+        own = 2 * cta + cutlass.select_(is_first, Int32(1), Int32(0))
+        return cutlass.select_(p.splits.num_splits > 0, cta, own)
+
+    @cute.jit
+    def is_last(self, p: Params, storage: SharedStorage, piece: Piece, thread: Int32):
+        """Arrive at the item; whether all other CTAs have arrived. The last one resets the counter."""
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_threads()
+        if thread == 0:
+            counter = p.arrivals.iterator + piece.item
+            before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+            is_last = before == piece.last_cta - piece.first_cta
+            if is_last:
+                p.arrivals[piece.item] = 0
+            storage.flag[0] = Int32(is_last)
+        cute.arch.sync_threads()
+        cute.arch.fence_acq_rel_gpu()
+        return storage.flag[0] == 1
+
+    @cute.jit
+    def merge(self, p: Params, piece: Piece, sequence: Sequence, thread: Int32):
+        """Add up the pieces of an item, and write its output."""
+        vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
+        part = cute.make_rmem_tensor(FLOATS, Float32)
+        num = self.num_rows(p, piece, sequence) * vectors
+        for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
+            row, column = index // vectors, index % vectors * FLOATS
+            m, total = -Float32.inf, Float32(0.0)
+            for cta in cutlass.range(piece.first_cta, piece.last_cta + 1, unroll=1):
+                slot = self.slot(p, cta, cta == piece.first_cta)
+                m = cute.arch.fmax(m, p.partial_stats[slot, row, 0])
+            sums.fill(0.0)
+            for cta in cutlass.range(piece.first_cta, piece.last_cta + 1, unroll=4):
+                slot = self.slot(p, cta, cta == piece.first_cta)
+                factor = weight(p.partial_stats[slot, row, 0], m)
+                total += p.partial_stats[slot, row, 1] * factor
+                source = p.partial_out[slot, row, None]
+                cute.autovec_copy(
+                    cute.make_tensor((source.iterator + column).align(16), cute.make_layout(FLOATS)), part
+                )
+                sums.store(sums.load() + part.load() * factor)
+            self.write_row(p, piece, (row, column), sums, m, total)
+
+
+def weight(part_max: Float32, m: Float32) -> Float32:
+    """exp2(part_max - m); 0 for a part without keys."""
+    is_empty = part_max == -Float32.inf
+    # -inf - -inf would be NaN.
+    difference = cutlass.select_(is_empty, Float32(0.0), part_max - m)
+    return cutlass.select_(is_empty, Float32(0.0), cute.math.exp2(difference, fastmath=True))

@@ -1,0 +1,187 @@
+"""Plans a call of `attn_decode`: the compiled-in part `DecodeStatic`, the tile, the grid and the workspace.
+
+One launch computes everything. The grid has a fixed number of CTAs, and the kernel divides the keys of all sequences
+among them (`device/kv_splits.py`), because only the device knows the lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.tiles.common import align_smem
+from cute_flash.smem.tile import SmemTile
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import ceil_div
+from cute_flash.spec.dtypes import DTYPE_BYTES
+
+# Rows of a page that one lookup of the page table serves.
+CHUNK = 16
+# Columns of a tile come in runs of 128 bytes, the width of a swizzle atom.
+ATOM_BYTES = 128
+NUM_WARPS = 4
+MAX_SPLITS = 1024
+
+
+@dataclass(frozen=True)
+class DecodeStatic:
+    """The part of a decode call that is compiled into its kernel."""
+
+    dtype: str  # of q and of the output
+    head_dim: int
+    cache_dtype: str = ""  # of the caches; "": that of q
+    head_dim_v: int | None = None  # None: equal to head_dim
+    has_left: bool = False
+    has_right: bool = False
+    features: tuple[str, ...] = ()  # of softcap, alibi, sinks
+    page_lookup: str = ""  # "": no pages; "chunk": a lookup for 16 keys; "row": a lookup for every key
+    ragged: bool = False  # q is (1, T, H, D), with cu_seqlens_q
+    has_leftpad: bool = False
+    has_batch_idx: bool = False
+    appends: bool = False
+    rotary: str = ""  # "": none; "halves": NeoX; "pairs": interleaved
+    rotary_dim: int = 0
+    rotary_dtype: str = "float32"
+    has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
+
+    # What `CompileKey` and `kernels.common.fakes` ask of every static.
+    is_fp32 = varlen = out_fp32 = deterministic = False
+    mods = None
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.cache_dtype == "float8_e4m3fn"
+
+    @property
+    def mma_dtype(self) -> str:
+        """FP8 is widened to fp16, the only 16-bit type with an instruction for it; q is then converted too."""
+        return "float16" if self.is_fp8 else self.dtype
+
+    @property
+    def cache_bytes(self) -> int:
+        return 1 if self.is_fp8 else DTYPE_BYTES[self.dtype]
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What differs from plain decode, for kernel names."""
+        flags = ("ragged", "has_leftpad", "has_batch_idx", "appends")
+        pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
+        rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
+        fp8 = ("fp8",) if self.is_fp8 else ()
+        return (*fp8, *pages, *(name for name in flags if getattr(self, name)), *rotary, *self.features)
+
+    def takes(self, operand: str) -> bool:
+        """Whether the kernel takes an operand."""
+        conditions = {
+            "window_left": self.has_left,
+            "window_right": self.has_right,
+            "page_table": bool(self.page_lookup),
+            "cu_seqlens_q": self.ragged,
+            "leftpad": self.has_leftpad,
+            "cache_batch_idx": self.has_batch_idx,
+            "k_new": self.appends,
+            "v_new": self.appends,
+            "rotary_cos": bool(self.rotary),
+            "rotary_sin": bool(self.rotary),
+            "softcap": "softcap" in self.features,
+            "alibi_slopes": "alibi" in self.features,
+            "sinks": "sinks" in self.features,
+            "k_scale": self.is_fp8,
+            "v_scale": self.is_fp8,
+        }
+        return conditions.get(operand, True)
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """`tile_m` query rows against blocks of `num_warps` x `tile_n` keys; each warp has its own keys and pipeline."""
+
+    head_dim: int  # width of the tile; smaller head dims are padded to it
+    tile_m: int  # 16 or 32
+    tile_n: int  # keys of one warp in a block: 16 or 32
+    num_warps: int
+    stages: int
+    element_bytes: int = 2  # of the caches
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def block_keys(self) -> int:
+        return self.num_warps * self.tile_n
+
+    @property
+    def q_smem(self) -> SmemTile:
+        return SmemTile(self.tile_m, self.head_dim)
+
+    @property
+    def kv_smem(self) -> SmemTile:
+        """One warp's share of a block of K or V. FP8 rows are at least 128 bytes long."""
+        return SmemTile(self.tile_n, max(self.head_dim, ATOM_BYTES // self.element_bytes), self.element_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """All stages of K and V of all warps. At the end, the warps exchange their outputs through this memory."""
+        return max(2 * self.num_warps * self.stages * self.kv_smem.bytes, self.exchange_bytes)
+
+    @property
+    def exchange_bytes(self) -> int:
+        return self.num_warps * self.tile_m * self.head_dim * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        statistics = 2 * 4 * self.num_warps * self.tile_m
+        return align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + statistics + 16
+
+    def ctas_per_sm(self, arch: ArchSpec) -> int:
+        return min(arch.smem_per_sm // (self.smem_bytes + 1024), arch.max_threads_per_sm // self.num_threads)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    key: CompileKey
+    tile: DecodeTile
+    num_ctas: int
+    num_items: int  # an upper bound of the number of (sequence, K/V head, row tile)
+
+
+def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
+    """The tile for `rows` query rows of a K/V head: tokens times query heads of a group."""
+    widest = max(static.head_dim, static.width_v)
+    head_dim = ceil_div(widest, 64) * 64
+    # 32 rows share the loads of K and V; at larger head dims their accumulators would spill.
+    tile_m = 32 if rows > 16 and head_dim <= 128 else 16
+    tiles = [DecodeTile(head_dim, tile_m, 16, NUM_WARPS, stages, static.cache_bytes) for stages in range(2, 7)]
+    # Two CTAs on an SM with at least three stages; else one with as many stages as fit.
+    pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
+    fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
+    tile = (pairs or fitting or tiles[:1])[-1]
+    if tile.smem_bytes > arch.smem_per_cta:
+        raise UnsupportedError(f"attn_decode with head_dim={widest} on {arch.name}: not enough shared memory")
+    return tile
+
+
+def plan_decode(
+    static: DecodeStatic, arch: ArchSpec, batch: int, tokens: int, heads: int, heads_kv: int, num_splits: int | None
+) -> DecodePlan:
+    """Plan a call. `tokens`: the queries of a sequence, or of all sequences if they are ragged."""
+    group = heads // heads_kv
+    rows = group * (tokens if not static.ragged else ceil_div(tokens, max(batch, 1)))
+    tile = decode_tile(static, rows, arch)
+    if static.ragged:
+        row_tiles = ceil_div(tokens * group, tile.tile_m) + batch
+    else:
+        row_tiles = batch * ceil_div(tokens * group, tile.tile_m)
+    num_items = row_tiles * heads_kv
+    num_ctas = arch.num_sms * max(1, min(tile.ctas_per_sm(arch), 4))
+    if num_splits is not None:
+        # One unit for each CTA.
+        num_ctas = num_items * num_splits
+    key = CompileKey.of("decode", static, tile, arch.name)
+    return DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items)
