@@ -20,6 +20,7 @@ def _is_command() -> bool:
 if TYPE_CHECKING or not _is_command():
     # Registers the operators `torch.ops.cute_flash`.
     from cute_flash.api import attn, attn_nested, attn_varlen, supports
+    from cute_flash.decode import attn_decode, decode_supports
     from cute_flash.spec.family import use_kernels
     from cute_flash.spec.problem import Support
 
@@ -38,8 +39,10 @@ __all__ = [
     "__version__",
     "attention_probs",
     "attn",
+    "attn_decode",
     "attn_nested",
     "attn_varlen",
+    "decode_supports",
     "masks",
     "merge",
     "supports",
@@ -53,8 +56,10 @@ _MODULES = {
     "Support": "spec.problem",
     "attention_probs": "reference.merge",
     "attn": "api",
+    "attn_decode": "decode",
     "attn_nested": "api",
     "attn_varlen": "api",
+    "decode_supports": "decode",
     "merge": "reference.merge",
     "supports": "api",
     "use_kernels": "spec.family",

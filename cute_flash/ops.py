@@ -104,7 +104,7 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
         or type(v) not in _PLAIN_TYPES
     ):
         return False
-    return not args.has_tensors or _is_plain(
+    return not args.has_tensors or is_plain(
         *args.differentiable, args.rng, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, *args.block_mask
     )
 
@@ -122,7 +122,7 @@ def is_observed() -> bool:
     )
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether no tensor is a subclass with overrides or has the negative bit."""
     for x in tensors:
         if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):
@@ -268,7 +268,7 @@ def gradients(
     """Compute dq, dk, dv and the gradients of `args.differentiable`, bypassing the dispatcher if possible."""
     # With grad mode on (create_graph=True), autograd must record the operator, whose own backward raises. ZeroTensors,
     # which autograd may pass, have no memory; the dispatcher materializes them.
-    can_bypass = not _is_grad_enabled() and is_direct(q, k, v, args) and _is_plain(dout, dlse)
+    can_bypass = not _is_grad_enabled() and is_direct(q, k, v, args) and is_plain(dout, dlse)
     if can_bypass and not (dout._is_zerotensor() or (dlse is not None and dlse._is_zerotensor())):
         return _cuda.backward(dout, dlse, q, k, v, out, lse, args)
     dq, dk, dv, grads = attention_bwd(dout, dlse, q, k, v, out, lse, *to_schema(args))
@@ -311,7 +311,7 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
 
     args = from_schema(values)
     describe(q, k, v, args)
-    with _without_autocast():
+    with without_autocast():
         return tuple(_filled(cpu.forward(q, k, v, args), q))
 
 
@@ -320,12 +320,12 @@ def _bwd_cpu(
 ) -> Any:
     from cute_flash.reference import cpu
 
-    with _without_autocast():
+    with without_autocast():
         dq, dk, dv, grads = cpu.backward(dout, dlse, q, k, v, out, lse, from_schema(values))
     return dq, dk, dv, _filled(grads, q)
 
 
-def _without_autocast() -> AbstractContextManager:
+def without_autocast() -> AbstractContextManager:
     """Disable autocast, which would round the fp32 matrix products of the CPU path."""
     return torch.autocast("cpu", enabled=False) if _autocasting() else nullcontext()
 

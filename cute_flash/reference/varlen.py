@@ -37,8 +37,8 @@ class SeqlenInfo:
 def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[SeqlenInfo]:
     """Read the offsets of a call; raise `ValueError` if they are wrong."""
     assert args.cu_seqlens_q is not None and args.cu_seqlens_k is not None
-    queries = _offsets("q", args.cu_seqlens_q, len(q), args.max_seqlen_q)
-    keys = _offsets("k", args.cu_seqlens_k, len(k), args.max_seqlen_k)
+    queries = read_offsets("q", args.cu_seqlens_q, len(q), args.max_seqlen_q)
+    keys = read_offsets("k", args.cu_seqlens_k, len(k), args.max_seqlen_k)
     used = None if args.seqused_k is None else args.seqused_k.tolist()
     result = []
     for b, (begin, end) in enumerate(pairwise(keys)):
@@ -52,7 +52,8 @@ def sequences(q: Tensor, k: Tensor, args: AttentionArgs) -> list[SeqlenInfo]:
     return result
 
 
-def _offsets(side: str, offsets: Tensor, total: int, max_seqlen: int | None) -> list[int]:
+def read_offsets(side: str, offsets: Tensor, total: int, max_seqlen: int | None = None) -> list[int]:
+    """Read offsets, cu_seqlens_q or cu_seqlens_k, into `total` tokens; raise `ValueError` if they are wrong."""
     name, values = f"cu_seqlens_{side}", offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} begins with {values[0]}: expected 0")

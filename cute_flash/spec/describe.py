@@ -37,8 +37,8 @@ def describe(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, device: str =
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
     heads, heads_kv = q.shape[1], k.shape[1]
     check_heads(heads, heads_kv)
-    _check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
-    _check_per_head("sinks", args.sinks, q, [(heads,)])
+    check_per_head("alibi", args.alibi, q, [(heads,), (batch, heads)])
+    check_per_head("sinks", args.sinks, q, [(heads,)])
     if args.has_mods:
         _check_mods(q, args, (batch, heads, seqlen_q, seqlen_k))
     problem = Problem(
@@ -87,7 +87,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {expected}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: they must agree")
-        _check_device(name, x, q)
+        check_device(name, x, q)
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}: all dimensions but the last must agree"
@@ -96,7 +96,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         raise ValueError(f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}: batch and head dim must agree")
 
 
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+def check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device} and q is on {q.device}: they must agree")
 
@@ -112,7 +112,7 @@ def _check_numbers(q: Tensor, args: AttentionArgs) -> None:
     if rng is not None:
         if rng.dtype != torch.int64 or rng.shape != (2,):
             raise ValueError(f"rng is {rng.dtype} of shape {tuple(rng.shape)}: expected int64, (2)")
-        _check_device("rng", rng, q)
+        check_device("rng", rng, q)
 
 
 def check_rng(args: AttentionArgs) -> None:
@@ -127,13 +127,13 @@ def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:
     assert cu_q is not None
     if cu_k is None:
         raise ValueError("cu_seqlens_q without cu_seqlens_k: give both")
-    _check_int32("cu_seqlens_q", cu_q, q, "B + 1")
-    _check_int32("cu_seqlens_k", cu_k, q, "B + 1")
+    check_int32("cu_seqlens_q", cu_q, q, "B + 1")
+    check_int32("cu_seqlens_k", cu_k, q, "B + 1")
     batch = cu_q.shape[0] - 1
     if cu_k.shape[0] != batch + 1:
         raise ValueError(f"cu_seqlens_q has {batch + 1} offsets and cu_seqlens_k has {cu_k.shape[0]}: they must agree")
     if args.seqused_k is not None:
-        _check_int32("seqused_k", args.seqused_k, q, "B")
+        check_int32("seqused_k", args.seqused_k, q, "B")
         if args.seqused_k.shape[0] != batch:
             raise ValueError(
                 f"seqused_k has {args.seqused_k.shape[0]} lengths: expected {batch}, one for each sequence"
@@ -145,25 +145,25 @@ def _check_offsets(q: Tensor, k: Tensor, args: AttentionArgs) -> int:
     return batch
 
 
-def _check_int32(name: str, x: Tensor, q: Tensor, size: str) -> None:
+def check_int32(name: str, x: Tensor, q: Tensor, size: str) -> None:
     if x.dim() != 1 or (size == "B + 1" and x.shape[0] == 0):
         raise ValueError(f"{name} has shape {tuple(x.shape)}: expected ({size})")
     if x.dtype != torch.int32:
         raise ValueError(f"{name} is {x.dtype}: use torch.int32")
-    _check_device(name, x, q)
+    check_device(name, x, q)
 
 
-def _check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
+def check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
     if x is None:
         return
     if tuple(x.shape) not in shapes:
         choices = " or ".join(map(str, shapes))
         raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {choices}, a value for each query head")
-    _check_device(name, x, q)
-    _check_float(name, x)
+    check_device(name, x, q)
+    check_float(name, x)
 
 
-def _check_float(name: str, x: Tensor) -> None:
+def check_float(name: str, x: Tensor) -> None:
     if str(x.dtype).removeprefix("torch.") not in CPU_DTYPES:
         raise UnsupportedError(f"{name} is {x.dtype}: use one of {', '.join(CPU_DTYPES)}")
 
@@ -197,10 +197,10 @@ def _check_mods(q: Tensor, args: AttentionArgs, sizes: tuple[int, int, int, int]
     if bias is not None:
         if any(bias_size not in (1, size) for bias_size, size in zip(bias.shape, sizes, strict=True)):
             raise ValueError(f"bias has shape {tuple(bias.shape)}: it does not broadcast with (B, H, Sq, Sk) = {sizes}")
-        _check_device("bias", bias, q)
-        _check_float("bias", bias)
+        check_device("bias", bias, q)
+        check_float("bias", bias)
     for x in args.captures:
-        _check_device("a captured tensor", x, q)
+        check_device("a captured tensor", x, q)
     _check_tables(args, sizes)
     if args.block_mask:
         from cute_flash.score_mod.block_mask import BlockMask

@@ -1,6 +1,7 @@
-"""TypedDicts of the keywords of `attn` and `attn_varlen`, for their overloads.
+"""TypedDicts of the keywords of `attn`, `attn_varlen` and `attn_decode`, for their overloads.
 
 `return_lse` and `return_max_logit` are missing: they decide the type of the result, so each overload names them.
+`cache_seqlens` of `attn_decode` is missing, because it is required.
 """
 
 from __future__ import annotations
@@ -48,3 +49,28 @@ class VarlenKeywords(SharedKeywords, total=False):
     max_seqlen_q: int | Tensor | None
     max_seqlen_k: int | Tensor | None
     seqused_k: Tensor | None
+
+
+class DecodeKeywords(TypedDict, total=False):
+    """Keywords of `attn_decode`."""
+
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    leftpad: Tensor | None
+    k_new: Tensor | None
+    v_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    cu_seqlens_q: Tensor | None
+    causal: bool
+    window: tuple[int | None, int | None]
+    softcap: float | None
+    alibi: Tensor | None
+    sinks: Tensor | None
+    scale: float | None
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
+    kv_layout: str
+    num_splits: int | None
+    out: Tensor | None

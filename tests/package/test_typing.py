@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import cute_flash
-from cute_flash.spec.keywords import AttnKeywords, VarlenKeywords
+from cute_flash.spec.keywords import AttnKeywords, DecodeKeywords, VarlenKeywords
 
 ROOT = Path(__file__).parents[2]
 # They decide the type of the result, so overloads name them.
 RESULTS = {"return_lse", "return_max_logit"}
+REQUIRED = {"cache_seqlens"}
 
 # Mypy accepts every line but those with a comment, which names the error.
 SNIPPET = """
@@ -40,11 +41,16 @@ assert_type(both, tuple[Tensor, Tensor, Tensor])
 assert_type(cute_flash.attn_nested(x, x, x, dropout=0.1), Tensor)
 assert_type(cute_flash.attn_nested(x, x, x, return_lse=True), tuple[Tensor, Tensor])
 assert_type(cute_flash.attn_nested(x, x, x, return_max_logit=True), tuple[Tensor, Tensor])
+assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=3, k_scale=0.5), Tensor)
+assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=x, return_lse=True), tuple[Tensor, Tensor])
+assert_type(cute_flash.attn_decode(x, x, x, cache_seqlens=x, return_lse=flag), Tensor | tuple[Tensor, Tensor])
 assert_type(cute_flash.merge([x], [x]), tuple[Tensor, Tensor])
 assert_type(cute_flash.BlockMask.of(cute_flash.masks.causal(), (1, 1, 8, 8)), cute_flash.BlockMask)
 cute_flash.attn(x, x, x, causal="yes")  # call-overload
 cute_flash.attn(x, x, x, casual=True)  # call-overload
 cute_flash.attn_varlen(x, x, x, x, x, layout="bshd")  # call-overload
+cute_flash.attn_decode(x, x, x)  # call-overload
+cute_flash.attn_decode(x, x, x, cache_seqlens=x, dropout=0.1)  # call-overload
 cute_flash.attention  # attr-defined
 """
 
@@ -62,11 +68,16 @@ def test_results_have_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "keywords"), [(cute_flash.attn, AttnKeywords), (cute_flash.attn_varlen, VarlenKeywords)]
+    ("function", "keywords"),
+    [
+        (cute_flash.attn, AttnKeywords),
+        (cute_flash.attn_varlen, VarlenKeywords),
+        (cute_flash.attn_decode, DecodeKeywords),
+    ],
 )
 def test_overloads_have_all_keywords(function, keywords) -> None:  # type: ignore[no-untyped-def]
     parameters = inspect.signature(function).parameters.values()
-    named = {x.name: x.annotation for x in parameters if x.kind == x.KEYWORD_ONLY and x.name not in RESULTS}
+    named = {x.name: x.annotation for x in parameters if x.kind == x.KEYWORD_ONLY and x.name not in RESULTS | REQUIRED}
     assert named == {name: x.__forward_arg__ for name, x in keywords.__annotations__.items()}
 
 

@@ -1,0 +1,273 @@
+"""`attn_decode`: attention of new tokens over a K/V cache, for serving."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from cute_flash import ops_decode
+from cute_flash.spec.decode import DecodeArgs, describe_decode
+from cute_flash.spec.problem import Support
+from cute_flash.spec.values import as_bool, as_float, as_int, as_window, check_are_tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cute_flash.spec.keywords import DecodeKeywords
+
+KV_LAYOUTS = ("nhd", "hnd")
+
+
+# fmt: off
+@overload
+def attn_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
+) -> Tensor: ...
+@overload
+def attn_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: bool = ..., **keywords: Unpack[DecodeKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+def attn_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    kv_layout: str = "nhd",
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens over a K/V cache: decoding, speculative verification and chunked prefill.
+
+    The call first writes k_new and v_new into the caches, then attends. Sequence b then has
+    ``len = cache_seqlens[b] + new tokens`` rows. Query i of T is at position ``len - T + i``, and sees the rows
+    ``leftpad[b] <= j < len`` that `causal` and `window` allow. A query that sees no key has output 0 and LSE -inf, or
+    the sink as LSE. docs/decode.md shows each use.
+
+    On CUDA, q is fp16 or bf16, D and Dv are multiples of 8 up to 256, and only kernels read lengths and tables: the
+    host does not synchronize, and a CUDA graph uses the values that the tensors hold when it is replayed. Wrong lengths
+    and indices raise a `ValueError` on the CPU, and are not checked on CUDA. On the CPU, q is fp16, bf16, fp32 or fp64.
+    There are no gradients, and autocast has no effect, because the caches have a dtype of their own.
+
+    Args:
+        q: Queries, (B, T, H, D), or (T, H, D) with `cu_seqlens_q`.
+        k_cache: Keys, (B or more, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) with `page_table`; in the dtype
+            of q, or float8_e4m3fn. Any strides, except that the last dimension is contiguous. H must be a multiple of
+            Hkv.
+        v_cache: Values, in the same form and dtype, with head dim Dv.
+        cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
+        page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
+            ``page_table[b, j // page_size]``. Pages have any size. Pages that no query sees are not read, and may have
+            any index.
+        cache_batch_idx: (B), int32: the row of the caches that sequence b uses; None: b. Not with `page_table`.
+        leftpad: (B), int32: the number of rows to skip at the start of each sequence.
+        k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written
+            in place behind the rows of each sequence. Tn may differ from T.
+        v_new: Values to append, in the same form, with head dim Dv.
+        rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim / 2), of any floating-point dtype. k_new is
+            rotated by the position of its row. A query is rotated by its own position if `causal` or `window` is set,
+            else by ``cache_seqlens[b]``. Dimensions from rotary_dim on stay. Only with k_new. On CUDA, rotary_dim is a
+            multiple of 16.
+        rotary_sin: Sines, in the shape and dtype of `rotary_cos`.
+        rotary_interleaved: Rotate the pairs (0, 1), (2, 3), … instead of (i, i + rotary_dim / 2).
+        cu_seqlens_q: (B + 1), int32: offsets of the sequences in q, for different numbers of queries. k_new and v_new
+            then have the tokens of q. Tokens after the last offset are padding, with output 0 and LSE -inf.
+        causal: Mask the keys after the query's own position.
+        window: (left, right), the number of keys before and after its own position that a query sees; None: unbounded.
+        softcap: Replace a score by softcap · tanh(score / softcap); None or 0: no cap.
+        alibi: Slopes, (H) or (B, H), of any floating-point dtype; slope · |distance| is subtracted from a score.
+        sinks: Attention sinks, (H), of any floating-point dtype: one more logit, without a value, in each row's
+            softmax.
+        scale: Factor of q kᵀ; 1 / sqrt(D) by default.
+        k_scale: Scale of an FP8 k_cache, a number or an fp32 tensor, () or (Hkv): a key is stored · k_scale. k_new is
+            divided by it, rounded and saturated. None: 1.
+        v_scale: The same for v_cache.
+        kv_layout: "nhd" as above, or "hnd" for caches (B or more, Hkv, S, D) and pages (num_pages, Hkv, page_size, D).
+            k_new and v_new have the same form in both.
+        num_splits: The number of parts into which CUDA kernels split the keys; None: chosen by the live lengths. The
+            CPU path does not split.
+        return_lse: Also return the log-sum-exp of each row.
+        out: Receives the output, (B, T, H, Dv) or (T, H, Dv), in the dtype of q.
+
+    Returns:
+        `out`, or the tuple (out, lse).
+            `out` is (B, T, H, Dv) or (T, H, Dv), in the dtype of q. `lse` is the natural logarithm, fp32 (fp64 for
+            fp64 inputs), (B, H, T) or (H, T).
+
+    Raises:
+        ValueError: Arguments are invalid or contradict each other.
+        UnsupportedError: No kernel supports the arguments, or a tensor requires grad while grad mode is on.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+        >>> pages = torch.zeros(2, 10, 16, 2, 64)  # K and V, each 10 pages of 16 rows
+        >>> table = torch.tensor([[7, 0, 2], [4, 9, 1]], dtype=torch.int32)
+        >>> lengths = torch.tensor([20, 3], dtype=torch.int32)
+        >>> out = cute_flash.attn_decode(q, *pages, cache_seqlens=lengths, page_table=table, k_new=k, v_new=v)
+        >>> out.shape
+        torch.Size([2, 1, 8, 64])
+        >>> torch.equal(pages[0, 0, 4], k[0, 0])  # row 20 of the first sequence
+        True
+    """
+    return_lse = as_bool("return_lse", return_lse)
+    q, k_cache, v_cache, args = _canonical(
+        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
+        rotary_interleaved, cu_seqlens_q, causal, window, softcap, alibi, sinks, scale, k_scale, v_scale, kv_layout,
+        num_splits, out,
+    )  # fmt: skip
+    result, lse = ops_decode.decode(q, k_cache, v_cache, args)
+    return (result, lse) if return_lse else result
+
+
+def decode_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> Support:
+    """Check whether `attn_decode` supports these tensors and keywords. Nothing is launched, and no tensor is read.
+
+    Args:
+        q: Queries, as for `attn_decode`.
+        k_cache: Keys, as for `attn_decode`.
+        v_cache: Values, as for `attn_decode`.
+        **keywords: Keywords of `attn_decode`.
+
+    Returns:
+        A `Support`, which is true if the call is supported, and whose `reason` is the error message if not.
+
+    Examples:
+        >>> import torch, cute_flash
+        >>> q, cache = torch.empty(2, 1, 8, 64), torch.empty(2, 100, 2, 64)
+        >>> bool(cute_flash.decode_supports(q, cache, cache, cache_seqlens=10))
+        True
+        >>> cute_flash.decode_supports(q, cache, cache, cache_seqlens=10, num_splits=0).reason
+        'num_splits=0: use 1 or more, or None to let the runtime choose'
+    """
+    try:
+        q, k_cache, v_cache, args = bind(q, k_cache, v_cache, **keywords)
+        if torch.is_grad_enabled():
+            ops_decode.refuse_grad(q, k_cache, v_cache, args)
+        describe_decode(q, k_cache, v_cache, args)
+    except (TypeError, ValueError) as error:
+        return Support(False, str(error))
+    return Support(True)
+
+
+def bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
+    """The arguments of a call of `attn_decode` in the form that the operator takes."""
+    call = signature(attn_decode).bind(q, k_cache, v_cache, **keywords)
+    call.apply_defaults()
+    arguments = dict(call.arguments)
+    as_bool("return_lse", arguments.pop("return_lse"))
+    return _canonical(**arguments)
+
+
+def _canonical(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    cache_seqlens: Any,
+    page_table: Any,
+    cache_batch_idx: Any,
+    leftpad: Any,
+    k_new: Any,
+    v_new: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: Any,
+    cu_seqlens_q: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    alibi: Any,
+    sinks: Any,
+    scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    kv_layout: Any,
+    num_splits: Any,
+    out: Any,
+) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
+    """q and views of the caches in the shapes of `spec.decode`, and the other arguments."""
+    check_are_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    optional = {
+        "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad": leftpad, "k_new": k_new,
+        "v_new": v_new, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cu_seqlens_q": cu_seqlens_q,
+        "alibi": alibi, "sinks": sinks, "out": out,
+    }  # fmt: skip
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, Tensor):
+            check_are_tensors(**{name: x})
+    if kv_layout not in KV_LAYOUTS:
+        raise ValueError(f"kv_layout={kv_layout!r}: use one of {', '.join(KV_LAYOUTS)}")
+    if kv_layout == "hnd":
+        k_cache, v_cache = (x.transpose(1, 2) if x.dim() == 4 else x for x in (k_cache, v_cache))
+    if not isinstance(cache_seqlens, Tensor):
+        seqlen = as_int("cache_seqlens", cache_seqlens, "give a whole number, or an int32 tensor of shape (B)")
+        # `describe_decode` refuses tensors of other dimensions.
+        batch = q.shape[:1].numel() if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
+        cache_seqlens = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
+    left, right = as_window(window)
+    args = DecodeArgs(
+        cache_seqlens=cache_seqlens,
+        scale=(q.shape[-1:].numel() or 1) ** -0.5 if scale is None else as_float("scale", scale),
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        leftpad=leftpad,
+        k_new=_with_contiguous_rows(k_new),
+        v_new=_with_contiguous_rows(v_new),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=as_bool("rotary_interleaved", rotary_interleaved),
+        cu_seqlens_q=cu_seqlens_q,
+        window_left=left,
+        window_right=0 if as_bool("causal", causal) else right,
+        softcap=None if softcap is None else as_float("softcap", softcap) or None,
+        alibi=alibi,
+        sinks=sinks,
+        k_scale=_scale_tensor("k_scale", k_scale, q),
+        v_scale=_scale_tensor("v_scale", v_scale, q),
+        num_splits=None if num_splits is None else as_int("num_splits", num_splits),
+        out=out,
+    )
+    return _with_contiguous_rows(q), k_cache, v_cache, args
+
+
+def _with_contiguous_rows(x: Any) -> Any:
+    """x, or a copy if its last dimension is not contiguous."""
+    return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _scale_tensor(name: str, value: Any, q: Tensor) -> Tensor | None:
+    """A scale of an FP8 cache as a tensor, () or (Hkv); (1) becomes ()."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return value.reshape(()) if value.shape == (1,) else value
+    return torch.full((), as_float(name, value), dtype=torch.float32, device=q.device)

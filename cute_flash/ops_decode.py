@@ -1,0 +1,113 @@
+"""The torch operator of decoding with a K/V cache: `cute_flash::decode`.
+
+    decode(q, k_cache, v_cache, *DecodeArgs) -> (out, lse)
+
+It writes k_new and v_new into the caches, and the output into `out` if the caller provides it. An operator must not
+return its argument, so the first result is then empty. It has dispatcher kernels for CPU (`reference.decode`), CUDA
+(`runtime.decode`), fake tensors, and Autograd, which refuses tensors that require grad.
+
+`cute_flash.decode` calls `decode`, which bypasses the dispatcher for CUDA calls that nothing observes, as
+`ops.attention` does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.ops import LIBRARY, is_observed, is_plain, without_autocast
+from cute_flash.spec.decode import SCHEMA, DecodeArgs, decode_outputs, describe_decode
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+LIBRARY.define(
+    f"decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {SCHEMA}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+decode_op = torch.ops.cute_flash.decode.default
+
+
+class _Cuda:
+    """`runtime.decode`, imported at the first call on CUDA to keep `import cute_flash` fast."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = import_module("cute_flash.runtime.decode")
+        self.run = module.run
+        return getattr(module, name)
+
+
+_cuda = _Cuda()
+
+
+def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor]:
+    """Append to the caches, and compute out and lse."""
+    if torch.is_grad_enabled():
+        refuse_grad(q, k_cache, v_cache, args)
+    if not _is_dynamo_compiling() and is_direct(q, k_cache, v_cache, args):
+        return _cuda.run(q, k_cache, v_cache, args)
+    out, lse = decode_op(q, k_cache, v_cache, *args)
+    return (out if args.out is None else args.out), lse
+
+
+def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
+    """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation."""
+    return (
+        q.is_cuda and not is_observed() and is_plain(q, k_cache, v_cache, *[x for x in args if isinstance(x, Tensor)])
+    )
+
+
+def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
+    """Raise `UnsupportedError` for a tensor that requires grad."""
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **args._asdict()}
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires grad, but attn_decode computes no gradients: use attn, or call it under "
+                "torch.no_grad()"
+            )
+
+
+# ---- dispatcher kernels
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _results(out: Tensor, lse: Tensor, args: DecodeArgs) -> tuple[Tensor, Tensor]:
+    return (out if args.out is None else out.new_empty(0)), lse
+
+
+def _decode_cuda(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+    args = DecodeArgs(*values)
+    out, lse = _cuda.run(q, k_cache, v_cache, args)
+    return _results(out, lse, args)
+
+
+def _decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+    from cute_flash.reference import decode as reference
+
+    args = DecodeArgs(*values)
+    describe_decode(q, k_cache, v_cache, args)
+    with without_autocast():
+        return _results(*reference.forward(q, k_cache, v_cache, args), args)
+
+
+def _decode_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+    args = DecodeArgs(*values)
+    describe_decode(q, k_cache, v_cache, args)
+    return _results(*decode_outputs(q, v_cache, args), args)
+
+
+def _decode_autograd(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> Any:
+    if torch.is_grad_enabled():
+        refuse_grad(q, k_cache, v_cache, DecodeArgs(*values))
+    with torch._C._AutoDispatchBelowAutograd():
+        return decode_op(q, k_cache, v_cache, *values)
+
+
+LIBRARY.impl("decode", _decode_cpu, "CPU")
+LIBRARY.impl("decode", _decode_cuda, "CUDA")
+LIBRARY.impl("decode", _decode_autograd, "Autograd")
+torch.library.register_fake("cute_flash::decode", _decode_fake, lib=LIBRARY)

@@ -1,0 +1,245 @@
+"""Decoding with a K/V cache in plain PyTorch: the definition, the CPU path, and the fp64 oracle of the GPU tests.
+
+Sequence b has cache_seqlens[b] rows in the cache. The call first appends the rows of k_new and v_new, then attends:
+
+    len = cache_seqlens[b] + appended rows
+    query i of T is at position len - T + i, and its keys are the rows leftpad[b] <= j < len inside the window
+
+So it is `attn` over these rows, with the mask aligned at the end. Rotary embedding rotates an appended key by the
+position of its row, and a query by its own position if there is a window or a causal mask, else by cache_seqlens[b].
+Rotations are computed in fp32 (fp64 for fp64 inputs); queries are then rounded to their dtype, keys to that of the
+cache. An FP8 cache stores x / scale, rounded and saturated, and stands for stored · scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_flash.reference import tiled
+from cute_flash.reference.varlen import read_offsets
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.decode import FP8, DecodeArgs, decode_outputs
+from cute_flash.spec.shapes import lse_dtype
+
+
+@dataclass(frozen=True)
+class CachedSequence:
+    """One sequence of a call: its place in the tensors, and its lengths."""
+
+    index: int  # b
+    queries: slice | None  # its tokens in a ragged batch; None: row b of a dense batch
+    num_queries: int
+    seqlen_before: int  # rows before the append
+    seqlen: int  # rows after the append
+    first: int  # the first row that a query may see
+    cache_row: int  # of contiguous caches
+    pages: Tensor | None  # its row of the page table
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Its part of q, k_new, v_new or out: (T, heads, D)."""
+        return x[self.index if self.queries is None else self.queries]
+
+    def of_rows(self, lse: Tensor) -> Tensor:
+        """Its part of the LSE: (H, T)."""
+        return lse[self.index] if self.queries is None else lse[:, self.queries]
+
+    def in_cache(self, cache: Tensor, begin: int, end: int) -> tuple[Any, Any]:
+        """The index of its rows `begin` to `end` in a cache: `cache[index]` is (rows, Hkv, D)."""
+        if self.pages is None:
+            return self.cache_row, slice(begin, end)
+        j, page_size = torch.arange(begin, end, device=cache.device), cache.shape[1]
+        return self.pages[j // page_size].long(), j % page_size
+
+
+def forward(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Append to the caches in place and compute attention.
+
+    Args:
+        q: (B, T, H, D), or (T, H, D) with `args.cu_seqlens_q`.
+        k_cache: (B or more, S, Hkv, D), or (num_pages, page_size, Hkv, D) with `args.page_table`.
+        v_cache: The same, with Dv.
+        args: All other arguments, checked by `describe_decode`.
+        dtype: The dtype of scores, sums, out and lse; `args.out` is then not used. None: fp32 (fp64 for fp64 inputs),
+            and out in the dtype of q.
+
+    Returns:
+        out: (B, T, H, Dv) or (T, H, Dv).
+        lse: (B, H, T) or (H, T).
+
+    Raises:
+        ValueError: A length, an offset or an index is wrong.
+    """
+    sequences = read_sequences(q, k_cache, args)
+    append(k_cache, v_cache, args, sequences)
+    return attend(q, k_cache, v_cache, args, sequences, dtype)
+
+
+def append(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, sequences: list[CachedSequence]) -> None:
+    """Write k_new, rotated, and v_new behind the rows of each sequence."""
+    if args.k_new is None or args.v_new is None:
+        return
+    wide = lse_dtype(args.k_new.dtype)
+    for s in sequences:
+        k, v = s.of_tokens(args.k_new).to(wide), s.of_tokens(args.v_new).to(wide)
+        rows = s.seqlen_before, s.seqlen
+        k = _rotated(k, torch.arange(*rows, device=k.device), args)
+        k_cache[s.in_cache(k_cache, *rows)] = _stored(k, args.k_scale, k_cache.dtype)
+        v_cache[s.in_cache(v_cache, *rows)] = _stored(v, args.v_scale, v_cache.dtype)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: DecodeArgs,
+    sequences: list[CachedSequence],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention over caches that hold the appended rows. The arguments are those of `forward`."""
+    out, lse = decode_outputs(q, v_cache, args if dtype is None else args._replace(out=None))
+    if dtype is not None:
+        out, lse = out.to(dtype), lse.to(dtype)
+    # Padding after the last sequence of a ragged batch.
+    if args.cu_seqlens_q is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    wide = lse_dtype(q.dtype) if dtype is None else dtype
+    attention_args = AttentionArgs(
+        scale=args.scale,
+        window_left=args.window_left,
+        window_right=args.window_right,
+        softcap=args.softcap or 0.0,
+        alibi=args.alibi,
+        sinks=args.sinks,
+    )
+    for s in sequences:
+        Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args).to(q.dtype)
+        K = _loaded(k_cache[s.in_cache(k_cache, s.first, s.seqlen)], args.k_scale, wide)
+        V = _loaded(v_cache[s.in_cache(v_cache, s.first, s.seqlen)], args.v_scale, wide)
+        O, L = (x[None].to(wide) for x in (s.of_tokens(out).transpose(0, 1), s.of_rows(lse)))
+        Q, K, V = (x.to(wide).transpose(0, 1)[None] for x in (Q, K, V))
+        tiled.forward(Q, K, V, attention_args, O, L, sequence=s.index)
+        s.of_tokens(out).copy_(O[0].transpose(0, 1))
+        s.of_rows(lse).copy_(L[0])
+    return out, lse
+
+
+# ---- rotary embedding and FP8 storage
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _positions(s: CachedSequence, args: DecodeArgs, device: torch.device) -> Tensor:
+    """The positions by which the queries of a sequence are rotated."""
+    if args.band == Band():
+        return torch.full((s.num_queries,), s.seqlen_before, device=device)
+    return torch.arange(s.seqlen - s.num_queries, s.seqlen, device=device)
+
+
+def _rotated(x: Tensor, positions: Tensor, args: DecodeArgs) -> Tensor:
+    """Rotary embedding of x (tokens, heads, D) at the positions of its tokens; x itself without rotary_cos."""
+    if args.rotary_cos is None or args.rotary_sin is None:
+        return x
+    cos, sin = (table[positions].to(x.dtype)[:, None] for table in (args.rotary_cos, args.rotary_sin))
+    rotary_dim = 2 * cos.shape[-1]
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if args.rotary_interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows (tokens, Hkv, D) in the dtype of a cache."""
+    if dtype != FP8:
+        return x.to(dtype)
+    largest = torch.finfo(FP8).max
+    return (x if scale is None else x / _by_head(scale, x.dtype)).clamp(-largest, largest).to(FP8)
+
+
+def _loaded(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows (keys, Hkv, D) of a cache as numbers."""
+    return rows.to(dtype) if scale is None else rows.to(dtype) * _by_head(scale, dtype)
+
+
+def _by_head(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A scale of shape () or (Hkv) that broadcasts with (rows, Hkv, D)."""
+    return scale.to(dtype).reshape(-1, 1)
+
+
+# ---- lengths and indices
+# ----------------------------------------------------------------------------------------------------------
+
+
+def read_sequences(q: Tensor, k_cache: Tensor, args: DecodeArgs) -> list[CachedSequence]:
+    """Read the lengths, offsets and indices of a call; raise `ValueError` if one is wrong."""
+    batch, paged = args.cache_seqlens.shape[0], args.page_table is not None
+    seqlens, leftpads = args.cache_seqlens.tolist(), [0] * batch if args.leftpad is None else args.leftpad.tolist()
+    offsets = None if args.cu_seqlens_q is None else read_offsets("q", args.cu_seqlens_q, len(q))
+    cache_rows = range(batch) if args.cache_batch_idx is None else args.cache_batch_idx.tolist()
+    capacity = args.page_table.shape[1] * k_cache.shape[1] if paged else k_cache.shape[1]  # type: ignore[union-attr]
+    sequences = []
+    for b in range(batch):
+        queries = None if offsets is None else slice(offsets[b], offsets[b + 1])
+        num_queries = q.shape[1] if queries is None else queries.stop - queries.start
+        num_new = 0 if args.k_new is None else args.k_new.shape[1] if queries is None else num_queries
+        if seqlens[b] < 0:
+            raise ValueError(f"cache_seqlens[{b}]={seqlens[b]} is negative: give the number of rows in the cache")
+        seqlen = seqlens[b] + num_new
+        if seqlen > capacity:
+            appended = f" and {num_new} new rows" if num_new else ""
+            raise ValueError(f"cache_seqlens[{b}]={seqlens[b]}{appended}: a sequence has at most {capacity} rows")
+        if leftpads[b] < 0:
+            raise ValueError(f"leftpad[{b}]={leftpads[b]} is negative: give the number of rows to skip")
+        if not paged and not 0 <= cache_rows[b] < len(k_cache):
+            raise ValueError(f"cache_batch_idx[{b}]={cache_rows[b]}: the cache has {len(k_cache)} rows of sequences")
+        lo = args.band.lo(0, num_queries, seqlen) if num_queries else seqlen
+        sequences.append(
+            CachedSequence(
+                index=b,
+                queries=queries,
+                num_queries=num_queries,
+                seqlen_before=seqlens[b],
+                seqlen=seqlen,
+                first=min(max(lo, leftpads[b]), seqlen),
+                cache_row=cache_rows[b],
+                pages=None if args.page_table is None else args.page_table[b],
+            )
+        )
+        _check_pages(sequences[-1], k_cache)
+        _check_positions(sequences[-1], args)
+    return sequences
+
+
+def _check_pages(s: CachedSequence, k_cache: Tensor) -> None:
+    """Raise `ValueError` for a wrong page among those that the sequence reads or writes."""
+    if s.pages is None:
+        return
+    num_pages, page_size = k_cache.shape[:2]
+    begin, end = min(s.first, s.seqlen_before) // page_size, ceil_div(s.seqlen, page_size)
+    for i, page in enumerate(s.pages[begin:end].tolist(), begin):
+        if not 0 <= page < num_pages:
+            raise ValueError(f"page_table[{s.index}, {i}]={page}: there are {num_pages} pages")
+
+
+def _check_positions(s: CachedSequence, args: DecodeArgs) -> None:
+    if args.rotary_cos is None:
+        return
+    positions = [s.seqlen - 1] if s.seqlen > s.seqlen_before else []
+    if s.num_queries:
+        positions += _positions(s, args, torch.device("cpu"))[[0, -1]].tolist()
+    for position in positions:
+        if not 0 <= position < len(args.rotary_cos):
+            raise ValueError(
+                f"position {position} of sequence {s.index}: rotary_cos has {len(args.rotary_cos)} rows, one for each "
+                "position from 0"
+            )

@@ -1,0 +1,128 @@
+"""Decoding written out row by row, in fp64, apart from `cute_flash.reference`: the oracle of the CPU tests.
+
+Rotary embedding is a product of complex numbers, and every key is looked up by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+
+
+def oracle(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_layout: str = "nhd",
+    **_others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out and lse in fp64, and the caches after the call, in the layout of the arguments. The arguments stay."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    keys, values = (x.transpose(1, 2) if kv_layout == "hnd" else x for x in (k_cache, v_cache))
+    heads, heads_kv = q.shape[-2], keys.shape[2]
+    batch, left = len(cache_seqlens), window[0]
+    right = 0 if causal else window[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def tokens(x: Tensor, b: int) -> Tensor:
+        if cu_seqlens_q is None:
+            return x[b]
+        return x[int(cu_seqlens_q[b]) : int(cu_seqlens_q[b + 1])]
+
+    def place(b: int, j: int) -> tuple[int, int]:
+        if page_table is not None:
+            return int(page_table[b, j // keys.shape[1]]), j % keys.shape[1]
+        return (b if cache_batch_idx is None else int(cache_batch_idx[b])), j
+
+    def rotated(x: Tensor, position: int) -> Tensor:
+        """One token, (heads, D)."""
+        x = x.double()
+        if rotary_cos is None or rotary_sin is None:
+            return x
+        half, result = rotary_cos.shape[1], x.clone()
+        turn = torch.complex(rotary_cos[position].double(), rotary_sin[position].double())
+        for d in range(half):
+            a, b = (2 * d, 2 * d + 1) if rotary_interleaved else (d, d + half)
+            z = torch.complex(x[:, a], x[:, b]) * turn[d]
+            result[:, a], result[:, b] = z.real, z.imag
+        return result
+
+    def factor(given: Any) -> Tensor:
+        return torch.as_tensor(1.0 if given is None else given).double().reshape(-1, 1)
+
+    def stored(x: Tensor, given: Any, dtype: torch.dtype) -> Tensor:
+        return (x.double() / factor(given)).clamp(-448, 448).to(dtype) if dtype == FP8 else x.to(dtype)
+
+    lengths = []
+    for b in range(batch):
+        before = int(cache_seqlens[b])
+        new = 0 if k_new is None else len(tokens(k_new, b))
+        for t in range(new):
+            where = place(b, before + t)
+            keys[where] = stored(rotated(tokens(k_new, b)[t], before + t), k_scale, keys.dtype)
+            values[where] = stored(tokens(v_new, b)[t], v_scale, values.dtype)
+        lengths.append(before + new)
+
+    out = torch.zeros(*q.shape[:-1], values.shape[-1], dtype=torch.float64)
+    is_dense = cu_seqlens_q is None
+    shape = (batch, heads, q.shape[1]) if is_dense else (heads, q.shape[0])
+    lse = torch.full(shape, -torch.inf, dtype=torch.float64)
+    for b in range(batch):
+        length, queries = lengths[b], tokens(q, b)
+        skipped = 0 if leftpad is None else int(leftpad[b])
+        # (keys, Hkv, D); rows that are masked for all queries may be NaN, and are never multiplied.
+        K, V = (
+            torch.stack([x[place(b, j)].double() * factor(given) for j in range(length)]) if length else None
+            for x, given in ((keys, k_scale), (values, v_scale))
+        )
+        for i in range(len(queries)):
+            position = length - len(queries) + i
+            turn = position if causal or left is not None or right is not None else int(cache_seqlens[b])
+            query = rotated(queries[i], turn).to(q.dtype).double()
+            visible = [
+                j
+                for j in range(skipped, length)
+                if (left is None or j >= position - left) and (right is None or j <= position + right)
+            ]
+            for h in range(heads):
+                logits = torch.zeros(0, dtype=torch.float64)
+                if visible:
+                    logits = scale * (K[visible, h // (heads // heads_kv)] @ query[h])
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if alibi is not None:
+                    slope = float(alibi[b, h] if alibi.dim() == 2 else alibi[h])
+                    logits = logits - slope * torch.tensor([abs(position - j) for j in visible], dtype=torch.float64)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[h : h + 1].double()])
+                if not len(logits):
+                    continue
+                total = torch.logsumexp(logits, dim=0)
+                if visible:
+                    weights = torch.exp(logits[: len(visible)] - total)
+                    tokens(out, b)[i, h] = weights @ V[visible, h // (heads // heads_kv)]
+                (lse[b] if is_dense else lse[:, int(cu_seqlens_q[b]) :])[h, i] = total
+    return out, lse, k_cache, v_cache

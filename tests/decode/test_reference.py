@@ -1,0 +1,189 @@
+"""`attn_decode` on the CPU against the oracle that is written out row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_flash
+from cute_flash import reference
+from cute_flash.decode import bind
+from tests.decode.cases import DecodeCase, random_cases, small_case
+from tests.decode.oracle import oracle
+
+CASES = list(random_cases(7, 260, longest=60))
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor, so that NaN equals itself."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(sizes[x.element_size()])
+
+
+def check(case: DecodeCase, dtype: torch.dtype) -> None:
+    call = case.build(dtype=dtype, poison_skipped=True)
+    expected, expected_lse, keys, values = oracle(*call.tensors, **call.options)
+    out, lse = cute_flash.attn_decode(*call.tensors, return_lse=True, **call.options)
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+    assert (out.double()[expected == 0] == 0).all()
+    if "out" in call.options:
+        assert out is call.options["out"]
+    if dtype == torch.float64:
+        # Only the appended rows change, and everything else keeps its bits.
+        if case.rotary_dim and not case.fp8:
+            torch.testing.assert_close(call.k_cache, keys, rtol=1e-13, atol=1e-13, equal_nan=True)
+        else:
+            assert torch.equal(bits(call.k_cache), bits(keys))
+        assert torch.equal(bits(call.v_cache), bits(values))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_against_the_oracle(case: DecodeCase) -> None:
+    check(case, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES[:30], ids=lambda case: case.id)
+def test_other_dtypes(case: DecodeCase, dtype: torch.dtype) -> None:
+    check(case, dtype)
+
+
+def test_the_cases_cover_everything() -> None:
+    assert {case.page_size for case in CASES} == {None, 1, 8, 16, 24, 32, 64, 128, 256, 528}
+    assert {case.group for case in CASES} == {1, 2, 3, 4, 5, 7, 8, 16}
+    assert {max(case.tokens) for case in CASES} >= set(range(1, 17))
+    assert {0, 1} <= {length for case in CASES for length in case.seqlens}
+    assert {(case.storage, case.kv_layout, bool(case.page_size)) for case in CASES} == {
+        (storage, layout, paged)
+        for storage in ("apart", "joined", "stacked", "padded")
+        for layout in ("nhd", "hnd")
+        for paged in (True, False)
+    }
+    assert {(bool(case.rotary_dim), case.rotary_interleaved) for case in CASES if any(case.new)} == {
+        (rotary, interleaved) for rotary in (True, False) for interleaved in (True, False)
+    }
+    assert any(0 < case.rotary_dim < case.head_dim // 16 * 16 for case in CASES)
+    assert {case.fp8 for case in CASES} == {"", "plain", "number", "scalar", "heads"}
+    assert {case.alibi for case in CASES} == {"", "heads", "batch"}
+    for name in ("is_ragged", "padding", "leftpad", "softcap", "has_sinks", "scale", "has_batch_idx", "has_out"):
+        assert {bool(getattr(case, name)) for case in CASES} == {True, False}, name
+    assert any(case.window[0] is not None and not case.causal for case in CASES)
+    assert any(case.new != case.tokens and any(case.new) for case in CASES)
+
+
+# ---- parts of the definition
+
+
+def test_it_is_attn_over_the_rows() -> None:
+    case = small_case(seqlens=(21, 21), tokens=(3, 3), leftpad=(4, 4), group=3)
+    call = case.build(dtype=torch.float64)
+    found = cute_flash.attn_decode(*call.tensors, return_lse=True, **call.options)
+    k, v = call.k_cache[:2, 4:21], call.v_cache[:2, 4:21]
+    expected = cute_flash.attn(call.q, k, v, causal=True, layout="bshd", return_lse=True)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_of_chunks_is_rotary_of_the_sequence(interleaved: bool) -> None:
+    """Scores depend on distances only: appending in parts gives the results of appending at once."""
+    case = small_case(seqlens=(0, 0), tokens=(12, 12), new=(12, 12), rotary_dim=16, rotary_interleaved=interleaved)
+    call = case.build(dtype=torch.float64)
+    whole = cute_flash.attn_decode(*call.tensors, **call.options)
+    parts = []
+    again = case.build(dtype=torch.float64)
+    k_new, v_new = again.options.pop("k_new"), again.options.pop("v_new")
+    for begin, end in ((0, 5), (5, 6), (6, 12)):
+        chunk = slice(begin, end)
+        again.options |= {"cache_seqlens": begin, "k_new": k_new[:, chunk], "v_new": v_new[:, chunk]}
+        parts.append(cute_flash.attn_decode(again.q[:, chunk], again.k_cache, again.v_cache, **again.options))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    torch.testing.assert_close(again.k_cache, call.k_cache, equal_nan=True)
+
+
+def test_queries_without_a_mask_are_rotated_by_the_old_length() -> None:
+    case = small_case(tokens=(2, 2), new=(2, 2), rotary_dim=16, causal=False)
+    call = case.build(dtype=torch.float64)
+    call.q[:, 1] = call.q[:, 0]
+    out = cute_flash.attn_decode(*call.tensors, **call.options)
+    torch.testing.assert_close(out[:, 0], out[:, 1])
+
+
+def test_rows_without_keys() -> None:
+    call = small_case(seqlens=(0, 2), tokens=(4, 4)).build()
+    out, lse = cute_flash.attn_decode(*call.tensors, return_lse=True, **call.options)
+    assert (out[0] == 0).all() and (lse[0] == -torch.inf).all()
+    assert (out[1, :2] == 0).all() and (lse[1, :, :2] == -torch.inf).all()
+    assert lse[1, :, 2:].isfinite().all()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out, lse = cute_flash.attn_decode(*call.tensors, sinks=sinks, return_lse=True, **call.options)
+    assert (out[0] == 0).all() and torch.equal(lse[0], sinks[:, None].expand(4, 4))
+
+
+def test_fp8_saturates_and_keeps_nan() -> None:
+    call = small_case(new=(1, 1), fp8="scalar").build()
+    call.options["k_new"][0, 0, 0, :4] = torch.tensor([1e6, -1e6, torch.nan, torch.inf])
+    cute_flash.attn_decode(*call.tensors, **call.options)
+    stored = call.k_cache[0, 21, 0].float()
+    assert stored[:2].tolist() == [448, -448] and stored[2].isnan() and stored[3] == 448
+
+
+def test_attention_reads_what_is_stored() -> None:
+    """A key that FP8 rounds counts with its rounded value."""
+    call = small_case(seqlens=(0, 0), new=(1, 1), fp8="number").build(dtype=torch.float64)
+    out = cute_flash.attn_decode(*call.tensors, **call.options)
+    expected = call.v_cache[:2, :1].double() * call.options["v_scale"]
+    torch.testing.assert_close(out, expected.repeat_interleave(2, dim=2), rtol=1e-6, atol=0)
+    assert not torch.equal(expected, call.options["v_new"])
+
+
+def test_num_splits_does_not_matter() -> None:
+    call = small_case().build()
+    outs = [cute_flash.attn_decode(*call.tensors, **call.options, num_splits=n) for n in (None, 1, 5)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_one_length_for_all_sequences() -> None:
+    call = small_case(seqlens=(9, 9)).build()
+    expected = cute_flash.attn_decode(*call.tensors, **call.options)
+    call.options["cache_seqlens"] = 9
+    assert torch.equal(cute_flash.attn_decode(*call.tensors, **call.options), expected)
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    ragged = cute_flash.attn_decode(call.q[:, 0], *call.tensors[1:], **call.options, cu_seqlens_q=cu)
+    assert torch.equal(ragged, expected[:, 0])
+
+
+def test_queries_with_strided_elements() -> None:
+    call = small_case(new=(1, 1)).build()
+    expected = cute_flash.attn_decode(*call.tensors, **call.options)
+    again = small_case(new=(1, 1)).build()
+    for name in ("k_new", "v_new"):
+        again.options[name] = again.options[name].mT.contiguous().mT
+    found = cute_flash.attn_decode(again.q.mT.contiguous().mT, *again.tensors[1:], **again.options)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 4), (2, 0, 4)], ids=str)
+def test_empty_calls(shape: tuple[int, int, int]) -> None:
+    batch, tokens, heads = shape
+    q, cache = torch.randn(batch, tokens, heads, 16), torch.randn(2, 8, 2, 16)
+    lengths = torch.full((batch,), 3, dtype=torch.int32)
+    out, lse = cute_flash.attn_decode(q, cache, cache, cache_seqlens=lengths, return_lse=True)
+    assert out.shape == (*shape, 16) and lse.shape == (batch, heads, tokens)
+
+
+def test_the_reference_in_fp64_is_an_oracle() -> None:
+    """`forward(dtype=torch.float64)` computes 16-bit inputs exactly: the oracle of the GPU tests."""
+    for case in CASES[:20]:
+        call = case.build(dtype=torch.bfloat16)
+        expected, expected_lse, *_ = oracle(*call.tensors, **call.options)
+        out, lse = reference.decode.forward(*bind(*call.tensors, **call.options), dtype=torch.float64)
+        assert out.dtype == lse.dtype == torch.float64
+        # A rotated element may be rounded to another neighbour.
+        tolerance = 2e-2 if case.rotary_dim else 1e-6
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
