@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,21 @@ from profiling import fp32
 from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
+from profiling.suites import MASKS
 from profiling.terminal import Table
 
-OUTLIERS = "results/h200/2026-11-15-fwd-sm90-outliers.json"
-GQA = ("results/h200/2026-11-15-fwd-sm90-gqa.json", "results/h200/2026-11-15-fwd-sm90-gqa8.json")
+GQA = ("results/h200/2026-11-16-fwd-sm90-gqa.json", "results/h200/2026-11-16-fwd-sm90-gqa8.json")
 MODS = "results/h200/2026-11-16-mods.json"
 HOST = "results/h200/2026-11-16-host.json"
 FP32 = "results/h200/2026-11-16-fp32.json"
 START = "results/h200/2026-11-15-host.json"
-# Kernel -> the result file, the peer, and the peer's name in the text.
+# Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
-    "forward sm90": (FORWARD, "fa3", "FlashAttention-3"),
-    "forward sm90, inputs with outliers": (OUTLIERS, "fa3", "FlashAttention-3"),
-    "forward sm80": (FORWARD_SM80, "sdpa-flash", "FlashAttention-2"),
-    "backward sm90": (BACKWARD, "fa3", "FlashAttention-3"),
-    "backward sm80": (BACKWARD_SM80, "sdpa-flash", "FlashAttention-2"),
+    "forward sm90": (FORWARD, "normal", "fa3", "FlashAttention-3"),
+    "forward sm90, inputs with outliers": (FORWARD, "outliers", "fa3", "FlashAttention-3"),
+    "forward sm80": (FORWARD_SM80, "normal", "sdpa-flash", "FlashAttention-2"),
+    "backward sm90": (BACKWARD, "normal", "fa3", "FlashAttention-3"),
+    "backward sm80": (BACKWARD_SM80, "normal", "sdpa-flash", "FlashAttention-2"),
 }
 # Table row -> kind of the cells, and the names of our side and of the other side in the result file.
 MOD_ROWS = {
@@ -49,36 +50,39 @@ HOST_ROWS = {
 }
 
 
-def _worst(run: Run, peer: str, norm: str = "relative") -> dict[str, float]:
+def _worst(run: Run, distribution: str, peer: str, norm: str = "relative") -> dict[str, float]:
     """Result (out, dq, dk or dv) -> the largest ratio of our error to the peer's, both against fp64."""
-    labels = sorted({label for cell in run.cells for label in cell.yardstick})
-    if "outliers" in labels:
-        labels = ["outliers"]
     worst = {}
-    for label in labels:
-        ratios = [cell.error_ratio(run.ours[0], peer, label, norm) for cell in run.cells]
-        worst[label.partition(" ")[2] or "out"] = max(ratio for ratio in ratios if ratio is not None)
+    for label in sorted({label for cell in run.cells for label in cell.yardstick}):
+        inputs, _, gradient = label.partition(" ")
+        if inputs == distribution:
+            ratios = [cell.error_ratio(run.ours[0], peer, label, norm) for cell in run.cells]
+            worst[gradient or "out"] = max(ratio for ratio in ratios if ratio is not None)
     return worst
 
 
 def accuracy(data: Path) -> Table:
     rows = []
-    for kernel, (path, peer, name) in ACCURACY.items():
+    for kernel, (path, distribution, peer, name) in ACCURACY.items():
         run = load(data / path)
-        worst = [
-            ", ".join(f"{result} {ratio:.2f}" for result, ratio in _worst(run, peer, norm).items()) for norm in NORMS
-        ]
-        rows.append((f"[{kernel}]({path})", name, *worst))
+        found = [_worst(run, distribution, peer, norm) for norm in NORMS]
+        texts = [", ".join(f"{result} {ratio:.2f}" for result, ratio in worst.items()) for worst in found]
+        rows.append((f"[{kernel}]({path})", name, *texts))
     norms = ("largest ratio, relative Frobenius norm", "largest ratio, largest element")
     return Table("", ("kernel", "error over that of", *norms), tuple(rows))
 
 
 def accuracy_line(data: Path) -> str:
     """The accuracy of the forward and the backward in three sentences."""
-    worst = {name: max(_worst(load(data / path), peer).values()) for name, (path, peer, _) in ACCURACY.items()}
+
+    def worst_of(kernel: str, norm: str = "relative") -> float:
+        path, distribution, peer, _ = ACCURACY[kernel]
+        return max(_worst(load(data / path), distribution, peer, norm).values())
+
+    worst = {kernel: worst_of(kernel) for kernel in ACCURACY}
     forward = max(worst["forward sm90"], worst["forward sm90, inputs with outliers"])
     ampere = max(worst["forward sm80"], worst["backward sm80"])
-    element = max(max(_worst(load(data / path), peer, "max_abs").values()) for path, peer, _ in ACCURACY.values())
+    element = max(worst_of(kernel, "max_abs") for kernel in ACCURACY)
     return (
         f"On the same inputs, errors against fp64 (relative Frobenius norm) are at most {forward:.2f} × those of "
         f"FlashAttention-3 for the output and {worst['backward sm90']:.2f} × for dq, dk and dv. Those of the sm80 "
@@ -135,16 +139,34 @@ def fp32_accuracy(data: Path) -> Table:
     return Table("", columns, tuple(rows))
 
 
+def fp32_error_line(data: Path) -> str:
+    """fp32: the largest ratios of our worst error to MATH's, over distributions and results."""
+    record = _read_fp32(data)
+    texts = []
+    for norm, label in (("max", "largest element"), ("relative", "norm")):
+        ratios = {}
+        for distribution, output in product(fp32.DISTRIBUTIONS, fp32.OUTPUTS):
+            worst = fp32.worst_errors(record, distribution, output, norm)
+            ratios[f"{output}; inputs: {distribution}"] = worst[fp32.OURS] / worst[fp32.MATH]
+        where = max(ratios, key=lambda name: ratios[name])
+        texts.append(f"{ratios[where]:.2f} × for the {label} ({where})")
+    return f"Over MATH's worst error in the same row, that of cute_flash is at most {' and '.join(texts)}."
+
+
 def gqa(data: Path) -> Table:
+    """Grouped heads: the speed over FlashAttention-3 and over cuDNN."""
     rows = []
+    lengths: list[int] = []
     for path in GQA:
-        for cell in load(data / path).cells:
-            shape = cell.shape
-            sizes = f"B = {shape.batch}, S = {shape.seqlen}, D = {shape.head_dim}, {shape.mask}"
-            ratios = [cell.ratio("cute_flash", peer) for peer in ("fa3", "sdpa-cudnn")]
-            texts = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-            rows.append((f"[{shape.heads} on {shape.heads_kv} heads]({path}), {sizes}", *texts))
-    return Table("", ("forward", "over FlashAttention-3", "over cuDNN"), tuple(rows))
+        run = load(data / path)
+        lengths = sorted({cell.shape.seqlen for cell in run.cells})
+        heads = f"[{run.cells[0].shape.heads} on {run.cells[0].shape.heads_kv} heads]({path})"
+        for mask in MASKS:
+            cells = {cell.shape.seqlen: cell for cell in run.cells if cell.shape.mask == mask}
+            pairs = [[cells[length].ratio("cute_flash", peer) for peer in ("fa3", "sdpa-cudnn")] for length in lengths]
+            texts = [" / ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in pair) for pair in pairs]
+            rows.append((f"{heads}, {mask}", *texts))
+    return Table("", ("over FlashAttention-3 / cuDNN", *(f"S = {length}" for length in lengths)), tuple(rows))
 
 
 def _speed(cells: list[dict[str, Any]], side: str, base: str, direction: str) -> str:

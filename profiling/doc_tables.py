@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cute_flash.planning.plan import plan_backward
@@ -14,12 +15,14 @@ from cute_flash.smem.tile import VARIANTS
 from cute_flash.spec import arch
 from layouts.backward import bwd_sm80_uses
 from layouts.kernels import predict
-from profiling import concept_tables, doc_results, numerics_report, standard_report
+from profiling import concept_tables, doc_results, ncu_source, numerics_report, standard_report
 from profiling.expect import work_of
 from profiling.feature_tables import FEATURES, features
 from profiling.figures import (
     BACKWARD,
     BACKWARD_SM80,
+    BACKWARD_SM80_BHSD,
+    BY_INSTRUCTION,
     COUNTERS,
     DATA,
     FORWARD,
@@ -29,9 +32,9 @@ from profiling.figures import (
     STANDARD,
 )
 from profiling.machine import ROOT
-from profiling.ncu_case import BEYOND_L2, LAYOUTS, is_beyond_l2, measured_cases
+from profiling.ncu_case import BEYOND_L2, LAYOUTS, case_of, is_beyond_l2, measured_cases
 from profiling.record import Cell, Run, load
-from profiling.report import geometric_mean
+from profiling.report import NOISY_SPREAD, geometric_mean
 from profiling.suites import MASKS, Shape
 from profiling.terminal import Table
 
@@ -119,6 +122,21 @@ def _predicted_backward(case: Case, name: str, layout: str) -> tuple[str, ...]:
     return name, f"{layout}, not built", "-", *(f"({_number(v)})" for v in (*values, count["cp.async"].wavefronts))
 
 
+def by_instruction() -> Table:
+    """Shared-memory wavefronts by instruction of the backward kernels."""
+    kinds = {"ldmatrix": "LDSM", "loads": "LDS", "stmatrix": "STSM", "stores": "STS", "cp.async": "LDGSTS"}
+    rows = []
+    for case_id, counted in ncu_source.read_tables((DATA / BY_INSTRUCTION).read_text(encoding="utf-8")).items():
+        case = case_of(case_id, symbol="")
+        cells = []
+        for opcode in kinds.values():
+            of_kind = [count for name, count in counted.items() if name.partition(".")[0] == opcode]
+            total = sum(of_kind, ncu_source.Counted())
+            cells.append(f"{total.wavefronts:,} ({total.ideal:,})" if total.executed else "-")
+        rows.append((f"[{case.kernel}]({BY_INSTRUCTION}), {case.shape.head_dim}", *cells))
+    return Table("", ("kernel, D", *kinds), tuple(rows))
+
+
 def hbm_bytes() -> Table:
     """DRAM bytes of every kernel with its default layout, in MB."""
     rows = []
@@ -140,15 +158,24 @@ def hbm_bytes() -> Table:
 
 
 def beyond_l2() -> str:
-    """Whether writes are verified by a shape whose outputs exceed L2."""
-    kernels = [case["kernel"] for case in _cases() if is_beyond_l2(case)]
+    """HBM bytes over the model for a shape whose outputs exceed L2."""
+    cases = [case for case in _cases() if is_beyond_l2(case)]
     shape = ", ".join(f"{name} {value}" for name, value in BEYOND_L2.items())
-    if not kernels:
+    if not cases:
         return (
             f"No report of a shape beyond L2 ({shape}) is checked in yet, so the writes of outputs larger than L2 are "
             "not verified: `python -m profiling ncu --beyond-l2 --out profiling/reports/h200`."
         )
-    return f"Of {', '.join(dict.fromkeys(kernels))} there is a report of a shape beyond L2 ({shape})."
+    kernels = {case["kernel"]: case for case in cases}
+
+    def over_model(metric: str) -> str:
+        ratios = {name: case["measured"][metric] / case["predicted"][metric] for name, case in kernels.items()}
+        return ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+
+    return (
+        f"Measured over the L2 model, for a shape whose outputs exceed L2 ({shape}): written bytes "
+        f"{over_model('dram_write_bytes')}; read bytes {over_model('dram_read_bytes')}."
+    )
 
 
 def _percent(case: Case, metric: str) -> str:
@@ -235,12 +262,61 @@ def summary() -> Table:
         reach = f"{min(everything):.2f} to {max(everything):.2f}" if everything else "-"
         mean = f"**{_mean(everything)}**"
         name = f"[{label}]({path})"
-        commit = f"`{run.machine['git_commit']}`"
+        commit = f"`{run.machine['git_commit'][:7]}`"
         short = _mean(_over_best(run, (cell for cell in run.cells if cell.shape.seqlen <= SHORT)))
         peers = ", ".join(PEERS[peer] for peer in run.peers)
         rows.append((name, peers, mean, reach, *dims, short, commit))
     columns = ("kernel", "best of", "mean of 36 cells", "lowest to highest", "D = 64", "128", "256")
     return Table("", (*columns, f"S ≤ {SHORT}", "commit"), tuple(rows))
+
+
+def conditions() -> str:
+    """Versions of the libraries, and what the card and the rounds were like."""
+    runs = {label: load(DATA / path) for label, path in RUNS.items()}
+    machine = next(run.machine for run in runs.values() if "fa3" in run.peers)
+    cudnn, fa3 = machine["cudnn"], machine["flash_attn_3"]
+    capped = {
+        label: sum("sw_power_cap" in cell.after["clock_reasons"] for cell in run.cells) for label, run in runs.items()
+    }
+    noisy = {
+        label: sum((cell.results[run.ours[0]].spread or 0.0) > NOISY_SPREAD for cell in run.cells)
+        for label, run in runs.items()
+    }
+    return "\n".join(
+        (
+            f"- Versions: torch {machine['torch']} with its FlashAttention-2, cuDNN {cudnn // 10000}."
+            f"{cudnn // 100 % 100}.{cudnn % 100}, FlashAttention-3 ({fa3['origin']}, SHA-256 {fa3['digest']}), "
+            f"FlashAttention-4 {machine['flash_attn_4']}, driver {machine['driver']}.",
+            f"- Cells, of 36, in which the card reported its power cap: {_counts(capped)}.",
+            f"- Cells in which rounds of cute_flash differ by over {100 * NOISY_SPREAD:.0f} %: {_counts(noisy)}.",
+        )
+    )
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{label} {count}" for label, count in found.items())
+
+
+def memory() -> str:
+    """The sm80 backward over FlashAttention-2 in both orders of memory, and the time that the order costs each."""
+    bshd, bhsd = load(DATA / BACKWARD_SM80), load(DATA / BACKWARD_SM80_BHSD)
+    ours, peer = bshd.ours[0], bshd.reference
+    before = {cell.key: cell.results for cell in bshd.cells}
+
+    def added(name: str) -> list[float]:
+        pairs = [(before[cell.key][name].ms, cell.results[name].ms) for cell in bhsd.cells]
+        return [after - first for first, after in pairs if first is not None and after is not None]
+
+    def span(values: list[float]) -> str:
+        return f"{1e3 * min(values):.0f} to {1e3 * max(values):.0f} µs (median {1e3 * median(values):.0f})"
+
+    text = (
+        f"The sm80 backward is {_mean(_over_best(bshd, bshd.cells))} × as fast as FlashAttention-2 on (B, S, H, D) "
+        f"memory and {_mean(_over_best(bhsd, bhsd.cells))} × on (B, H, S, D) memory ([run]({BACKWARD_SM80_BHSD})). "
+        f"(B, H, S, D) memory adds {span(added(peer))} to a call of FlashAttention-2 through SDPA, and "
+        f"{span(added(ours))} to a call of cute_flash."
+    )
+    return re.sub(r" -(?=\d)", " −", text)
 
 
 def cells(forward: str, backward: str) -> Table:
@@ -336,12 +412,15 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "distance": (lambda: _markdown(distance()), tuple(RUNS.values())),
     "conflicts": (lambda: "![Wavefronts, conflicts and time by layout](plots/conflicts.svg)", (COUNTERS,)),
     "summary": (lambda: _markdown(summary()), tuple(RUNS.values())),
+    "conditions": (conditions, tuple(RUNS.values())),
+    "memory": (memory, (BACKWARD_SM80, BACKWARD_SM80_BHSD)),
     "cells_sm90": (lambda: _markdown(cells(FORWARD, BACKWARD)), (FORWARD, BACKWARD)),
     "cells_sm80": (lambda: _markdown(cells(FORWARD_SM80, BACKWARD_SM80)), (FORWARD_SM80, BACKWARD_SM80)),
     "example": (example, (FORWARD, BACKWARD)),
     "features": (lambda: _markdown(features(DATA)), (FEATURES,)),
     "support": (lambda: _markdown(support()), (SUPPORT,)),
     "bwd_layouts": (lambda: _markdown(bwd_layouts()), (COUNTERS,)),
+    "by_instruction": (lambda: _markdown(by_instruction()), (BY_INSTRUCTION,)),
     "hbm_bytes": (lambda: _markdown(hbm_bytes()), (COUNTERS,)),
     "beyond_l2": (beyond_l2, (COUNTERS,)),
     "standard": (_study(standard_report.claims, STANDARD), (STANDARD,)),
@@ -353,10 +432,11 @@ BLOCKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
         lambda: "![Errors of GPU kernels by dtype and distribution](plots/numerics-gpu.svg)",
         (NUMERICS_GPU,),
     ),
-    "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), (*RUNS.values(), doc_results.OUTLIERS)),
-    "accuracy_line": (lambda: doc_results.accuracy_line(DATA), (*RUNS.values(), doc_results.OUTLIERS)),
+    "accuracy": (lambda: _markdown(doc_results.accuracy(DATA)), tuple(RUNS.values())),
+    "accuracy_line": (lambda: doc_results.accuracy_line(DATA), tuple(RUNS.values())),
     "fp32": (lambda: _markdown(doc_results.fp32_speed(DATA)), (doc_results.FP32,)),
     "fp32_line": (lambda: doc_results.fp32_line(DATA), (doc_results.FP32,)),
+    "fp32_error_line": (lambda: doc_results.fp32_error_line(DATA), (doc_results.FP32,)),
     "fp32_accuracy": (lambda: _markdown(doc_results.fp32_accuracy(DATA)), (doc_results.FP32,)),
     "gqa": (lambda: _markdown(doc_results.gqa(DATA)), doc_results.GQA),
     "mods": (lambda: _markdown(doc_results.mods(DATA)), (doc_results.MODS,)),

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "profiling" / "plots"
 DATA = ROOT / "profiling"
 # The runs that are plotted. To plot a newer run, name it here.
-FORWARD = "results/h200/2026-11-15-fwd-sm90-paper.json"
-FORWARD_SM80 = "results/h200/2026-11-15-fwd-sm80-paper.json"
-BACKWARD = "results/h200/2026-11-15-bwd-sm90-paper.json"
-BACKWARD_SM80 = "results/h200/2026-11-15-bwd-sm80-paper.json"
+FORWARD = "results/h200/2026-11-16-fwd-sm90-paper.json"
+FORWARD_SM80 = "results/h200/2026-11-16-fwd-sm80-paper.json"
+BACKWARD = "results/h200/2026-11-16-bwd-sm90-paper.json"
+BACKWARD_SM80 = "results/h200/2026-11-16-bwd-sm80-paper.json"
+# The same with (B, H, S, D) memory; the runs above have (B, S, H, D) memory.
+BACKWARD_SM80_BHSD = "results/h200/2026-11-16-bwd-sm80-paper-bhsd.json"
 COUNTERS = "reports/h200/ncu.json"
+BY_INSTRUCTION = "results/h200/2026-11-16-bwd-by-instruction.txt"
 STANDARD = "results/h200/2026-11-16-standard.json"
 NUMERICS_CPU = "results/cpu/2026-11-16-numerics.json"
 NUMERICS_GPU = "results/h200/2026-11-16-numerics.json"

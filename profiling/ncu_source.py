@@ -84,3 +84,17 @@ def table(title: str, counted: dict[str, Counted]) -> Table:
         for opcode, one in sorted(counted.items(), key=lambda item: -item[1].wavefronts)
     ]
     return Table(title, ("instruction", "executed", "wavefronts", "ideal", "more"), tuple(rows))
+
+
+def read_tables(text: str) -> dict[str, dict[str, Counted]]:
+    """Case -> opcode -> counts, from printed tables."""
+    found: dict[str, dict[str, Counted]] = {}
+    title = ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 1 and line:
+            title = line
+        elif len(cells) == 5 and cells[1].replace(",", "").isdigit():
+            counts = (int(cell.replace(",", "")) for cell in cells[1:4])
+            found.setdefault(title, {})[cells[0]] = Counted(*counts)
+    return found

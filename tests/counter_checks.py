@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from profiling.ncu_case import LAYOUTS, Case
+from profiling.ncu_case import BEYOND_L2, LAYOUTS, Case
 from profiling.ncu_metrics import ABSENT
 
 # Counted by instruction: other users of the banks do not add to these.
@@ -15,14 +15,16 @@ EXACT = (
 CONFLICTS = {"ld_conflicts": "ld_wavefronts", "st_conflicts": "st_wavefronts"}
 WAVEFRONTS = ("ld_wavefronts", "st_wavefronts", "sass_ldgsts_wavefronts")
 # Share of the predicted wavefronts by which a counter may differ. One address conflict in each instruction of a kind
-# would be 100 %. In Hopper's backward kernels and narrow layouts, TMA, bulk additions and mbarriers meet the loads and
-# stores in the banks: up to 18 % in the reports.
+# would be 100 %. Counters that are not by instruction include other traffic of the banks. It is frequent in Hopper's
+# backward kernels and narrow layouts (TMA, bulk additions, mbarriers; up to 18 % in the reports), and in the epilogue
+# of a CTA whose neighbour on the SM is in its main loop (14 % of the stores, for several waves of CTAs).
 TOLERANCE, BUSY_TOLERANCE = 0.05, 0.25
 
 
-def tolerance(case: Case) -> float:
+def tolerance(case: Case, name: str) -> float:
     is_busy = case.family == "sm90" and (case.direction == "bwd" or case.layout != LAYOUTS[case.kernel][0])
-    return BUSY_TOLERANCE if is_busy else TOLERANCE
+    has_waves = all(getattr(case.shape, size) == value for size, value in BEYOND_L2.items())
+    return BUSY_TOLERANCE if is_busy or (has_waves and name.startswith("st_")) else TOLERANCE
 
 
 def disagreements(
@@ -42,8 +44,8 @@ def disagreements(
     for name in EXACT:
         check(name, 0)
     for name, wavefronts in CONFLICTS.items():
-        check(name, tolerance(case) * max(predicted[name], predicted[wavefronts]))
+        check(name, tolerance(case, name) * max(predicted[name], predicted[wavefronts]))
     # Wavefronts of the Hopper kernels include barriers and bulk copies.
     for name in WAVEFRONTS if case.family == "sm80" else ():
-        check(name, TOLERANCE * predicted[name])
+        check(name, tolerance(case, name) * predicted[name])
     return wrong

@@ -13,12 +13,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from profiling import __main__ as cli
-from profiling import doc_tables, figures, plot_counters, plot_speed
+from profiling import doc_results, doc_tables, figures, plot_counters, plot_speed
 from profiling.figures import FIGURES, FOLDER
 from profiling.machine import ROOT
 from profiling.ncu_case import Case
 from profiling.ncu_metrics import METRICS
 from profiling.plot_style import BLUE, LOOKS, PURPLE, RED, style, svg
+from profiling.record import load
 from profiling.suites import Shape
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
@@ -78,6 +79,37 @@ def test_the_tables_are_made_from_checked_in_files() -> None:
         assert links and all((path.parent / link).exists() for link in links)
     assert shown == set(doc_tables.BLOCKS)
     assert "| [forward sm90](../profiling/results/h200/" in PERFORMANCE.read_text()
+
+
+def test_the_runs_of_the_tables_are_comparable() -> None:
+    """Rows of one table have one commit and source, device time, and one order of the inputs in memory."""
+    runs = [load(figures.DATA / path) for path in doc_tables.RUNS.values()]
+    assert all(run.is_complete and run.settings["graph"] for run in runs)
+    assert len({run.machine["git_commit"] for run in runs}) == 1
+    assert len({run.machine["source_digest"] for run in runs}) == 1
+    assert {run.settings["layout"] for run in runs} == {"bshd"}
+    other = load(figures.DATA / figures.BACKWARD_SM80_BHSD)
+    assert other.settings["layout"] == "bhsd" and other.settings["graph"]
+    assert other.machine["source_digest"] == runs[0].machine["source_digest"]
+
+
+def test_accuracy_by_distribution() -> None:
+    run = load(figures.DATA / figures.FORWARD)
+    cell = run.cells[0]
+    errors = {name: cell.results["cute_flash"].accuracy[name].max_abs for name in ("normal", "outliers")}
+    peers = {name: cell.results["fa3"].accuracy[name].max_abs for name in errors}
+    found = {name: doc_results._worst(replace(run, cells=(cell,)), name, "fa3", "max_abs") for name in errors}
+    assert found == {name: {"out": pytest.approx(errors[name] / peers[name])} for name in errors}
+    assert found["normal"] != found["outliers"]
+
+
+def test_the_time_that_memory_adds() -> None:
+    text = doc_tables.memory()
+    found = re.search(r"adds (\d+) to (\d+) µs \(median (\d+)\) to a call of FlashAttention-2", text)
+    assert found
+    low, high, median = map(int, found.groups())
+    assert low <= median <= high
+    assert text.count("×") == 2 and "-" not in text.partition("through SDPA")[2]
 
 
 def test_tables_of_counters(monkeypatch, tmp_path) -> None:

@@ -45,7 +45,8 @@ def test_results_of_earlier_days_can_be_read_reported_and_compared(path):
     assert earlier.is_complete and len(report.cell_tables(earlier)) == 6
     table = report.accuracy_table(earlier)
     assert table is not None
-    names = [f"normal {name}" for name in ("dk", "dq", "dv")] if is_backward else ["normal"]
+    inputs = ["normal", "outliers"] if earlier.settings["outliers"] else ["normal"]
+    names = [f"{name} {result}" for name in inputs for result in ("dk", "dq", "dv")] if is_backward else inputs
     assert list(table.columns[1::4]) == [f"{name}: Frobenius" for name in names]
     assert "-" not in {row[-1] for row in report.cell_tables(earlier)[0].rows}
     unchanged = compare.changes(earlier, earlier)
