@@ -11,7 +11,7 @@ two n8 tiles: the first has the even columns of 16, the second the odd ones (`ou
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float16, Float32, Int32
 
 from cute_flash.device.ptx import chosen_bytes, instruction
 from cute_flash.planning.decode import ATOM_BYTES
@@ -78,52 +78,56 @@ def rounded(x: Float32) -> Int32:
 
 @cute.jit
 def add_scores(tiled_mma: cute.TiledMma, acc: cute.Tensor, q, where: tuple, steps: tuple, has_cvt: cutlass.Constexpr):
-    """S += Q K^T for the 16 keys of a warp. `where`: (address of the keys, lane); `steps`: (k-steps, those in regs)."""
-    address, lane = where
+    """S += Q K^T for the keys of a warp.
+
+    `where`: (address of the keys, lane, number of keys); `steps`: (k-steps, k-steps of Q that are in registers).
+    """
+    address, lane, num_keys = where
     num_steps, q_steps = steps
     group, thread = lane // 4, lane % 4
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 2), stride=((1, 2), 4)), Float16)
     registers = cute.recast_tensor(fragment, Int32)
-    words = [cute.make_rmem_tensor(4, Int32) for _ in range(2)]
-    rows = 16
+    # Of each n8 tile: 16 bytes of a key.
+    words = [cute.make_rmem_tensor(4, Int32) for _ in range(num_keys // 8)]
+    acc_tiles = cute.logical_divide(acc, (None, None, 2))
     for run in cutlass.range_constexpr(num_steps * 16 // RUN):
         chunk = 4 * run + thread
-        inside = ((chunk % 8) ^ group) * 16 + (run // 2) * rows * ATOM_BYTES
-        for n in cutlass.range_constexpr(2):
-            source = cute.make_ptr(
-                Int32, address + inside + (group + 8 * n) * ATOM_BYTES, cutlass.AddressSpace.smem, assumed_align=16
-            )
+        inside = ((chunk % 8) ^ group) * 16 + (run // 2) * num_keys * ATOM_BYTES
+        for n in cutlass.range_constexpr(num_keys // 8):
+            row = address + inside + (group + 8 * n) * ATOM_BYTES
+            source = cute.make_ptr(Int32, row, cutlass.AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[n])
         for i in cutlass.range_constexpr(4):
             k = 4 * run + i
             if cutlass.const_expr(k >= q_steps):
                 q.load(k, 0)
-            for n in cutlass.range_constexpr(2):
-                registers[2 * n], registers[2 * n + 1] = widened(words[n][i], has_cvt)
-            cute.gemm(tiled_mma, acc, q.fragment[None, None, k], fragment, acc)
+            for pair in cutlass.range_constexpr(num_keys // 16):
+                for n in cutlass.range_constexpr(2):
+                    registers[2 * n], registers[2 * n + 1] = widened(words[2 * pair + n][i], has_cvt)
+                acc_pair = acc_tiles[None, None, (None, pair)]
+                cute.gemm(tiled_mma, acc_pair, q.fragment[None, None, k], fragment, acc_pair)
 
 
 @cute.jit
 def add_output(tiled_mma: cute.TiledMma, acc: cute.Tensor, rP: cute.Tensor, where: tuple, has_cvt: cutlass.Constexpr):
-    """O += P V for the 16 keys of a warp. `where`: (address of the values, lane)."""
-    address, lane = where
+    """O += P V for the keys of a warp. `where`: (address of the values, lane, number of keys)."""
+    address, lane, num_keys = where
     key, chunk = lane % 16, lane // 16
     fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2), 4), stride=((1, 2), 4)), Float16)
     registers = cute.recast_tensor(fragment, Int32)
-    tiles = cute.size(acc, mode=[2])
-    groups = cute.logical_divide(acc, (None, None, 4))
-    rows = 16
-    for c in cutlass.range_constexpr(tiles // 4):
+    acc_tiles = cute.logical_divide(acc, (None, None, 4))
+    for c in cutlass.range_constexpr(cute.size(acc, mode=[2]) // 4):
         column = 2 * c + chunk  # 16-byte chunk of this lane's row address
-        inside = ((column % 8) ^ (key % 8)) * 16 + (2 * c // 8) * rows * ATOM_BYTES
-        words = ldmatrix_trans(address + key * ATOM_BYTES + inside)
-        # Matrices: keys 0-7 and 8-15 of the first chunk, then of the second.
-        for n in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                even_odd = widened(chosen_bytes(words[2 * n + half], Int32(0), Int32(0x3120)), has_cvt)
-                registers[4 * n + half], registers[4 * n + 2 + half] = even_odd
-        acc_c = groups[None, None, (None, c)]
-        cute.gemm(tiled_mma, acc_c, rP, fragment, acc_c)
+        inside = ((column % 8) ^ (key % 8)) * 16 + (2 * c // 8) * num_keys * ATOM_BYTES
+        acc_c = acc_tiles[None, None, (None, c)]
+        for k in cutlass.range_constexpr(num_keys // 16):
+            words = ldmatrix_trans(address + (16 * k + key) * ATOM_BYTES + inside)
+            # Matrices: keys 0-7 and 8-15 of the first chunk, then of the second.
+            for n in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    even_odd = widened(chosen_bytes(words[2 * n + half], Int32(0), Int32(0x3120)), has_cvt)
+                    registers[4 * n + half], registers[4 * n + 2 + half] = even_odd
+            cute.gemm(tiled_mma, acc_c, rP[None, None, k], fragment, acc_c)
 
 
 def ldmatrix_trans(address: Int32) -> tuple:

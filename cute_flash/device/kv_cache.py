@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_flash.planning.decode import ATOM_BYTES, CHUNK, DecodeTile
+from cute_flash.planning.decode import ATOM_BYTES, CHUNK
 
 LANES_PER_ROW = 8
 ROWS_AT_ONCE = 32 // LANES_PER_ROW
@@ -54,10 +54,6 @@ class WarpLoader:
     lane: Int32
     first_key: Int32  # the first and the last key that are read
     last_key: Int32
-
-    @staticmethod
-    def of(cache: CacheHead, tile: DecodeTile, lane: Int32, keys: tuple) -> "WarpLoader":
-        return WarpLoader(cache, tile, lane, *keys)
 
     @cute.jit
     def load(self, key: Int32, target: Int32):

@@ -1,7 +1,7 @@
 """Divides the keys of all sequences of a decode call among the CTAs of the grid, on the device.
 
-An *item* is a sequence, a K/V head and a tile of query rows. Its visible keys are divided into *units*: blocks of keys,
-or `num_splits` equal parts if the caller fixes their number. Units of all items form one line, and each CTA computes
+An *item* is a sequence, a K/V head and a tile of query rows. Its visible keys are divided into *units* of 32 keys, or
+into `num_splits` equal parts if the caller fixes their number. Units of all items form one line, and each CTA computes
 an equal interval of it. A CTA's part of one item is a *piece*. Lengths are read on the device, so the host neither
 synchronizes nor plans again when they change.
 
@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 LANES = 32
+UNIT_KEYS = 32
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Piece:
     head_kv: Int32
     row_tile: Int32
     item: Int32  # index of the item among all items
-    begin: Int32  # blocks of keys
+    begin: Int32  # keys, multiples of `UNIT_KEYS`; the last piece of an item may end after its last key
     end: Int32
     next_unit: Int32  # the first unit after the piece
     first_cta: Int32  # CTAs that compute pieces of the item: first_cta ... last_cta
@@ -47,7 +48,8 @@ class Sequence:
 class KvSplits:
     """The lengths of all sequences, and the sizes of units."""
 
-    cache_seqlens: cute.Tensor  # (B)
+    cache_seqlens: cute.Tensor | None  # (B); None: every sequence fills its cache
+    num_sequences: Int32
     cu_seqlens_q: cute.Tensor | None  # (B + 1); None: every sequence has `tokens` queries
     leftpad: cute.Tensor | None  # (B)
     tokens: Int32
@@ -57,10 +59,14 @@ class KvSplits:
     capacity: Int32  # keys that fit into the cache of a sequence
     group: Int32  # query heads of a K/V head
     heads_kv: Int32
-    num_splits: Int32  # 0: units are blocks
+    num_splits: Int32  # 0: units have `UNIT_KEYS` keys
     num_ctas: Int32
     tile_m: cutlass.Constexpr
-    block_keys: cutlass.Constexpr
+    least_units: cutlass.Constexpr  # of a CTA, so that all its warps have keys
+
+    def old_len(self, batch: Int32) -> Int32:
+        """The number of keys before the call appends some."""
+        return self.capacity if self.cache_seqlens is None else cutlass.max(self.cache_seqlens[batch], 0)
 
     @cute.jit
     def sequence(self, batch: Int32) -> Sequence:
@@ -68,11 +74,10 @@ class KvSplits:
         tokens = self.tokens
         if cutlass.const_expr(self.cu_seqlens_q is not None):
             tokens = cutlass.max(self.cu_seqlens_q[batch + 1] - self.cu_seqlens_q[batch], 0)
-        key_len = self.cache_seqlens[batch]
         new = Int32(0)
         if cutlass.const_expr(self.appends):
             new = tokens if self.new_tokens is None else self.new_tokens
-        key_len = cutlass.min(cutlass.max(key_len, 0) + new, self.capacity)
+        key_len = cutlass.min(self.old_len(batch) + new, self.capacity)
         first_key = Int32(0)
         if cutlass.const_expr(self.window_left is not None):
             first_key = cutlass.max(key_len - tokens - self.window_left, 0)
@@ -80,51 +85,49 @@ class KvSplits:
             first_key = cutlass.max(first_key, cutlass.max(self.leftpad[batch], 0))
         return Sequence(key_len, tokens, first_key)
 
-    def first_block(self, sequence: Sequence) -> Int32:
-        """The first block to visit. Blocks with appended keys are always visited, because a visit appends them."""
+    def first_unit(self, sequence: Sequence) -> Int32:
+        """The first `UNIT_KEYS` keys to visit. Appended keys are always visited, because a visit appends them."""
         first = sequence.first_key
         if self.appends:
             new = sequence.tokens if self.new_tokens is None else self.new_tokens
             first = cutlass.min(first, cutlass.max(sequence.key_len - new, 0))
-        return first // self.block_keys
+        return first // UNIT_KEYS
 
-    def num_blocks(self, sequence: Sequence) -> Int32:
-        """Blocks to visit; at least one, in which a sequence without keys writes its output."""
-        return cutlass.max((sequence.key_len + self.block_keys - 1) // self.block_keys - self.first_block(sequence), 1)
+    def num_units(self, sequence: Sequence) -> Int32:
+        """Units of `UNIT_KEYS` keys to visit; at least one, in which a sequence without keys writes its output."""
+        return cutlass.max((sequence.key_len + UNIT_KEYS - 1) // UNIT_KEYS - self.first_unit(sequence), 1)
 
     def row_tiles(self, sequence: Sequence) -> Int32:
         return (sequence.tokens * self.group + self.tile_m - 1) // self.tile_m
-
-    def units_of_item(self, sequence: Sequence) -> Int32:
-        return self.num_blocks(sequence) if self.num_splits == 0 else self.num_splits
 
     @cute.jit
     def item_counts(self, batch: Int32) -> tuple[Int32, Int32]:
         """Items and units of a sequence; 0 past the last sequence."""
         items, units = Int32(0), Int32(0)
-        if batch < self.cache_seqlens.shape[0]:
+        if batch < self.num_sequences:
             sequence = self.sequence(batch)
             items = self.row_tiles(sequence) * self.heads_kv
             per_item = self.num_splits
             if per_item == 0:
-                per_item = self.num_blocks(sequence)
+                per_item = self.num_units(sequence)
             units = items * per_item
         return items, units
 
     @cute.jit
     def units_per_cta(self) -> Int32:
-        """Units of all items divided by the number of CTAs, rounded up; at least 1."""
+        """Units of all items divided by the number of CTAs, rounded up; at least `least_units`."""
         lane, total = cute.arch.lane_idx(), Int32(0)
-        for first in cutlass.range(0, self.cache_seqlens.shape[0], LANES, unroll=1):
+        for first in cutlass.range(0, self.num_sequences, LANES, unroll=1):
             total += self.item_counts(first + lane)[1]
         for step in cutlass.range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        return cutlass.max((total + self.num_ctas - 1) // self.num_ctas, 1)
+        least = Int32(self.least_units) if self.num_splits == 0 else Int32(1)
+        return cutlass.max((total + self.num_ctas - 1) // self.num_ctas, least)
 
     @cute.jit
     def piece(self, unit: Int32, end_unit: Int32, per_cta: Int32) -> tuple[cutlass.Boolean, Piece]:
         """The piece that begins at a unit and ends at `end_unit` or with its item; and whether the unit exists."""
-        lane, num_sequences = cute.arch.lane_idx(), self.cache_seqlens.shape[0]
+        lane, num_sequences = cute.arch.lane_idx(), self.num_sequences
         first, batch = Int32(0), Int32(-1)  # the sequences of the lanes; the sequence of the unit
         items_before, units_before = Int32(0), Int32(0)
         while batch < 0 and first < num_sequences:
@@ -147,8 +150,8 @@ class KvSplits:
                 first += LANES
         exists = batch >= 0 and batch < num_sequences
         sequence = self.sequence(cutlass.max(cutlass.min(batch, num_sequences - 1), 0))
-        num_blocks, row_tiles = self.num_blocks(sequence), cutlass.max(self.row_tiles(sequence), 1)
-        per_item = num_blocks
+        num_units, row_tiles = self.num_units(sequence), cutlass.max(self.row_tiles(sequence), 1)
+        per_item = num_units
         if self.num_splits > 0:
             per_item = self.num_splits
         item = (unit - units_before) // per_item
@@ -156,15 +159,15 @@ class KvSplits:
         next_unit = cutlass.min(end_unit, item_unit + per_item)
         begin, end = unit - item_unit, next_unit - item_unit
         if self.num_splits > 0:
-            begin, end = begin * num_blocks // per_item, end * num_blocks // per_item
-        first_block = self.first_block(sequence)
+            begin, end = begin * num_units // per_item, end * num_units // per_item
+        first_unit = self.first_unit(sequence)
         return exists, Piece(
             batch=batch,
             head_kv=item // row_tiles,
             row_tile=item % row_tiles,
             item=items_before + item,
-            begin=first_block + begin,
-            end=first_block + end,
+            begin=(first_unit + begin) * UNIT_KEYS,
+            end=(first_unit + end) * UNIT_KEYS,
             next_unit=next_unit,
             first_cta=item_unit // per_cta,
             last_cta=(item_unit + per_item - 1) // per_cta,

@@ -6,7 +6,7 @@ among them (`device/kv_splits.py`), because only the device knows the lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.plan import CompileKey
@@ -15,12 +15,17 @@ from cute_flash.smem.tile import SmemTile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
+from cute_flash.spec.problem import Problem
 
 # Rows of a page that one lookup of the page table serves.
 CHUNK = 16
 # Columns of a tile come in runs of 128 bytes, the width of a swizzle atom.
 ATOM_BYTES = 128
 NUM_WARPS = 4
+SCORE_FEATURES = {"softcap", "alibi", "sinks"}
+# `attn` with at most this many query rows of a K/V head, and at least this many keys, may use the decode kernel.
+MAX_SPLIT_ROWS = 64
+MIN_SPLIT_KEYS = 512
 MAX_SPLITS = 1024
 
 
@@ -36,6 +41,7 @@ class DecodeStatic:
     has_right: bool = False
     features: tuple[str, ...] = ()  # of softcap, alibi, sinks
     page_lookup: str = ""  # "": no pages; "chunk": a lookup for 16 keys; "row": a lookup for every key
+    has_seqlens: bool = True  # False: every sequence fills its cache
     ragged: bool = False  # q is (1, T, H, D), with cu_seqlens_q
     has_leftpad: bool = False
     has_batch_idx: bool = False
@@ -44,6 +50,7 @@ class DecodeStatic:
     rotary_dim: int = 0
     rotary_dtype: str = "float32"
     has_fp8_cvt: bool = False  # the architecture converts FP8 to fp16 in one instruction; only with FP8 caches
+    overlaps_previous: bool = False  # the kernel starts early (programmatic dependent launch), on sm_90
 
     # What `CompileKey` and `kernels.common.fakes` ask of every static.
     is_fp32 = varlen = out_fp32 = deterministic = False
@@ -80,6 +87,7 @@ class DecodeStatic:
         conditions = {
             "window_left": self.has_left,
             "window_right": self.has_right,
+            "cache_seqlens": self.has_seqlens,
             "page_table": bool(self.page_lookup),
             "cu_seqlens_q": self.ragged,
             "leftpad": self.has_leftpad,
@@ -122,8 +130,9 @@ class DecodeTile:
 
     @property
     def kv_smem(self) -> SmemTile:
-        """One warp's share of a block of K or V. FP8 rows are at least 128 bytes long."""
-        return SmemTile(self.tile_n, max(self.head_dim, ATOM_BYTES // self.element_bytes), self.element_bytes)
+        """One warp's share of a block of K or V. Rows are a multiple of 128 bytes long."""
+        row_bytes = ceil_div(self.head_dim * self.element_bytes, ATOM_BYTES) * ATOM_BYTES
+        return SmemTile(self.tile_n, row_bytes // self.element_bytes, self.element_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -157,11 +166,19 @@ def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
     head_dim = ceil_div(widest, 64) * 64
     # 32 rows share the loads of K and V; at larger head dims their accumulators would spill.
     tile_m = 32 if rows > 16 and head_dim <= 128 else 16
-    tiles = [DecodeTile(head_dim, tile_m, 16, NUM_WARPS, stages, static.cache_bytes) for stages in range(2, 7)]
-    # Two CTAs on an SM with at least three stages; else one with as many stages as fit.
+    # 32 keys for each warp if three stages fit. Else 16 keys: two CTAs on an SM with at least three stages, or one CTA
+    # with as many stages as fit.
+    wide = DecodeTile(head_dim, tile_m, 32, NUM_WARPS, 3, static.cache_bytes)
+    tiles = [replace(wide, tile_n=16, stages=stages) for stages in range(2, 7)]
     pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
     fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
     tile = (pairs or fitting or tiles[:1])[-1]
+    # 32 rows of 32 keys leave no registers for score features.
+    has_registers = tile_m == 16 or not (
+        static.is_fp8 or static.features or static.has_left or static.page_lookup == "row"
+    )
+    if wide.smem_bytes <= arch.smem_per_cta and has_registers:
+        tile = wide
     if tile.smem_bytes > arch.smem_per_cta:
         raise UnsupportedError(f"attn_decode with head_dim={widest} on {arch.name}: not enough shared memory")
     return tile
@@ -185,3 +202,14 @@ def plan_decode(
         num_ctas = num_items * num_splits
     key = CompileKey.of("decode", static, tile, arch.name)
     return DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items)
+
+
+def splits_keys(problem: Problem, arch: ArchSpec) -> bool:
+    """Whether `attn` uses the decode kernel: few queries and many keys, which would leave most SMs idle."""
+    if problem.varlen or problem.out_fp32 or problem.batch_invariant or problem.static.is_fp32 or problem.mods:
+        return False
+    if set(problem.features) - SCORE_FEATURES:
+        return False
+    rows = problem.group * problem.seqlen_q
+    num_tiles = problem.batch * problem.heads_kv * ceil_div(rows, MAX_SPLIT_ROWS)
+    return rows <= MAX_SPLIT_ROWS and problem.seqlen_k >= MIN_SPLIT_KEYS and num_tiles < arch.num_sms

@@ -22,6 +22,7 @@ MAX_SHARED = 64
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 _shared: dict[tuple[int, int, Hashable], object] = {}
+_captured: dict[int, dict[Hashable, object]] = {}
 
 
 def counter(device_index: int) -> tuple[torch.Tensor, int]:
@@ -44,19 +45,43 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
 def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
     """Tensors that all launches on the current stream share: those of `make` at the first call with a key.
 
-    As for counters, launches must leave them as they found them, and captured launches get new ones.
+    As for counters, launches must leave them as they found them. Launches that are captured into a graph on one stream
+    share tensors of that graph, which zeroes them once.
     """
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    is_capturing = torch._C._cuda_isCurrentStreamCapturing()
-    if not is_capturing and (cached := _shared.get((device_index, stream, key))) is not None:
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return _of_capture((device_index, stream, key), stream, make)
+    if (cached := _shared.get((device_index, stream, key))) is not None:
         return cached  # type: ignore[return-value]
-    if is_capturing or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
+    if stream == PER_THREAD_STREAM or _is_external(device_index, stream):
         return make()
     if len(_shared) >= MAX_SHARED:
         # Wait for launches that use the tensors.
         torch.cuda.synchronize(device_index)
         _shared.clear()
     return _shared.setdefault((device_index, stream, key), _in_new_thread(_lasting, device_index, make))  # type: ignore
+
+
+def _of_capture(key: Hashable, stream: int, make: Callable[[], T]) -> T:
+    """Tensors of the capture in progress. Those of earlier captures belong to their graphs and are forgotten."""
+    capture = _capture_id(stream)
+    if capture not in _captured:
+        _captured.clear()
+        _captured[capture] = {}
+    made = _captured[capture]
+    if key not in made:
+        made[key] = make()
+    return made[key]  # type: ignore[return-value]
+
+
+def _capture_id(stream: int) -> int:
+    """A number that identifies the capture in progress on a stream."""
+    from cuda.bindings import driver
+
+    error, _status, capture, *_ = driver.cuStreamGetCaptureInfo(stream)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: {error}")
+    return int(capture)
 
 
 def _is_external(device_index: int, stream: int) -> bool:

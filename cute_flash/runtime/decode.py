@@ -19,13 +19,19 @@ from cute_flash.planning.decode import CHUNK, MAX_SPLITS, DecodePlan, DecodeStat
 from cute_flash.runtime.counters import shared
 from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import MAX_WINDOW, ensure_aligned, positive_scale
-from cute_flash.spec.decode import DecodeArgs, describe_decode
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.decode import DecodeArgs, DecodeProblem, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.features import MIN_SOFTCAP
+from cute_flash.spec.problem import Problem
+from cute_flash.spec.shapes import outputs
 
 Outputs = tuple[Tensor, Tensor]
 # Architectures with an instruction from FP8 to fp16.
 FP8_CVT = (8, 9)
+# Architectures with programmatic dependent launch.
+DEPENDENT_LAUNCH = (9, 0)
 
 
 def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
@@ -72,6 +78,7 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
         rotary_dim=problem.rotary_dim,
         rotary_dtype=_rotary_dtype(args.rotary_cos) if rotary else "float32",
         has_fp8_cvt=problem.is_fp8 and gpu.capability >= FP8_CVT,
+        overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
     )
     tokens = problem.total_tokens if problem.is_ragged else problem.tokens
     assert tokens is not None
@@ -99,16 +106,15 @@ def _check_caches(*caches: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The launch of one signature."""
+    """The launch of one signature of `attn_decode`."""
 
     kernel: Callable[..., None]
     plan: DecodePlan
     static: DecodeStatic
-    problem: Any
+    problem: DecodeProblem
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
-        static, problem, plan = self.static, self.problem, self.plan
-        device = q.device
+        static, problem, device = self.static, self.problem, q.device
         if current_gpu().current_device() != device.index:
             with torch.cuda.device(device):
                 return self(q, k_cache, v_cache, args)
@@ -119,38 +125,107 @@ class _Launch:
         result = out if is_aligned else torch.empty(shape, dtype=q.dtype, device=device)
         lse_shape = (q.shape[1], q.shape[0]) if static.ragged else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
-        workspace = _workspace(device, plan)
-        ragged = static.ragged
-        self.kernel(
-            _rows(q, ragged),
-            _cache(k_cache),
-            _cache(v_cache),
-            result[None] if ragged else result,
-            lse[None] if ragged else lse,
-            args.cache_seqlens.contiguous(),
-            args.cu_seqlens_q.contiguous() if ragged else None,
-            args.page_table,
-            None if args.cache_batch_idx is None else args.cache_batch_idx.contiguous(),
-            None if args.leftpad is None else args.leftpad.contiguous(),
-            _rows(args.k_new, ragged) if static.appends else None,
-            _rows(args.v_new, ragged) if static.appends else None,
-            _rotary(args.rotary_cos, static) if static.rotary else None,
-            _rotary(args.rotary_sin, static) if static.rotary else None,
-            _per_head(args.alibi, problem.batch, problem.heads) if "alibi" in static.features else None,
-            args.sinks.float() if "sinks" in static.features else None,
-            _scale(args.k_scale, problem.heads_kv, device) if static.is_fp8 else None,
-            _scale(args.v_scale, problem.heads_kv, device) if static.is_fp8 else None,
-            *workspace,
-            scale,
-            max(args.softcap, MIN_SOFTCAP, MIN_SOFTCAP * scale) if "softcap" in static.features else None,
-            min(args.window_left, MAX_WINDOW) if static.has_left else None,
-            min(args.window_right, MAX_WINDOW) if static.has_right else None,
-            args.num_splits or 0,
-            plan.num_ctas,
-        )
+        operands: dict[str, Any] = {
+            "q": _rows(q, static.ragged),
+            "k_cache": _cache(k_cache),
+            "v_cache": _cache(v_cache),
+            "out": result[None] if static.ragged else result,
+            "lse": lse[None] if static.ragged else lse,
+            "cache_seqlens": args.cache_seqlens.contiguous(),
+            "cu_seqlens_q": args.cu_seqlens_q,
+            "page_table": args.page_table,
+            "cache_batch_idx": args.cache_batch_idx,
+            "leftpad": args.leftpad,
+            "scale": scale,
+            "window_left": args.window_left,
+            "window_right": args.window_right,
+            "num_splits": args.num_splits or 0,
+        }
+        for name in ("cu_seqlens_q", "cache_batch_idx", "leftpad"):
+            if operands[name] is not None:
+                operands[name] = operands[name].contiguous()
+        if static.appends:
+            operands |= {name: _rows(getattr(args, name), static.ragged) for name in ("k_new", "v_new")}
+        if static.rotary:
+            operands |= {name: _rotary(getattr(args, name), static) for name in ("rotary_cos", "rotary_sin")}
+        if static.is_fp8:
+            operands |= {n: _scale(getattr(args, n), problem.heads_kv, device) for n in ("k_scale", "v_scale")}
+        operands |= _features(static, args, scale, problem.batch, problem.heads)
+        launch(self.kernel, self.plan, device, operands)
         if not is_aligned:
             out.copy_(result)
         return out, lse
+
+
+def launch(kernel: Callable[..., None], plan: DecodePlan, device: torch.device, operands: dict[str, Any]) -> None:
+    """Launch the decode kernel; operands that are not given are None."""
+    partial_out, partial_stats, arrivals = _workspace(device, plan)
+    operands |= {"partial_out": partial_out, "partial_stats": partial_stats, "arrivals": arrivals}
+    operands["num_ctas"] = plan.num_ctas
+    for name in ("window_left", "window_right"):
+        if (bound := operands.get(name)) is not None:
+            operands[name] = min(bound, MAX_WINDOW)
+    kernel(*[operands.get(name) for name in plan.key.operands])
+
+
+def _features(static: DecodeStatic, args: Any, scale: float, batch: int, heads: int) -> dict[str, Any]:
+    """The operands of softcap, ALiBi and sinks."""
+    operands: dict[str, Any] = {}
+    if "softcap" in static.features:
+        operands["softcap"] = max(args.softcap, MIN_SOFTCAP, MIN_SOFTCAP * scale)
+    if "alibi" in static.features:
+        operands["alibi_slopes"] = args.alibi.float().expand(batch, heads)
+    if "sinks" in static.features:
+        operands["sinks"] = args.sinks.float()
+    return operands
+
+
+# ---- attn with few queries
+# ----------------------------------------------------------------------------------------------------------
+
+
+def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tensor, Tensor, None]]:
+    """The function that computes `attn` with the decode kernel: k and v are the caches, which are full."""
+    static = DecodeStatic(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.static.head_dim_v,
+        has_left=problem.static.has_left,
+        has_right=problem.static.has_right,
+        features=problem.features,
+        has_seqlens=False,
+        overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
+    )
+    plan = plan_decode(static, gpu, problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, None)
+    kernel = current_gpu().kernel(plan.key)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, None]:
+        if current_gpu().current_device() != q.device.index:
+            with torch.cuda.device(q.device):
+                return forward(q, k, v, args)
+        out, lse, _ = outputs(q, v, args)
+        q, scale = positive_scale(q, args.scale)
+        k, v = (x if _is_aligned(x) else ensure_aligned(x) for x in (k, v))
+        rows = out.transpose(1, 2)
+        result = rows if _is_aligned(rows) else torch.empty_like(rows, memory_format=torch.contiguous_format)
+        operands = {
+            "q": _rows(q.transpose(1, 2), False),
+            "k_cache": _cache(k.transpose(1, 2)),
+            "v_cache": _cache(v.transpose(1, 2)),
+            "out": result,
+            "lse": lse,
+            "scale": scale,
+            "window_left": problem.band.left,
+            "window_right": problem.band.right,
+            "num_splits": 0,
+            **_features(static, args, scale, problem.batch, problem.heads),
+        }
+        launch(kernel, plan, q.device, operands)
+        if result is not rows:
+            rows.copy_(result)
+        return out, lse, None
+
+    return forward
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -170,16 +245,12 @@ def _cache(x: Tensor) -> Tensor:
     step = ROW_ALIGN_BYTES // x.element_size()
     strides = x.stride()
     if any(s % step for s in strides[:-1]):
-        x = x.as_strided(x.shape, tuple(s if s % step == 0 else step for s in strides[:-1]) + (1,))
+        x = x.as_strided(x.shape, (*(s if s % step == 0 else step for s in strides[:-1]), 1))
     return x
 
 
 def _rotary(x: Tensor, static: DecodeStatic) -> Tensor:
     return x.to(getattr(torch, static.rotary_dtype)).contiguous()
-
-
-def _per_head(x: Tensor, batch: int, heads: int) -> Tensor:
-    return x.float().expand(batch, heads)
 
 
 def _scale(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.jit import nvtx
+from cute_flash.planning.decode import splits_keys
 from cute_flash.planning.plan import Buffer, plan_backward, plan_forward
-from cute_flash.runtime import binder
+from cute_flash.runtime import binder, decode
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
 from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
@@ -87,11 +88,14 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
     problem = describe(q, k, v, args, "cuda")
     if problem.is_empty:
         return _empty_forward
+    gpu = current_gpu().arch(q.device.index)
+    if not args.kernel_family and splits_keys(problem, gpu):
+        return decode.bind_attention(problem, gpu)
     problem = _with_bias(problem, args)
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
     with nvtx.marked("plan"):
-        plan = plan_forward(problem, current_gpu().arch(q.device.index), args.kernel_family, can_pack)
+        plan = plan_forward(problem, gpu, args.kernel_family, can_pack)
     return binder.bind_forward(
         plan,
         q.device,

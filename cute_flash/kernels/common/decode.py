@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device import fp8
 from cute_flash.device.kv_cache import CacheHead, WarpLoader
-from cute_flash.device.kv_splits import KvSplits, Piece, Sequence
+from cute_flash.device.kv_splits import UNIT_KEYS, KvSplits, Piece, Sequence
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
 from cute_flash.device.rotary import VECTOR, Rotary, load_floats
@@ -44,6 +44,7 @@ from cute_flash.planning.decode import DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
+AT_ONCE = 8  # pieces of an item that a thread loads at once
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,20 @@ class WarpState:
     softmax: Softmax
     tScS: cute.Tensor
     bounds: cute.Tensor  # (2, rows of this thread): first and last key that a row sees
+    visible: tuple  # the first and last of the keys that all rows see
     slopes: cute.Tensor | None  # (rows of this thread), in units of log2
     positions: cute.Tensor | None  # (rows of this thread), with slopes
     k_scale: Float32 | None  # of an FP8 cache
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The loads of one warp."""
+
+    k: WarpLoader
+    v: WarpLoader
+    first_key: Int32  # of the warp in a block
+    memory: Int32  # address of the warp's stages
 
 
 class Decode(Kernel):
@@ -135,6 +147,7 @@ class Decode(Kernel):
             new_tokens = args.k_new.shape[1]
         splits = KvSplits(
             cache_seqlens=args.cache_seqlens,
+            num_sequences=args.q.shape[0] if args.cache_seqlens is None else args.cache_seqlens.shape[0],
             cu_seqlens_q=args.cu_seqlens_q,
             leftpad=args.leftpad,
             tokens=args.q.shape[1],
@@ -147,7 +160,7 @@ class Decode(Kernel):
             num_splits=args.num_splits,
             num_ctas=args.num_ctas,
             tile_m=tile.tile_m,
-            block_keys=tile.block_keys,
+            least_units=max(1, tile.block_keys // UNIT_KEYS),
         )
         rotary = None
         if cutlass.const_expr(static.rotary != ""):
@@ -178,7 +191,8 @@ class Decode(Kernel):
             arrivals=args.arrivals,
             tiled_mma=WarpGrid(self.dtype, 1, 1).mma(),
         )
-        self.launch(self.symbol("decode"), params, (args.num_ctas, 1, 1), tile.num_threads, stream)
+        grid, overlaps = (args.num_ctas, 1, 1), static.overlaps_previous
+        self.launch(self.symbol("decode"), params, grid, tile.num_threads, stream, use_pdl=overlaps)
 
     def symbol(self, kernel: str) -> str:
         static, tile = self.static, self.tile
@@ -192,6 +206,10 @@ class Decode(Kernel):
     def kernel(self, p: Params):
         cta, _, _ = cute.arch.block_idx()
         storage = SharedStorage.allocate(self.tile, self.dtype)
+        if cutlass.const_expr(self.static.overlaps_previous):
+            # The kernel starts before the previous one ends (programmatic dependent launch).
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
         exists, piece = p.splits.piece(unit, end_unit, per_cta)
@@ -200,6 +218,26 @@ class Decode(Kernel):
             unit = piece.next_unit
             if unit < end_unit:
                 exists, piece = p.splits.piece(unit, end_unit, per_cta)
+        if cutlass.const_expr(self.static.ragged):
+            self.fill_padding(p, cta)
+
+    @cute.jit
+    def fill_padding(self, p: Params, cta: Int32):
+        """Tokens after the last sequence have an output of 0 and an LSE of -inf."""
+        thread, _, _ = cute.arch.thread_idx()
+        _, num_tokens, heads, _ = p.mO.shape
+        first = cutlass.max(p.splits.cu_seqlens_q[p.splits.num_sequences], 0)
+        zeros = cute.make_rmem_tensor(VECTOR, p.mO.element_type)
+        zeros.fill(0.0)
+        vectors = self.static.width_v // VECTOR
+        for token in cutlass.range(first + cta, num_tokens, p.splits.num_ctas, unroll=1):
+            for index in cutlass.range(thread, heads * vectors, self.tile.num_threads, unroll=1):
+                head, vector = index // vectors, index % vectors
+                row = p.mO[0, token, head, None]
+                target = cute.make_tensor((row.iterator + vector * VECTOR).align(16), cute.make_layout(VECTOR))
+                cute.autovec_copy(zeros, target)
+                if vector == 0:
+                    p.mLSE[0, head, token] = -Float32.inf
 
     @cute.jit
     def process_piece(self, p: Params, storage: SharedStorage, piece: Piece, cta: Int32):
@@ -207,9 +245,11 @@ class Decode(Kernel):
         sequence = p.splits.sequence(piece.batch)
         if cutlass.const_expr(self.static.appends):
             self.append(p, piece, sequence, thread)
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        loads = self.start_loads(p, storage, piece, sequence, (warp, lane))
         self.stage_q(p, storage, piece, sequence, thread)
-        state = self.warp_state(p, storage, piece, sequence, thread)
-        self.mainloop(p, storage, piece, sequence, state)
+        state = self.warp_state(p, storage, piece, sequence, (warp, lane))
+        self.mainloop(p, piece, state, loads)
         self.exchange(p, storage, state)
         is_whole = piece.first_cta == piece.last_cta
         if is_whole:
@@ -217,7 +257,7 @@ class Decode(Kernel):
         else:
             self.write_partial(p, storage, piece, sequence, thread, self.slot(p, cta, piece.is_first))
             if self.is_last(p, storage, piece, thread):
-                self.merge(p, piece, sequence, thread)
+                self.merge(p, storage, piece, sequence, thread)
         # The next piece reuses the shared memory.
         cute.arch.sync_threads()
 
@@ -254,7 +294,7 @@ class Decode(Kernel):
                     position = sequence.key_len - sequence.tokens + position
                     if cutlass.const_expr(p.window_left is None and p.window_right is None):
                         # Without a mask, all queries are at the position after the old keys.
-                        position = cutlass.max(p.splits.cache_seqlens[piece.batch], 0)
+                        position = p.splits.old_len(piece.batch)
                     p.rotary.load(gQ, vector, position, x)
             sQ = storage.sQ[row, None, 0]
             for i in cutlass.range_constexpr(VECTOR):
@@ -276,9 +316,8 @@ class Decode(Kernel):
         CTAs with other query rows of the same K/V head write the same values, so none waits for another.
         """
         tile, static = self.tile, self.static
-        old_len = cutlass.max(p.splits.cache_seqlens[piece.batch], 0)
-        begin = cutlass.max(old_len, piece.begin * tile.block_keys)
-        end = cutlass.min(sequence.key_len, piece.end * tile.block_keys)
+        old_len = p.splits.old_len(piece.batch)
+        begin, end = cutlass.max(old_len, piece.begin), cutlass.min(sequence.key_len, piece.end)
         first_token = Int32(0)
         batch = piece.batch
         if cutlass.const_expr(static.ragged):
@@ -322,9 +361,8 @@ class Decode(Kernel):
     # ---- main loop
 
     @cute.jit
-    def warp_state(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
-        tile, is_fp8 = self.tile, self.static.is_fp8
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    def warp_state(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: tuple):
+        tile, is_fp8, (warp, lane) = self.tile, self.static.is_fp8, thread
         grid = WarpGrid(self.dtype, 1, 1)
         thr_mma = p.tiled_mma.get_slice(lane)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
@@ -340,7 +378,7 @@ class Decode(Kernel):
             row = cutlass.min(as_mn(tScS)[r, 0][0], self.num_rows(p, piece, sequence) - 1)
             _, _, head, token = self.coord(p, piece, row)
             position = sequence.key_len - sequence.tokens + token
-            low, high = sequence.first_key, sequence.key_len - 1
+            low, high = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
             if cutlass.const_expr(p.window_left is not None):
                 low = cutlass.max(low, position - p.window_left)
             if cutlass.const_expr(p.window_right is not None):
@@ -359,6 +397,7 @@ class Decode(Kernel):
             softmax=softmax,
             tScS=tScS,
             bounds=bounds,
+            visible=self.visible_keys(p, piece, sequence),
             slopes=slopes,
             positions=positions,
             k_scale=p.k_scale[piece.head_kv] if is_fp8 else None,
@@ -372,32 +411,32 @@ class Decode(Kernel):
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
 
-    def loaders(self, p: Params, piece: Piece, sequence: Sequence, state: WarpState) -> tuple[WarpLoader, WarpLoader]:
-        keys = sequence.first_key, sequence.key_len - 1
-        return tuple(WarpLoader(cache, self.tile, state.lane, *keys) for cache in self.cache_heads(p, piece))
+    @cute.jit
+    def start_loads(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: tuple):
+        """Start to load the first blocks. Returns the loaders of K and V, the warp's first key and its memory."""
+        tile, (warp, lane) = self.tile, thread
+        keys = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
+        load_k, load_v = (WarpLoader(cache, tile, lane, *keys) for cache in self.cache_heads(p, piece))
+        memory = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
+        loads = Loads(load_k, load_v, warp * tile.tile_n, memory)
+        for i in cutlass.range_constexpr(tile.stages - 1):
+            self.load_block(loads, piece, piece.begin + i * tile.block_keys, Int32(i))
+        return loads
 
     @cute.jit
-    def mainloop(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, state: WarpState):
+    def mainloop(self, p: Params, piece: Piece, state: WarpState, loads: Loads):
         tile = self.tile
-        load_k, load_v = self.loaders(p, piece, sequence, state)
-        stage_bytes = 2 * tile.kv_smem.bytes
-        memory = state.memory + state.warp * (tile.stages * stage_bytes)
-        warp_key = state.warp * tile.tile_n
         q_steps = tile.head_dim // 16 if self.q_in_registers else 0
         for k in cutlass.range_constexpr(q_steps):
             state.q.load(k, 0)
-        for i in cutlass.range_constexpr(tile.stages - 1):
-            self.load_block(load_k, load_v, (piece.begin + i, piece.end), warp_key, memory + i * stage_bytes)
         stage = Int32(0)
-        for block in cutlass.range(piece.begin, piece.end, unroll=1):
+        for key in cutlass.range(piece.begin, piece.end, tile.block_keys, unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
             # All lanes have received the data, and have read the stage that is loaded next.
             cute.arch.sync_warp()
             ahead = stage - 1 if stage > 0 else Int32(tile.stages - 1)
-            following = block + tile.stages - 1
-            self.load_block(load_k, load_v, (following, piece.end), warp_key, memory + ahead * stage_bytes)
-            key = block * tile.block_keys + warp_key
-            self.process_block(p, state, key, (block - piece.begin) * tile.block_keys, stage, q_steps)
+            self.load_block(loads, piece, key + (tile.stages - 1) * tile.block_keys, ahead)
+            self.process_block(p, state, key + loads.first_key, key - piece.begin, stage, q_steps)
             stage = stage + 1 if stage < tile.stages - 1 else Int32(0)
         cute.arch.cp_async_wait_group(0)
 
@@ -411,13 +450,13 @@ class Decode(Kernel):
         return self.tile.tile_m * self.tile.head_dim <= 16 * 128
 
     @cute.jit
-    def load_block(self, load_k: WarpLoader, load_v: WarpLoader, blocks: tuple, warp_key: Int32, memory: Int32):
-        """Start to load this warp's keys of a block, if it is before the end."""
-        block, end = blocks
-        if block < end:
-            key = block * self.tile.block_keys + warp_key
-            load_k.load(key, memory)
-            load_v.load(key, memory + self.tile.kv_smem.bytes)
+    def load_block(self, loads: Loads, piece: Piece, first_key: Int32, stage: Int32):
+        """Start to load this warp's keys of a block, if the block begins before the end of the piece."""
+        if first_key < piece.end:
+            key = first_key + loads.first_key
+            memory = loads.memory + stage * (2 * self.tile.kv_smem.bytes)
+            loads.k.load(key, memory)
+            loads.v.load(key, memory + self.tile.kv_smem.bytes)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -427,19 +466,20 @@ class Decode(Kernel):
         acc_S.fill(0.0)
         index = (state.warp * tile.stages + stage) * 2
         if cutlass.const_expr(self.static.is_fp8):
-            where = state.memory + index * tile.kv_smem.bytes, state.lane
+            where = state.memory + index * tile.kv_smem.bytes, state.lane, tile.tile_n
             fp8.add_scores(p.tiled_mma, acc_S, state.q, where, (tile.head_dim // 16, q_steps), self.has_fp8_cvt)
             acc_S.store(acc_S.load() * state.k_scale)
         else:
             gemm(p.tiled_mma, acc_S, (state.q, state.k), index, q_steps)
         self.transform(p, state, as_mn(acc_S), key)
-        self.mask(state, as_mn(acc_S), key)
+        if key < state.visible[0] or key + tile.tile_n - 1 > state.visible[1]:
+            self.mask(state, as_mn(acc_S), key)
         state.softmax.step(as_mn(acc_S), as_mn(state.acc_O), keys_seen)
         rP = cute.make_fragment_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
         if cutlass.const_expr(self.static.is_fp8):
-            where = state.memory + (index + 1) * tile.kv_smem.bytes, state.lane
-            fp8.add_output(p.tiled_mma, state.acc_O, as_operand_a(rP)[None, None, 0], where, self.has_fp8_cvt)
+            where = state.memory + (index + 1) * tile.kv_smem.bytes, state.lane, tile.tile_n
+            fp8.add_output(p.tiled_mma, state.acc_O, as_operand_a(rP), where, self.has_fp8_cvt)
         else:
             gemm_rs(p.tiled_mma, state.acc_O, as_operand_a(rP), state.v, index + 1)
 
@@ -458,6 +498,16 @@ class Decode(Kernel):
                 for c in cutlass.range_constexpr(cute.size(acc_S_mn, mode=[1])):
                     from_key = cute.math.absf(distance - Float32(column_offset(c)))
                     acc_S_mn[r, c] = acc_S_mn[r, c] - state.slopes[r] * from_key
+
+    @cute.jit
+    def visible_keys(self, p: Params, piece: Piece, sequence: Sequence) -> tuple:
+        """The first and last of the keys that all queries of the sequence see."""
+        first, last = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
+        if cutlass.const_expr(p.window_left is not None):
+            first = cutlass.max(first, sequence.key_len - 1 - p.window_left)
+        if cutlass.const_expr(p.window_right is not None):
+            last = cutlass.min(last, sequence.key_len - sequence.tokens + p.window_right)
+        return first, last
 
     @cute.jit
     def mask(self, state: WarpState, acc_S_mn: cute.Tensor, key: Int32):
@@ -578,8 +628,10 @@ class Decode(Kernel):
 
     @cute.jit
     def is_last(self, p: Params, storage: SharedStorage, piece: Piece, thread: Int32):
-        """Arrive at the item; whether all other CTAs have arrived. The last one resets the counter."""
-        cute.arch.fence_acq_rel_gpu()
+        """Arrive at the item; whether all other CTAs have arrived. The last one resets the counter.
+
+        The barriers order the memory accesses of all threads before and after the atomic addition of thread 0.
+        """
         cute.arch.sync_threads()
         if thread == 0:
             counter = p.arrivals.iterator + piece.item
@@ -589,32 +641,46 @@ class Decode(Kernel):
                 p.arrivals[piece.item] = 0
             storage.flag[0] = Int32(is_last)
         cute.arch.sync_threads()
-        cute.arch.fence_acq_rel_gpu()
         return storage.flag[0] == 1
 
     @cute.jit
-    def merge(self, p: Params, piece: Piece, sequence: Sequence, thread: Int32):
+    def merge(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
         """Add up the pieces of an item, and write its output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
-        part = cute.make_rmem_tensor(FLOATS, Float32)
-        num = self.num_rows(p, piece, sequence) * vectors
-        for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
+        num_rows = self.num_rows(p, piece, sequence)
+        parts = [cute.make_rmem_tensor(FLOATS, Float32) for _ in range(AT_ONCE)]
+        stats = [cute.make_rmem_tensor(2, Float32) for _ in range(AT_ONCE)]
+        for index in cutlass.range(thread, num_rows * vectors, self.tile.num_threads, unroll=1):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = -Float32.inf, Float32(0.0)
-            for cta in cutlass.range(piece.first_cta, piece.last_cta + 1, unroll=1):
-                slot = self.slot(p, cta, cta == piece.first_cta)
-                m = cute.arch.fmax(m, p.partial_stats[slot, row, 0])
             sums.fill(0.0)
-            for cta in cutlass.range(piece.first_cta, piece.last_cta + 1, unroll=4):
-                slot = self.slot(p, cta, cta == piece.first_cta)
-                factor = weight(p.partial_stats[slot, row, 0], m)
-                total += p.partial_stats[slot, row, 1] * factor
-                source = p.partial_out[slot, row, None]
-                cute.autovec_copy(
-                    cute.make_tensor((source.iterator + column).align(16), cute.make_layout(FLOATS)), part
-                )
-                sums.store(sums.load() + part.load() * factor)
+            for first in cutlass.range(piece.first_cta, piece.last_cta + 1, AT_ONCE, unroll=1):
+                # All loads before the first use. Pieces past the last are read again, with a weight of 0.
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    cta = cutlass.min(first + i, piece.last_cta)
+                    slot = self.slot(p, cta, cta == piece.first_cta)
+                    load_vector(p.partial_stats[slot, row, None], Int32(0), stats[i])
+                    load_vector(p.partial_out[slot, row, None], column, parts[i])
+                largest = m
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    largest = cute.arch.fmax(largest, stats[i][0])
+                factor = weight(m, largest)
+                total = total * factor
+                sums.store(sums.load() * factor)
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    factor = weight(stats[i][0], largest)
+                    factor = factor if first + i <= piece.last_cta else Float32(0.0)
+                    total += stats[i][1] * factor
+                    sums.store(sums.load() + parts[i].load() * factor)
+                m = largest
             self.write_row(p, piece, (row, column), sums, m, total)
+
+
+def load_vector(row: cute.Tensor, column: Int32, target: cute.Tensor):
+    """Load consecutive columns of a row in one instruction."""
+    num = cute.size(target)
+    source = (row.iterator + column).align(num * row.element_type.width // 8)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(num)), target)
 
 
 def weight(part_max: Float32, m: Float32) -> Float32:
