@@ -115,6 +115,7 @@ class DecodeTile:
     num_warps: int
     stages: int
     element_bytes: int = 2  # of the caches
+    least_keys: int = 128  # of a CTA, unless `num_splits` asks for fewer
 
     @property
     def num_threads(self) -> int:

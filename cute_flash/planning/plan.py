@@ -12,7 +12,6 @@ from cute_flash.planning.registry import KERNELS
 from cute_flash.planning.tiles import AnyBwdTile, bwd_tile, fwd_tile, pads_with_dropout
 from cute_flash.planning.tiles.bwd_sm80 import BwdTileSm80
 from cute_flash.planning.tiles.bwd_sm90 import BwdTileSm90, BwdTileSm90Wide
-from cute_flash.planning.tiles.common import Tile
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import ceil_div
 from cute_flash.spec.dtypes import DTYPE_BYTES
@@ -47,13 +46,13 @@ class CompileKey:
     """The key of a compiled kernel: all that determines its machine code, except the source files."""
 
     kernel: str  # name in `registry.KERNELS`
-    static: Static
-    tile: Tile | SchedulerTile
+    static: Any  # Static, or DecodeStatic
+    tile: Any  # Tile, SchedulerTile or DecodeTile
     target: str  # architecture of the compiler: "sm_80", "sm_90a"
     operands: tuple[str, ...]  # names of the launch's arguments, in order
 
     @staticmethod
-    def of(kernel: str, static: Static, tile: Tile | SchedulerTile, target: str) -> CompileKey:
+    def of(kernel: str, static: Any, tile: Any, target: str) -> CompileKey:
         return CompileKey(kernel, static, tile, target, KERNELS[kernel].names)
 
     @property

@@ -76,7 +76,7 @@ def _of_capture(key: Hashable, stream: int, make: Callable[[], T]) -> T:
 
 def _capture_id(stream: int) -> int:
     """A number that identifies the capture in progress on a stream."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # type: ignore[import-untyped]
 
     error, _status, capture, *_ = driver.cuStreamGetCaptureInfo(stream)
     if error != driver.CUresult.CUDA_SUCCESS:

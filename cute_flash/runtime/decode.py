@@ -23,6 +23,7 @@ from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.decode import DecodeArgs, DecodeProblem, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
+from cute_flash.spec.family import current_family
 from cute_flash.spec.features import MIN_SOFTCAP
 from cute_flash.spec.problem import Problem
 from cute_flash.spec.shapes import outputs
@@ -38,7 +39,7 @@ def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Output
     """Compute out and lse, and append new keys and values to the caches."""
     signature = (
         "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
-        v_cache.stride(), q.get_device(), *[x if x is None or not isinstance(x, Tensor) else _facts(x) for x in args],
+        v_cache.stride(), q.get_device(), current_family(), *[_facts(x) if isinstance(x, Tensor) else x for x in args],
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
@@ -58,6 +59,8 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
     if args.num_splits is not None and args.num_splits > MAX_SPLITS:
         raise UnsupportedError(f"num_splits={args.num_splits} on cuda: at most {MAX_SPLITS}")
     gpu = current_gpu().arch(q.device.index)
+    # The family sm80 leaves out what Ampere does not have.
+    capability = min(gpu.capability, (8, 0)) if current_family() == "sm80" else gpu.capability
     features = (("softcap", args.softcap), ("alibi", args.alibi), ("sinks", args.sinks))
     page = problem.page_size
     rotary = ("pairs" if args.rotary_interleaved else "halves") if problem.rotary_dim else ""
@@ -77,8 +80,8 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
         rotary=rotary,
         rotary_dim=problem.rotary_dim,
         rotary_dtype=_rotary_dtype(args.rotary_cos) if rotary else "float32",
-        has_fp8_cvt=problem.is_fp8 and gpu.capability >= FP8_CVT,
-        overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
+        has_fp8_cvt=problem.is_fp8 and capability >= FP8_CVT,
+        overlaps_previous=capability >= DEPENDENT_LAUNCH,
     )
     tokens = problem.total_tokens if problem.is_ragged else problem.tokens
     assert tokens is not None
@@ -96,6 +99,8 @@ def _check_caches(*caches: Tensor) -> None:
     """Raise `UnsupportedError` for caches that the kernel cannot address. They are never copied."""
     for name, cache in zip(("k_cache", "v_cache"), caches):
         step = ROW_ALIGN_BYTES // cache.element_size()
+        if cache.shape[-1] % step:
+            raise UnsupportedError(f"{name} in FP8 with head dim {cache.shape[-1]} on cuda: use a multiple of {step}")
         strides = [stride for stride, size in zip(cache.stride()[:-1], cache.shape[:-1]) if size > 1]
         if cache.stride(-1) != 1 or any(x % step for x in strides) or cache.data_ptr() % ROW_ALIGN_BYTES:
             raise UnsupportedError(

@@ -17,7 +17,7 @@ SCALARS = ("f32", "i32", "i64")
 LAYOUTS = ("rows", "statistics", "compact", "strided")
 KINDS = (
     "tile_list", "dq_accum", "bias", "dbias", "captures", "scalars", "dcaptures", "dcapture_terms", "fwd_block_indices",
-    "bwd_block_indices", "pieces",
+    "bwd_block_indices", "pieces", "rotary", "partial_out", "partial_stats",
 )  # fmt: skip
 
 

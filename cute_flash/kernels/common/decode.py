@@ -160,7 +160,7 @@ class Decode(Kernel):
             num_splits=args.num_splits,
             num_ctas=args.num_ctas,
             tile_m=tile.tile_m,
-            least_units=max(1, tile.block_keys // UNIT_KEYS),
+            least_units=tile.least_keys // UNIT_KEYS,
         )
         rotary = None
         if cutlass.const_expr(static.rotary != ""):
@@ -212,12 +212,12 @@ class Decode(Kernel):
             cute.arch.griddepcontrol_launch_dependents()
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
-        exists, piece = p.splits.piece(unit, end_unit, per_cta)
-        while exists and unit < end_unit:
-            self.process_piece(p, storage, piece, cta)
-            unit = piece.next_unit
-            if unit < end_unit:
-                exists, piece = p.splits.piece(unit, end_unit, per_cta)
+        while unit < end_unit:
+            exists, piece = p.splits.piece(unit, end_unit, per_cta)
+            unit = end_unit
+            if exists:
+                self.process_piece(p, storage, piece, cta)
+                unit = piece.next_unit
         if cutlass.const_expr(self.static.ragged):
             self.fill_padding(p, cta)
 
@@ -250,12 +250,10 @@ class Decode(Kernel):
         self.stage_q(p, storage, piece, sequence, thread)
         state = self.warp_state(p, storage, piece, sequence, (warp, lane))
         self.mainloop(p, piece, state, loads)
-        self.exchange(p, storage, state)
+        self.exchange(p, storage, state, self.num_rows(p, piece, sequence))
         is_whole = piece.first_cta == piece.last_cta
-        if is_whole:
-            self.finish(p, storage, piece, sequence, thread)
-        else:
-            self.write_partial(p, storage, piece, sequence, thread, self.slot(p, cta, piece.is_first))
+        self.combine(p, storage, piece, sequence, thread, (is_whole, self.slot(p, cta, piece.is_first)))
+        if not is_whole:
             if self.is_last(p, storage, piece, thread):
                 self.merge(p, storage, piece, sequence, thread)
         # The next piece reuses the shared memory.
@@ -523,26 +521,27 @@ class Decode(Kernel):
     # ---- combination of warps and pieces
 
     @cute.jit
-    def exchange(self, p: Params, storage: SharedStorage, state: WarpState):
+    def exchange(self, p: Params, storage: SharedStorage, state: WarpState, num_rows: Int32):
         """Write the outputs and statistics of all warps to shared memory."""
         # The stages are overwritten: wait until every warp has read its last.
         cute.arch.sync_threads()
         acc, coords = as_mn(state.acc_O), self.coordinates(p, state.lane)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             row, first = coords[r, 0]
-            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                column = first + column_offset(c)
-                if cutlass.const_expr(self.static.is_fp8):
-                    # `first` is this thread's first column of an n8 tile.
-                    column = fp8.output_column(c // 2, first + c % 2)
-                storage.exchange[column, row, state.warp] = acc[r, c]
             total = state.softmax.row_sum[r]
             for offset in cutlass.range_constexpr(1, 3):
                 total += cute.arch.shuffle_sync_bfly(total, offset=offset)
-            if state.lane % THREADS_PER_ROW == 0:
-                storage.stats[0, row, state.warp] = state.softmax.row_max[r]
-                storage.stats[1, row, state.warp] = total
+            if row < num_rows:
+                for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                    storage.exchange[self.output_column(first, c), row, state.warp] = acc[r, c]
+                if state.lane % THREADS_PER_ROW == 0:
+                    storage.stats[0, row, state.warp] = state.softmax.row_max[r]
+                    storage.stats[1, row, state.warp] = total
         cute.arch.sync_threads()
+
+    def output_column(self, first: Int32, c: int) -> Int32:
+        """The column of the output of this thread's c-th accumulator; `first`: its first column of an n8 tile."""
+        return fp8.output_column(c // 2, first + c % 2) if self.static.is_fp8 else first + column_offset(c)
 
     def coordinates(self, p: Params, lane: Int32) -> cute.Tensor:
         """(row, column) of every element of the output accumulator."""
@@ -560,20 +559,34 @@ class Decode(Kernel):
         for w in cutlass.range_constexpr(self.tile.num_warps):
             factor = weight(storage.stats[0, row, w], m)
             total += storage.stats[1, row, w] * factor
-            source = storage.exchange[None, row, w]
-            cute.autovec_copy(cute.make_tensor((source.iterator + column).align(16), cute.make_layout(FLOATS)), part)
+            load_vector(storage.exchange[None, row, w], column, part)
             sums.store(sums.load() + part.load() * factor)
         return m, total
 
     @cute.jit
-    def finish(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
-        """Write the output and LSE of a piece that is a whole item."""
+    def combine(
+        self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32, target: tuple
+    ):
+        """Add up the warps, and write the results: those of a whole item to the output, others to the workspace.
+
+        `target`: (whether the piece is a whole item, slot of the workspace).
+        """
+        is_whole, slot = target
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
         num = self.num_rows(p, piece, sequence) * vectors
         for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = self.combined(storage, row, column, sums)
-            self.write_row(p, piece, (row, column), sums, m, total)
+            if is_whole:
+                self.write_row(p, piece, (row, column), sums, m, total)
+            else:
+                partial = p.partial_out[slot, row, None]
+                cute.autovec_copy(
+                    sums, cute.make_tensor((partial.iterator + column).align(16), cute.make_layout(FLOATS))
+                )
+                if column == 0:
+                    p.partial_stats[slot, row, 0] = m
+                    p.partial_stats[slot, row, 1] = total
 
     @cute.jit
     def write_row(self, p: Params, piece: Piece, where: tuple, sums: cute.Tensor, m: Float32, total: Float32):
@@ -600,22 +613,6 @@ class Decode(Kernel):
             )
         if column == 0:
             p.mLSE[batch, head, token] = lse
-
-    @cute.jit
-    def write_partial(
-        self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32, slot: Int32
-    ):
-        """Write m, l and O of a piece to the workspace."""
-        vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
-        num = self.num_rows(p, piece, sequence) * vectors
-        for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
-            row, column = index // vectors, index % vectors * FLOATS
-            m, total = self.combined(storage, row, column, sums)
-            target = p.partial_out[slot, row, None]
-            cute.autovec_copy(sums, cute.make_tensor((target.iterator + column).align(16), cute.make_layout(FLOATS)))
-            if column == 0:
-                p.partial_stats[slot, row, 0] = m
-                p.partial_stats[slot, row, 1] = total
 
     def slot(self, p: Params, cta: Int32, is_first: cutlass.Boolean) -> Int32:
         """The workspace slot of a CTA's piece.
