@@ -148,6 +148,7 @@ def test_wrong_values_on_the_cpu(arguments: dict[str, Any], message: str) -> Non
 
 
 def test_pages_that_no_query_sees_may_have_any_index() -> None:
+    """Of the CPU path: kernels may read the entries of a whole block of keys."""
     table = torch.tensor([[-1, 1, 99], [99, 4, -7]], dtype=torch.int32)
     run(paged(page_table=table, cache_seqlens=ints(12, 16), window=(3, 0)))
     run(paged(page_table=table, cache_seqlens=ints(12, 16), leftpad=ints(8, 9)))
