@@ -86,8 +86,7 @@ def attn_decode(
         v_cache: Values, in the same form and dtype, with head dim Dv.
         cache_seqlens: (B), int32: the number of rows of each sequence before the append; or one number for all.
         page_table: (B, max_pages), int32: row j of sequence b is row ``j % page_size`` of page
-            ``page_table[b, j // page_size]``. Pages have any size. Pages that no query sees are not read, and may have
-            any index.
+            ``page_table[b, j // page_size]``. Pages have any size. Entries past the end of a sequence are not used.
         cache_batch_idx: (B), int32: the row of the caches that sequence b uses; None: b. Not with `page_table`.
         leftpad: (B), int32: the number of rows to skip at the start of each sequence.
         k_new: Keys to append, (B, Tn, Hkv, D), or (T, Hkv, D) with `cu_seqlens_q`; in the dtype of q. They are written

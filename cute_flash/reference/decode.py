@@ -48,12 +48,23 @@ class CachedSequence:
         """Its part of the LSE: (H, T)."""
         return lse[self.index] if self.queries is None else lse[:, self.queries]
 
-    def in_cache(self, cache: Tensor, begin: int, end: int) -> tuple[Any, Any]:
-        """The index of its rows `begin` to `end` in a cache: `cache[index]` is (rows, Hkv, D)."""
+    def read(self, cache: Tensor, begin: int, end: int) -> Tensor:
+        """Its rows `begin` to `end` of a cache: (rows, Hkv, D)."""
+        return _indexable(cache)[self._index(cache, begin, end)].view(cache.dtype)
+
+    def write(self, cache: Tensor, begin: int, end: int, rows: Tensor) -> None:
+        _indexable(cache)[self._index(cache, begin, end)] = _indexable(rows)
+
+    def _index(self, cache: Tensor, begin: int, end: int) -> tuple[Any, Any]:
         if self.pages is None:
             return self.cache_row, slice(begin, end)
         j, page_size = torch.arange(begin, end, device=cache.device), cache.shape[1]
         return self.pages[j // page_size].long(), j % page_size
+
+
+def _indexable(x: Tensor) -> Tensor:
+    """x, as bytes if it is FP8: torch 2.9 does not index FP8 tensors by tensors."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def forward(
@@ -90,8 +101,8 @@ def append(k_cache: Tensor, v_cache: Tensor, args: DecodeArgs, sequences: list[C
         k, v = s.of_tokens(args.k_new).to(wide), s.of_tokens(args.v_new).to(wide)
         rows = s.seqlen_before, s.seqlen
         k = _rotated(k, torch.arange(*rows, device=k.device), args)
-        k_cache[s.in_cache(k_cache, *rows)] = _stored(k, args.k_scale, k_cache.dtype)
-        v_cache[s.in_cache(v_cache, *rows)] = _stored(v, args.v_scale, v_cache.dtype)
+        s.write(k_cache, *rows, _stored(k, args.k_scale, k_cache.dtype))
+        s.write(v_cache, *rows, _stored(v, args.v_scale, v_cache.dtype))
 
 
 def attend(
@@ -121,8 +132,8 @@ def attend(
     )
     for s in sequences:
         Q = _rotated(s.of_tokens(q).to(lse_dtype(q.dtype)), _positions(s, args, q.device), args).to(q.dtype)
-        K = _loaded(k_cache[s.in_cache(k_cache, s.first, s.seqlen)], args.k_scale, wide)
-        V = _loaded(v_cache[s.in_cache(v_cache, s.first, s.seqlen)], args.v_scale, wide)
+        K = _loaded(s.read(k_cache, s.first, s.seqlen), args.k_scale, wide)
+        V = _loaded(s.read(v_cache, s.first, s.seqlen), args.v_scale, wide)
         O, L = (x[None].to(wide) for x in (s.of_tokens(out).transpose(0, 1), s.of_rows(lse)))
         Q, K, V = (x.to(wide).transpose(0, 1)[None] for x in (Q, K, V))
         tiled.forward(Q, K, V, attention_args, O, L, sequence=s.index)

@@ -188,15 +188,13 @@ class DecodeCase:
             divisor = scale.cpu().double().reshape(-1, 1) if isinstance(scale, Tensor) else scale or 1.0
             for b, before in enumerate(self.seqlens):
                 values = (normal(before, self.heads_kv, x.shape[-1]) / divisor).clamp(-LARGEST, LARGEST)
-                values = values.to(x.dtype).to(device)
-                for j in range(0, before, rows):
-                    end = min(j + rows, before)
-                    x[places[b] if self.page_size is None else table[b, j // rows], : end - j] = values[j:end]
-            if skipped:
-                for b in range(self.batch):
-                    for j in range(min(self.first_visible(b), self.seqlens[b])):
-                        place = (places[b], j) if self.page_size is None else (table[b, j // rows], j % rows)
-                        x[place] = torch.nan
+                if skipped:
+                    values[: self.first_visible(b)] = torch.nan
+                j = torch.arange(before)
+                index = (places[b].expand(before) if self.page_size is None else table[b, j // rows]), j % rows
+                # As bytes: torch 2.9 does not index FP8 tensors by tensors.
+                kind = torch.uint8 if self.fp8 else x.dtype
+                x.view(kind)[tuple(i.to(device) for i in index)] = values.to(x.dtype).to(device).view(kind)
         if self.kv_layout == "hnd":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         return k, v

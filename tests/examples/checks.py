@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from cute_flash import BlockMask
 from examples import (
     document_mask,
     gemma_softcap,
+    generate,
     ring_merge,
     t5_bias,
     train_gpt,
@@ -46,7 +48,7 @@ def plain_calls_by_sdpa() -> Iterator[None]:
             return attn(q, k, v, **keywords)
         dims = (1, 2) if keywords.get("layout") == "bshd" else (1, 1)
         inputs = (x.transpose(*dims).float() for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*inputs, is_causal=keywords["causal"])
+        out = F.scaled_dot_product_attention(*inputs, is_causal=keywords["causal"], enable_gqa=True)
         return out.transpose(*dims).to(q.dtype)
 
     with mock.patch.object(cute_flash, "attn", attn_or_sdpa):
@@ -101,6 +103,18 @@ def check_tree_mask(tolerance: float) -> None:
     assert accepted == [0, 2, 5]
 
 
+def check_generate(tolerance: float) -> None:
+    """The script compares the tokens; here its dense attention is torch's SDPA."""
+    with plain_calls_by_sdpa():
+        generated = generate.main()
+    assert generated.shape == (3, 12)
+    followers: dict[int, set[int]] = {}
+    for tokens in generated.tolist():
+        for token, following in pairwise(tokens):
+            followers.setdefault(token, set()).add(following)
+    assert any(len(tokens) > 1 for tokens in followers.values()), "the next token depends on more than the last one"
+
+
 def check_ring_merge(tolerance: float) -> None:
     with plain_calls_by_sdpa():
         ring, whole = ring_merge.main()
@@ -110,7 +124,8 @@ def check_ring_merge(tolerance: float) -> None:
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        document_mask, gemma_softcap, ring_merge, t5_bias, train_gpt, tree_mask, varlen_packing, window_and_sinks
+        document_mask, gemma_softcap, generate, ring_merge, t5_bias, train_gpt, tree_mask, varlen_packing,
+        window_and_sinks,
     )
 }  # fmt: skip
 CHECKS: dict[str, Callable[..., None]] = {name: globals()[f"check_{name}"] for name in MODULES}

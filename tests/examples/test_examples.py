@@ -63,7 +63,8 @@ def test_results_on_the_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert {shape_of(line) for line in documented} <= {shape_of(line) for line in capsys.readouterr().out.splitlines()}
 
 
-@pytest.mark.parametrize("name", [name for name in checks.CHECKS if name != "train_gpt"])
+# The fake GPU has no kernels of `attn_decode`.
+@pytest.mark.parametrize("name", [name for name in checks.CHECKS if name not in ("train_gpt", "generate")])
 def test_cuda_has_the_kernels(name: str, gpu: FakeGpu) -> None:
     checks.CHECKS[name](2e-2)
     assert f"fwd_{gpu.family}" in gpu.kernels

@@ -1,0 +1,205 @@
+"""Wrong arguments of `attn_decode`: the error names the argument, its value and a remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_flash import UnsupportedError, attn_decode, decode_supports
+from cute_flash.decode import bind
+from cute_flash.spec.decode import describe_decode
+
+B, T, H, HKV, D, S = 2, 1, 4, 2, 32, 24
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """A contiguous call; `changes` replace or add arguments."""
+    q, cache = torch.zeros(B, T, H, D), torch.zeros(B, S, HKV, D)
+    return {"q": q, "k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": ints(5, 9), **changes}
+
+
+def paged(**changes: Any) -> dict[str, Any]:
+    pages = torch.zeros(6, 8, HKV, D)
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
+    return call(k_cache=pages, v_cache=pages.clone(), page_table=table) | changes
+
+
+def rotary(width: int = 8, **changes: Any) -> dict[str, Any]:
+    table = torch.zeros(S, width)
+    return call(k_new=NEW, v_new=NEW, rotary_cos=table, rotary_sin=table) | changes
+
+
+NEW = torch.zeros(B, T, HKV, D)
+FP8 = torch.zeros(B, S, HKV, D).to(torch.float8_e4m3fn)
+CU = ints(0, 1, 2)
+Q3 = torch.zeros(2, H, D)
+
+# Errors without a look at the elements of a tensor: `decode_supports` returns them too.
+WRONG = [
+    (call(q=np.zeros(3)), "q is a numpy.ndarray: give a torch.Tensor"),
+    (call(k_cache=None), "k_cache is a builtins.NoneType: give a torch.Tensor"),
+    (call(sinks=[1.0]), "sinks is a builtins.list: give a torch.Tensor"),
+    (call(q=torch.zeros(())), "q has shape (): expected (B, T, H, D)"),
+    (call(q=Q3), "q has shape (2, 4, 32): expected (B, T, H, D); for one token a sequence use q[:, None]"),
+    (call(cu_seqlens_q=CU), "q has shape (2, 1, 4, 32): expected (T, H, D), because cu_seqlens_q is set"),
+    (call(k_cache=torch.zeros(B, S, D)), "k_cache has shape (2, 24, 32): expected (B, S, Hkv, D)"),
+    (paged(v_cache=Q3), "v_cache has shape (2, 4, 32): expected (num_pages, page_size, Hkv, D)"),
+    (call(v_cache=torch.zeros(B, S, 1, D)), "all dimensions but the last must agree"),
+    (call(q=torch.zeros(B, T, H, 16)), "the head dims must agree"),
+    (call(q=torch.zeros(B, T, 3, D)), "q has 3 heads and k, v have 2: the first must be a multiple of the second"),
+    (call(k_cache=torch.zeros(B, S, D, HKV).mT), "k_cache has stride 2 in the last dimension"),
+    (call(q=torch.zeros(B, T, H, D, dtype=torch.int32)), "q is torch.int32 on cpu: use one of float16"),
+    (call(q=torch.zeros(B, T, H, D).half()), "k_cache is torch.float32 and q is torch.float16: use torch.float16 or"),
+    (call(v_cache=FP8), "k_cache is torch.float32 and v_cache is torch.float8_e4m3fn: they must agree"),
+    (call(k_cache=FP8.to(torch.float8_e5m2)), "k_cache is torch.float8_e5m2 and q is torch.float32: use torch.float32"),
+    (call(k_cache=torch.zeros(1, S, HKV, D), v_cache=torch.zeros(1, S, HKV, D)),
+     "k_cache has 1 rows of sequences and the batch has 2: give a larger cache, cache_batch_idx or page_table"),
+    (call(cache_seqlens=2.5), "cache_seqlens=2.5 is a float: give a whole number, or an int32 tensor of shape (B)"),
+    (call(cache_seqlens=torch.tensor([1, 2])), "cache_seqlens is torch.int64: use torch.int32"),
+    (call(cache_seqlens=ints(1)), "cache_seqlens has 1 elements: expected 2, one for each sequence"),
+    (call(cache_seqlens=ints(1, 2)[None]), "cache_seqlens has shape (1, 2): expected (B)"),
+    (call(cache_batch_idx=ints(0)), "cache_batch_idx has 1 elements: expected 2"),
+    (call(leftpad=torch.zeros(2)), "leftpad is torch.float32: use torch.int32"),
+    (paged(page_table=ints(0, 1)), "page_table has shape (2,): expected (2, max_pages), a row for each sequence"),
+    (paged(page_table=torch.zeros(2, 3, dtype=torch.int64)), "page_table is torch.int64: use torch.int32"),
+    (paged(cache_batch_idx=ints(0, 1)), "cache_batch_idx with page_table: reorder the rows of page_table instead"),
+    (paged(k_cache=torch.zeros(6, 0, HKV, D), v_cache=torch.zeros(6, 0, HKV, D)), "a page needs at least one row"),
+    (call(k_new=NEW), "k_new alone: give both k_new and v_new"),
+    (call(v_new=NEW), "v_new alone: give both k_new and v_new"),
+    (call(k_new=NEW[:1], v_new=NEW), "k_new has shape (1, 1, 2, 32): expected (2, 1, 2, 32)"),
+    (call(k_new=NEW[0], v_new=NEW), "k_new has shape (1, 2, 32): expected (2, Tn, 2, 32)"),
+    (call(k_new=NEW, v_new=NEW[..., :8]), "v_new has shape (2, 1, 2, 8): expected (2, 1, 2, 32)"),
+    (call(q=Q3, cu_seqlens_q=CU, k_new=NEW[0], v_new=NEW[0]), "expected (2, 2, 32), the tokens of q"),
+    (call(k_new=NEW.half(), v_new=NEW), "k_new is torch.float16 and q is torch.float32: they must agree"),
+    (rotary(rotary_sin=None), "rotary_cos alone: give both rotary_cos and rotary_sin"),
+    (rotary(k_new=None, v_new=None), "rotary_cos without k_new: rotate q before the call, or append"),
+    (rotary(rotary_sin=torch.zeros(S, 4)), "rotary_sin has shape (24, 4): expected (positions, rotary_dim / 2)"),
+    (rotary(rotary_sin=torch.zeros(S, 8).double()), "rotary_cos is torch.float32 and rotary_sin is torch.float64"),
+    (rotary(17), "rotary_cos has 17 columns, so rotary_dim=34: at most the head dim, 32"),
+    (rotary(rotary_interleaved="yes"), "rotary_interleaved='yes': give True or False"),
+    (call(alibi=torch.zeros(3)), "alibi has shape (3,): expected (4,) or (2, 4), a value for each query head"),
+    (call(sinks=torch.zeros(4, dtype=torch.int64)), "sinks is torch.int64: use one of"),
+    (call(k_scale=0.5), "k_scale with a cache of torch.float32: leave it out, or store the cache in"),
+    (call(k_cache=FP8, v_cache=FP8, k_scale=torch.ones(3)), "k_scale has shape (3,): expected () or (2,), one"),
+    (call(k_cache=FP8, v_cache=FP8, v_scale=torch.ones(2).double()), "v_scale is torch.float64: use torch.float32"),
+    (call(k_cache=FP8, v_cache=FP8, v_scale="x"), "v_scale='x' is a str: give a number"),
+    (call(scale=float("inf")), "scale=inf is not finite"),
+    (call(softcap=-1.0), "softcap=-1.0: use a positive number, or None for no cap"),
+    (call(window=(-1, -1)), "window left=-1 is negative: use None for an unbounded side"),
+    (call(causal=None), "causal=None: give True or False"),
+    (call(kv_layout="NHD"), "kv_layout='NHD': use one of nhd, hnd"),
+    (call(num_splits=0), "num_splits=0: use 1 or more, or None to let the runtime choose"),
+    (call(num_splits=1.5), "num_splits=1.5 is a float"),
+    (call(return_lse="x"), "return_lse='x': give True or False"),
+    (call(out=torch.zeros(B, T, H, 8)), "out has shape (2, 1, 4, 8): expected (2, 1, 4, 32)"),
+    (call(out=torch.zeros(B, T, H, D).half()), "out is torch.float16 and q is torch.float32: they must agree"),
+    (call(out=torch.zeros(B, T, D, H).mT), "out has stride 4 in the last dimension"),
+    (call(cu_seqlens_q=ints(), q=Q3), "cu_seqlens_q has shape (0,): expected (B + 1)"),
+    (call(q=torch.zeros(B, T, H, D, requires_grad=True)),
+     "q requires grad, but attn_decode computes no gradients: use attn, or call it under torch.no_grad()"),
+    (call(sinks=torch.zeros(H, requires_grad=True)), "sinks requires grad, but attn_decode computes no gradients"),
+]  # fmt: skip
+
+# Wrong values of lengths and indices, which the CPU path reads.
+WRONG_VALUES = [
+    (call(cache_seqlens=ints(5, -1)), "cache_seqlens[1]=-1 is negative"),
+    (call(cache_seqlens=ints(25, 1)), "cache_seqlens[0]=25: a sequence has at most 24 rows"),
+    (call(cache_seqlens=24, k_new=NEW, v_new=NEW), "cache_seqlens[0]=24 and 1 new rows: a sequence has at most 24"),
+    (paged(cache_seqlens=ints(0, 25)), "cache_seqlens[1]=25: a sequence has at most 24 rows"),
+    (paged(page_table=torch.full((2, 3), 6, dtype=torch.int32)), "page_table[0, 0]=6: there are 6 pages"),
+    (paged(page_table=torch.tensor([[0, 1, 2], [3, -1, 5]]).int()), "page_table[1, 1]=-1: there are 6 pages"),
+    (call(cache_batch_idx=ints(0, 2)), "cache_batch_idx[1]=2: the cache has 2 rows of sequences"),
+    (call(leftpad=ints(0, -3)), "leftpad[1]=-3 is negative"),
+    (call(q=Q3, cu_seqlens_q=ints(0, 1, 3)), "cu_seqlens_q ends with 3: there are 2 tokens in q"),
+    (call(q=Q3, cu_seqlens_q=ints(0, 2, 1)), "offsets may not decrease"),
+    (rotary(cache_seqlens=ints(5, 9), rotary_cos=torch.zeros(9, 8), rotary_sin=torch.zeros(9, 8)),
+     "position 9 of sequence 1: rotary_cos has 9 rows, one for each position from 0"),
+    (rotary(q=torch.zeros(B, 8, H, D)), "position -2 of sequence 0: rotary_cos has 24 rows"),
+]  # fmt: skip
+
+
+def run(arguments: dict[str, Any]) -> Any:
+    return attn_decode(**arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[text[:50] for _, text in WRONG])
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        run(arguments)
+    support = decode_supports(**arguments)
+    assert not support and support.reason == str(raised.value)
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_VALUES, ids=[text[:50] for _, text in WRONG_VALUES])
+def test_wrong_values_on_the_cpu(arguments: dict[str, Any], message: str) -> None:
+    before = arguments["k_cache"].clone()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(arguments)
+    assert torch.equal(arguments["k_cache"], before), "nothing is appended"
+    assert decode_supports(**arguments), "no tensor is read"
+
+
+def test_pages_that_no_query_sees_may_have_any_index() -> None:
+    """Of the CPU path: kernels may read the entries of a whole block of keys."""
+    table = torch.tensor([[-1, 1, 99], [99, 4, -7]], dtype=torch.int32)
+    run(paged(page_table=table, cache_seqlens=ints(12, 16), window=(3, 0)))
+    run(paged(page_table=table, cache_seqlens=ints(12, 16), leftpad=ints(8, 9)))
+
+
+def test_grad_mode_decides() -> None:
+    arguments = call(q=torch.zeros(B, T, H, D, requires_grad=True))
+    with torch.no_grad():
+        assert not run(arguments).requires_grad
+    with pytest.raises(UnsupportedError, match="q requires grad"):
+        torch.ops.cute_flash.decode(
+            arguments["q"], arguments["k_cache"], arguments["v_cache"], arguments["cache_seqlens"], 0.1
+        )
+
+
+def test_cuda_has_fewer_kernels() -> None:
+    def on_cuda(**changes: Any) -> None:
+        describe_decode(*bind(**changes), device="cuda")
+
+    def of(dtype: torch.dtype, head_dim: int = D, **changes: Any) -> dict[str, Any]:
+        cache = torch.zeros(B, S, HKV, head_dim, dtype=dtype)
+        return call(q=torch.zeros(B, T, H, head_dim, dtype=dtype), k_cache=cache, v_cache=cache, **changes)
+
+    on_cuda(**of(torch.bfloat16))
+    on_cuda(**of(torch.float16) | {"k_cache": FP8, "v_cache": FP8})
+    on_cuda(**of(torch.float16, 256))
+    with pytest.raises(UnsupportedError, match=r"q is torch\.float32 on cuda: use one of float16, bfloat16"):
+        on_cuda(**of(torch.float32))
+    with pytest.raises(UnsupportedError, match="head_dim=36: kernels take multiples of 8"):
+        on_cuda(**of(torch.float16, 36))
+    with pytest.raises(UnsupportedError, match="head_dim=264"):
+        on_cuda(**of(torch.float16, 264))
+    with pytest.raises(UnsupportedError, match=r"softcap=20000\.0 on cuda"):
+        on_cuda(**of(torch.float16, softcap=20000.0))
+    new, table = torch.zeros(B, T, HKV, D).half(), torch.zeros(S, 4)
+    with pytest.raises(UnsupportedError, match="rotary_dim=8 on cuda: use a multiple of 16"):
+        on_cuda(**of(torch.float16, k_new=new, v_new=new, rotary_cos=table, rotary_sin=table))
+
+
+def test_the_description() -> None:
+    table = torch.zeros(S, 8)
+    arguments = paged(k_new=NEW, v_new=NEW, rotary_cos=table, rotary_sin=table, window=(7, 3))
+    problem = describe_decode(*bind(**arguments))
+    assert (problem.batch, problem.tokens, problem.total_tokens) == (2, 1, 2)
+    assert (problem.heads, problem.heads_kv, problem.group) == (4, 2, 2)
+    assert (problem.head_dim, problem.head_dim_v) == (32, 32)
+    assert (problem.dtype, problem.cache_dtype, problem.is_fp8) == ("float32", "float32", False)
+    assert (problem.page_size, problem.capacity) == (8, 24)
+    assert (problem.has_new, problem.new_tokens, problem.rotary_dim) == (True, 1, 16)
+    assert problem.band.bounds == (7, 0) and not problem.is_ragged
+    ragged = describe_decode(*bind(**call(q=Q3, cu_seqlens_q=CU, k_cache=FP8, v_cache=FP8, causal=False)))
+    assert (ragged.batch, ragged.tokens, ragged.total_tokens, ragged.new_tokens) == (2, None, 2, 0)
+    assert ragged.is_ragged and ragged.is_fp8 and ragged.page_size is None and ragged.capacity == S
+    assert ragged.band.bounds == (None, None) and not ragged.has_new and ragged.rotary_dim == 0

@@ -1,0 +1,234 @@
+"""`attn_decode` on a GPU, by every family, against the reference in fp64.
+
+The reference starts from the caches that the kernel wrote, so that a rounding of k_new to another neighbour is not an
+error of attention. The appended rows are compared by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_flash
+from cute_flash import reference
+from cute_flash.decode import bind
+from cute_flash.jit.compile import cache_info
+from tests.decode.cases import FP8, DecodeCall, DecodeCase, random_cases
+from tests.gpu.captured import Captured
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
+
+DEVICE = "cuda"
+GROUPS, CASES_OF_A_GROUP = 40, 12  # 480 random calls of each family
+# The unit in the last place of each dtype, relative to the value.
+ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, FP8: 2.0**-3}
+# The smallest subnormal number.
+SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, FP8: 2.0**-9}
+
+
+def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    return cute_flash.attn_decode(*call.tensors, return_lse=True, **call.options)
+
+
+def check(case: DecodeCase, dtype: torch.dtype, **options: Any) -> None:
+    before, call = case.build(DEVICE, dtype), case.build(DEVICE, dtype)
+    call.options |= options
+    out, lse = run(call)
+    assert "out" not in call.options or out is call.options["out"]
+    assert_decoded(out, lse, call, before)
+
+
+def assert_decoded(out: Tensor, lse: Tensor, call: DecodeCall, before: DecodeCall) -> None:
+    """Compare results, and caches after a call, with the reference. `before` has the caches before the call."""
+    q, keys, values, args = bind(*call.tensors, **call.options)
+    _, expected_keys, expected_values, _ = bind(*before.tensors, **before.options)
+    sequences = reference.decode.read_sequences(q, keys, args)
+    reference.decode.append(expected_keys, expected_values, args, sequences)
+    assert_appended("k_cache", keys, expected_keys, args.k_new)
+    assert_appended("v_cache", values, expected_values, args.v_new)
+
+    exact, exact_lse = reference.decode.attend(q, keys, values, args, sequences, torch.float64)
+    # Σ p |v|, which bounds the error of rounded weights.
+    sizes, _ = reference.decode.attend(q, keys, values.double().abs(), args, sequences, torch.float64)
+    assert out.shape == exact.shape and out.dtype == q.dtype
+    assert lse.shape == exact_lse.shape and lse.dtype == torch.float32
+    # A rotated query may be rounded to another neighbour, which changes a score by scale · ulp · |k|.
+    flips = 0.0 if args.rotary_cos is None else 5e-3 * max(1.0, abs(args.scale) * math.sqrt(q.shape[-1]))
+    empty = exact_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty), "lse: -inf exactly where a row sees no key"
+    lse_error = (lse.double() - exact_lse).masked_fill(empty, 0.0).abs()
+    allowed = 5e-5 + flips + 1e-5 * exact_lse.masked_fill(empty, 0.0).abs()
+    assert (lse_error <= allowed).all(), f"lse: error {lse_error.max():.2e}"
+    assert (out[sizes == 0] == 0).all(), "rows that see no key must be exactly 0"
+    error, ulp = (out.double() - exact).abs(), ULP[q.dtype]
+    assert error.isfinite().all(), "out: not finite"
+    assert (error <= (ulp + flips) * sizes + 1e-5).all(), f"out: {(error / (sizes + 1e-30)).max():.2e} of Σ p |v|"
+    assert not error.numel() or error.mean() <= ulp / 2 * sizes.mean() + 1e-6, "out: the mean error is too large"
+
+
+def assert_appended(name: str, cache: Tensor, expected: Tensor, new: Tensor | None) -> None:
+    """The bits of both caches agree, except that a few elements may be rounded to another neighbour."""
+    bits = {1: torch.uint8, 2: torch.int16}[cache.element_size()]
+    differs = cache.contiguous().view(bits) != expected.contiguous().view(bits)
+    found, wanted = cache.double()[differs], expected.double()[differs]
+    assert found.isfinite().all() and wanted.isfinite().all(), (
+        f"{name}: a row that must stay was written, or is missing"
+    )
+    allowed = ULP[cache.dtype] * torch.maximum(found.abs(), wanted.abs()) + SMALLEST[cache.dtype]
+    assert ((found - wanted).abs() <= allowed).all(), f"{name}: wrong rows"
+    few = 0 if new is None else 2 + new.numel() // 100
+    assert found.numel() <= few, f"{name}: {found.numel()} elements differ, at most {few} may"
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_calls(group: int) -> None:
+    for i, case in enumerate(random_cases(group, CASES_OF_A_GROUP)):
+        try:
+            check(case, (torch.bfloat16, torch.float16)[i % 2])
+        except Exception as error:
+            raise AssertionError(f"{case.id}: {error}") from error
+
+
+BASE = DecodeCase(
+    seed=3, seqlens=(1000, 77, 0), tokens=(1, 1, 1), new=(0, 0, 0), heads_kv=2, head_dim=128, head_dim_v=128,
+    page_size=16,
+)  # fmt: skip
+APPENDING = replace(BASE, seqlens=(1000, 77, 5), new=(1, 1, 1), rotary_dim=128)
+
+
+@pytest.mark.parametrize("page_size", (None, 1, 16, 64, 528), ids=str)
+@pytest.mark.parametrize("tokens", (1, 8))
+def test_long_sequences(page_size: int | None, tokens: int) -> None:
+    case = replace(BASE, seqlens=(100_003, 1), tokens=(tokens,) * 2, new=(tokens,) * 2, page_size=page_size)
+    check(case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_splits", (1, 2, 3, 5, 8, 16, 31, 32))
+def test_forced_splits(num_splits: int) -> None:
+    check(BASE, torch.bfloat16, num_splits=num_splits)
+    check(replace(BASE, tokens=(5,) * 3, new=(5,) * 3, fp8="heads"), torch.float16, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("tokens", (17, 64, 300))
+@pytest.mark.parametrize("page_size", (None, 24, 64), ids=str)
+def test_chunks_of_a_prefill(tokens: int, page_size: int | None) -> None:
+    case = replace(BASE, seqlens=(500, 0, 33), tokens=(tokens,) * 3, new=(tokens,) * 3, page_size=page_size)
+    check(replace(case, rotary_dim=64), torch.bfloat16)
+    check(replace(case, window=(100, 0), is_ragged=True, tokens=(tokens, 1, 0), new=(tokens, 1, 0)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim: int) -> None:
+    case = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, tokens=(3,) * 3, new=(3,) * 3)
+    check(case, torch.bfloat16)
+    check(replace(case, fp8="scalar"), torch.bfloat16)
+
+
+def test_large_batches() -> None:
+    lengths = tuple((37 * b * b) % 900 for b in range(200))
+    ones = (1,) * len(lengths)
+    check(replace(BASE, seqlens=lengths, tokens=ones, new=ones), torch.bfloat16)
+
+
+def test_pages_beyond_two_gigabytes() -> None:
+    """The element offset of a page exceeds 31 bits."""
+    num_pages, page_size, heads_kv, head_dim = 140_000, 16, 8, 128
+    q = torch.randn(1, 1, 32, head_dim, device=DEVICE).bfloat16()
+    caches = [torch.empty(num_pages, page_size, heads_kv, head_dim, device=DEVICE).bfloat16() for _ in range(2)]
+    pages = torch.tensor([num_pages - 1, 3, num_pages - 2, 131_072], device=DEVICE)
+    for cache in caches:
+        cache[pages] = torch.randn(4, page_size, heads_kv, head_dim, device=DEVICE).bfloat16()
+    found = cute_flash.attn_decode(q, *caches, cache_seqlens=61, page_table=pages[None].int())
+    rows = [cache[pages].flatten(0, 1)[None, :61] for cache in caches]
+    expected = cute_flash.attn(q, *rows, layout="bshd")
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_same_input_same_bits() -> None:
+    call = replace(BASE, seqlens=(5000, 300, 20_000)).build(DEVICE, torch.bfloat16)
+    first = run(call)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(call), first, strict=True))
+
+
+def test_new_lengths_neither_wait_nor_compile() -> None:
+    """100 lengths without a host sync; nothing is compiled after the first calls."""
+    calls = [
+        replace(APPENDING, seed=i, seqlens=(i * 31 % 997, i, 5 * i)).build(DEVICE, torch.bfloat16) for i in range(103)
+    ]
+    for call in calls[:3]:
+        run(call)
+    compiles = cache_info().compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls[3:]:
+            run(call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert cache_info().compiles == compiles
+
+
+@pytest.mark.parametrize("page_size", (None, 16), ids=str)
+def test_a_graph_with_lengths_written_in_place(page_size: int | None) -> None:
+    """Lengths, page tables, queries and new rows change between replays; the caches carry over."""
+    largest = replace(APPENDING, seqlens=(2000, 2000, 2000), page_size=page_size)
+    call = largest.build(DEVICE, torch.bfloat16)
+    captured = Captured.of(lambda: run(call))
+    for seed, lengths in enumerate(((2000, 2000, 2000), (0, 1, 1999), (17, 0, 0), (1024, 1023, 1025))):
+        other = replace(largest, seed=seed).build(DEVICE, torch.bfloat16)
+        call.q.copy_(other.q)
+        for name in ("k_new", "v_new", *(["page_table"] if page_size else [])):
+            call.options[name].copy_(other.options[name])
+        call.k_cache.copy_(other.k_cache)
+        call.v_cache.copy_(other.v_cache)
+        call.options["cache_seqlens"].copy_(torch.tensor(lengths))
+        other.options["cache_seqlens"].copy_(torch.tensor(lengths))
+        assert_decoded(*captured.replay(), call, other)
+
+
+def test_a_graph_of_a_generation() -> None:
+    """One graph of a step, replayed: it appends, and advances the lengths itself."""
+    case = replace(APPENDING, seqlens=(120, 35, 20))
+    call, eager = (case.build(DEVICE, torch.bfloat16) for _ in range(2))
+
+    def step() -> Tensor:
+        out = run(call)[0]
+        call.options["cache_seqlens"].add_(1)
+        return out
+
+    # Shorter than the caches that were built; the calls before the capture append, too.
+    call.options["cache_seqlens"].copy_(torch.tensor([100, 15, 0]))
+    captured = Captured.of(step)
+    for x in (call, eager):
+        x.options["cache_seqlens"].copy_(torch.tensor([100, 15, 0]))
+    call.k_cache.copy_(eager.k_cache)
+    call.v_cache.copy_(eager.v_cache)
+    for _ in range(20):
+        expected = run(eager)[0]
+        eager.options["cache_seqlens"].add_(1)
+        assert torch.equal(captured.replay(), expected)
+    assert torch.equal(call.k_cache.view(torch.int16), eager.k_cache.view(torch.int16))
+
+
+def test_compiled_equals_eager() -> None:
+    eager, compiled = (APPENDING.build(DEVICE, torch.bfloat16) for _ in range(2))
+    expected = run(eager)
+    function = torch.compile(cute_flash.attn_decode, fullgraph=True)
+    found = function(*compiled.tensors, return_lse=True, **compiled.options)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(compiled.k_cache.view(torch.int16), eager.k_cache.view(torch.int16))
+
+
+def test_what_has_no_kernel() -> None:
+    call = BASE.build(DEVICE, torch.float32)
+    with pytest.raises(cute_flash.UnsupportedError, match=r"q is torch\.float32 on cuda"):
+        run(call)
+    call = replace(BASE, head_dim=36, head_dim_v=36).build(DEVICE, torch.bfloat16)
+    with pytest.raises(cute_flash.UnsupportedError, match="head_dim=36"):
+        run(call)
