@@ -23,6 +23,7 @@ from cute_flash.tools.precompile import precompile_keys
 from cute_flash.tools.progress import steps
 from profiling import (
     compare,
+    decode,
     doc_tables,
     features,
     figures,
@@ -113,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
         "--head-dims 128 --masks causal --lengths 4096",
     )
     _add_fp32(fp32_command)
+    decode_command = add(
+        "decode",
+        f"measure attn_decode beside other libraries, and its variants; at most {decode.EXPECTED_SECONDS} s on an H200",
+        "--out decode.json",
+        "--rounds 3 --ms 5",
+    )
+    _add_rounds(decode_command, decode.Settings().rounds, decode.Settings().ms)
+    _add_jobs(decode_command)
     tune_command = add(
         "tune",
         "compile, check, time and rank tiles of a forward kernel",
@@ -154,6 +163,11 @@ def _add_rounds(parser: argparse.ArgumentParser, rounds: int, ms: float) -> None
     add("--ms", type=float, default=ms, help="time of the back-to-back calls of a round (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write all results as JSON, after each cell")
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    text = "compiling processes (default: cores)"
+    parser.add_argument("--jobs", type=at_least_one, default=num_cores(), metavar="N", help=text)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +227,7 @@ def _add_fp32(parser: argparse.ArgumentParser) -> None:
         text = f"default: {','.join(map(str, value))}"
         add(f"--{name.replace('_', '-')}", type=kind, default=value, metavar="LIST", help=text)
     _add_rounds(parser, defaults.rounds, defaults.ms)
-    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    _add_jobs(parser)
 
 
 def _add_ncu(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +241,7 @@ def _add_ncu(parser: argparse.ArgumentParser) -> None:
     add("--by-instruction", action="store_true", help="count shared-memory wavefronts by SASS instruction instead")
     add("--out", type=Path, default=Path("build/ncu"), metavar="DIR", help="folder of reports (default: %(default)s)")
     add("--ncu", default="ncu", metavar="PROGRAM", help="path of Nsight Compute (default: %(default)s)")
-    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    _add_jobs(parser)
     add("--predict-only", action="store_true", help="print the predictions; needs no GPU")
     add("--from-exports", action="store_true", help="write ncu.json again from the .csv files in DIR; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --predict-only (default: the GPU here)")
@@ -241,7 +255,7 @@ def _add_sanitize(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="print the launches and the expected time; needs no GPU")
     add("--processes", type=at_least_one, default=4, metavar="N", help="sanitizers at once (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="default: profiling/results/<gpu>/<date>-sanitize.txt")
-    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    _add_jobs(parser)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -271,7 +285,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     )
     _add_rounds(parser, rounds=5, ms=25.0)
     add("--graph", action="store_true", help="time replays of CUDA graphs, without host time")
-    add("--jobs", type=at_least_one, default=num_cores(), metavar="N", help="compiling processes (default: cores)")
+    _add_jobs(parser)
     add("--resources", action="store_true", help="report registers and spills too, by a second compilation")
     add("--compile-only", action="store_true", help="report registers, spills and shared memory; needs no GPU")
     add("--arch", metavar="sm_xx", help="architecture of --compile-only (default: the GPU here)")
@@ -404,6 +418,27 @@ def _fp32(args: argparse.Namespace) -> int:
     show(fp32.tables(record))
     print_lines("Failures", fp32.failures(record))
     return FAILED if fp32.has_failed(record) else OK
+
+
+def _decode(args: argparse.Namespace) -> int:
+    settings = decode.Settings(rounds=args.rounds, ms=args.ms, seed=args.seed)
+    if not arch.has_gpu():
+        raise ValueError("no CUDA device: nothing can be measured")
+    with steps("measuring decode", settings.num_steps) as done:
+        tools = decode.Tools(
+            timer=GraphTimer(),
+            device=torch.device("cuda"),
+            facts=machine.facts,
+            card_state=machine.card_state,
+            progress=done,
+            save=partial(write_json, path=args.out) if args.out else lambda record: None,
+        )
+        precompile_keys(decode.needed_kernels(settings, tools), args.jobs)
+        record = decode.run_decode(settings, tools)
+    print_unavailable(record["unavailable"])
+    show(decode.tables(record))
+    print_lines("Failures", decode.failures(record))
+    return FAILED if decode.has_failed(record) else OK
 
 
 def _mods(args: argparse.Namespace) -> int:
@@ -562,6 +597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "host": _host,
             "features": _features,
             "fp32": _fp32,
+            "decode": _decode,
             "mods": _mods,
             "tune": _tune,
             "ncu": _ncu,

@@ -1,4 +1,4 @@
-"""Tables of the documents from single runs: accuracy, fp32, grouped heads, user mods and host time."""
+"""Tables of the documents from single runs: accuracy, fp32, decoding, grouped heads, user mods and host time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from profiling import fp32
+from profiling import decode, fp32
 from profiling.figures import BACKWARD, BACKWARD_SM80, FORWARD, FORWARD_SM80
 from profiling.record import Run, load
 from profiling.report import NORMS, geometric_mean
@@ -19,6 +19,7 @@ GQA = ("results/h200/2026-11-16-fwd-sm90-gqa.json", "results/h200/2026-11-16-fwd
 MODS = "results/h200/2026-11-16-mods.json"
 HOST = "results/h200/2026-11-16-host.json"
 FP32 = "results/h200/2026-11-16-fp32.json"
+DECODE = "results/h200/2026-11-16-decode.json"
 START = "results/h200/2026-11-15-host.json"
 # Kernel -> the result file, the distribution of the inputs, the peer, and the peer's name in the text.
 ACCURACY = {
@@ -151,6 +152,41 @@ def fp32_error_line(data: Path) -> str:
         where = max(ratios, key=lambda name: ratios[name])
         texts.append(f"{ratios[where]:.2f} × for the {label} ({where})")
     return f"Over MATH's worst error in the same row, that of cute_flash is at most {' and '.join(texts)}."
+
+
+def _read_decode(data: Path) -> dict[str, Any]:
+    return json.loads((data / DECODE).read_text(encoding="utf-8"))
+
+
+def decode_cells(data: Path) -> Table:
+    """Decoding: time and bandwidth of cute_flash, times of the peers, and the speed over the best of them."""
+    rows = []
+    for cell in _read_decode(data)["cells"]:
+        sides, ratio = cell["sides"], decode.over_best(cell)
+        ours = sides[decode.OURS]
+        peers = [f"{sides[name]['us']:.1f}" if name in sides else "-" for name in decode.PEERS]
+        over = "-" if ratio is None else f"**{ratio:.2f}**"
+        lengths = f"{cell['batch']}", f"{cell['length']:,}"
+        rows.append((*lengths, f"{ours['us']:.1f}", f"{ours['tbps']:.2f}", *peers, over))
+    peers = ("cuDNN, µs", "FlashAttention-2, µs", "FlashAttention-3, µs")
+    return Table("", ("B", "keys", "cute_flash, µs", "TB/s", *peers, "over the best peer"), tuple(rows))
+
+
+def decode_variants(data: Path) -> Table:
+    """Decoding: the speed of each variant over the plain call."""
+    return decode.variant_table(_read_decode(data))
+
+
+def decode_line(data: Path) -> str:
+    """Decoding: geometric means and host time in two sentences."""
+    record = _read_decode(data)
+    few, every = decode.ratios(record, decode.SMALL_BATCH), decode.ratios(record)
+    host = record["host"]["us"][decode.OURS]
+    return (
+        f"Geometric means of the speed over the best peer: {geometric_mean(few):.2f} × for B ≤ {decode.SMALL_BATCH}, "
+        f"{geometric_mean(every):.2f} × for all cells ({min(every):.2f} or more). The host time of a warm call is "
+        f"{host:.1f} µs. Commit `{record['machine']['git_commit'][:7]}` ([data]({DECODE}))."
+    )
 
 
 def gqa(data: Path) -> Table:
