@@ -49,6 +49,7 @@ class KvSplits:
     """The lengths of all sequences, and the sizes of units."""
 
     cache_seqlens: cute.Tensor | None  # (B); None: every sequence fills its cache
+    cu_seqlens_k: cute.Tensor | None  # (B + 1): sequences are one after the other in one cache; None: each has its own
     num_sequences: Int32
     cu_seqlens_q: cute.Tensor | None  # (B + 1); None: every sequence has `tokens` queries
     leftpad: cute.Tensor | None  # (B)
@@ -66,7 +67,19 @@ class KvSplits:
 
     def old_len(self, batch: Int32) -> Int32:
         """The number of keys before the call appends some."""
-        return self.capacity if self.cache_seqlens is None else cutlass.max(self.cache_seqlens[batch], 0)
+        length = self.capacity
+        if self.cu_seqlens_k is not None:
+            first = self.first_row(batch)
+            length = cutlass.max(cutlass.min(self.cu_seqlens_k[batch + 1], self.capacity) - first, 0)
+        if self.cache_seqlens is not None:
+            # `sequence` limits the length to the capacity.
+            used = cutlass.max(self.cache_seqlens[batch], 0)
+            length = used if self.cu_seqlens_k is None else cutlass.min(used, length)
+        return length
+
+    def first_row(self, batch: Int32) -> Int32:
+        """The row of a sequence's first key in the cache that all sequences share."""
+        return cutlass.max(self.cu_seqlens_k[batch], 0)
 
     @cute.jit
     def sequence(self, batch: Int32) -> Sequence:

@@ -190,7 +190,7 @@ def _features(static: DecodeStatic, args: Any, scale: float, batch: int, heads: 
 
 
 def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tensor, Tensor, None]]:
-    """The function that computes `attn` with the decode kernel: k and v are the caches, which are full."""
+    """The function that computes `attn` or `attn_varlen` with the decode kernel: k and v are the caches."""
     static = DecodeStatic(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
@@ -198,11 +198,17 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         has_left=problem.static.has_left,
         has_right=problem.static.has_right,
         features=problem.features,
-        has_seqlens=False,
+        has_seqlens=problem.seqused_k,
+        ragged=problem.varlen,
+        packed_keys=problem.varlen,
         overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
     )
     plan = plan_decode(static, gpu, problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, None)
     kernel = current_gpu().kernel(plan.key)
+
+    def as_cache(x: Tensor) -> Tensor:
+        """(B, H, S, D) as (B, S, H, D), and (T, H, D) as (1, T, H, D)."""
+        return x[None] if problem.varlen else x.transpose(1, 2)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, None]:
         if current_gpu().current_device() != q.device.index:
@@ -211,20 +217,23 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         out, lse, _ = outputs(q, v, args)
         q, scale = positive_scale(q, args.scale)
         k, v = (x if _is_aligned(x) else ensure_aligned(x) for x in (k, v))
-        rows = out.transpose(1, 2)
+        rows = as_cache(out)
         result = rows if _is_aligned(rows) else torch.empty_like(rows, memory_format=torch.contiguous_format)
-        operands = {
-            "q": _rows(q.transpose(1, 2), False),
-            "k_cache": _cache(k.transpose(1, 2)),
-            "v_cache": _cache(v.transpose(1, 2)),
+        operands: dict[str, Any] = {
+            "q": _rows(as_cache(q), False),
+            "k_cache": _cache(as_cache(k)),
+            "v_cache": _cache(as_cache(v)),
             "out": result,
-            "lse": lse,
+            "lse": lse[None] if problem.varlen else lse,
             "scale": scale,
             "window_left": problem.band.left,
             "window_right": problem.band.right,
             "num_splits": 0,
             **_features(static, args, scale, problem.batch, problem.heads),
         }
+        if problem.varlen:
+            operands |= {name: getattr(args, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            operands["cache_seqlens"] = args.seqused_k
         launch(kernel, plan, q.device, operands)
         if result is not rows:
             rows.copy_(result)

@@ -147,7 +147,8 @@ class Decode(Kernel):
             new_tokens = args.k_new.shape[1]
         splits = KvSplits(
             cache_seqlens=args.cache_seqlens,
-            num_sequences=args.q.shape[0] if args.cache_seqlens is None else args.cache_seqlens.shape[0],
+            cu_seqlens_k=args.cu_seqlens_k,
+            num_sequences=self.num_sequences(args),
             cu_seqlens_q=args.cu_seqlens_q,
             leftpad=args.leftpad,
             tokens=args.q.shape[1],
@@ -193,6 +194,11 @@ class Decode(Kernel):
         )
         grid, overlaps = (args.num_ctas, 1, 1), static.overlaps_previous
         self.launch(self.symbol("decode"), params, grid, tile.num_threads, stream, use_pdl=overlaps)
+
+    def num_sequences(self, args) -> Int32:
+        if args.cu_seqlens_q is not None:
+            return args.cu_seqlens_q.shape[0] - 1
+        return args.q.shape[0]
 
     def symbol(self, kernel: str) -> str:
         static, tile = self.static, self.tile
@@ -405,7 +411,8 @@ class Decode(Kernel):
         """The keys and the values of the piece's sequence and K/V head."""
         static = self.static
         batch = piece.batch if p.batch_idx is None else p.batch_idx[piece.batch]
-        common = piece.head_kv, batch, p.page_table, static.page_lookup
+        first_row = p.splits.first_row(piece.batch) if static.packed_keys else None
+        common = piece.head_kv, batch, first_row, p.page_table, static.page_lookup
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
 
