@@ -21,6 +21,7 @@ from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import MAX_WINDOW, ensure_aligned, positive_scale
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import ceil_div
 from cute_flash.spec.decode import DecodeArgs, DecodeProblem, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import current_family
@@ -31,6 +32,7 @@ from cute_flash.spec.shapes import outputs
 Outputs = tuple[Tensor, Tensor]
 # Architectures with an instruction from FP8 to fp16.
 FP8_CVT = (8, 9)
+ITEMS_STEP = 4096
 # Architectures with programmatic dependent launch.
 DEPENDENT_LAUNCH = (9, 0)
 
@@ -277,15 +279,17 @@ def _scale(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:
 def _workspace(device: torch.device, plan: DecodePlan) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and statistics of pieces, and zeroed arrival counters, which every launch leaves at 0."""
     tile, slots = plan.tile, 2 * plan.num_ctas
+    # Rounded up, so that batches of many sizes share a workspace.
+    num_items = ceil_div(plan.num_items, ITEMS_STEP) * ITEMS_STEP
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
         return (
             torch.empty((slots, tile.tile_m, tile.head_dim), dtype=torch.float32, device=device),
             torch.empty((slots, tile.tile_m, 2), dtype=torch.float32, device=device),
-            torch.zeros(plan.num_items, dtype=torch.int32, device=device),
+            torch.zeros(num_items, dtype=torch.int32, device=device),
         )
 
-    return shared((slots, tile.tile_m, tile.head_dim, plan.num_items), device.index, make)
+    return shared((slots, tile.tile_m, tile.head_dim, num_items), device.index, make)
 
 
 def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
