@@ -25,6 +25,7 @@ class CacheHead:
     mX: cute.Tensor  # (pages, page, Hkv, D), or (B, S, Hkv, D)
     head_kv: Int32
     batch: Int32  # row of the page table, or index of the cache
+    first_row: Int32 | None  # of the sequence, in a cache that all sequences share
     page_table: cute.Tensor | None  # (B, max_pages)
     lookup: cutlass.Constexpr  # `DecodeStatic.page_lookup`
     width: cutlass.Constexpr  # D or Dv
@@ -34,6 +35,8 @@ class CacheHead:
     def address(self, key: Int32) -> Int64:
         """The address of a key's row. The key must exist."""
         page, row = self.batch, key
+        if cutlass.const_expr(self.first_row is not None):
+            page, row = Int32(0), self.first_row + key
         if cutlass.const_expr(self.page_table is not None):
             page_rows = self.mX.shape[1]
             page = self.page_table[self.batch, key // page_rows]

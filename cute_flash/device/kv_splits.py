@@ -49,6 +49,7 @@ class KvSplits:
     """The lengths of all sequences, and the sizes of units."""
 
     cache_seqlens: cute.Tensor | None  # (B); None: every sequence fills its cache
+    cu_seqlens_k: cute.Tensor | None  # (B + 1): sequences are one after the other in one cache; None: each has its own
     num_sequences: Int32
     cu_seqlens_q: cute.Tensor | None  # (B + 1); None: every sequence has `tokens` queries
     leftpad: cute.Tensor | None  # (B)
@@ -61,19 +62,36 @@ class KvSplits:
     heads_kv: Int32
     num_splits: Int32  # 0: units have `UNIT_KEYS` keys
     num_ctas: Int32
+    max_items: Int32  # counters of the workspace
     tile_m: cutlass.Constexpr
     least_units: cutlass.Constexpr  # of a CTA, so that all its warps have keys
 
+    def first_token(self, batch: Int32) -> Int32:
+        """The first query of a sequence among those of a ragged batch, which has `tokens` in all."""
+        return cutlass.min(cutlass.max(self.cu_seqlens_q[batch], 0), self.tokens)
+
     def old_len(self, batch: Int32) -> Int32:
         """The number of keys before the call appends some."""
-        return self.capacity if self.cache_seqlens is None else cutlass.max(self.cache_seqlens[batch], 0)
+        length = self.capacity
+        if self.cu_seqlens_k is not None:
+            first = self.first_row(batch)
+            length = cutlass.max(cutlass.min(self.cu_seqlens_k[batch + 1], self.capacity) - first, 0)
+        if self.cache_seqlens is not None:
+            # `sequence` limits the length to the capacity.
+            used = cutlass.max(self.cache_seqlens[batch], 0)
+            length = used if self.cu_seqlens_k is None else cutlass.min(used, length)
+        return length
+
+    def first_row(self, batch: Int32) -> Int32:
+        """The row of a sequence's first key in the cache that all sequences share."""
+        return cutlass.max(self.cu_seqlens_k[batch], 0)
 
     @cute.jit
     def sequence(self, batch: Int32) -> Sequence:
         """The lengths of a sequence, limited to the tensors."""
         tokens = self.tokens
         if cutlass.const_expr(self.cu_seqlens_q is not None):
-            tokens = cutlass.max(self.cu_seqlens_q[batch + 1] - self.cu_seqlens_q[batch], 0)
+            tokens = cutlass.max(self.first_token(batch + 1) - self.first_token(batch), 0)
         new = Int32(0)
         if cutlass.const_expr(self.appends):
             new = tokens if self.new_tokens is None else self.new_tokens
@@ -126,7 +144,10 @@ class KvSplits:
 
     @cute.jit
     def piece(self, unit: Int32, end_unit: Int32, per_cta: Int32) -> tuple[cutlass.Boolean, Piece]:
-        """The piece that begins at a unit and ends at `end_unit` or with its item; and whether the unit exists."""
+        """The piece that begins at a unit and ends at `end_unit` or with its item; and whether it exists.
+
+        Wrong offsets of queries may give more items than the workspace has counters; those do not exist.
+        """
         lane, num_sequences = cute.arch.lane_idx(), self.num_sequences
         first, batch = Int32(0), Int32(-1)  # the sequences of the lanes; the sequence of the unit
         items_before, units_before = Int32(0), Int32(0)
@@ -148,7 +169,7 @@ class KvSplits:
                 items_before += cute.arch.shuffle_sync(items_end, LANES - 1)
                 units_before += cute.arch.shuffle_sync(units_end, LANES - 1)
                 first += LANES
-        exists = batch >= 0 and batch < num_sequences
+        is_found = batch >= 0 and batch < num_sequences
         sequence = self.sequence(cutlass.max(cutlass.min(batch, num_sequences - 1), 0))
         num_units, row_tiles = self.num_units(sequence), cutlass.max(self.row_tiles(sequence), 1)
         per_item = num_units
@@ -161,7 +182,7 @@ class KvSplits:
         if self.num_splits > 0:
             begin, end = begin * num_units // per_item, end * num_units // per_item
         first_unit = self.first_unit(sequence)
-        return exists, Piece(
+        return is_found and items_before + item < self.max_items, Piece(
             batch=batch,
             head_kv=item // row_tiles,
             row_tile=item % row_tiles,

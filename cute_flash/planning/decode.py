@@ -26,6 +26,8 @@ SCORE_FEATURES = {"softcap", "alibi", "sinks"}
 # `attn` with at most this many query rows of a K/V head, and at least this many keys, may use the decode kernel.
 MAX_SPLIT_ROWS = 64
 MIN_SPLIT_KEYS = 512
+# Queries of a sequence, on average, with which `attn_varlen` may use it.
+MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
 
 
@@ -43,6 +45,7 @@ class DecodeStatic:
     page_lookup: str = ""  # "": no pages; "chunk": a lookup for 16 keys; "row": a lookup for every key
     has_seqlens: bool = True  # False: every sequence fills its cache
     ragged: bool = False  # q is (1, T, H, D), with cu_seqlens_q
+    packed_keys: bool = False  # all sequences share one cache (1, T, Hkv, D), with cu_seqlens_k
     has_leftpad: bool = False
     has_batch_idx: bool = False
     appends: bool = False
@@ -76,7 +79,7 @@ class DecodeStatic:
     @property
     def tags(self) -> tuple[str, ...]:
         """What differs from plain decode, for kernel names."""
-        flags = ("ragged", "has_leftpad", "has_batch_idx", "appends")
+        flags = ("ragged", "packed_keys", "has_leftpad", "has_batch_idx", "appends")
         pages = (f"page_{self.page_lookup}",) if self.page_lookup else ()
         rotary = (f"rotary_{self.rotary}",) if self.rotary else ()
         fp8 = ("fp8",) if self.is_fp8 else ()
@@ -90,6 +93,7 @@ class DecodeStatic:
             "cache_seqlens": self.has_seqlens,
             "page_table": bool(self.page_lookup),
             "cu_seqlens_q": self.ragged,
+            "cu_seqlens_k": self.packed_keys,
             "leftpad": self.has_leftpad,
             "cache_batch_idx": self.has_batch_idx,
             "k_new": self.appends,
@@ -206,11 +210,18 @@ def plan_decode(
 
 
 def splits_keys(problem: Problem, arch: ArchSpec) -> bool:
-    """Whether `attn` uses the decode kernel: few queries and many keys, which would leave most SMs idle."""
-    if problem.varlen or problem.out_fp32 or problem.batch_invariant or problem.static.is_fp32 or problem.mods:
+    """Whether `attn` and `attn_varlen` use the decode kernel: few queries and many keys, which leave most SMs idle.
+
+    The lengths of a varlen batch are not known. Its average lengths decide, and few queries in all limit the longest.
+    """
+    if problem.out_fp32 or problem.batch_invariant or problem.static.is_fp32 or problem.mods:
         return False
     if set(problem.features) - SCORE_FEATURES:
         return False
-    rows = problem.group * problem.seqlen_q
+    rows, keys = problem.group * problem.seqlen_q, problem.seqlen_k
+    if problem.varlen:
+        if problem.seqlen_q > MAX_VARLEN_TOKENS * problem.batch:
+            return False
+        rows, keys = ceil_div(rows, problem.batch), keys // problem.batch
     num_tiles = problem.batch * problem.heads_kv * ceil_div(rows, MAX_SPLIT_ROWS)
-    return rows <= MAX_SPLIT_ROWS and problem.seqlen_k >= MIN_SPLIT_KEYS and num_tiles < arch.num_sms
+    return rows <= MAX_SPLIT_ROWS and keys >= MIN_SPLIT_KEYS and num_tiles < arch.num_sms

@@ -102,6 +102,7 @@ _DECODE = (
     Operand("lse", "statistics f32", ("Bq", "H", "T")),
     Operand("cache_seqlens", "compact i32", ("sequences",)),
     Operand("cu_seqlens_q", "compact i32", ("sequences + 1",)),
+    Operand("cu_seqlens_k", "compact i32", ("sequences + 1",)),
     Operand("page_table", "strided i32", ("sequences", "max pages")),
     Operand("cache_batch_idx", "compact i32", ("sequences",)),
     Operand("leftpad", "compact i32", ("sequences",)),

@@ -21,6 +21,7 @@ from cute_flash.runtime.gpu import bound, current_gpu
 from cute_flash.runtime.operands import MAX_WINDOW, ensure_aligned, positive_scale
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import ceil_div
 from cute_flash.spec.decode import DecodeArgs, DecodeProblem, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import current_family
@@ -31,6 +32,7 @@ from cute_flash.spec.shapes import outputs
 Outputs = tuple[Tensor, Tensor]
 # Architectures with an instruction from FP8 to fp16.
 FP8_CVT = (8, 9)
+ITEMS_STEP = 4096
 # Architectures with programmatic dependent launch.
 DEPENDENT_LAUNCH = (9, 0)
 
@@ -190,7 +192,7 @@ def _features(static: DecodeStatic, args: Any, scale: float, batch: int, heads: 
 
 
 def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tensor, Tensor, None]]:
-    """The function that computes `attn` with the decode kernel: k and v are the caches, which are full."""
+    """The function that computes `attn` or `attn_varlen` with the decode kernel: k and v are the caches."""
     static = DecodeStatic(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
@@ -198,11 +200,17 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         has_left=problem.static.has_left,
         has_right=problem.static.has_right,
         features=problem.features,
-        has_seqlens=False,
+        has_seqlens=problem.seqused_k,
+        ragged=problem.varlen,
+        packed_keys=problem.varlen,
         overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
     )
     plan = plan_decode(static, gpu, problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, None)
     kernel = current_gpu().kernel(plan.key)
+
+    def as_cache(x: Tensor) -> Tensor:
+        """(B, H, S, D) as (B, S, H, D), and (T, H, D) as (1, T, H, D)."""
+        return x[None] if problem.varlen else x.transpose(1, 2)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, None]:
         if current_gpu().current_device() != q.device.index:
@@ -211,20 +219,23 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         out, lse, _ = outputs(q, v, args)
         q, scale = positive_scale(q, args.scale)
         k, v = (x if _is_aligned(x) else ensure_aligned(x) for x in (k, v))
-        rows = out.transpose(1, 2)
+        rows = as_cache(out)
         result = rows if _is_aligned(rows) else torch.empty_like(rows, memory_format=torch.contiguous_format)
-        operands = {
-            "q": _rows(q.transpose(1, 2), False),
-            "k_cache": _cache(k.transpose(1, 2)),
-            "v_cache": _cache(v.transpose(1, 2)),
+        operands: dict[str, Any] = {
+            "q": _rows(as_cache(q), False),
+            "k_cache": _cache(as_cache(k)),
+            "v_cache": _cache(as_cache(v)),
             "out": result,
-            "lse": lse,
+            "lse": lse[None] if problem.varlen else lse,
             "scale": scale,
             "window_left": problem.band.left,
             "window_right": problem.band.right,
             "num_splits": 0,
             **_features(static, args, scale, problem.batch, problem.heads),
         }
+        if problem.varlen:
+            operands |= {name: getattr(args, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            operands["cache_seqlens"] = args.seqused_k
         launch(kernel, plan, q.device, operands)
         if result is not rows:
             rows.copy_(result)
@@ -268,15 +279,17 @@ def _scale(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:
 def _workspace(device: torch.device, plan: DecodePlan) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and statistics of pieces, and zeroed arrival counters, which every launch leaves at 0."""
     tile, slots = plan.tile, 2 * plan.num_ctas
+    # Rounded up, so that batches of many sizes share a workspace.
+    num_items = ceil_div(plan.num_items, ITEMS_STEP) * ITEMS_STEP
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
         return (
             torch.empty((slots, tile.tile_m, tile.head_dim), dtype=torch.float32, device=device),
             torch.empty((slots, tile.tile_m, 2), dtype=torch.float32, device=device),
-            torch.zeros(plan.num_items, dtype=torch.int32, device=device),
+            torch.zeros(num_items, dtype=torch.int32, device=device),
         )
 
-    return shared((slots, tile.tile_m, tile.head_dim, plan.num_items), device.index, make)
+    return shared((slots, tile.tile_m, tile.head_dim, num_items), device.index, make)
 
 
 def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:

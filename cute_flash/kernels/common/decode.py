@@ -147,7 +147,8 @@ class Decode(Kernel):
             new_tokens = args.k_new.shape[1]
         splits = KvSplits(
             cache_seqlens=args.cache_seqlens,
-            num_sequences=args.q.shape[0] if args.cache_seqlens is None else args.cache_seqlens.shape[0],
+            cu_seqlens_k=args.cu_seqlens_k,
+            num_sequences=self.num_sequences(args),
             cu_seqlens_q=args.cu_seqlens_q,
             leftpad=args.leftpad,
             tokens=args.q.shape[1],
@@ -159,6 +160,7 @@ class Decode(Kernel):
             heads_kv=heads_kv,
             num_splits=args.num_splits,
             num_ctas=args.num_ctas,
+            max_items=args.arrivals.shape[0],
             tile_m=tile.tile_m,
             least_units=tile.least_keys // UNIT_KEYS,
         )
@@ -194,6 +196,11 @@ class Decode(Kernel):
         grid, overlaps = (args.num_ctas, 1, 1), static.overlaps_previous
         self.launch(self.symbol("decode"), params, grid, tile.num_threads, stream, use_pdl=overlaps)
 
+    def num_sequences(self, args) -> Int32:
+        if args.cu_seqlens_q is not None:
+            return args.cu_seqlens_q.shape[0] - 1
+        return args.q.shape[0]
+
     def symbol(self, kernel: str) -> str:
         static, tile = self.static, self.tile
         mask = ("l" if static.has_left else "") + ("r" if static.has_right else "") or "full"
@@ -226,7 +233,7 @@ class Decode(Kernel):
         """Tokens after the last sequence have an output of 0 and an LSE of -inf."""
         thread, _, _ = cute.arch.thread_idx()
         _, num_tokens, heads, _ = p.mO.shape
-        first = cutlass.max(p.splits.cu_seqlens_q[p.splits.num_sequences], 0)
+        first = p.splits.first_token(p.splits.num_sequences)
         zeros = cute.make_rmem_tensor(VECTOR, p.mO.element_type)
         zeros.fill(0.0)
         vectors = self.static.width_v // VECTOR
@@ -268,7 +275,7 @@ class Decode(Kernel):
         token, head = index // group, piece.head_kv * group + index % group
         if p.splits.cu_seqlens_q is None:
             return piece.batch, token, head, token
-        return Int32(0), p.splits.cu_seqlens_q[piece.batch] + token, head, token
+        return Int32(0), p.splits.first_token(piece.batch) + token, head, token
 
     def num_rows(self, p: Params, piece: Piece, sequence: Sequence) -> Int32:
         """Rows of the piece's tile that exist."""
@@ -319,7 +326,7 @@ class Decode(Kernel):
         first_token = Int32(0)
         batch = piece.batch
         if cutlass.const_expr(static.ragged):
-            first_token, batch = p.splits.cu_seqlens_q[piece.batch], Int32(0)
+            first_token, batch = p.splits.first_token(piece.batch), Int32(0)
         keys, values = self.cache_heads(p, piece)
         vectors = tile.head_dim // VECTOR
         x = cute.make_rmem_tensor(VECTOR, Float32)
@@ -404,8 +411,12 @@ class Decode(Kernel):
     def cache_heads(self, p: Params, piece: Piece) -> tuple[CacheHead, CacheHead]:
         """The keys and the values of the piece's sequence and K/V head."""
         static = self.static
-        batch = piece.batch if p.batch_idx is None else p.batch_idx[piece.batch]
-        common = piece.head_kv, batch, p.page_table, static.page_lookup
+        batch = piece.batch
+        if p.batch_idx is not None:
+            # A wrong index must not reach outside of the cache.
+            batch = cutlass.min(cutlass.max(p.batch_idx[batch], 0), p.mK.shape[0] - 1)
+        first_row = p.splits.first_row(piece.batch) if static.packed_keys else None
+        common = piece.head_kv, batch, first_row, p.page_table, static.page_lookup
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
 
