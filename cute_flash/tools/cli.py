@@ -27,6 +27,7 @@ examples:
   cute-flash demo              # is the result right on this machine?
   cute-flash explain --help    # options and examples of a command"""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CACHE_DTYPES = {"fp8": "float8_e4m3fn", "same": ""}
 PASSES = ("forward", "backward")
 MASKS = ("full", "causal", "window", "left")
 BATCHES = ("dense", "varlen")
@@ -176,7 +177,8 @@ def _parser() -> argparse.ArgumentParser:
         _explain,
         "show the kernel, tile, FLOPs, bytes and roofline position of a shape",
         "2,16,4096,128 --causal --gpu A100",
-        "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # decoding",
+        "1,64,1,128 --kv-heads 8 --seqlen-k 32768  # few queries: attn splits the keys",
+        "8,32,1,128 --kv-heads 8 --cache-len 8192 --page-size 16 --cache-dtype fp8  # attn_decode",
     )
     sub.add_argument(
         "shapes",
@@ -188,6 +190,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--kv-heads", type=_positive, metavar="N", help="K/V heads (default: H)")
     sub.add_argument("--seqlen-k", type=_positive, metavar="N", help="number of keys (default: S)")
     sub.add_argument("--value-dim", type=_positive, metavar="N", help="head dim of v (default: D)")
+    sub.add_argument(
+        "--cache-len", type=_positive, metavar="N", help="explain attn_decode: N keys of each sequence in a K/V cache"
+    )
+    sub.add_argument("--page-size", type=_positive, metavar="N", help="of a paged cache (default: contiguous)")
+    sub.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="dtype of the cache (default: that of q)")
+    sub.add_argument("--num-splits", type=_positive, metavar="N", help="parts of the keys (default: chosen)")
     _add_mask(sub)
     sub.add_argument(
         "--gpu", metavar="NAME", help="A100, A10, L40S, H100, H200, sm_xx (default: the GPU here, else A100)"
@@ -307,21 +315,39 @@ def _explain(args: argparse.Namespace) -> int:
     from cute_flash.spec.arch import SM_80
     from cute_flash.spec.band import Band
     from cute_flash.spec.problem import Problem
-    from cute_flash.tools.explain import Explanation
+    from cute_flash.tools.explain import explain
+    from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 
     explanations = []
     with _usage_errors():
-        spec, band = _arch(args.gpu) or SM_80, Band.of(args.causal, args.window)
+        _check_cache_options(args)
+        spec = _arch(args.gpu) or SM_80
+        # attn_decode is causal by default.
+        band = Band.of(args.causal or args.cache_len is not None, args.window)
         for batch, heads, length, head_dim in args.shapes:
-            sizes = (batch, heads, args.kv_heads or heads, length, args.seqlen_k or length, head_dim)
             value_dim = None if args.value_dim == head_dim else args.value_dim
-            problem = Problem(*sizes, DTYPES[args.dtype], band, value_dim)
-            explanations.append(Explanation.of(problem, spec))
+            keys = args.cache_len or args.seqlen_k or length
+            sizes = (batch, heads, args.kv_heads or heads, length, keys, head_dim)
+            if args.cache_len is None:
+                problem = Problem(*sizes, DTYPES[args.dtype], band, value_dim)
+                explanations.append(explain(problem, spec))
+            else:
+                cache = CACHE_DTYPES[args.cache_dtype or "same"], args.page_size
+                shape = DecodeShape(*sizes, value_dim, DTYPES[args.dtype], *cache, band, args.num_splits)
+                explanations.append(DecodeExplanation.of(shape, spec))
     if args.json:
         print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))
     else:
         print("\n\n".join("\n".join(explanation.lines()) for explanation in explanations))
     return 0
+
+
+def _check_cache_options(args: argparse.Namespace) -> None:
+    if args.cache_len is not None and args.seqlen_k is not None:
+        raise UsageError("--seqlen-k with --cache-len: --cache-len is the number of keys")
+    for name in ("page_size", "cache_dtype", "num_splits"):
+        if args.cache_len is None and getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} without --cache-len: it is an option of attn_decode")
 
 
 def _tiles(args: argparse.Namespace) -> int:
@@ -341,9 +367,9 @@ def _inspect(args: argparse.Namespace) -> int:
     from cute_flash.spec.band import Band
     from cute_flash.spec.family import requested_family
     from cute_flash.spec.problem import Problem
-    from cute_flash.tools.explain import aligned
     from cute_flash.tools.precompile import LENGTH
     from cute_flash.tools.progress import step
+    from cute_flash.tools.text import aligned
 
     if args.sass and resources.nvdisasm() is None:
         raise UsageError("--sass: no disassembler found; pip install nvidia-cuda-nvdisasm")

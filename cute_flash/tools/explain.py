@@ -1,23 +1,29 @@
-"""`cute-flash explain`: the plan of a problem, its roofline, and the bounds of the FlashAttention papers."""
+"""`cute-flash explain`: the plan of a problem, its roofline, and the bounds of the FlashAttention papers.
+
+Calls with few queries run the decode kernel, which splits the keys among CTAs: `cute_flash.tools.explain_decode`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cute_flash.planning.decode import splits_keys
 from cute_flash.planning.plan import Plan, plan_forward
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.dtypes import DTYPE_BYTES
 from cute_flash.spec.family import requested_family
 from cute_flash.spec.problem import Problem
 from cute_flash.tools import roofline
+from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
+from cute_flash.tools.text import aligned
 
-LABEL_WIDTH = 12
 
-
-def aligned(lines: list[str]) -> list[str]:
-    """Align the texts of "label  text" lines in one column."""
-    return [f"{label:<{LABEL_WIDTH}}{text}" for label, text in (line.split(None, 1) for line in lines)]
+def explain(problem: Problem, arch: ArchSpec) -> Explanation | DecodeExplanation:
+    """Explain a call of `attn`, by the kernel that computes it."""
+    if not requested_family() and splits_keys(problem, arch):
+        return DecodeExplanation.of(DecodeShape.of(problem), arch)
+    return Explanation.of(problem, arch)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from cute_flash.spec.band import Band
 from cute_flash.spec.family import use_kernels
 from cute_flash.spec.features import FEATURES, MODS
 from cute_flash.spec.problem import Problem
-from cute_flash.tools import cli, demo, explain, precompile, roofline
+from cute_flash.tools import cli, demo, explain, precompile, roofline, text
 from cute_flash.tools.cli import main
 from tests.fakes.recording import backward_keys, forward_keys
 
@@ -146,17 +146,40 @@ def test_explain_gives_the_numbers_of_the_roofline(capsys: pytest.CaptureFixture
 def test_explain_text_holds_plan_and_roofline_of_every_shape(capsys: pytest.CaptureFixture) -> None:
     assert main(["explain", "1024,64", "3,1024,64", "--causal", "--gpu", "sm_90", "--dtype", "fp16"]) == 0
     first, second = capsys.readouterr().out.strip().split("\n\n")
-    for text, batch in ((first, 1), (second, 3)):
+    for shown, batch in ((first, 1), (second, 3)):
         problem = Problem(batch, 1, 1, 1024, 1024, 64, "float16", Band(None, 0))
         plan, bound = plan_forward(problem, arch.SM_90), roofline.roofline(problem, arch.SM_90)
         for line in [*plan.lines(), *bound.lines(), *roofline.Occupancy(plan).lines()]:
-            assert line.split(None, 1)[1] in text
-        labels = [line[: explain.LABEL_WIDTH].strip() for line in text.splitlines()]
+            assert line.split(None, 1)[1] in shown
+        labels = [line[: text.LABEL_WIDTH].strip() for line in shown.splitlines()]
         assert {"re-reads", "rescales", "SRAM"} < set(labels) and "" not in labels
 
 
-def test_explain_of_few_queries_counts_the_sms_that_have_a_cta(capsys: pytest.CaptureFixture) -> None:
+def test_explain_of_few_queries_tells_that_keys_are_split(capsys: pytest.CaptureFixture) -> None:
     argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["kernel"] == "decode" and found["splits_keys"] and found["problem"]["is_attn"]
+    assert found["busy_blocks"] > 100 and found["pieces"][0] > 10
+    assert found["least_bytes"] == roofline.hbm_bytes(Problem(1, 64, 8, 1, 32768, 128))
+    assert found["seconds"] == pytest.approx(40e-6, rel=0.01) and found["bound"] == "memory"
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "attn, few queries: the keys are split among CTAs" in out and "at least 40.07 us, by memory" in out
+    # Enough tiles for all SMs, or few keys: not split.
+    for other in ("64,64,1,128 --kv-heads 8 --seqlen-k 4096", "1,64,1,128 --kv-heads 8 --seqlen-k 256"):
+        assert main(["explain", *other.split(), "--gpu", "H100"]) == 0
+        assert "split" not in capsys.readouterr().out
+
+
+def test_explain_of_few_queries_counts_the_sms_that_have_a_cta(capsys: pytest.CaptureFixture) -> None:
+    """A family that the caller chooses does not split keys."""
+    argv = "explain 1,64,1,128 --kv-heads 8 --seqlen-k 32768 --gpu H100".split()
+    with use_kernels("sm90"):
+        check_few_queries(argv, capsys)
+
+
+def check_few_queries(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["blocks"], found["busy_sms"], found["used_rows"]) == (8, 8, 64 / (8 * 128))

@@ -1,0 +1,248 @@
+"""`cute-flash explain` for the decode kernel: how it divides the keys among CTAs, bytes and a lower bound of the time.
+
+The kernel divides the live keys on the device (`device/kv_splits.py`). The numbers here are those of a batch whose
+sequences all have the same number of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from cute_flash.errors import UnsupportedError
+from cute_flash.planning.decode import CHUNK, MAX_SPLITS, DecodePlan, DecodeStatic, plan_decode
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.band import Band, ceil_div
+from cute_flash.spec.decode import GPU_DTYPES
+from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
+from cute_flash.spec.problem import Problem, check_head_dim, check_heads
+from cute_flash.tools.text import aligned
+
+# Keys are divided in units of so many, as in `device/kv_splits.py`.
+UNIT_KEYS = 32
+FP8 = "float8_e4m3fn"
+STATISTIC_BYTES = 4
+CAUSAL = Band(None, 0)
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """A call of `attn_decode` whose sequences all have `keys` keys, or a call of `attn` with few queries."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    tokens: int
+    keys: int
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    cache_dtype: str = ""  # "": that of q
+    page_size: int | None = None
+    band: Band = CAUSAL
+    num_splits: int | None = None
+    is_attn: bool = False  # a call of `attn`, whose keys are split
+
+    @staticmethod
+    def of(problem: Problem) -> DecodeShape:
+        """The shape of a call of `attn`."""
+        p = problem
+        sizes = (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v)
+        return DecodeShape(*sizes, p.dtype, band=p.band, is_attn=True)
+
+    def check(self) -> None:
+        """Raise a ValueError for a call that has no kernel."""
+        check_heads(self.heads, self.heads_kv)
+        check_head_dim(self.head_dim)
+        check_head_dim(self.width_v)
+        if self.dtype not in GPU_DTYPES:
+            raise UnsupportedError(f"attn_decode in {self.dtype} on cuda: use one of {', '.join(GPU_DTYPES)}")
+        if self.cache_dtype == FP8 and (self.head_dim % ROW_ALIGN_BYTES or self.width_v % ROW_ALIGN_BYTES):
+            raise UnsupportedError(
+                f"FP8 caches with head dims {self.head_dim} and {self.width_v} on cuda: use multiples of "
+                f"{ROW_ALIGN_BYTES}"
+            )
+        if self.num_splits is not None and self.num_splits > MAX_SPLITS:
+            raise UnsupportedError(f"num_splits={self.num_splits} on cuda: at most {MAX_SPLITS}")
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def static(self) -> DecodeStatic:
+        page = self.page_size
+        return DecodeStatic(
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            cache_dtype=self.cache_dtype,
+            head_dim_v=self.head_dim_v,
+            has_left=self.band.left is not None,
+            has_right=self.band.right is not None,
+            page_lookup="" if page is None else "row" if page % CHUNK else "chunk",
+            has_seqlens=not self.is_attn,
+        )
+
+
+@dataclass(frozen=True)
+class DecodeExplanation:
+    shape: DecodeShape
+    arch: ArchSpec
+    plan: DecodePlan
+
+    @staticmethod
+    def of(shape: DecodeShape, arch: ArchSpec) -> DecodeExplanation:
+        shape.check()
+        sizes = (shape.batch, shape.tokens, shape.heads, shape.heads_kv)
+        return DecodeExplanation(shape, arch, plan_decode(shape.static, arch, *sizes, shape.num_splits))
+
+    # ---- division of the keys
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of query rows of a sequence and K/V head."""
+        group = self.shape.heads // self.shape.heads_kv
+        return ceil_div(self.shape.tokens * group, self.plan.tile.tile_m)
+
+    @property
+    def num_tiles(self) -> int:
+        """(sequence, K/V head, row tile) triples, each with keys of its own."""
+        return self.shape.batch * self.shape.heads_kv * self.row_tiles
+
+    @property
+    def visited_keys(self) -> int:
+        """Keys of a sequence that a query sees."""
+        shape = self.shape
+        hidden = 0 if shape.band.left is None else max(shape.keys - shape.tokens - shape.band.left, 0)
+        return shape.keys - hidden
+
+    @property
+    def units(self) -> int:
+        """Units that the keys of a tile are divided into."""
+        if self.shape.num_splits is not None:
+            return self.shape.num_splits
+        first = (self.shape.keys - self.visited_keys) // UNIT_KEYS
+        return max(ceil_div(self.shape.keys, UNIT_KEYS) - first, 1)
+
+    @property
+    def units_per_cta(self) -> int:
+        least = self.plan.tile.least_keys // UNIT_KEYS if self.shape.num_splits is None else 1
+        return max(ceil_div(self.num_tiles * self.units, self.plan.num_ctas), least)
+
+    @property
+    def keys_per_cta(self) -> int:
+        """The most keys of a CTA."""
+        if self.shape.num_splits is not None:
+            return self.units_per_cta * ceil_div(ceil_div(self.visited_keys, UNIT_KEYS), self.units) * UNIT_KEYS
+        return self.units_per_cta * UNIT_KEYS
+
+    @property
+    def busy_ctas(self) -> int:
+        """CTAs that have keys."""
+        return ceil_div(self.num_tiles * self.units, self.units_per_cta)
+
+    @cached_property
+    def pieces(self) -> tuple[int, int]:
+        """The fewest and the most CTAs that share the keys of a tile."""
+        per_cta, units = self.units_per_cta, self.units
+        firsts = (tile * units for tile in range(self.num_tiles))
+        counts = {(first + units - 1) // per_cta - first // per_cta + 1 for first in firsts}
+        return min(counts), max(counts)
+
+    # ---- cost
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V, each once."""
+        shape, widths = self.shape, self.shape.head_dim + self.shape.width_v
+        return shape.batch * shape.heads_kv * self.visited_keys * widths * shape.static.cache_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Q, K, V, O and the LSE, each once."""
+        shape = self.shape
+        rows = shape.batch * shape.tokens * shape.heads
+        width = (shape.head_dim + shape.width_v) * DTYPE_BYTES[shape.dtype] + STATISTIC_BYTES
+        return self.kv_bytes + rows * width
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Outputs and statistics of pieces."""
+        tile = self.plan.tile
+        return 2 * self.plan.num_ctas * tile.tile_m * (tile.head_dim + 2) * STATISTIC_BYTES
+
+    @property
+    def unit_seconds(self) -> dict[str, float]:
+        """Memory, and the tensor cores, which compute whole tiles: each unit runs alone and never waits."""
+        tile = self.plan.tile
+        flops = 4 * self.num_tiles * tile.tile_m * self.visited_keys * tile.head_dim
+        memory = self.least_bytes / (self.arch.hbm_tbps * 1e12)
+        return {"memory": memory, "tensor": flops / (self.arch.tensor_tflops * 1e12)}
+
+    @property
+    def seconds(self) -> float:
+        return max(self.unit_seconds.values())
+
+    @property
+    def bound(self) -> str:
+        """The slowest unit: "memory" or "tensor"."""
+        return max(self.unit_seconds, key=self.unit_seconds.__getitem__)
+
+    # ---- text
+
+    def lines(self) -> list[str]:
+        shape, arch, tile, plan = self.shape, self.arch, self.plan.tile, self.plan
+        widths = f"{shape.head_dim}" + ("" if shape.head_dim_v is None else f"/{shape.head_dim_v}")
+        cache = shape.cache_dtype or shape.dtype
+        pages = "contiguous" if shape.page_size is None else f"pages of {shape.page_size}"
+        low, high = self.pieces
+        pieces = f"{low}" if low == high else f"{low} to {high}"
+        function = "attn, few queries: the keys are split among CTAs" if shape.is_attn else "attn_decode"
+        times = ", ".join(f"{unit} {1e6 * seconds:.2f} us" for unit, seconds in self.unit_seconds.items())
+        return aligned(
+            [
+                f"problem B={shape.batch} H={shape.heads} Hkv={shape.heads_kv} Sq={shape.tokens} Sk={shape.keys} "
+                f"D={widths} {shape.dtype}, {shape.band}",
+                f"call {function}",
+                f"cache {cache}, {pages}",
+                f"GPU {arch.gpu} ({arch.name}), {arch.num_sms} SMs",
+                f"kernel {plan.key.kernel}",
+                f"tile {tile.tile_m} rows x {tile.block_keys} keys, D {tile.head_dim}, {tile.num_warps} warps of "
+                f"{tile.tile_n} keys, {tile.stages} stages",
+                f"shared {tile.smem_bytes / 1024:.0f} KB of {arch.smem_per_cta / 1024:.0f} KB a CTA, "
+                f"up to {tile.ctas_per_sm(arch)} CTA(s) an SM by shared memory",
+                f"grid {plan.num_ctas} CTAs, {self.busy_ctas} have keys, at most {self.keys_per_cta} keys each",
+                f"pieces {pieces} CTA(s) share the keys of a tile of query rows; {self.num_tiles} tiles",
+                f"K/V {self.kv_bytes / 1e6:.3f} MB, read by {self.row_tiles} tile(s) of rows",
+                f"traffic {self.least_bytes / 1e6:.3f} MB if every tensor moves once; workspace "
+                f"{self.workspace_bytes / 1e6:.3f} MB",
+                f"units {times} at {arch.hbm_tbps:.2f} TB/s and {arch.tensor_tflops:.0f} TFLOP/s",
+                f"time at least {1e6 * self.seconds:.2f} us, by {self.bound}",
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The explanation for JSON, in bytes, seconds and counts. "blocks" is the number of CTAs of the grid."""
+        plan, tile = self.plan, self.plan.tile
+        return {
+            "problem": asdict(self.shape),
+            "gpu": self.arch.gpu,
+            "arch": self.arch.name,
+            "kernel": plan.key.kernel,
+            "target": plan.key.target,
+            "splits_keys": True,
+            "tile": asdict(tile),
+            "smem_bytes": tile.smem_bytes,
+            "smem_limit_bytes": self.arch.smem_per_cta,
+            "tiles": self.num_tiles,
+            "blocks": plan.num_ctas,
+            "busy_blocks": self.busy_ctas,
+            "keys_per_block": self.keys_per_cta,
+            "pieces": list(self.pieces),
+            "kv_bytes": self.kv_bytes,
+            "least_bytes": self.least_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "bound": self.bound,
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,125 @@
+"""`cute-flash explain` for decode: the division of keys among CTAs, bytes, time and options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from cute_flash.planning.decode import plan_decode
+from cute_flash.spec import arch
+from cute_flash.spec.band import Band
+from cute_flash.tools import explain_decode
+from cute_flash.tools.cli import main
+from cute_flash.tools.explain_decode import UNIT_KEYS, DecodeExplanation, DecodeShape
+
+BASE = DecodeShape(8, 32, 8, 1, 8192, 128)
+ARGV = "explain 8,32,1,128 --kv-heads 8 --cache-len 8192 --gpu H200".split()
+
+
+def pieces_of(one: DecodeExplanation) -> list[list[tuple[int, int]]]:
+    """The (CTA, keys) pairs of every tile, by a loop over CTAs and units as in `device/kv_splits.py`."""
+    first = (one.shape.keys - one.visited_keys) // UNIT_KEYS
+    num_units = max(-(-one.shape.keys // UNIT_KEYS) - first, 1)
+    per_tile = one.shape.num_splits or num_units
+    tiles: list[list[tuple[int, int]]] = [[] for _ in range(one.num_tiles)]
+    for cta in range(one.plan.num_ctas):
+        unit, end = cta * one.units_per_cta, (cta + 1) * one.units_per_cta
+        while unit < min(end, one.num_tiles * per_tile):
+            tile = unit // per_tile
+            stop = min(end, (tile + 1) * per_tile)
+            begin, last = unit - tile * per_tile, stop - tile * per_tile
+            if one.shape.num_splits:
+                begin, last = begin * num_units // per_tile, last * num_units // per_tile
+            tiles[tile].append((cta, (last - begin) * UNIT_KEYS))
+            unit = stop
+    return tiles
+
+
+@pytest.mark.parametrize("gpu", ["A100", "A10", "H200"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"keys": 1},
+        {"batch": 1, "keys": 131_072},
+        {"batch": 128, "keys": 4096},
+        {"tokens": 8, "keys": 1000},
+        {"tokens": 300, "batch": 2},
+        {"band": Band(1000, 0)},
+        {"num_splits": 3},
+        {"num_splits": 7, "keys": 3000},
+        {"cache_dtype": explain_decode.FP8, "page_size": 16},
+    ],
+    ids=str,
+)
+def test_keys_are_divided_as_by_the_kernel(gpu: str, changes: dict) -> None:
+    one = DecodeExplanation.of(replace(BASE, **changes), arch.by_name(gpu))
+    tiles = pieces_of(one)
+    counts = [len(tile) for tile in tiles]
+    assert one.pieces == (min(counts), max(counts))
+    assert one.busy_ctas == len({cta for tile in tiles for cta, _ in tile}) <= one.plan.num_ctas
+    per_cta: dict[int, int] = {}
+    for cta, keys in (pair for tile in tiles for pair in tile):
+        per_cta[cta] = per_cta.get(cta, 0) + keys
+    assert max(per_cta.values()) <= one.keys_per_cta
+    if not one.shape.num_splits and one.busy_ctas > 1:
+        assert max(per_cta.values()) == one.keys_per_cta
+    visited = {sum(keys for _, keys in tile) for tile in tiles}
+    assert len(visited) == 1 and one.visited_keys <= visited.pop() < one.visited_keys + 2 * UNIT_KEYS
+
+
+def test_the_unit_is_that_of_the_kernel() -> None:
+    pytest.importorskip("cutlass")
+    from cute_flash.device import kv_splits
+
+    assert UNIT_KEYS == kv_splits.UNIT_KEYS
+
+
+def test_bytes_and_time(capsys: pytest.CaptureFixture) -> None:
+    assert main([*ARGV, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    kv_bytes = 2 * 8 * 8192 * 8 * 128 * 2
+    plan = plan_decode(BASE.static, arch.H200, 8, 1, 32, 8, None)
+    assert (found["kernel"], found["arch"], found["blocks"]) == ("decode", "sm_90", plan.num_ctas)
+    assert found["kv_bytes"] == kv_bytes and found["tile"]["tile_m"] == plan.tile.tile_m
+    assert found["least_bytes"] == kv_bytes + 8 * 32 * (2 * 128 * 2 + 4)
+    assert found["seconds"] == pytest.approx(found["least_bytes"] / 4.8e12) and found["bound"] == "memory"
+    assert main([*ARGV, "--json", "--page-size", "16", "--cache-dtype", "fp8"]) == 0
+    (fp8,) = json.loads(capsys.readouterr().out)
+    assert fp8["kv_bytes"] == kv_bytes // 2 and fp8["problem"]["page_size"] == 16
+    assert main([*ARGV, "--json", "--window", "1023", "none"]) == 0
+    (window,) = json.loads(capsys.readouterr().out)
+    assert window["kv_bytes"] == kv_bytes // 8
+    # Many tokens: tiles of rows share the keys, and the tensor cores decide.
+    assert main("explain 1,32,2048,128 --cache-len 8192 --gpu H200 --json".split()) == 0
+    (chunk,) = json.loads(capsys.readouterr().out)
+    assert chunk["bound"] == "tensor"
+
+
+def test_text(capsys: pytest.CaptureFixture) -> None:
+    assert main([*ARGV, "--page-size", "16", "--cache-dtype", "fp8", "--num-splits", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "call        attn_decode\ncache       float8_e4m3fn, pages of 16\n" in out
+    assert "192 CTAs, 192 have keys" in out and "3 CTA(s) share the keys" in out
+    assert "134.218 MB, read by 1 tile(s) of rows" in out and "at 4.80 TB/s" in out and "by memory" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("1,8,1,64 --page-size 16", "--page-size without --cache-len"),
+        ("1,8,1,64 --cache-dtype fp8", "--cache-dtype without --cache-len"),
+        ("1,8,1,64 --num-splits 2", "--num-splits without --cache-len"),
+        ("1,8,1,64 --cache-len 100 --seqlen-k 100", "--seqlen-k with --cache-len"),
+        ("1,8,1,72 --cache-len 100 --cache-dtype fp8", "use multiples of 16"),
+        ("1,8,1,60 --cache-len 100", "head_dim=60"),
+        ("1,8,1,64 --cache-len 100 --dtype fp32", "attn_decode in float32"),
+        ("1,8,1,64 --cache-len 100 --kv-heads 3", "8 heads"),
+        ("1,8,1,64 --cache-len 100 --num-splits 5000", "num_splits=5000"),
+    ],
+)
+def test_options_that_do_not_fit(argv: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", *argv.split(), "--gpu", "A100"]) == 2
+    assert message in capsys.readouterr().err
