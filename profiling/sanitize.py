@@ -132,7 +132,7 @@ def log(outcomes: Sequence[Outcome], facts: dict[str, Any], version: str | None)
         f"commit {facts.get('git_commit')}, source {facts.get('source_digest')}, DSL {facts.get('cutlass_dsl')}, "
         f"{datetime.date.today()}",
         version or "",
-        "A launch is a call and its gradients: family, head dim, dense or varlen, feature.",
+        "A launch is a call and its gradients: family, head dim, dense, varlen or decode (no gradients), feature.",
     ]
     lines = list(head)
     for one in outcomes:

@@ -1,7 +1,8 @@
 """`python -m profiling.sanitize_case`: small launches of every kind of kernel, for a process under compute-sanitizer.
 
-Each launch is one call of `attn` or `attn_varlen` and its gradients. Inputs are made on the CPU, so that few kernels of
-torch are checked. A line before and after each launch tells which one a report of the sanitizer belongs to.
+Each launch is one call of `attn` or `attn_varlen` and its gradients, or a call of `attn_decode`. Inputs are made on the
+CPU, so that few kernels of torch are checked. A line before and after each launch tells which one a report of the
+sanitizer belongs to.
 """
 
 from __future__ import annotations
@@ -50,6 +51,27 @@ DENSE_ONLY = ("bias", "block_mask", "many_tiles")
 # these at the others.
 VARLEN_WIDE = ("causal", "dropout")
 LENGTHS = (150, 1, 0, 77)
+# `attn_decode`: rows of each sequence in the cache, and tokens.
+DECODE_LENGTHS, TOKENS = (300, 1, 0, 77), 8
+LONG = (3000, 40)  # more keys than one CTA takes
+# Feature -> the fields of `_decode_call` that it changes.
+DECODE: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "append": {"appends": True},
+    "fp8": {"is_fp8": True, "appends": True, "page_size": 16},
+    "pages16": {"page_size": 16},
+    "pages1": {"page_size": 1},
+    "ragged": {"tokens": (3, 1, 0, 20), "appends": True, "page_size": 24},
+    "tokens8": {"tokens": (TOKENS,) * 4},
+    "splits3": {"lengths": LONG, "num_splits": 3},
+    "long": {"lengths": LONG, "page_size": 16, "appends": True},
+    # Calls of attn and attn_varlen that split keys: only if the caller does not choose a family.
+    "attn": {},
+    "attn_varlen": {},
+}
+SPLIT_CALLS = ("attn", "attn_varlen")
+# The other features at one head dim.
+DECODE_WIDE, DECODE_DIM = ("contiguous", "append", "fp8"), 128
 BEGIN, END, SKIPPED = "LAUNCH", "DONE", "FORWARD ONLY"
 
 
@@ -58,16 +80,19 @@ class Launch:
     family: str
     head_dim: int
     feature: str
-    is_varlen: bool
+    is_varlen: bool = False
+    is_decode: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.family}-d{self.head_dim}-{'varlen' if self.is_varlen else 'dense'}-{self.feature}"
+        kind = "decode" if self.is_decode else "varlen" if self.is_varlen else "dense"
+        return f"{self.family}-d{self.head_dim}-{kind}-{self.feature}"
 
 
 def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch]:
-    """Every kind of kernel: both families, all features, three head dims, dense and varlen."""
+    """Every kind of kernel: both families, all features, three head dims, dense, varlen and decode."""
     found = []
+    families = tuple(families)
     for family, head_dim, feature in product(families, HEAD_DIMS, FEATURES):
         if feature == "fp32" and (family, head_dim) not in (("sm80", 64), ("sm80", 128)):
             continue
@@ -75,6 +100,10 @@ def launches(families: Iterable[str] = FAMILIES, only: str = "*") -> list[Launch
         has_varlen = feature not in DENSE_ONLY and (head_dim == HEAD_DIMS[0] or feature in VARLEN_WIDE)
         if has_varlen:
             found.append(Launch(family, head_dim, feature, is_varlen=True))
+    for family, head_dim, feature in product(families, HEAD_DIMS, DECODE):
+        is_wide = head_dim == DECODE_DIM or feature in DECODE_WIDE
+        if is_wide and (feature not in SPLIT_CALLS or family == FAMILIES[-1]):
+            found.append(Launch(family, head_dim, feature, is_decode=True))
     return [launch for launch in found if fnmatch(launch.name, only)]
 
 
@@ -96,11 +125,92 @@ def _options(launch: Launch, heads: int, lengths: tuple[int, int], device: str) 
     return options
 
 
+def _caches(
+    lengths: Sequence[int], width: int, page_size: int | None, device: str
+) -> tuple[list[Tensor], Tensor | None]:
+    """K and V of two heads, (B, S, 2, D) or pages, with NaN beyond the lengths; and the page table."""
+    longest = max(lengths)
+    rows = [torch.full((len(lengths), longest, 2, width), torch.nan) for _ in range(2)]
+    for i, x in enumerate(rows):
+        for b, length in enumerate(lengths):
+            x[b, :length] = torch.randn(length, 2, width, generator=torch.Generator().manual_seed(10 * i + b))
+    if page_size is None:
+        return [x.to(device) for x in rows], None
+    num_pages = -(-longest // page_size)
+    table = torch.randperm(len(lengths) * num_pages, generator=torch.Generator().manual_seed(0))
+    table = table.view(len(lengths), num_pages)
+    pages = []
+    for x in rows:
+        padded = torch.full((len(lengths), num_pages * page_size, 2, width), torch.nan)
+        padded[:, :longest] = x
+        pages.append(torch.empty(table.numel(), page_size, 2, width))
+        pages[-1][table] = padded.unflatten(1, (num_pages, page_size))
+    return [x.to(device) for x in pages], table.to(device, torch.int32)
+
+
+def _decode_call(
+    width: int,
+    device: str,
+    lengths: Sequence[int] = DECODE_LENGTHS,
+    tokens: Sequence[int] = (),  # of each sequence; different numbers: ragged
+    page_size: int | None = None,
+    appends: bool = False,
+    is_fp8: bool = False,
+    num_splits: int | None = None,
+) -> Tensor:
+    """`attn_decode` with 8 query heads on 2 K/V heads; appended rows are rotated."""
+    tokens = tokens or (1,) * len(lengths)
+    new = tokens if appends else (0,) * len(lengths)
+    (k, v), table = _caches([a + b for a, b in zip(lengths, new)], width, page_size, "cpu")
+    dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+    k, v = (x.to(dtype).to(device) for x in (k, v))
+    is_ragged = len(set(tokens)) > 1
+    leading = (sum(tokens),) if is_ragged else (len(lengths), tokens[0])
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32).to(device)}
+    options |= {"page_table": None if table is None else table.to(device), "num_splits": num_splits}
+    if is_ragged:
+        options["cu_seqlens_q"] = torch.tensor([0, *tokens]).cumsum(0).to(device, torch.int32)
+    if appends:
+        options |= {name: _normal(*leading, 2, width, device=device).detach() for name in ("k_new", "v_new")}
+        angles = torch.outer(torch.arange(max(lengths) + max(tokens)), torch.linspace(1, 0, width // 2))
+        options |= {"rotary_cos": angles.cos().to(device), "rotary_sin": angles.sin().to(device)}
+    q = _normal(*leading, 8, width, device=device).detach()
+    return cute_flash.attn_decode(q, k, v, **options)
+
+
+def _split_call(launch: Launch, device: str) -> Tensor:
+    """A call of `attn` or `attn_varlen` with few queries and many keys."""
+    rows, keys = 2, max(LONG)
+    if launch.feature == "attn":
+        q, *kv = (_normal(1, n, s, launch.head_dim, device=device) for n, s in ((8, rows), (2, keys), (2, keys)))
+        return cute_flash.attn(q.detach(), *(x.detach() for x in kv), causal=True)
+    q, *kv = (_normal(s, n, launch.head_dim, device=device) for n, s in ((8, 2 * rows), (2, 2 * keys), (2, 2 * keys)))
+    offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32).to(device) for n in (rows, keys)]
+    return cute_flash.attn_varlen(q.detach(), *(x.detach() for x in kv), *offsets, causal=True)
+
+
+def _call_decode(launch: Launch, device: str) -> None:
+    is_split = launch.feature in SPLIT_CALLS
+    with cute_flash.use_kernels("" if is_split else launch.family):
+        out = (
+            _split_call(launch, device) if is_split else _decode_call(launch.head_dim, device, **DECODE[launch.feature])
+        )
+    _check_finite(launch, [out])
+
+
+def _check_finite(launch: Launch, results: Iterable[Tensor]) -> None:
+    for x in results:
+        if not bool(torch.isfinite(x.detach().cpu()).all()):
+            raise SystemExit(f"{launch.name}: a result is not finite")
+
+
 def call(launch: Launch, device: str) -> None:
     """The forward pass and the gradients of q, k and v; prints if a family has no gradients.
 
     There are more keys than the stages of a pipeline hold, so that stages are written again after they were read.
     """
+    if launch.is_decode:
+        return _call_decode(launch, device)
     heads, heads_kv, rows, keys = (140, 2, 40, 70) if launch.feature == "many_tiles" else (2, 1, 150, 600)
     attend: Any = cute_flash.attn_varlen if launch.is_varlen else cute_flash.attn
     shapes: list[tuple[int, ...]]
@@ -124,9 +234,7 @@ def call(launch: Launch, device: str) -> None:
         except UnsupportedError:
             print(f"{SKIPPED} {launch.name}", flush=True)
             gradients = ()
-    for x in (out, *gradients):
-        if not bool(torch.isfinite(x.detach().cpu()).all()):
-            raise SystemExit(f"{launch.name}: a result is not finite")
+    _check_finite(launch, (out, *gradients))
 
 
 def run(chosen: Iterable[Launch], device: str = "cuda") -> None:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from cute_flash.planning.registry import KERNELS
+from cute_flash.runtime import decode
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.features import FEATURES
+from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 from profiling import __main__ as cli
 from profiling import machine, sanitize, sanitize_case
 from profiling.sanitize_case import Launch, launches
@@ -39,8 +41,9 @@ def test_every_kind_of_kernel_is_launched() -> None:
     assert len({one.name for one in found}) == len(found)
 
 
-def test_the_launches_need_every_kernel() -> None:
+def test_the_launches_need_every_kernel(monkeypatch) -> None:
     """Nothing runs: the kernels that the calls would launch are recorded."""
+    monkeypatch.setattr(decode, "shared", lambda key, device, make: make())
     gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
     with use_gpu(gpu), claiming_cuda(), launching_operators():
         keys = sanitize_case.needed_kernels(launches(), "cpu")
@@ -48,9 +51,30 @@ def test_the_launches_need_every_kernel() -> None:
     tiles = {type(key.tile).__name__ for key in keys}
     assert {"FwdTileSm80", "FwdTileSm90", "BwdTileSm80", "BwdTileSm90", "BwdTileSm90Wide"} <= tiles
     assert {key.static.features for key in keys if key.kernel == "fwd_sm90"} >= {(), ("dropout",)}
+    statics = [key.static for key in keys if key.kernel == "decode"]
+    assert {static.page_lookup for static in statics} == {"", "chunk", "row"}
+    assert {static.overlaps_previous for static in statics} == {True, False}, "both families"
+    for flag in ("is_fp8", "ragged", "appends", "rotary", "packed_keys"):
+        assert {bool(getattr(static, flag)) for static in statics} == {True, False}, flag
+    assert {static.head_dim for static in statics} == {64, 128, 256}
 
 
-@pytest.mark.parametrize("launch", launches(families=("sm80",)), ids=lambda launch: launch.name)
+def test_decode_launches_have_several_pieces() -> None:
+    """More keys than one CTA takes, by a fixed number of splits and by the lengths."""
+    for feature in ("splits3", "long"):
+        options = sanitize_case.DECODE[feature]
+        shape = DecodeShape(1, 8, 2, 1, max(options["lengths"]), 128, num_splits=options.get("num_splits"))
+        assert DecodeExplanation.of(shape, ARCHS["sm_90"]).pieces[0] >= 3
+    found = launches(only="*-decode-*")
+    assert {one.feature for one in found} == set(sanitize_case.DECODE)
+    for family in ("sm80", "sm90"):
+        features = {one.feature for one in found if one.family == family}
+        assert features >= set(sanitize_case.DECODE) - set(sanitize_case.SPLIT_CALLS)
+
+
+@pytest.mark.parametrize(
+    "launch", [*launches(families=("sm80",)), *launches(only="sm90-*-decode-attn*")], ids=lambda launch: launch.name
+)
 def test_a_launch_is_a_valid_call(launch: Launch) -> None:
     sanitize_case.call(launch, "cpu")
 
