@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from cute_flash.tools.progress import steps
-from tests.lock.cases import Case, cases, compile_key, source_digest, toolchain
+from tests.lock.cases import AnyCase, cases, compile_key, source_digest, toolchain
 from tests.lock.measure import measure_all
 
 RECORDED = Path(__file__).with_name("digests.json")
@@ -31,11 +31,11 @@ def write(path: Path, content: dict) -> None:
     part.replace(path)
 
 
-def digests_of(chosen: Sequence[Case], recorded: dict[str, str], jobs: int) -> dict[str, str]:
+def digests_of(chosen: Sequence[AnyCase], recorded: dict[str, str], jobs: int) -> dict[str, str]:
     """The digest of every case by name, "" for those that failed, with a line of progress for each kernel."""
     path = RESULTS / f"{toolchain()}-{source_digest()[:16]}.json"
     found: dict[str, str] = read(path)
-    groups: dict[object, list[Case]] = {}
+    groups: dict[object, list[AnyCase]] = {}
     for case in chosen:
         try:
             key: object = compile_key(case)

@@ -32,6 +32,7 @@ from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import describe
 from tests import mod_cases
 from tests.jit.gates import without_locations
+from tests.lock.decode_cases import DecodeCase, decode_cases, decode_key
 from tests.mod_cases import Sizes
 
 MASKS: dict[str, tuple[int | None, int | None]] = {
@@ -114,6 +115,7 @@ class Case:
         return bool(self.score_mod or self.mask_mod or self.bias or self.block_map)
 
 
+AnyCase = Case | DecodeCase
 # Names in `Case.features`. "pack_gqa": q is such in memory that the heads of a group can be rows of one tile.
 FEATURES = (
     "varlen", "seqused_k", "softcap", "alibi", "sinks", "dropout", "max_logit", "out_dtype",
@@ -383,12 +385,19 @@ def bwd_mods() -> Iterator[Case]:
     yield bwd(AMPERE_86, 128, mask_mod="prefix", mask="full", head_dim_v=64)
 
 
-def cases() -> list[Case]:
+def cases() -> list[AnyCase]:
     """All cases, features and one plain kernel of each family first."""
     everything = list(plain())
     first = {(one.direction, one.family): one for one in reversed(everything)}
-    found = [*first.values(), *fwd_features(), *bwd_features(), *fwd_mods(), *bwd_mods(), *around_plain()]
-    found += [*samples(), *fp32(), *deterministic(), *everything]
+    found: list[AnyCase] = [
+        *first.values(),
+        *fwd_features(),
+        *bwd_features(),
+        *fwd_mods(),
+        *bwd_mods(),
+        *around_plain(),
+    ]
+    found += [*samples(), *fp32(), *deterministic(), *everything, *decode_cases()]
     return list(dict.fromkeys(found))
 
 
@@ -482,8 +491,10 @@ def plan_of(case: Case, sizes: Sizes | None = None) -> Plan:
     return plan_backward(problem, arch, case.deterministic, case.has_dlse, case.family)
 
 
-def compile_key(case: Case) -> CompileKey:
+def compile_key(case: AnyCase) -> CompileKey:
     """The project's key of the kernel of a case; raises `UnsupportedError` if the family has none."""
+    if isinstance(case, DecodeCase):
+        return decode_key(case)
     names = {
         "scheduler": "varlen_scheduler",
         "split": "split_fp32",
@@ -509,8 +520,8 @@ def toolchain() -> str:
 def source_digest() -> str:
     """sha256 of everything that may decide a kernel or what a case means."""
     root = Path(__file__).parents[2]
-    names = "tests/jit/gates.py", "tests/lock/cases.py", "tests/lock/cubin.py", "tests/mod_cases.py"
-    files = [root / name for name in names]
+    names = [f"tests/lock/{name}.py" for name in ("cases", "cubin", "decode_cases")]
+    files = [root / name for name in ("tests/jit/gates.py", *names, "tests/mod_cases.py")]
     for folder in ("cute_flash", "layouts"):
         files += (root / folder).rglob("*.py")
     whole = hashlib.sha256()
@@ -548,5 +559,5 @@ def kernel_names() -> set[str]:
     return set(KERNELS)
 
 
-def kernel_name(case: Case) -> str:
+def kernel_name(case: AnyCase) -> str:
     return compile_key(case).kernel

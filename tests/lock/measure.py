@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import NamedTuple
 
 from cute_flash.jit.resources import Resources
-from tests.lock.cases import Case, compile_key, resources_of
+from tests.lock.cases import AnyCase, compile_key, resources_of
 from tests.lock.cubin import digest
 
 
@@ -26,7 +26,7 @@ def defects(resources: Resources) -> str:
     return " ".join(filter(None, (spills, *resources.serialised_wgmma)))
 
 
-def measure(case: Case) -> Result:
+def measure(case: AnyCase) -> Result:
     """Compile the kernel of a case."""
     begin = time.perf_counter()
     try:
@@ -37,7 +37,7 @@ def measure(case: Case) -> Result:
     return Result(found, time.perf_counter() - begin, error, note)
 
 
-def measure_all(groups: Sequence[Sequence[Case]], jobs: int) -> Iterator[tuple[Sequence[Case], Result]]:
+def measure_all(groups: Sequence[Sequence[AnyCase]], jobs: int) -> Iterator[tuple[Sequence[AnyCase], Result]]:
     """`measure` for the first case of each group, as they finish, by `jobs` processes."""
     # Fresh processes: a fork would copy threads and locks of torch and of the DSL in whatever state they are.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))

@@ -35,4 +35,6 @@ SAMPLE = (
     "bwd/sm80/sm_80/d128/fp32/full/varlen/split",
     "bwd/sm80/sm_80/d64/fp32/full/dlse/preprocess",
     "bwd/sm80/sm_80/d64/fp32/causal/plain/main",
+    "decode/sm90/sm_90/d128/bf16/causal/page16",
+    "decode/sm80/sm_80/d128/bf16/causal/page16+append+rotary_halves",
 )

@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 from cute_flash.jit.resources import Resources
 from tests.jit.gates import kernel_resources
 from tests.lock import __main__ as cli
+from tests.lock import decode_cases
 from tests.lock.cases import (
     FEATURES,
     cases,
@@ -64,13 +65,28 @@ def test_every_row_of_fp32_is_locked() -> None:
 
 def test_every_kernel_and_every_feature_is_locked() -> None:
     assert {kernel_name(case) for case in CASES.values()} == kernel_names()
-    assert {name for case in CASES.values() for name in case.features} == set(FEATURES)
+    for direction, features in ((("fwd", "bwd"), FEATURES), (("decode",), decode_cases.FEATURES)):
+        locked = [case.features for case in CASES.values() if case.direction in direction]
+        assert {name for names in locked for name in names} == set(features)
+
+
+def test_decode_kernels_of_both_architectures_are_locked() -> None:
+    keys = {name: compile_key(case) for name, case in CASES.items() if name.startswith("decode/")}
+    assert {key.kernel for key in keys.values()} == {"decode"}
+    for target in ("sm_80", "sm_90"):
+        found = [key for key in keys.values() if key.target.startswith(target)]
+        assert {key.tile.tile_m for key in found} == {16, 32} and {key.tile.head_dim for key in found} == {64, 128, 256}
+        assert {key.static.page_lookup for key in found} == {"", "chunk", "row"}
+        assert {key.static.rotary for key in found} == {"", "halves", "pairs"}
+    assert {(key.target[:5], key.static.has_fp8_cvt) for key in keys.values() if key.static.is_fp8} == {
+        ("sm_80", False), ("sm_90", False), ("sm_90", True),
+    }  # fmt: skip
 
 
 def test_names_are_unique_and_each_case_is_another_kernel() -> None:
     assert len(CASES) == len(cases())
     assert len({compile_key(case) for case in CASES.values()}) == len(CASES)
-    assert len(SAMPLE) == len(set(SAMPLE)) == 29
+    assert len(SAMPLE) == len(set(SAMPLE)) == 31
 
 
 @pytest.mark.parametrize("of", RECORDED)

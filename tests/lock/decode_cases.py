@@ -1,0 +1,126 @@
+"""The decode kernels that the cubin lock covers. Their names begin with "decode/"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cute_flash import reference
+from cute_flash.decode import bind
+from cute_flash.planning.plan import CompileKey
+from cute_flash.runtime import decode
+from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.band import Band
+from cute_flash.spec.family import use_kernels
+from tests.fakes.recording import RecordingGpu, forward_keys
+
+MASKS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0), "window": (100, 0)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH, HEADS, HEADS_KV, LENGTH = 2, 8, 2, 4096
+# Names in `DecodeCase.features`. "attn" and "attn_varlen": calls of these with few queries, which split keys.
+FEATURES = (
+    "page16", "page1", "fp8", "append", "rotary_halves", "rotary_pairs", "ragged", "leftpad", "batch_idx", "softcap",
+    "alibi", "sinks", "rows32", "attn", "attn_varlen",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """The kernel of one call of `attn_decode`, or of `attn` or `attn_varlen` with few queries."""
+
+    family: str
+    arch: str
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: str = "bf16"
+    mask: str = "causal"
+    features: tuple[str, ...] = ()
+    direction: str = "decode"
+
+    @property
+    def name(self) -> str:
+        widths = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"v{self.head_dim_v}")
+        what = "+".join(self.features) or "plain"
+        return "/".join((self.direction, self.family, self.arch, widths, self.dtype, self.mask, what))
+
+
+def case(place: tuple[str, str], head_dim: int, *features: str, **fields: Any) -> DecodeCase:
+    return DecodeCase(family=place[0], arch=place[1], head_dim=head_dim, features=features, **fields)
+
+
+def decode_cases() -> Iterator[DecodeCase]:
+    """Every feature, and every tile, on Ampere and Hopper."""
+    score = ("softcap", "alibi", "sinks")
+    for place in (("sm90", "sm_90"), ("sm80", "sm_80")):
+        yield from (case(place, head_dim) for head_dim in (64, 128, 256))
+        yield case(place, 128, "page16")
+        yield case(place, 128, "page1")
+        # On sm_80 without the instruction from FP8 to fp16.
+        yield case(place, 128, "page16", "fp8")
+        yield case(place, 128, "page16", "append", "rotary_halves")
+        yield case(place, 128, "append", "rotary_pairs", "batch_idx", dtype="fp16")
+        yield case(place, 128, "ragged", "append", "page16")
+        yield case(place, 64, "leftpad", head_dim_v=128, mask="window")
+        yield case(place, 128, *score, mask="full")
+        yield case(place, 128, "rows32")
+        yield case(place, 128, "rows32", "fp8", *score, mask="window")
+        yield case(place, 128, "attn")
+    yield case(("sm90", "sm_90"), 128, "attn_varlen")
+    # The family leaves out the instruction.
+    yield case(("sm80", "sm_90"), 128, "fp8")
+
+
+def decode_key(case: DecodeCase) -> CompileKey:
+    """The project's key of the kernel of a case."""
+    if {"attn", "attn_varlen"} & set(case.features):
+        (key,) = _attention_keys(case)
+        return key
+    names, tokens = set(case.features), 8 if "rows32" in case.features else 1
+    dtype, ragged = DTYPES[case.dtype], "ragged" in case.features
+    leading = (BATCH * tokens,) if ragged else (BATCH, tokens)
+    width_v = case.head_dim_v or case.head_dim
+    page = 16 if "page16" in names else 1 if "page1" in names else None
+    rows = (BATCH, LENGTH) if page is None else (BATCH * LENGTH // page, page)
+    integers = torch.zeros(BATCH, dtype=torch.int32)
+    options: dict[str, Any] = {"causal": False, "window": MASKS[case.mask], "cache_seqlens": integers}
+    if page is not None:
+        options["page_table"] = torch.zeros(BATCH, LENGTH // page, dtype=torch.int32)
+    if ragged:
+        options["cu_seqlens_q"] = torch.zeros(BATCH + 1, dtype=torch.int32)
+    if "append" in names:
+        options["k_new"] = torch.empty(*leading, HEADS_KV, case.head_dim, dtype=dtype)
+        options["v_new"] = torch.empty(*leading, HEADS_KV, width_v, dtype=dtype)
+    if names & {"rotary_halves", "rotary_pairs"}:
+        options |= {name: torch.empty(LENGTH, case.head_dim // 2) for name in ("rotary_cos", "rotary_sin")}
+        options["rotary_interleaved"] = "rotary_pairs" in names
+    made = {"leftpad": integers, "batch_idx": integers, "softcap": 3.0}
+    made |= {"alibi": torch.zeros(HEADS), "sinks": torch.zeros(HEADS)}
+    options |= {{"batch_idx": "cache_batch_idx"}.get(name, name): x for name, x in made.items() if name in names}
+    stored = torch.float8_e4m3fn if "fp8" in names else dtype
+    caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in (case.head_dim, width_v)]
+    call = bind(torch.empty(*leading, HEADS, case.head_dim, dtype=dtype), *caches, **options)
+    gpu = RecordingGpu(ARCHS[case.arch])
+    with use_gpu(gpu), use_kernels(case.family):
+        decode._bind(*call)
+    (key,) = gpu.keys
+    return key
+
+
+def _attention_keys(case: DecodeCase) -> list[CompileKey]:
+    dtype, varlen = DTYPES[case.dtype], "attn_varlen" in case.features
+    heads = (HEADS, 1), (HEADS_KV, LENGTH), (HEADS_KV, LENGTH)
+    if varlen:
+        q, k, v = (torch.empty(BATCH * rows, n, case.head_dim, dtype=dtype) for n, rows in heads)
+    else:
+        q, k, v = (torch.empty(BATCH, n, rows, case.head_dim, dtype=dtype) for n, rows in heads)
+    args = reference.plain_args(q, Band(*MASKS[case.mask]))
+    if varlen:
+        offsets = torch.zeros(BATCH + 1, dtype=torch.int32)
+        args = args._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    with mock.patch.object(decode, "shared", lambda key, device, make: make()):
+        return forward_keys(q, k, v, args, ARCHS[case.arch])
