@@ -3,7 +3,7 @@
 python -m tests.gpu.precompile DIR [JOBS] [SET ...]
 python -m pytest tests/gpu --kernel-cache=DIR
 
-SET: plain, study, features, varlen, floats, mods, mods_bwd, fp32; all of them by default.
+SET: plain, study, features, varlen, floats, mods, mods_bwd, fp32, decode; all of them by default.
 """
 
 import itertools
@@ -25,6 +25,7 @@ from cute_flash.tools.precompile import precompile_keys
 from tests import cases, fp32_cases, mod_cases, mod_gradients
 from tests.fakes.recording import backward_keys, forward_keys
 from tests.gpu import (
+    decode_cases,
     families,
     feature_cases,
     feature_combinations,
@@ -127,6 +128,10 @@ def fp32_keys() -> Iterator[CompileKey]:
     return fp32_cases.keys(detect(0))
 
 
+def decode_keys() -> Iterator[CompileKey]:
+    return decode_cases.keys(detect(0), families.runnable())
+
+
 SETS = {
     "plain": plain_keys,
     "study": study_keys,
@@ -136,6 +141,7 @@ SETS = {
     "mods": mod_keys,
     "mods_bwd": mod_bwd_keys,
     "fp32": fp32_keys,
+    "decode": decode_keys,
 }
 
 

@@ -18,13 +18,14 @@ import cute_flash
 from cute_flash import reference
 from cute_flash.decode import bind
 from cute_flash.jit.compile import cache_info
-from tests.decode.cases import FP8, DecodeCall, DecodeCase, random_cases
+from tests.decode.cases import FP8, DecodeCall, DecodeCase
+from tests.gpu import decode_cases
 from tests.gpu.captured import Captured
+from tests.gpu.decode_cases import APPENDING, BASE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family", "poisoned_memory")]
 
 DEVICE = "cuda"
-GROUPS, CASES_OF_A_GROUP = 40, 12  # 480 random calls of each family
 # The unit in the last place of each dtype, relative to the value.
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, FP8: 2.0**-3}
 # The smallest subnormal number.
@@ -85,54 +86,42 @@ def assert_appended(name: str, cache: Tensor, expected: Tensor, new: Tensor | No
     assert found.numel() <= few, f"{name}: {found.numel()} elements differ, at most {few} may"
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
-def test_random_calls(group: int) -> None:
-    for i, case in enumerate(random_cases(group, CASES_OF_A_GROUP)):
+@pytest.mark.parametrize("group", range(decode_cases.GROUPS))
+def test_random_calls(group: int, family: str) -> None:
+    for case, dtype in decode_cases.random_group(family, group):
         try:
-            check(case, (torch.bfloat16, torch.float16)[i % 2])
+            check(case, dtype)
         except Exception as error:
             raise AssertionError(f"{case.id}: {error}") from error
 
 
-BASE = DecodeCase(
-    seed=3, seqlens=(1000, 77, 0), tokens=(1, 1, 1), new=(0, 0, 0), heads_kv=2, head_dim=128, head_dim_v=128,
-    page_size=16,
-)  # fmt: skip
-APPENDING = replace(BASE, seqlens=(1000, 77, 5), new=(1, 1, 1), rotary_dim=128)
-
-
-@pytest.mark.parametrize("page_size", (None, 1, 16, 64, 528), ids=str)
+@pytest.mark.parametrize("page_size", decode_cases.PAGE_SIZES, ids=str)
 @pytest.mark.parametrize("tokens", (1, 8))
 def test_long_sequences(page_size: int | None, tokens: int) -> None:
-    case = replace(BASE, seqlens=(100_003, 1), tokens=(tokens,) * 2, new=(tokens,) * 2, page_size=page_size)
-    check(case, torch.bfloat16)
+    check(*decode_cases.long_case(page_size, tokens))
 
 
 @pytest.mark.parametrize("num_splits", (1, 2, 3, 5, 8, 16, 31, 32))
 def test_forced_splits(num_splits: int) -> None:
-    check(BASE, torch.bfloat16, num_splits=num_splits)
-    check(replace(BASE, tokens=(5,) * 3, new=(5,) * 3, fp8="heads"), torch.float16, num_splits=num_splits)
+    for case, dtype in decode_cases.SPLIT:
+        check(case, dtype, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("tokens", (17, 64, 300))
-@pytest.mark.parametrize("page_size", (None, 24, 64), ids=str)
+@pytest.mark.parametrize("tokens", decode_cases.CHUNKS)
+@pytest.mark.parametrize("page_size", decode_cases.CHUNK_PAGES, ids=str)
 def test_chunks_of_a_prefill(tokens: int, page_size: int | None) -> None:
-    case = replace(BASE, seqlens=(500, 0, 33), tokens=(tokens,) * 3, new=(tokens,) * 3, page_size=page_size)
-    check(replace(case, rotary_dim=64), torch.bfloat16)
-    check(replace(case, window=(100, 0), is_ragged=True, tokens=(tokens, 1, 0), new=(tokens, 1, 0)), torch.bfloat16)
+    for case, dtype in decode_cases.chunk_cases(tokens, page_size):
+        check(case, dtype)
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("head_dim", decode_cases.HEAD_DIMS)
 def test_every_head_dim(head_dim: int) -> None:
-    case = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, tokens=(3,) * 3, new=(3,) * 3)
-    check(case, torch.bfloat16)
-    check(replace(case, fp8="scalar"), torch.bfloat16)
+    for case, dtype in decode_cases.head_dim_cases(head_dim):
+        check(case, dtype)
 
 
 def test_large_batches() -> None:
-    lengths = tuple((37 * b * b) % 900 for b in range(200))
-    ones = (1,) * len(lengths)
-    check(replace(BASE, seqlens=lengths, tokens=ones, new=ones), torch.bfloat16)
+    check(*decode_cases.LARGE_BATCH)
 
 
 def test_pages_beyond_two_gigabytes() -> None:
@@ -232,3 +221,10 @@ def test_what_has_no_kernel() -> None:
     call = replace(BASE, head_dim=36, head_dim_v=36).build(DEVICE, torch.bfloat16)
     with pytest.raises(cute_flash.UnsupportedError, match="head_dim=36"):
         run(call)
+    for head_dims in ((40, 40), (64, 72)):
+        widths = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
+        call = replace(BASE, fp8="scalar", **widths).build(DEVICE, torch.bfloat16)
+        with pytest.raises(
+            cute_flash.UnsupportedError, match=r"in FP8 with head dim \d+ on cuda: use a multiple of 16"
+        ):
+            run(call)

@@ -1,0 +1,187 @@
+"""The calls of `test_decode.py` and `test_split_keys.py`, and the kernels that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from cute_flash.decode import bind
+from cute_flash.planning.plan import CompileKey
+from cute_flash.runtime import decode
+from cute_flash.runtime.gpu import use_gpu
+from cute_flash.spec.arch import ArchSpec
+from cute_flash.spec.args import AttentionArgs
+from cute_flash.spec.band import Band
+from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
+from cute_flash.spec.family import FAMILIES, use_kernels
+from tests.decode.cases import DecodeCase, random_cases
+from tests.fakes.recording import RecordingGpu, backward_keys, forward_keys
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Each case is a kernel, which takes 2.6 s of a core to compile: 240 random calls of each family.
+GROUPS, CASES_OF_A_GROUP = 20, 12
+# Keys do not depend on lengths, so that the caches of a dry run may be small.
+DRY_LENGTH = 30
+
+Case = tuple[DecodeCase, torch.dtype]
+
+
+def random_group(family: str, group: int) -> list[Case]:
+    """Random calls; those of each family are different. FP8 caches have head dims that the GPU supports."""
+    seed = 1000 * list(FAMILIES).index(family) + group
+    cases = []
+    for i, case in enumerate(random_cases(seed, CASES_OF_A_GROUP)):
+        if case.fp8 and (case.head_dim % ROW_ALIGN_BYTES or case.head_dim_v % ROW_ALIGN_BYTES):
+            case = replace(case, head_dim=64, head_dim_v=64)
+        cases.append((case, DTYPES[i % 2]))
+    return cases
+
+
+BASE = DecodeCase(
+    seed=3, seqlens=(1000, 77, 0), tokens=(1, 1, 1), new=(0, 0, 0), heads_kv=2, head_dim=128, head_dim_v=128,
+    page_size=16,
+)  # fmt: skip
+APPENDING = replace(BASE, seqlens=(1000, 77, 5), new=(1, 1, 1), rotary_dim=128)
+PAGE_SIZES = (None, 1, 16, 64, 528)
+CHUNKS = (17, 64, 300)
+CHUNK_PAGES = (None, 24, 64)
+HEAD_DIMS = range(8, 257, 8)
+
+
+def long_case(page_size: int | None, tokens: int) -> Case:
+    case = replace(BASE, seqlens=(100_003, 1), tokens=(tokens,) * 2, new=(tokens,) * 2, page_size=page_size)
+    return case, torch.bfloat16
+
+
+SPLIT = ((BASE, torch.bfloat16), (replace(BASE, tokens=(5,) * 3, new=(5,) * 3, fp8="heads"), torch.float16))
+
+
+def chunk_cases(tokens: int, page_size: int | None) -> list[Case]:
+    case = replace(BASE, seqlens=(500, 0, 33), tokens=(tokens,) * 3, new=(tokens,) * 3, page_size=page_size)
+    ragged = replace(case, window=(100, 0), is_ragged=True, tokens=(tokens, 1, 0), new=(tokens, 1, 0))
+    return [(replace(case, rotary_dim=64), torch.bfloat16), (ragged, torch.bfloat16)]
+
+
+def head_dim_cases(head_dim: int) -> list[Case]:
+    """FP8 rows are copied by 16 bytes."""
+    case = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, tokens=(3,) * 3, new=(3,) * 3)
+    fp8 = [] if head_dim % ROW_ALIGN_BYTES else [(replace(case, fp8="scalar"), torch.bfloat16)]
+    return [(case, torch.bfloat16), *fp8]
+
+
+LARGE_BATCH = replace(
+    BASE, seqlens=tuple((37 * b * b) % 900 for b in range(200)), tokens=(1,) * 200, new=(1,) * 200
+), torch.bfloat16  # fmt: skip
+
+
+def fixed_cases() -> Iterator[Case]:
+    """The cases that are not random."""
+    yield from ((case, torch.bfloat16) for case in (BASE, APPENDING, replace(APPENDING, page_size=None)))
+    yield from (long_case(page_size, tokens) for page_size in PAGE_SIZES for tokens in (1, 8))
+    yield from SPLIT
+    for tokens in CHUNKS:
+        for page_size in CHUNK_PAGES:
+            yield from chunk_cases(tokens, page_size)
+    for head_dim in HEAD_DIMS:
+        yield from head_dim_cases(head_dim)
+    yield LARGE_BATCH
+
+
+def decode_keys(case: DecodeCase, dtype: torch.dtype, family: str, arch: ArchSpec) -> list[CompileKey]:
+    """The kernel of a call; none if it has no queries."""
+    short = replace(case, seqlens=tuple(min(length, DRY_LENGTH) for length in case.seqlens))
+    call = short.build("cpu", dtype)
+    gpu = RecordingGpu(arch)
+    with use_gpu(gpu), use_kernels(family):
+        decode._bind(*bind(*call.tensors, **call.options))
+    return gpu.keys
+
+
+# ---- attn with few queries
+
+
+@dataclass(frozen=True)
+class SplitCase:
+    """A call of `attn` with few queries over many keys."""
+
+    tokens: int = 1
+    heads: int = 8
+    heads_kv: int = 2
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "bhsd"
+    keys: int = 4000
+    batch: int = 2
+    options: dict[str, Any] = field(default_factory=dict)  # keywords; "alibi" and "sinks": True
+
+    @property
+    def id(self) -> str:
+        options = "-".join(self.options) or "plain"
+        return f"t{self.tokens}-{self.heads}/{self.heads_kv}-d{self.head_dim}-{self.layout}-{options}"
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        """q, k, v in the order of `layout`, and the tensors of features."""
+        generator = torch.Generator().manual_seed(self.tokens)
+        tensors = {}
+        for name, heads, rows in (("q", self.heads, self.tokens), *((n, self.heads_kv, self.keys) for n in "kv")):
+            size = (heads, rows) if self.layout == "bhsd" else (rows, heads)
+            made = torch.randn(self.batch, *size, self.head_dim, generator=generator)
+            tensors[name] = made.to(device, self.dtype)
+        for name in ("alibi", "sinks"):
+            if self.options.get(name):
+                tensors[name] = (torch.rand(self.heads, generator=generator) * 0.1).to(device)
+        return tensors
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The keywords that are no tensors."""
+        return {name: x for name, x in self.options.items() if name not in ("alibi", "sinks")}
+
+
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"window": (700, 0)},
+    {"window": (700, 3)},
+    {"softcap": 5.0},
+    {"alibi": True, "causal": True},
+    {"sinks": True},
+    {"softcap": 5.0, "alibi": True, "sinks": True, "causal": True},
+)
+SPLIT_CASES = (
+    *(SplitCase(tokens, layout=layout) for tokens in range(1, 9) for layout in ("bhsd", "bshd")),
+    *(SplitCase(tokens, options=options, layout="bshd") for tokens in (1, 5) for options in FEATURES),
+    *(SplitCase(3, heads=8, heads_kv=heads_kv, options={"causal": True}) for heads_kv in (1, 4, 8)),
+    *(SplitCase(2, head_dim=head_dim, dtype=torch.float16) for head_dim in (40, 64, 96)),
+)
+
+
+def split_keys(arch: ArchSpec) -> Iterator[CompileKey]:
+    """The kernels of `SPLIT_CASES` and of their gradients."""
+    for case in SPLIT_CASES:
+        tensors = case.inputs("cpu")
+        q, k, v = (tensors[name] if case.layout == "bhsd" else tensors[name].transpose(1, 2) for name in "qkv")
+        band = Band.of(case.options.get("causal", False), case.options.get("window", (None, None)))
+        args = AttentionArgs(
+            scale=case.head_dim**-0.5,
+            window_left=band.left,
+            window_right=band.right,
+            softcap=case.options.get("softcap", 0.0),
+            alibi=tensors.get("alibi"),
+            sinks=tensors.get("sinks"),
+        )
+        with mock.patch.object(decode, "shared", lambda key, device, make: make()):
+            yield from forward_keys(q, k, v, args, arch)
+        yield from backward_keys(q, k, v, args, arch)
+
+
+def keys(arch: ArchSpec, runnable: list[str]) -> Iterator[CompileKey]:
+    for family in runnable:
+        random = [case for group in range(GROUPS) for case in random_group(family, group)]
+        for case, dtype in (*fixed_cases(), *random):
+            yield from decode_keys(case, dtype, family, arch)
+    yield from split_keys(arch)

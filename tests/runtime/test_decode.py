@@ -1,0 +1,406 @@
+"""The host path of `attn_decode` on a fake GPU: one kernel, its arguments by name, signatures, errors, workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_flash
+from cute_flash import UnsupportedError
+from cute_flash.decode import bind
+from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic
+from cute_flash.planning.plan import CompileKey
+from cute_flash.planning.registry import KERNELS
+from cute_flash.runtime import counters, decode
+from cute_flash.runtime.counters import PER_THREAD_STREAM, shared
+from cute_flash.runtime.gpu import bound, use_gpu
+from cute_flash.runtime.operands import MAX_WINDOW
+from cute_flash.spec.arch import ARCHS
+from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
+from cute_flash.spec.family import use_kernels
+from cute_flash.spec.features import Operand
+from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
+from tests.fakes.cuda import claiming_cuda
+from tests.fakes.recording import RecordingGpu
+from tests.gpu import decode_cases
+
+OPERANDS = {operand.name: operand for operand in KERNELS["decode"].operands}
+ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
+
+
+class DecodeGpu(RecordingGpu):
+    """Launches check their arguments against the types of the registry, and record them by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(ARCHS[name])
+        self.launches: list[dict[str, Any]] = []
+
+    def kernel(self, key: CompileKey) -> Callable[..., None]:
+        self.keys.append(key)
+
+        def launch(*arguments: Any) -> None:
+            named = dict(zip(OPERANDS, arguments, strict=True))
+            check_operands(key.static, named)
+            self.launches.append(named)
+
+        return launch
+
+
+def check_operands(static: DecodeStatic, named: dict[str, Any]) -> None:
+    """A compiled kernel would take these arguments."""
+    sizes: dict[str, int] = {}
+    for name, operand in OPERANDS.items():
+        value = named[name]
+        assert (value is not None) == static.takes(name), f"{name}: {value is not None}"
+        if value is None:
+            continue
+        if not operand.dims:
+            assert isinstance(value, float if operand.type == "f32" else int), name
+            continue
+        check_tensor(static, operand, value)
+        for dim, size in zip(operand.dims, value.shape):
+            # "slots" and the like: of the workspace.
+            assert sizes.setdefault(dim, size) == size, f"{name}: {dim} is {size}, of others {sizes[dim]}"
+
+
+def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
+    layout, _, element = operand.type.partition(" ")
+    assert x.dim() >= len(operand.dims), operand.name
+    if layout == "rows":
+        dtypes = {"cache": torch.uint8 if static.is_fp8 else getattr(torch, static.dtype)}
+        assert x.dtype == dtypes.get(element, getattr(torch, static.dtype)), operand.name
+        step = ROW_ALIGN_BYTES // x.element_size()
+        assert x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1]), operand.name
+        assert x.data_ptr() % ROW_ALIGN_BYTES == 0, operand.name
+    elif layout == "rotary":
+        assert x.dtype == getattr(torch, static.rotary_dtype) and x.is_contiguous()
+    elif element:
+        assert x.dtype == ELEMENTS[element], operand.name
+        assert layout != "compact" or x.is_contiguous(), operand.name
+
+
+@pytest.fixture(autouse=True)
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Workspaces of the CPU, not shared; the keys with which they are asked for."""
+    keys: list[Any] = []
+
+    def make_new(key: Any, device_index: Any, make: Callable[[], Any]) -> Any:
+        keys.append(key)
+        return make()
+
+    monkeypatch.setattr(decode, "shared", make_new)
+    return keys
+
+
+@pytest.fixture(params=["sm_80", "sm_90"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[DecodeGpu]:
+    with use_gpu(DecodeGpu(request.param)) as gpu:
+        yield gpu  # type: ignore[misc]
+
+
+@pytest.fixture
+def sm_90() -> Iterator[DecodeGpu]:
+    with use_gpu(DecodeGpu("sm_90")) as gpu:
+        yield gpu  # type: ignore[misc]
+
+
+def run(call: DecodeCall, **options: Any) -> tuple[Tensor, Tensor]:
+    return decode.run(*bind(*call.tensors, **call.options | options))
+
+
+def build(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecodeCall:
+    return small_case(**changes).build("cpu", dtype)
+
+
+# ---- arguments
+
+
+def supported(case: DecodeCase) -> DecodeCase:
+    is_aligned = case.head_dim % 16 == case.head_dim_v % 16 == 0
+    return case if is_aligned or not case.fp8 else replace(case, head_dim=64, head_dim_v=64)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kernel_gets_the_arguments_that_it_is_compiled_for(gpu: DecodeGpu, seed: int) -> None:
+    for i, drawn in enumerate(random_cases(seed, 40)):
+        case = supported(drawn)
+        call = case.build("cpu", (torch.bfloat16, torch.float16)[i % 2])
+        before = len(gpu.launches)
+        out, lse = run(call)
+        tokens = call.q.shape[0] if case.is_ragged else call.q.shape[1]
+        assert out.shape == (*call.q.shape[:-1], case.head_dim_v) and out.dtype == call.q.dtype
+        heads = call.q.shape[-2]
+        assert lse.shape == ((heads, tokens) if case.is_ragged else (case.batch, heads, tokens))
+        if call.q.numel() == 0 or call.k_cache.numel() == 0 or call.options.get("page_table", call.q).numel() == 0:
+            assert len(gpu.launches) == before
+            continue
+        launched, key = gpu.launches[-1], gpu.keys[-1]
+        assert len(gpu.launches) == before + 1 and key.kernel == "decode"
+        # Caches are never copied.
+        assert launched["k_cache"].data_ptr() == call.k_cache.data_ptr()
+        assert launched["v_cache"].data_ptr() == call.v_cache.data_ptr()
+        assert "out" not in call.options or out is call.options["out"]
+        assert launched["num_splits"] == (case.num_splits or 0)
+        assert launched["arrivals"].numel() >= 1 and not launched["arrivals"].any()
+        assert launched["scale"] > 0
+
+
+def test_the_number_of_ctas(sm_90: DecodeGpu) -> None:
+    run(build())
+    assert sm_90.launches[-1]["num_ctas"] % ARCHS["sm_90"].num_sms == 0
+    # 2 sequences, 2 K/V heads, 7 parts.
+    run(build(num_splits=7))
+    assert sm_90.launches[-1]["num_ctas"] == 2 * 2 * 7
+    assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 2 * 7
+
+
+def test_values_of_scalars(sm_90: DecodeGpu) -> None:
+    call = build(window=(5, 3), causal=False, softcap=2.5, scale=0.25)
+    run(call)
+    launched = sm_90.launches[-1]
+    assert (launched["window_left"], launched["window_right"]) == (5, 3)
+    assert (launched["softcap"], launched["scale"]) == (2.5, 0.25)
+    run(call, window=(1 << 40, 0))
+    assert sm_90.launches[-1]["window_left"] == MAX_WINDOW
+    # A negative scale is that of -q.
+    run(call, scale=-0.5)
+    assert sm_90.launches[-1]["scale"] == 0.5
+    assert torch.equal(sm_90.launches[-1]["q"], -call.q)
+
+
+def test_scales_and_slopes_are_of_every_head(sm_90: DecodeGpu) -> None:
+    run(build(fp8="number", alibi="heads"))
+    launched = sm_90.launches[-1]
+    assert launched["k_scale"].tolist() == pytest.approx([0.02, 0.02])
+    assert launched["v_scale"].shape == (2,) and launched["alibi_slopes"].shape == (2, 4)
+    run(build(fp8="plain"))
+    assert sm_90.launches[-1]["k_scale"].tolist() == [1.0, 1.0]
+
+
+def test_rotary_tables_of_16_bits_stay(sm_90: DecodeGpu) -> None:
+    for rotary_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        run(build(new=(1, 1), rotary_dim=16, rotary_fp32=rotary_fp32))
+        assert sm_90.launches[-1]["rotary_cos"].dtype == dtype
+        assert sm_90.keys[-1].static.rotary_dtype == str(dtype).removeprefix("torch.")
+
+
+def test_unaligned_queries_are_copied_and_outputs_copied_back(sm_90: DecodeGpu) -> None:
+    call = build()
+    wide = torch.zeros(*call.q.shape[:-1], 17, dtype=call.q.dtype)
+    q, out = wide[..., 1:], torch.zeros_like(wide)[..., 1:]
+    q.copy_(call.q)
+    found, _ = run(replace_q(call, q), out=out)
+    launched = sm_90.launches[-1]
+    assert found is out and launched["out"].data_ptr() != out.data_ptr()
+    assert torch.equal(launched["q"], call.q)
+
+
+def replace_q(call: DecodeCall, q: Tensor) -> DecodeCall:
+    return DecodeCall(q, call.k_cache, call.v_cache, call.options)
+
+
+# ---- signatures
+
+
+def test_a_signature_is_bound_once(sm_90: DecodeGpu) -> None:
+    call = build(page_size=8)
+    for length in (3, 7, 0):
+        call.options["cache_seqlens"].fill_(length)
+        run(call)
+    assert len(sm_90.keys) == 1 and len(sm_90.launches) == 3
+    for changes in ({"softcap": 3.0}, {"num_splits": 2}, {"window": (3, 0)}):
+        run(call, **changes)
+    assert len(sm_90.keys) == 4 and len(bound) == 4
+    with use_kernels("sm80"):
+        run(call)
+    assert len(sm_90.keys) == 5
+    # Other lengths of the cache are another signature, of the same kernel.
+    run(build(page_size=8, seqlens=(40, 5)))
+    assert len(sm_90.keys) == 6 and sm_90.keys[-1] == sm_90.keys[0]
+
+
+def test_the_family_sm80_leaves_out_what_ampere_does_not_have() -> None:
+    call = build(fp8="plain")
+    found = {}
+    for arch, family in (("sm_90", ""), ("sm_90", "sm90"), ("sm_90", "sm80"), ("sm_89", ""), ("sm_80", "")):
+        with use_gpu(DecodeGpu(arch)) as gpu, use_kernels(family):
+            run(call)
+        static = gpu.keys[0].static  # type: ignore[attr-defined]
+        found[arch, family] = (static.overlaps_previous, static.has_fp8_cvt)
+    assert found == {
+        ("sm_90", ""): (True, True),
+        ("sm_90", "sm90"): (True, True),
+        ("sm_90", "sm80"): (False, False),
+        ("sm_89", ""): (False, True),
+        ("sm_80", ""): (False, False),
+    }
+    with use_gpu(DecodeGpu("sm_90")) as gpu:
+        run(build())
+    assert not gpu.keys[0].static.has_fp8_cvt, "a 16-bit cache is the same kernel on all"  # type: ignore[attr-defined]
+
+
+def test_calls_bypass_the_dispatcher(sm_90: DecodeGpu) -> None:
+    call = build()
+    with claiming_cuda():
+        cute_flash.attn_decode(*call.tensors, **call.options)
+    assert len(sm_90.launches) == 1
+
+
+def test_keys_of_a_dry_run_are_those_of_the_calls() -> None:
+    """The kernels that are compiled before the GPU tests; the lengths do not matter."""
+    arch = ARCHS["sm_90"]
+    cases = [*decode_cases.random_group("sm90", 0), *decode_cases.chunk_cases(17, 24), *decode_cases.SPLIT]
+    for case, dtype in cases:
+        with use_gpu(DecodeGpu("sm_90")) as gpu:
+            run(case.build("cpu", dtype))
+        assert gpu.keys == decode_cases.decode_keys(case, dtype, "", arch)  # type: ignore[attr-defined]
+
+
+def test_random_calls_of_the_families_differ() -> None:
+    groups = [decode_cases.random_group(family, group) for family in ("sm80", "sm90") for group in range(3)]
+    seeds = [case.seed for group in groups for case, _ in group]
+    assert len(seeds) == len(set(seeds))
+    for case, _ in (pair for group in groups for pair in group):
+        assert not case.fp8 or case.head_dim % 16 == case.head_dim_v % 16 == 0
+
+
+# ---- attn with few queries
+
+
+def test_attn_with_few_queries_launches_the_decode_kernel(gpu: DecodeGpu) -> None:
+    q, k, v = (torch.randn(2, heads, rows, 64).bfloat16() for heads, rows in ((8, 3), (2, 2000), (2, 2000)))
+    for layout, tensors in (("bhsd", (q, k, v)), ("bshd", [x.transpose(1, 2).contiguous() for x in (q, k, v)])):
+        with claiming_cuda():
+            out = cute_flash.attn(*tensors, layout=layout, causal=True, softcap=3.0)
+        launched = gpu.launches[-1]
+        assert out.shape == tensors[0].shape
+        assert launched["q"].shape == (2, 3, 8, 64) and launched["k_cache"].shape == (2, 2000, 2, 64)
+        assert launched["k_cache"].data_ptr() == tensors[1].data_ptr()
+        assert launched["window_right"] == 0 and launched["softcap"] == 3.0
+    assert {key.kernel for key in gpu.keys} == {"decode"}
+
+
+def test_batch_invariant_and_chosen_families_do_not_split() -> None:
+    q, k, v = (torch.randn(1, 4, rows, 64).bfloat16() for rows in (1, 2000, 2000))
+    calls: dict[str, dict[str, Any]] = {"batch_invariant": {"batch_invariant": True}, "out_dtype": {}, "family": {}}
+    calls["out_dtype"] = {"out_dtype": torch.float32}
+    for name, options in calls.items():
+        gpu = RecordingGpu(ARCHS["sm_90"])
+        with use_gpu(gpu), claiming_cuda(), use_kernels("sm90" if name == "family" else ""):
+            cute_flash.attn(q, k, v, **options)
+        assert [key.kernel for key in gpu.keys] == ["fwd_sm90"], name
+
+
+# ---- errors
+
+
+def test_caches_that_the_kernel_cannot_address(sm_90: DecodeGpu) -> None:
+    call = build()
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(call, name)
+        wide = torch.zeros(*cache.shape[:-1], cache.shape[-1] + 4, dtype=cache.dtype)
+        for wrong in (wide[..., :-4], torch.zeros(cache.numel() + 1, dtype=cache.dtype)[1:].view(cache.shape)):
+            tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, name: wrong}
+            with pytest.raises(UnsupportedError, match=rf"{name} with strides .* multiples of 16 bytes"):
+                run(DecodeCall(**tensors, options=call.options))
+    assert not sm_90.launches
+
+
+def test_fp8_needs_head_dims_of_16_bytes(sm_90: DecodeGpu) -> None:
+    for widths, name in (((24, 16), "k_cache"), ((16, 40), "v_cache")):
+        with pytest.raises(UnsupportedError, match=f"{name} in FP8 with head dim .* use a multiple of 16"):
+            run(build(fp8="plain", head_dim=widths[0], head_dim_v=widths[1]))
+
+
+def test_too_many_splits(sm_90: DecodeGpu) -> None:
+    with pytest.raises(UnsupportedError, match=f"at most {MAX_SPLITS}"):
+        run(build(), num_splits=MAX_SPLITS + 1)
+
+
+def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> None:
+    call = build(has_sinks=True)
+    empty = DecodeCall(call.q, call.k_cache[:, :0], call.v_cache[:, :0], call.options | {"cache_seqlens": 0})
+    out, lse = run(empty)
+    assert not out.any() and torch.equal(lse, call.options["sinks"][:, None].expand_as(lse).contiguous())
+    no_tokens = DecodeCall(call.q[:, :0], call.k_cache, call.v_cache, call.options)
+    assert run(no_tokens)[0].shape == (2, 0, 4, 16)
+    assert not sm_90.launches
+
+
+# ---- workspaces
+
+
+def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu, workspaces: list[Any]) -> None:
+    run(build())
+    run(build(seqlens=(30, 9)))
+    assert len(set(workspaces)) == 1, "lengths share a workspace"
+    run(build(num_splits=3))
+    assert len(set(workspaces)) == 2
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The current stream of a machine without CUDA."""
+    now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1, "synchronized": 0}
+    monkeypatch.setattr(counters, "_shared", {})
+    monkeypatch.setattr(counters, "_captured", {})
+    patch = {
+        "_cuda_getCurrentRawStream": lambda device: now["handle"],
+        "_cuda_isCurrentStreamCapturing": lambda: now["is_capturing"],
+        "_cuda_getCurrentStream": lambda device: (now["handle"] if now["is_external"] else 3, device, 1),
+    }
+    for name, function in patch.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(counters, "_capture_id", lambda handle: now["capture"])
+    monkeypatch.setattr(counters, "_lasting", lambda device, make: make())
+
+    def synchronize(device: int) -> None:
+        now["synchronized"] += 1
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return now
+
+
+def test_launches_of_one_stream_share_a_workspace(stream: dict[str, Any]) -> None:
+    first = shared("a", 0, object)
+    assert shared("a", 0, object) is first
+    others = [shared("b", 0, object), shared("a", 1, object)]
+    stream["handle"] = 0x7F00
+    others.append(shared("a", 0, object))
+    assert len({id(x) for x in (first, *others)}) == 4
+    stream["handle"] = 0
+    assert shared("a", 0, object) is first
+
+
+def test_a_capture_has_a_workspace_of_its_own(stream: dict[str, Any]) -> None:
+    eager = shared("a", 0, object)
+    stream["is_capturing"] = True
+    captured = shared("a", 0, object)
+    assert captured is not eager and shared("a", 0, object) is captured, "32 layers of a graph share one"
+    assert shared("b", 0, object) is not captured
+    stream["capture"] = 2
+    again = shared("a", 0, object)
+    assert again is not captured, "another graph may be replayed at the same time"
+    stream["is_capturing"] = False
+    assert shared("a", 0, object) is eager
+
+
+def test_streams_that_a_handle_does_not_identify_share_nothing(stream: dict[str, Any]) -> None:
+    for handle, is_external in ((PER_THREAD_STREAM, False), (0x7F00, True)):
+        stream |= {"handle": handle, "is_external": is_external}
+        assert shared("a", 0, object) is not shared("a", 0, object)
+    assert not counters._shared
+
+
+def test_the_number_of_workspaces_is_bounded(stream: dict[str, Any]) -> None:
+    for i in range(counters.MAX_SHARED):
+        shared(i, 0, object)
+    assert stream["synchronized"] == 0
+    # Launches may still use the others.
+    shared("one more", 0, object)
+    assert stream["synchronized"] == 1 and len(counters._shared) == 1
