@@ -6,6 +6,8 @@ It writes k_new and v_new into the caches, and the output into `out` if the call
 return its argument, so the first result is then empty. It has dispatcher kernels for CPU (`reference.decode`), CUDA
 (`runtime.decode`), fake tensors, and Autograd, which refuses tensors that require grad.
 
+`runtime.decode.run` checks a call with `describe_decode`, as the CPU and fake kernels do.
+
 `cute_flash.decode` calls `decode`, which bypasses the dispatcher for CUDA calls that nothing observes, as
 `ops.attention` does.
 """
