@@ -122,8 +122,8 @@ def test_chunks_of_a_prefill(tokens: int, page_size: int | None) -> None:
     check(replace(case, window=(100, 0), is_ragged=True, tokens=(tokens, 1, 0), new=(tokens, 1, 0)), torch.bfloat16)
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_every_head_dim(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", (8, 16, 24, 40, 72, 80, 112, 160, 192, 224, 256))
+def test_head_dims(head_dim: int) -> None:
     case = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, tokens=(3,) * 3, new=(3,) * 3)
     check(case, torch.bfloat16)
     check(replace(case, fp8="scalar"), torch.bfloat16)
@@ -139,7 +139,8 @@ def test_pages_beyond_two_gigabytes() -> None:
     """The element offset of a page exceeds 31 bits."""
     num_pages, page_size, heads_kv, head_dim = 140_000, 16, 8, 128
     q = torch.randn(1, 1, 32, head_dim, device=DEVICE).bfloat16()
-    caches = [torch.empty(num_pages, page_size, heads_kv, head_dim, device=DEVICE).bfloat16() for _ in range(2)]
+    shape = num_pages, page_size, heads_kv, head_dim
+    caches = [torch.empty(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     pages = torch.tensor([num_pages - 1, 3, num_pages - 2, 131_072], device=DEVICE)
     for cache in caches:
         cache[pages] = torch.randn(4, page_size, heads_kv, head_dim, device=DEVICE).bfloat16()
