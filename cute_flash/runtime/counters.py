@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from cute_flash.jit.capture import capture_id
+
 T = TypeVar("T")
 
 PER_THREAD_STREAM = 2
@@ -64,7 +66,9 @@ def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
 
 def _of_capture(key: Hashable, stream: int, make: Callable[[], T]) -> T:
     """Tensors of the capture in progress. Those of earlier captures belong to their graphs and are forgotten."""
-    capture = _capture_id(stream)
+    capture = capture_id(stream)
+    if capture is None:
+        return make()
     if capture not in _captured:
         _captured.clear()
         _captured[capture] = {}
@@ -72,16 +76,6 @@ def _of_capture(key: Hashable, stream: int, make: Callable[[], T]) -> T:
     if key not in made:
         made[key] = make()
     return made[key]  # type: ignore[return-value]
-
-
-def _capture_id(stream: int) -> int:
-    """A number that identifies the capture in progress on a stream."""
-    from cuda.bindings import driver  # type: ignore[import-untyped]
-
-    error, _status, capture, *_ = driver.cuStreamGetCaptureInfo(stream)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuStreamGetCaptureInfo: {error}")
-    return int(capture)
 
 
 def _is_external(device_index: int, stream: int) -> bool:
