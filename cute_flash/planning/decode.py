@@ -31,6 +31,9 @@ MIN_SPLIT_KEYS = 512
 # Queries of a sequence, on average, with which `attn_varlen` may use it.
 MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
+# Keys that the CTAs are assigned at a time.
+UNIT_KEYS = 32
+MAX_COUNT = (1 << 31) - (1 << 16)
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,14 @@ class DecodePlan:
     tile: DecodeTile
     num_ctas: int
     num_items: int  # an upper bound of the number of (sequence, K/V head, row tile)
+    num_splits: int | None
+
+    @property
+    def num_slots(self) -> int:
+        """Pieces in the workspace: two for each CTA, or one if the number of splits is fixed."""
+        if self.num_splits == 1:
+            return 1
+        return self.num_ctas if self.num_splits else 2 * self.num_ctas
 
 
 def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
@@ -199,9 +210,20 @@ def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
 
 
 def plan_decode(
-    static: DecodeStatic, arch: ArchSpec, batch: int, tokens: int, heads: int, heads_kv: int, num_splits: int | None
+    static: DecodeStatic,
+    arch: ArchSpec,
+    batch: int,
+    tokens: int,
+    heads: int,
+    heads_kv: int,
+    capacity: int,
+    num_splits: int | None,
 ) -> DecodePlan:
-    """Plan a call. `tokens`: the queries of a sequence, or of all sequences if they are ragged."""
+    """Plan a call; raise `UnsupportedError` if it is too large.
+
+    `tokens`: the queries of a sequence, or of all sequences if they are ragged. `capacity`: keys that fit into the
+    cache of a sequence.
+    """
     group = heads // heads_kv
     rows = group * (tokens if not static.ragged else ceil_div(tokens, max(batch, 1)))
     tile = decode_tile(static, rows, arch)
@@ -212,10 +234,22 @@ def plan_decode(
     num_items = row_tiles * heads_kv
     num_ctas = arch.num_sms * max(1, min(tile.ctas_per_sm(arch), 4))
     if num_splits is not None:
+        if num_splits > MAX_SPLITS:
+            raise UnsupportedError(f"num_splits={num_splits} on cuda: at most {MAX_SPLITS}")
         # One unit for each CTA.
         num_ctas = num_items * num_splits
     key = CompileKey.of("decode", static, tile, arch.name)
-    return DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items)
+    plan = DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items, num_splits=num_splits)
+    units = num_items * (num_splits or ceil_div(capacity, UNIT_KEYS))
+    # The kernel counts keys, units and elements of the workspace in 32 bits.
+    elements = plan.num_slots * tile.tile_m * tile.head_dim
+    products = ceil_div(capacity, UNIT_KEYS) * (num_splits or 1)
+    if max(capacity, units, elements, products) >= MAX_COUNT:
+        fewer = ", or ask for fewer splits" if num_splits else ""
+        raise UnsupportedError(
+            f"attn_decode with {num_items} tiles of queries over caches of {capacity} keys on cuda: split the call{fewer}"
+        )
+    return plan
 
 
 def splits_keys(problem: Problem, arch: ArchSpec) -> bool:

@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device import fp8
 from cute_flash.device.kv_cache import CacheHead, WarpLoader
-from cute_flash.device.kv_splits import UNIT_KEYS, KvSplits, Piece, Sequence
+from cute_flash.device.kv_splits import KvSplits, Piece, Sequence
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
 from cute_flash.device.rotary import VECTOR, Rotary, load_floats
@@ -40,7 +40,7 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
-from cute_flash.planning.decode import EXCHANGE_ROWS, DecodeTile
+from cute_flash.planning.decode import EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
@@ -403,11 +403,10 @@ class Decode(Kernel):
     def write_cache(self, address: Int64, vector: Int32, x: cute.Tensor, scale: cute.Tensor | None, head_kv: Int32):
         """Write eight columns of a row of the cache."""
         if cutlass.const_expr(self.static.is_fp8):
-            inverse = 1.0 / scale[head_kv]
             words = cute.make_rmem_tensor(2, Int32)
             words.fill(0)
             for i in cutlass.range_constexpr(VECTOR):
-                words[i // 4] = words[i // 4] | (fp8.rounded(x[i] * inverse) << (8 * (i % 4)))
+                words[i // 4] = words[i // 4] | (fp8.rounded(x[i] / scale[head_kv]) << (8 * (i % 4)))
             target = cute.make_ptr(Int32, address + vector * VECTOR, cutlass.AddressSpace.gmem, assumed_align=8)
             cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
         else:
@@ -655,11 +654,11 @@ class Decode(Kernel):
         inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
         if cutlass.const_expr(p.sinks is not None):
             sink = p.sinks[head]
-            log2_ratio = (sink - lse) * LOG2_E if total > 0.0 else Float32(0.0)
+            log2_ratio = (sink - lse) * LOG2_E if total != 0.0 else Float32(0.0)
             smaller = cute.math.exp2(cute.arch.fmin(log2_ratio, -log2_ratio), fastmath=True)
             both = cute.arch.fmax(lse, sink) + cute.math.log2(1.0 + smaller, fastmath=True) * LN_2
             inverse = inverse * cute.arch.rcp_approx(1.0 + cute.math.exp2(log2_ratio, fastmath=True))
-            lse = both if total > 0.0 else sink
+            lse = both if total != 0.0 else sink
         if cutlass.const_expr(p.v_scale is not None):
             inverse = inverse * p.v_scale[piece.head_kv]
         if column < self.static.width_v:
@@ -710,7 +709,7 @@ class Decode(Kernel):
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
             for first in cutlass.range(piece.first_cta, piece.last_cta + 1, AT_ONCE, unroll=1):
-                # All loads before the first use. Pieces past the last are read again, with a weight of 0.
+                # All loads before the first use. Instead of pieces past the last, that one is read again.
                 for i in cutlass.range_constexpr(AT_ONCE):
                     cta = cutlass.min(first + i, piece.last_cta)
                     slot = self.slot(p, cta, cta == piece.first_cta)
@@ -723,10 +722,10 @@ class Decode(Kernel):
                 total = total * factor
                 sums.store(sums.load() * factor)
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    factor = weight(stats[i][0], largest)
-                    factor = factor if first + i <= piece.last_cta else Float32(0.0)
-                    total += stats[i][1] * factor
-                    sums.store(sums.load() + parts[i].load() * factor)
+                    if first + i <= piece.last_cta:
+                        factor = weight(stats[i][0], largest)
+                        total += stats[i][1] * factor
+                        sums.store(sums.load() + parts[i].load() * factor)
                 m = largest
             self.write_row(p, piece, (row, column), sums, m, total)
 
