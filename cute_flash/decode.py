@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cute_flash.spec.keywords import DecodeKeywords
 
 KV_LAYOUTS = ("nhd", "hnd")
+UNBOUNDED = (None, None)
 
 
 # fmt: off
@@ -54,7 +55,7 @@ def attn_decode(
     rotary_interleaved: bool = False,
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
-    window: tuple[int | None, int | None] = (None, None),
+    window: tuple[int | None, int | None] = UNBOUNDED,
     softcap: float | None = None,
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -214,59 +215,81 @@ def _canonical(
     out: Any,
 ) -> tuple[Tensor, Tensor, Tensor, DecodeArgs]:
     """q and views of the caches in the shapes of `spec.decode`, and the other arguments."""
-    check_are_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    optional = {
-        "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad": leftpad, "k_new": k_new,
-        "v_new": v_new, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cu_seqlens_q": cu_seqlens_q,
-        "alibi": alibi, "sinks": sinks, "out": out,
-    }  # fmt: skip
-    for name, x in optional.items():
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        check_are_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    for x in (
+        page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin, cu_seqlens_q, alibi, sinks, out
+    ):  # fmt: skip
         if x is not None and not isinstance(x, Tensor):
-            check_are_tensors(**{name: x})
+            _refuse_value(
+                x, page_table=page_table, cache_batch_idx=cache_batch_idx, leftpad=leftpad, k_new=k_new, v_new=v_new,
+                rotary_cos=rotary_cos, rotary_sin=rotary_sin, cu_seqlens_q=cu_seqlens_q, alibi=alibi, sinks=sinks,
+                out=out,
+            )  # fmt: skip
+    if kv_layout != "nhd":
+        k_cache, v_cache = _to_nhd(k_cache, v_cache, kv_layout)
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = _seqlens_tensor(cache_seqlens, q, cu_seqlens_q)
+    if q.dim() and q.stride(-1) != 1:
+        q = q.contiguous()
+    if k_new is not None:
+        k_new = _with_contiguous_rows(k_new)
+    if v_new is not None:
+        v_new = _with_contiguous_rows(v_new)
+    if k_scale is not None:
+        k_scale = _scale_tensor("k_scale", k_scale, q)
+    if v_scale is not None:
+        v_scale = _scale_tensor("v_scale", v_scale, q)
+    if scale is None:
+        scale = (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
+    elif type(scale) is not float:
+        scale = as_float("scale", scale)
+    if softcap is not None:
+        softcap = as_float("softcap", softcap) or None
+    left, right = UNBOUNDED if window == UNBOUNDED else as_window(window)
+    if as_bool("causal", causal):
+        right = 0
+    rotary_interleaved = as_bool("rotary_interleaved", rotary_interleaved)
+    if num_splits is not None:
+        num_splits = as_int("num_splits", num_splits)
+    # By position, which takes half the time.
+    args = DecodeArgs(
+        cache_seqlens, scale, page_table, cache_batch_idx, leftpad, k_new, v_new, rotary_cos, rotary_sin,
+        rotary_interleaved, cu_seqlens_q, left, right, softcap, alibi, sinks, k_scale, v_scale, num_splits, out,
+    )  # fmt: skip
+    return q, k_cache, v_cache, args
+
+
+def _refuse_value(value: Any, **arguments: Any) -> None:
+    """Raise `ValueError` for an argument that is not a tensor."""
+    check_are_tensors(**{name: x for name, x in arguments.items() if x is value})
+
+
+def _to_nhd(k_cache: Tensor, v_cache: Tensor, kv_layout: Any) -> tuple[Tensor, Tensor]:
+    """Views of the caches as (…, rows, Hkv, D)."""
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"kv_layout={kv_layout!r}: use one of {', '.join(KV_LAYOUTS)}")
-    if kv_layout == "hnd":
-        k_cache, v_cache = (x.transpose(1, 2) if x.dim() == 4 else x for x in (k_cache, v_cache))
-    if not isinstance(cache_seqlens, Tensor):
-        seqlen = as_int("cache_seqlens", cache_seqlens, "give a whole number, or an int32 tensor of shape (B)")
-        # `describe_decode` refuses tensors of other dimensions.
-        batch = q.shape[:1].numel() if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
-        cache_seqlens = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
-    left, right = as_window(window)
-    args = DecodeArgs(
-        cache_seqlens=cache_seqlens,
-        scale=(q.shape[-1:].numel() or 1) ** -0.5 if scale is None else as_float("scale", scale),
-        page_table=page_table,
-        cache_batch_idx=cache_batch_idx,
-        leftpad=leftpad,
-        k_new=_with_contiguous_rows(k_new),
-        v_new=_with_contiguous_rows(v_new),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=as_bool("rotary_interleaved", rotary_interleaved),
-        cu_seqlens_q=cu_seqlens_q,
-        window_left=left,
-        window_right=0 if as_bool("causal", causal) else right,
-        softcap=None if softcap is None else as_float("softcap", softcap) or None,
-        alibi=alibi,
-        sinks=sinks,
-        k_scale=_scale_tensor("k_scale", k_scale, q),
-        v_scale=_scale_tensor("v_scale", v_scale, q),
-        num_splits=None if num_splits is None else as_int("num_splits", num_splits),
-        out=out,
-    )
-    return _with_contiguous_rows(q), k_cache, v_cache, args
+    # `describe_decode` refuses other dimensions.
+    if kv_layout == "hnd" and k_cache.dim() == v_cache.dim() == 4:
+        return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    return k_cache, v_cache
 
 
-def _with_contiguous_rows(x: Any) -> Any:
+def _seqlens_tensor(value: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """One length for all sequences as a tensor (B)."""
+    seqlen = as_int("cache_seqlens", value, "give a whole number, or an int32 tensor of shape (B)")
+    # `describe_decode` refuses tensors of other dimensions.
+    batch = q.shape[:1].numel() if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
+    return torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dimension is not contiguous."""
-    return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _scale_tensor(name: str, value: Any, q: Tensor) -> Tensor | None:
+def _scale_tensor(name: str, value: Any, q: Tensor) -> Tensor:
     """A scale of an FP8 cache as a tensor, () or (Hkv); (1) becomes ()."""
-    if value is None:
-        return None
     if isinstance(value, Tensor):
         return value.reshape(()) if value.shape == (1,) else value
     return torch.full((), as_float(name, value), dtype=torch.float32, device=q.device)

@@ -41,7 +41,7 @@ _autocasting = torch._C._is_any_autocast_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 # Types without __torch_function__ or __torch_dispatch__ overrides.
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 LIBRARY = torch.library.Library("cute_flash", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -99,9 +99,9 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
     if (
         not q.is_cuda
         or is_observed()
-        or type(q) not in _PLAIN_TYPES
-        or type(k) not in _PLAIN_TYPES
-        or type(v) not in _PLAIN_TYPES
+        or type(q) not in PLAIN_TYPES
+        or type(k) not in PLAIN_TYPES
+        or type(v) not in PLAIN_TYPES
     ):
         return False
     return not args.has_tensors or is_plain(
@@ -125,7 +125,7 @@ def is_observed() -> bool:
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether no tensor is a subclass with overrides or has the negative bit."""
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):
+        if x is not None and (type(x) not in PLAIN_TYPES or x.is_neg()):
             return False
     return True
 

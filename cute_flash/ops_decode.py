@@ -6,6 +6,8 @@ It writes k_new and v_new into the caches, and the output into `out` if the call
 return its argument, so the first result is then empty. It has dispatcher kernels for CPU (`reference.decode`), CUDA
 (`runtime.decode`), fake tensors, and Autograd, which refuses tensors that require grad.
 
+`runtime.decode.run` checks a call with `describe_decode`, as the CPU and fake kernels do.
+
 `cute_flash.decode` calls `decode`, which bypasses the dispatcher for CUDA calls that nothing observes, as
 `ops.attention` does.
 """
@@ -19,10 +21,11 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.ops import LIBRARY, is_observed, is_plain, without_autocast
-from cute_flash.spec.decode import SCHEMA, DecodeArgs, decode_outputs, describe_decode
+from cute_flash.ops import LIBRARY, PLAIN_TYPES, is_observed, is_plain, without_autocast
+from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, decode_outputs, describe_decode, tensors_of
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_TENSOR_NAMES = ("q", "k_cache", "v_cache", *TENSOR_FIELDS)
 
 LIBRARY.define(
     f"decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {SCHEMA}) -> (Tensor, Tensor)",
@@ -55,16 +58,19 @@ def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> tup
 
 def is_direct(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> bool:
     """Whether the dispatcher can be bypassed: it would do nothing but call the operator's CUDA implementation."""
-    return (
-        q.is_cuda and not is_observed() and is_plain(q, k_cache, v_cache, *[x for x in args if isinstance(x, Tensor)])
-    )
+    if not q.is_cuda or is_observed():
+        return False
+    for x in (q, k_cache, v_cache, *tensors_of(args)):
+        if x is not None and type(x) not in PLAIN_TYPES:
+            return False
+    # The others have no negative bit: they are integers, or have contiguous rows, which a lazy negation does not have.
+    return is_plain(args.rotary_cos, args.rotary_sin, args.alibi, args.sinks, args.k_scale, args.v_scale)
 
 
 def refuse_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> None:
     """Raise `UnsupportedError` for a tensor that requires grad."""
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **args._asdict()}
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.requires_grad:
+    for name, x in zip(_TENSOR_NAMES, (q, k_cache, v_cache, *tensors_of(args))):
+        if x is not None and x.requires_grad:
             raise UnsupportedError(
                 f"{name} requires grad, but attn_decode computes no gradients: use attn, or call it under "
                 "torch.no_grad()"

@@ -55,13 +55,17 @@ def widened(word: Int32, has_cvt: bool) -> tuple[Int32, Int32]:
 
 
 def _shifted(spread: Int32) -> Int32:
-    """FP8 in the high bytes of two halves -> two fp16: exponent and mantissa one bit down, and times 2^8."""
+    """FP8 in the high bytes of two halves -> two fp16: exponent and mantissa one bit down, and times 2^8.
+
+    The bits of NaN become 1.875, which no number becomes; they are set to all ones.
+    """
     bits = (spread & Int32(-0x7FFF8000)) | ((spread >> 1) & Int32(0x3F803F80))
     # Registers of the type that mul expects.
     text = (
-        "{\n\t.reg .b32 a, b;\n\tmov.b32 a, {$r0};\n\tmov.b32 b, {$r1};\n\tmul.f16x2 a, a, b;\n\tmov.b32 {$w0}, a;\n\t}"
+        "{\n\t.reg .b32 a, b, c, n;\n\tmov.b32 a, {$r0};\n\tmov.b32 b, {$r1};\n\tmov.b32 c, {$r2};\n\t"
+        "abs.f16x2 n, a;\n\tset.eq.u32.f16x2 n, n, c;\n\tmul.f16x2 a, a, b;\n\tor.b32 {$w0}, a, n;\n\t}"
     )
-    return instruction(text, Int32, bits, Int32(0x5C005C00))
+    return instruction(text, Int32, bits, Int32(0x5C005C00), Int32(0x3F803F80))
 
 
 @cute.jit

@@ -15,8 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_flash.planning.decode import UNIT_KEYS
+
 LANES = 32
-UNIT_KEYS = 32
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ CHUNK = 16
 # Columns of a tile come in runs of 128 bytes, the width of a swizzle atom.
 ATOM_BYTES = 128
 NUM_WARPS = 4
+# Rows of the output that the warps of a CTA exchange at a time.
+EXCHANGE_ROWS = 8
 SCORE_FEATURES = {"softcap", "alibi", "sinks"}
 # `attn` with at most this many query rows of a K/V head, and at least this many keys, may use the decode kernel.
 MAX_SPLIT_ROWS = 64
@@ -29,6 +31,9 @@ MIN_SPLIT_KEYS = 512
 # Queries of a sequence, on average, with which `attn_varlen` may use it.
 MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
+# Keys that the CTAs are assigned at a time.
+UNIT_KEYS = 32
+MAX_COUNT = (1 << 31) - (1 << 16)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ class DecodeTile:
     stages: int
     element_bytes: int = 2  # of the caches
     least_keys: int = 128  # of a CTA, unless `num_splits` asks for fewer
+    # Whether warps exchange outputs through memory of their own. The loads of the next piece then start before the
+    # exchange. Else the exchange reuses the stages.
+    own_exchange: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -141,17 +149,19 @@ class DecodeTile:
 
     @property
     def kv_bytes(self) -> int:
-        """All stages of K and V of all warps. At the end, the warps exchange their outputs through this memory."""
-        return max(2 * self.num_warps * self.stages * self.kv_smem.bytes, self.exchange_bytes)
+        """All stages of K and V of all warps."""
+        return 2 * self.num_warps * self.stages * self.kv_smem.bytes
 
     @property
     def exchange_bytes(self) -> int:
-        return self.num_warps * self.tile_m * self.head_dim * 4
+        """The outputs of all warps in fp32, eight rows at a time."""
+        return self.num_warps * EXCHANGE_ROWS * self.head_dim * 4
 
     @property
     def smem_bytes(self) -> int:
-        statistics = 2 * 4 * self.num_warps * self.tile_m
-        return align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + statistics + 16
+        statistics = 2 * 4 * self.num_warps * EXCHANGE_ROWS
+        exchange = self.exchange_bytes if self.own_exchange else 0
+        return align_smem(self.q_smem.bytes) + align_smem(self.kv_bytes) + exchange + statistics + 64
 
     def ctas_per_sm(self, arch: ArchSpec) -> int:
         return min(arch.smem_per_sm // (self.smem_bytes + 1024), arch.max_threads_per_sm // self.num_threads)
@@ -163,6 +173,14 @@ class DecodePlan:
     tile: DecodeTile
     num_ctas: int
     num_items: int  # an upper bound of the number of (sequence, K/V head, row tile)
+    num_splits: int | None
+
+    @property
+    def num_slots(self) -> int:
+        """Pieces in the workspace: two for each CTA, or one if the number of splits is fixed."""
+        if self.num_splits == 1:
+            return 1
+        return self.num_ctas if self.num_splits else 2 * self.num_ctas
 
 
 def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
@@ -178,21 +196,34 @@ def decode_tile(static: DecodeStatic, rows: int, arch: ArchSpec) -> DecodeTile:
     pairs = [tile for tile in tiles[1:] if tile.ctas_per_sm(arch) >= 2]
     fitting = [tile for tile in tiles if tile.smem_bytes <= arch.smem_per_cta]
     tile = (pairs or fitting or tiles[:1])[-1]
-    # 32 rows of 32 keys leave no registers for score features.
-    has_registers = tile_m == 16 or not (
-        static.is_fp8 or static.features or static.has_left or static.page_lookup == "row"
-    )
-    if wide.smem_bytes <= arch.smem_per_cta and has_registers:
+    # 32 rows of 32 keys would spill.
+    if wide.smem_bytes <= arch.smem_per_cta and tile_m == 16:
         tile = wide
+    own = replace(tile, own_exchange=True)
+    # The output of a piece stays in registers while the next one begins, which leaves none for an append.
+    has_registers = tile_m == 16 and not static.appends
+    if has_registers and own.smem_bytes <= arch.smem_per_cta and own.ctas_per_sm(arch) == tile.ctas_per_sm(arch):
+        tile = own
     if tile.smem_bytes > arch.smem_per_cta:
         raise UnsupportedError(f"attn_decode with head_dim={widest} on {arch.name}: not enough shared memory")
     return tile
 
 
 def plan_decode(
-    static: DecodeStatic, arch: ArchSpec, batch: int, tokens: int, heads: int, heads_kv: int, num_splits: int | None
+    static: DecodeStatic,
+    arch: ArchSpec,
+    batch: int,
+    tokens: int,
+    heads: int,
+    heads_kv: int,
+    capacity: int,
+    num_splits: int | None,
 ) -> DecodePlan:
-    """Plan a call. `tokens`: the queries of a sequence, or of all sequences if they are ragged."""
+    """Plan a call; raise `UnsupportedError` if it is too large.
+
+    `tokens`: the queries of a sequence, or of all sequences if they are ragged. `capacity`: keys that fit into the
+    cache of a sequence.
+    """
     group = heads // heads_kv
     rows = group * (tokens if not static.ragged else ceil_div(tokens, max(batch, 1)))
     tile = decode_tile(static, rows, arch)
@@ -203,10 +234,22 @@ def plan_decode(
     num_items = row_tiles * heads_kv
     num_ctas = arch.num_sms * max(1, min(tile.ctas_per_sm(arch), 4))
     if num_splits is not None:
+        if num_splits > MAX_SPLITS:
+            raise UnsupportedError(f"num_splits={num_splits} on cuda: at most {MAX_SPLITS}")
         # One unit for each CTA.
         num_ctas = num_items * num_splits
     key = CompileKey.of("decode", static, tile, arch.name)
-    return DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items)
+    plan = DecodePlan(key=key, tile=tile, num_ctas=num_ctas, num_items=num_items, num_splits=num_splits)
+    units = num_items * (num_splits or ceil_div(capacity, UNIT_KEYS))
+    # The kernel counts keys, units and elements of the workspace in 32 bits.
+    elements = plan.num_slots * tile.tile_m * tile.head_dim
+    products = ceil_div(capacity, UNIT_KEYS) * (num_splits or 1)
+    if max(capacity, units, elements, products) >= MAX_COUNT:
+        fewer = ", or ask for fewer splits" if num_splits else ""
+        raise UnsupportedError(
+            f"attn_decode with {num_items} tiles of queries over caches of {capacity} keys on cuda: split the call{fewer}"
+        )
+    return plan
 
 
 def splits_keys(problem: Problem, arch: ArchSpec) -> bool:

@@ -8,21 +8,28 @@ not identify the stream: on the per-thread default stream, and on streams that t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
+from cute_flash.jit.capture import capture_id
+
 T = TypeVar("T")
 
 PER_THREAD_STREAM = 2
-# Bounds the memory of a program with many shapes.
+# Bounds the memory that is kept: further kinds of workspace are allocated for every call.
 MAX_SHARED = 64
+# Arrival counters of a captured graph, and the number of graphs of a device for which there are counters in reserve.
+GRAPH_COUNTERS, MAX_GRAPHS = 4096, 256
 
 _counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 _shared: dict[tuple[int, int, Hashable], object] = {}
-_captured: dict[int, dict[Hashable, object]] = {}
+_reserve: dict[int, torch.Tensor] = {}  # by device: zeros, (graph, counter)
+_lock = threading.Lock()
+_graphs: dict[tuple[int, int, int], int] = {}  # device, capture, stream -> row of the reserve
 
 
 def counter(device_index: int) -> tuple[torch.Tensor, int]:
@@ -45,43 +52,38 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
 def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
     """Tensors that all launches on the current stream share: those of `make` at the first call with a key.
 
-    As for counters, launches must leave them as they found them. Launches that are captured into a graph on one stream
-    share tensors of that graph, which zeroes them once.
+    As for counters, launches must leave them as they found them, and captured launches get new ones.
     """
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     if torch._C._cuda_isCurrentStreamCapturing():
-        return _of_capture((device_index, stream, key), stream, make)
+        return make()
     if (cached := _shared.get((device_index, stream, key))) is not None:
         return cached  # type: ignore[return-value]
-    if stream == PER_THREAD_STREAM or _is_external(device_index, stream):
+    if len(_shared) >= MAX_SHARED or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
         return make()
-    if len(_shared) >= MAX_SHARED:
-        # Wait for launches that use the tensors.
-        torch.cuda.synchronize(device_index)
-        _shared.clear()
     return _shared.setdefault((device_index, stream, key), _in_new_thread(_lasting, device_index, make))  # type: ignore
 
 
-def _of_capture(key: Hashable, stream: int, make: Callable[[], T]) -> T:
-    """Tensors of the capture in progress. Those of earlier captures belong to their graphs and are forgotten."""
-    capture = _capture_id(stream)
-    if capture not in _captured:
-        _captured.clear()
-        _captured[capture] = {}
-    made = _captured[capture]
-    if key not in made:
-        made[key] = make()
-    return made[key]  # type: ignore[return-value]
+def arrivals(num: int, device_index: int) -> torch.Tensor:
+    """Zeroed int32 counters, which a launch leaves at 0.
 
-
-def _capture_id(stream: int) -> int:
-    """A number that identifies the capture in progress on a stream."""
-    from cuda.bindings import driver  # type: ignore[import-untyped]
-
-    error, _status, capture, *_ = driver.cuStreamGetCaptureInfo(stream)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuStreamGetCaptureInfo: {error}")
-    return int(capture)
+    Launches that are captured into a graph on one stream share counters, which lie outside of the graph's memory. They
+    come from a reserve that the first call outside of a capture allocates. Without it the graph zeroes new counters
+    for every launch.
+    """
+    if not torch._C._cuda_isCurrentStreamCapturing():
+        if device_index not in _reserve:
+            shape = MAX_GRAPHS, GRAPH_COUNTERS
+            _reserve[device_index] = _in_new_thread(_lasting, device_index, lambda: _zeros(shape, device_index))
+        rounded = -(-num // GRAPH_COUNTERS) * GRAPH_COUNTERS
+        return shared(("arrivals", rounded), device_index, lambda: _zeros((rounded,), device_index))
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    capture = capture_id(stream) if num <= GRAPH_COUNTERS and device_index in _reserve else None
+    if capture is None:
+        return _zeros((num,), device_index)
+    with _lock:
+        row = _graphs.setdefault((device_index, capture, stream), len(_graphs))
+    return _reserve[device_index][row] if row < MAX_GRAPHS else _zeros((num,), device_index)
 
 
 def _is_external(device_index: int, stream: int) -> bool:
@@ -90,7 +92,11 @@ def _is_external(device_index: int, stream: int) -> bool:
 
 
 def _zero(device_index: int) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device_index}")
+    return _zeros((1,), device_index)
+
+
+def _zeros(shape: tuple[int, ...], device_index: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=f"cuda:{device_index}")
 
 
 def _lasting_zero(device_index: int) -> torch.Tensor:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.decode import CHUNK, MAX_SPLITS, DecodePlan, DecodeStatic, plan_decode
-from cute_flash.runtime.counters import shared
-from cute_flash.runtime.gpu import bound, current_gpu
+from cute_flash.planning.decode import CHUNK, DecodePlan, DecodeStatic, plan_decode
+from cute_flash.runtime.counters import arrivals, shared
+from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import MAX_WINDOW, ensure_aligned, positive_scale
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
-from cute_flash.spec.band import ceil_div
 from cute_flash.spec.decode import DecodeArgs, DecodeProblem, describe_decode
 from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import current_family
@@ -32,7 +31,6 @@ from cute_flash.spec.shapes import outputs
 Outputs = tuple[Tensor, Tensor]
 # Architectures with an instruction from FP8 to fp16.
 FP8_CVT = (8, 9)
-ITEMS_STEP = 4096
 # Architectures with programmatic dependent launch.
 DEPENDENT_LAUNCH = (9, 0)
 
@@ -41,11 +39,11 @@ def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Output
     """Compute out and lse, and append new keys and values to the caches."""
     signature = (
         "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
-        v_cache.stride(), q.get_device(), current_family(), *[_facts(x) if isinstance(x, Tensor) else x for x in args],
+        v_cache.stride(), v_cache.dtype, q.get_device(), current_family(), *[_facts(x) if isinstance(x, Tensor) else x for x in args],
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
-        launch = bound[signature] = _bind(q, k_cache, v_cache, args)
+        launch = remember(signature, _bind(q, k_cache, v_cache, args))
     return launch(q, k_cache, v_cache, args)
 
 
@@ -57,9 +55,9 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
     problem = describe_decode(q, k_cache, v_cache, args, "cuda")
     _check_caches(k_cache, v_cache)
     if 0 in (problem.batch, problem.total_tokens, problem.heads, problem.capacity, k_cache.shape[0]):
+        if problem.has_new and 0 not in (problem.batch, problem.heads_kv, problem.capacity, k_cache.shape[0]):
+            raise UnsupportedError("k_new without queries on cuda: write the rows into the caches by index")
         return _empty
-    if args.num_splits is not None and args.num_splits > MAX_SPLITS:
-        raise UnsupportedError(f"num_splits={args.num_splits} on cuda: at most {MAX_SPLITS}")
     gpu = current_gpu().arch(q.device.index)
     # The family sm80 leaves out what Ampere does not have.
     capability = min(gpu.capability, (8, 0)) if current_family() == "sm80" else gpu.capability
@@ -87,7 +85,9 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
     )
     tokens = problem.total_tokens if problem.is_ragged else problem.tokens
     assert tokens is not None
-    plan = plan_decode(static, gpu, problem.batch, tokens, problem.heads, problem.heads_kv, args.num_splits)
+    plan = plan_decode(
+        static, gpu, problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity, args.num_splits
+    )
     kernel = current_gpu().kernel(plan.key)
     return _Launch(kernel, plan, static, problem)
 
@@ -166,8 +166,7 @@ class _Launch:
 
 def launch(kernel: Callable[..., None], plan: DecodePlan, device: torch.device, operands: dict[str, Any]) -> None:
     """Launch the decode kernel; operands that are not given are None."""
-    partial_out, partial_stats, arrivals = _workspace(device, plan)
-    operands |= {"partial_out": partial_out, "partial_stats": partial_stats, "arrivals": arrivals}
+    operands["partial_out"], operands["partial_stats"], operands["arrivals"] = _workspace(device, plan)
     operands["num_ctas"] = plan.num_ctas
     for name in ("window_left", "window_right"):
         if (bound := operands.get(name)) is not None:
@@ -205,7 +204,9 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         packed_keys=problem.varlen,
         overlaps_previous=gpu.capability >= DEPENDENT_LAUNCH,
     )
-    plan = plan_decode(static, gpu, problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, None)
+    plan = plan_decode(
+        static, gpu, problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, problem.seqlen_k, None
+    )
     kernel = current_gpu().kernel(plan.key)
 
     def as_cache(x: Tensor) -> Tensor:
@@ -235,7 +236,7 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         }
         if problem.varlen:
             operands |= {name: getattr(args, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k")}
-            operands["cache_seqlens"] = args.seqused_k
+            operands["cache_seqlens"] = None if args.seqused_k is None else args.seqused_k.contiguous()
         launch(kernel, plan, q.device, operands)
         if result is not rows:
             rows.copy_(result)
@@ -277,19 +278,19 @@ def _scale(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:
 
 
 def _workspace(device: torch.device, plan: DecodePlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and statistics of pieces, and zeroed arrival counters, which every launch leaves at 0."""
-    tile, slots = plan.tile, 2 * plan.num_ctas
-    # Rounded up, so that batches of many sizes share a workspace.
-    num_items = ceil_div(plan.num_items, ITEMS_STEP) * ITEMS_STEP
+    """Outputs and statistics of pieces, and arrival counters."""
+    tile, slots = plan.tile, plan.num_slots
 
-    def make() -> tuple[Tensor, Tensor, Tensor]:
+    def make() -> tuple[Tensor, Tensor]:
         return (
             torch.empty((slots, tile.tile_m, tile.head_dim), dtype=torch.float32, device=device),
             torch.empty((slots, tile.tile_m, 2), dtype=torch.float32, device=device),
-            torch.zeros(num_items, dtype=torch.int32, device=device),
         )
 
-    return shared((slots, tile.tile_m, tile.head_dim, num_items), device.index, make)
+    # A fixed number of splits needs workspace by the size of the batch, which is not kept.
+    key = (slots, tile.tile_m, tile.head_dim)
+    partials = make() if plan.num_splits else shared(key, device.index, make)
+    return *partials, arrivals(plan.num_items, device.index)
 
 
 def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
@@ -299,5 +300,9 @@ def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Out
     lse_shape = (q.shape[1], q.shape[0]) if args.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)
     if args.sinks is not None:
-        lse.copy_(args.sinks.float()[:, None].expand_as(lse))
+        sinks = args.sinks.float()[:, None].expand_as(lse)
+        if args.cu_seqlens_q is not None:
+            # Tokens after the last sequence are padding.
+            sinks = sinks.where(torch.arange(q.shape[0], device=q.device) < args.cu_seqlens_q[-1], -math.inf)
+        lse.copy_(sinks)
     return out, lse

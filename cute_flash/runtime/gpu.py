@@ -45,6 +45,16 @@ class Gpu:
 _gpu = Gpu()
 # Functions bound by the launcher for the GPU in use, by signature.
 bound: dict[tuple, Callable[..., Any]] = {}
+# Bounds the memory of a program that never repeats a shape.
+MAX_SIGNATURES = 4096
+
+
+def remember(signature: tuple, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Bind a function to a signature, and return it."""
+    if len(bound) >= MAX_SIGNATURES:
+        bound.clear()
+    bound[signature] = launch
+    return launch
 
 
 def current_gpu() -> Gpu:

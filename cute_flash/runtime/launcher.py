@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from cute_flash.planning.decode import splits_keys
 from cute_flash.planning.plan import Buffer, plan_backward, plan_forward
 from cute_flash.runtime import binder, decode
 from cute_flash.runtime.finalizers import rows_of_sequences, sinks_gradient
-from cute_flash.runtime.gpu import bound, current_gpu
+from cute_flash.runtime.gpu import bound, current_gpu, remember
 from cute_flash.runtime.operands import can_pack_gqa, has_aligned_strides
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.describe import check_rng, describe
@@ -33,8 +32,6 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 # dq, dk, dv, and the gradients of `AttentionArgs.differentiable`.
 Gradients = tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]
 
-# Bounds the memory of a program that never repeats a shape.
-MAX_SIGNATURES = 4096
 # The largest captured tensor with a gradient: kernels index its elements with 32 bits.
 MAX_CAPTURE_ELEMENTS = (1 << 31) - 1
 
@@ -47,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Outputs:
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
-        launch = _remember(signature, _bind_forward(q, k, v, args))
+        launch = remember(signature, _bind_forward(q, k, v, args))
     return launch(q, k, v, args)
 
 
@@ -63,15 +60,8 @@ def backward(
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
-        launch = _remember(signature, _bind_backward(dout, dlse, q, k, v, out, args))
+        launch = remember(signature, _bind_backward(dout, dlse, q, k, v, out, args))
     return launch(dout, dlse, q, k, v, out, lse, args)
-
-
-def _remember(signature: tuple, launch: Callable[..., Any]) -> Callable[..., Any]:
-    if len(bound) >= MAX_SIGNATURES:
-        bound.clear()
-    bound[signature] = launch
-    return launch
 
 
 def is_mode_deterministic() -> bool:

@@ -58,6 +58,18 @@ class DecodeArgs(NamedTuple):
         return Band(self.window_left, self.window_right)
 
 
+TENSOR_FIELDS = tuple(name for name, kind in DecodeArgs.__annotations__.items() if "Tensor" in str(kind))
+
+
+def tensors_of(args: DecodeArgs) -> tuple[Tensor | None, ...]:
+    """The values of `TENSOR_FIELDS`. A function, because Dynamo of torch 2.9 traces no property of a named tuple."""
+    return (
+        args.cache_seqlens, args.page_table, args.cache_batch_idx, args.leftpad, args.k_new, args.v_new,
+        args.rotary_cos, args.rotary_sin, args.cu_seqlens_q, args.alibi, args.sinks, args.k_scale, args.v_scale,
+        args.out,
+    )  # fmt: skip
+
+
 SCHEMA = (
     "Tensor cache_seqlens, float scale, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad=None, "
     "Tensor? k_new=None, Tensor? v_new=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from cute_flash.errors import UnsupportedError
-from cute_flash.planning.decode import CHUNK, MAX_SPLITS, DecodePlan, DecodeStatic, plan_decode
+from cute_flash.planning.decode import CHUNK, UNIT_KEYS, DecodePlan, DecodeStatic, plan_decode
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.band import Band, ceil_div
 from cute_flash.spec.decode import GPU_DTYPES
@@ -19,8 +19,6 @@ from cute_flash.spec.dtypes import DTYPE_BYTES, ROW_ALIGN_BYTES
 from cute_flash.spec.problem import Problem, check_head_dim, check_heads
 from cute_flash.tools.text import aligned
 
-# Keys are divided in units of so many, as in `device/kv_splits.py`.
-UNIT_KEYS = 32
 FP8 = "float8_e4m3fn"
 STATISTIC_BYTES = 4
 CAUSAL = Band(None, 0)
@@ -63,8 +61,6 @@ class DecodeShape:
                 f"FP8 caches with head dims {self.head_dim} and {self.width_v} on cuda: use multiples of "
                 f"{ROW_ALIGN_BYTES}"
             )
-        if self.num_splits is not None and self.num_splits > MAX_SPLITS:
-            raise UnsupportedError(f"num_splits={self.num_splits} on cuda: at most {MAX_SPLITS}")
 
     @property
     def width_v(self) -> int:
@@ -94,7 +90,7 @@ class DecodeExplanation:
     @staticmethod
     def of(shape: DecodeShape, arch: ArchSpec) -> DecodeExplanation:
         shape.check()
-        sizes = (shape.batch, shape.tokens, shape.heads, shape.heads_kv)
+        sizes = (shape.batch, shape.tokens, shape.heads, shape.heads_kv, shape.keys)
         return DecodeExplanation(shape, arch, plan_decode(shape.static, arch, *sizes, shape.num_splits))
 
     # ---- division of the keys
@@ -170,7 +166,7 @@ class DecodeExplanation:
     def workspace_bytes(self) -> int:
         """Outputs and statistics of pieces."""
         tile = self.plan.tile
-        return 2 * self.plan.num_ctas * tile.tile_m * (tile.head_dim + 2) * STATISTIC_BYTES
+        return self.plan.num_slots * tile.tile_m * (tile.head_dim + 2) * STATISTIC_BYTES
 
     @property
     def unit_seconds(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cute_flash import attn_decode, ops_decode
 from cute_flash.decode import bind
 from cute_flash.reference import decode as reference
-from cute_flash.spec.decode import SCHEMA, DecodeArgs
+from cute_flash.spec.decode import SCHEMA, TENSOR_FIELDS, DecodeArgs, tensors_of
 from tests.decode.cases import DecodeCase, small_case
 from tests.fakes.cuda import claiming_cuda
 from tests.opchecks import assert_opcheck, each_part
@@ -49,6 +49,13 @@ def test_the_schema_has_the_fields_of_the_arguments() -> None:
     assert defaults == DecodeArgs._field_defaults
     written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     assert written == ["k_cache", "v_cache", "out"] and "(c!)? out" in SCHEMA
+
+
+def test_all_tensors_of_the_arguments_are_listed() -> None:
+    args = DecodeArgs(*DecodeArgs._fields)  # type: ignore[arg-type]
+    assert tensors_of(args) == TENSOR_FIELDS
+    schema = torch.ops.cute_flash.decode.default._schema
+    assert TENSOR_FIELDS == tuple(x.name for x in schema.arguments[3:] if "Tensor" in str(x.type))
 
 
 @each_part

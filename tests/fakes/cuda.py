@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_flash.runtime import launcher
+from cute_flash.runtime import decode, launcher
 from cute_flash.spec.args import from_schema
 
 
@@ -43,4 +43,18 @@ def launching_operators() -> Iterator[None]:
             warnings.simplefilter("ignore")  # torch warns of kernels that replace others
             library.impl("attention_fwd", forward, "CPU", allow_override=True)
             library.impl("attention_bwd", backward, "CPU", allow_override=True)
+        yield
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Decode calls on CPU tensors get workspaces of their own: there are no streams that could share them."""
+
+    def arrivals(num: int, device_index: int | None) -> Tensor:
+        return torch.zeros(num, dtype=torch.int32)
+
+    with (
+        mock.patch.object(decode, "shared", lambda key, device_index, make: make()),
+        mock.patch.object(decode, "arrivals", arrivals),
+    ):
         yield

@@ -115,7 +115,7 @@ def test_chunks_of_a_prefill(tokens: int, page_size: int | None) -> None:
 
 
 @pytest.mark.parametrize("head_dim", decode_cases.HEAD_DIMS)
-def test_every_head_dim(head_dim: int) -> None:
+def test_head_dims(head_dim: int) -> None:
     for case, dtype in decode_cases.head_dim_cases(head_dim):
         check(case, dtype)
 
@@ -128,7 +128,8 @@ def test_pages_beyond_two_gigabytes() -> None:
     """The element offset of a page exceeds 31 bits."""
     num_pages, page_size, heads_kv, head_dim = 140_000, 16, 8, 128
     q = torch.randn(1, 1, 32, head_dim, device=DEVICE).bfloat16()
-    caches = [torch.empty(num_pages, page_size, heads_kv, head_dim, device=DEVICE).bfloat16() for _ in range(2)]
+    shape = num_pages, page_size, heads_kv, head_dim
+    caches = [torch.empty(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     pages = torch.tensor([num_pages - 1, 3, num_pages - 2, 131_072], device=DEVICE)
     for cache in caches:
         cache[pages] = torch.randn(4, page_size, heads_kv, head_dim, device=DEVICE).bfloat16()

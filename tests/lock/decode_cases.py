@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -17,6 +16,7 @@ from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.band import Band
 from cute_flash.spec.family import use_kernels
+from tests.fakes.cuda import own_workspaces
 from tests.fakes.recording import RecordingGpu, forward_keys
 
 MASKS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0), "window": (100, 0)}
@@ -122,5 +122,5 @@ def _attention_keys(case: DecodeCase) -> list[CompileKey]:
     if varlen:
         offsets = torch.zeros(BATCH + 1, dtype=torch.int32)
         args = args._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    with mock.patch.object(decode, "shared", lambda key, device, make: make()):
+    with own_workspaces():
         return forward_keys(q, k, v, args, ARCHS[case.arch])

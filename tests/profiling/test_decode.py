@@ -9,13 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from cute_flash.runtime import decode as runtime
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec import arch
 from profiling import __main__ as cli
 from profiling import decode, decode_cases, doc_results, machine
 from profiling.decode_cases import CUDNN, FA3, FLASH, OURS, VARIANTS, Inputs, Shape, Side, Sizes
-from tests.fakes.cuda import claiming_cuda
+from tests.fakes.cuda import claiming_cuda, own_workspaces
 from tests.profiling.fakes import CpuGpu, FakeTimer
 
 CPU, SIZES = torch.device("cpu"), Sizes(heads=4, heads_kv=2, head_dim=32)
@@ -139,9 +138,8 @@ def test_a_wrong_or_failing_peer_is_not_the_best():
     assert all(FA3 not in cell["sides"] for cell in record["cells"])
 
 
-def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
+def test_kernels_of_a_run_are_all_compiled_before_it():
     """A run launches no kernel that `needed_kernels` did not name."""
-    monkeypatch.setattr(runtime, "shared", lambda key, device, make: make())
     launched = []
 
     def launch(key, operands):
@@ -149,7 +147,7 @@ def test_kernels_of_a_run_are_all_compiled_before_it(monkeypatch):
         operands["out"].zero_()
 
     real = replace(tools(FakeTimer()), sides=decode_cases.sides, variants=decode_cases.variants)
-    with use_gpu(CpuGpu(arch.ARCHS["sm_90"], launch)), claiming_cuda():
+    with use_gpu(CpuGpu(arch.ARCHS["sm_90"], launch)), claiming_cuda(), own_workspaces():
         keys = decode.needed_kernels(SMALL, real)
         assert not launched
         decode.run_decode(SMALL, replace(real, unavailable=lambda: dict.fromkeys(decode.PEERS, "none")))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from cute_flash.planning.registry import KERNELS
-from cute_flash.runtime import decode
 from cute_flash.runtime.gpu import use_gpu
 from cute_flash.spec.arch import ARCHS
 from cute_flash.spec.features import FEATURES
@@ -16,7 +15,7 @@ from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 from profiling import __main__ as cli
 from profiling import machine, sanitize, sanitize_case
 from profiling.sanitize_case import Launch, launches
-from tests.fakes.cuda import claiming_cuda, launching_operators
+from tests.fakes.cuda import claiming_cuda, launching_operators, own_workspaces
 from tests.profiling.fakes import CpuGpu
 
 TWO = launches(only="sm90-d64-*-dropout")
@@ -41,11 +40,10 @@ def test_every_kind_of_kernel_is_launched() -> None:
     assert len({one.name for one in found}) == len(found)
 
 
-def test_the_launches_need_every_kernel(monkeypatch) -> None:
+def test_the_launches_need_every_kernel() -> None:
     """Nothing runs: the kernels that the calls would launch are recorded."""
-    monkeypatch.setattr(decode, "shared", lambda key, device, make: make())
     gpu = CpuGpu(ARCHS["sm_90"], lambda key, operands: None)
-    with use_gpu(gpu), claiming_cuda(), launching_operators():
+    with use_gpu(gpu), claiming_cuda(), launching_operators(), own_workspaces():
         keys = sanitize_case.needed_kernels(launches(), "cpu")
     assert {key.kernel for key in keys} == set(KERNELS)
     tiles = {type(key.tile).__name__ for key in keys}

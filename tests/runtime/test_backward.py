@@ -14,6 +14,7 @@ from torch import Tensor
 from cute_flash import UnsupportedError
 from cute_flash.planning.plan import MAX_SEQLEN, CompileKey, plan_backward
 from cute_flash.reference import cpu
+from cute_flash.runtime import gpu as gpu_module
 from cute_flash.runtime import launcher, operands
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.spec.arch import ARCHS
@@ -211,7 +212,7 @@ def test_torch_may_ask_for_deterministic_gradients_at_any_time(
 
 
 def test_known_signatures_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "MAX_SIGNATURES", 3)
+    monkeypatch.setattr(gpu_module, "MAX_SIGNATURES", 3)
     for _ in range(2):
         for sk in range(1, 8):
             run_backward(inputs(sk=sk))

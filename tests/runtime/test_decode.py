@@ -17,7 +17,7 @@ from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import counters, decode
-from cute_flash.runtime.counters import PER_THREAD_STREAM, shared
+from cute_flash.runtime.counters import GRAPH_COUNTERS, PER_THREAD_STREAM, arrivals, shared
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
@@ -25,7 +25,7 @@ from cute_flash.spec.dtypes import ROW_ALIGN_BYTES
 from cute_flash.spec.family import use_kernels
 from cute_flash.spec.features import Operand
 from tests.decode.cases import DecodeCall, DecodeCase, random_cases, small_case
-from tests.fakes.cuda import claiming_cuda
+from tests.fakes.cuda import claiming_cuda, own_workspaces
 from tests.fakes.recording import RecordingGpu
 from tests.gpu import decode_cases
 
@@ -85,7 +85,7 @@ def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Workspaces of the CPU, not shared; the keys with which they are asked for."""
     keys: list[Any] = []
 
@@ -93,8 +93,9 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         keys.append(key)
         return make()
 
-    monkeypatch.setattr(decode, "shared", make_new)
-    return keys
+    with own_workspaces():
+        monkeypatch.setattr(decode, "shared", make_new)
+        yield keys
 
 
 @pytest.fixture(params=["sm_80", "sm_90"])
@@ -156,7 +157,7 @@ def test_the_number_of_ctas(sm_90: DecodeGpu) -> None:
     # 2 sequences, 2 K/V heads, 7 parts.
     run(build(num_splits=7))
     assert sm_90.launches[-1]["num_ctas"] == 2 * 2 * 7
-    assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 2 * 7
+    assert sm_90.launches[-1]["partial_out"].shape[0] == 2 * 2 * 7, "a slot for each part"
 
 
 def test_values_of_scalars(sm_90: DecodeGpu) -> None:
@@ -339,30 +340,28 @@ def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu, workspaces: list[Any]) -> 
     run(build())
     run(build(seqlens=(30, 9)))
     assert len(set(workspaces)) == 1, "lengths share a workspace"
+    run(build(tokens=(16, 16)))
+    assert len(set(workspaces)) == 2, "another tile"
     run(build(num_splits=3))
-    assert len(set(workspaces)) == 2
+    assert len(workspaces) == 3, "of a fixed number of splits, nothing is kept"
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The current stream of a machine without CUDA."""
-    now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1, "synchronized": 0}
-    monkeypatch.setattr(counters, "_shared", {})
-    monkeypatch.setattr(counters, "_captured", {})
-    patch = {
+    now: dict[str, Any] = {"handle": 0, "is_capturing": False, "is_external": False, "capture": 1}
+    for name in ("_shared", "_reserve", "_graphs"):
+        monkeypatch.setattr(counters, name, {})
+    functions = {
         "_cuda_getCurrentRawStream": lambda device: now["handle"],
         "_cuda_isCurrentStreamCapturing": lambda: now["is_capturing"],
         "_cuda_getCurrentStream": lambda device: (now["handle"] if now["is_external"] else 3, device, 1),
     }
-    for name, function in patch.items():
+    for name, function in functions.items():
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    monkeypatch.setattr(counters, "_capture_id", lambda handle: now["capture"])
+    monkeypatch.setattr(counters, "capture_id", lambda handle: now["capture"])
     monkeypatch.setattr(counters, "_lasting", lambda device, make: make())
-
-    def synchronize(device: int) -> None:
-        now["synchronized"] += 1
-
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(counters, "_zeros", lambda shape, device: torch.zeros(shape, dtype=torch.int32))
     return now
 
 
@@ -377,15 +376,11 @@ def test_launches_of_one_stream_share_a_workspace(stream: dict[str, Any]) -> Non
     assert shared("a", 0, object) is first
 
 
-def test_a_capture_has_a_workspace_of_its_own(stream: dict[str, Any]) -> None:
+def test_captured_launches_get_new_workspaces(stream: dict[str, Any]) -> None:
     eager = shared("a", 0, object)
     stream["is_capturing"] = True
     captured = shared("a", 0, object)
-    assert captured is not eager and shared("a", 0, object) is captured, "32 layers of a graph share one"
-    assert shared("b", 0, object) is not captured
-    stream["capture"] = 2
-    again = shared("a", 0, object)
-    assert again is not captured, "another graph may be replayed at the same time"
+    assert captured is not eager and shared("a", 0, object) is not captured
     stream["is_capturing"] = False
     assert shared("a", 0, object) is eager
 
@@ -398,9 +393,55 @@ def test_streams_that_a_handle_does_not_identify_share_nothing(stream: dict[str,
 
 
 def test_the_number_of_workspaces_is_bounded(stream: dict[str, Any]) -> None:
-    for i in range(counters.MAX_SHARED):
-        shared(i, 0, object)
-    assert stream["synchronized"] == 0
-    # Launches may still use the others.
-    shared("one more", 0, object)
-    assert stream["synchronized"] == 1 and len(counters._shared) == 1
+    kept = [shared(i, 0, object) for i in range(counters.MAX_SHARED)]
+    # Further ones are not kept, and those that launches may still use stay.
+    assert shared("one more", 0, object) is not shared("one more", 0, object)
+    assert all(shared(i, 0, object) is x for i, x in enumerate(kept))
+
+
+def test_arrival_counters_of_a_stream(stream: dict[str, Any]) -> None:
+    first = arrivals(10, 0)
+    assert first.dtype == torch.int32 and first.numel() >= 10 and not first.any()
+    assert arrivals(GRAPH_COUNTERS, 0) is first, "calls of many sizes share counters"
+    assert arrivals(GRAPH_COUNTERS + 1, 0).numel() == 2 * GRAPH_COUNTERS
+    stream["handle"] = 0x7F00
+    assert arrivals(10, 0).data_ptr() != first.data_ptr()
+
+
+def test_arrival_counters_of_a_graph(stream: dict[str, Any]) -> None:
+    """Launches of one graph share counters; graphs do not, because they may be replayed at the same time."""
+    eager = arrivals(10, 0)
+    stream["is_capturing"] = True
+    first = arrivals(10, 0)
+    assert arrivals(20, 0).data_ptr() == first.data_ptr() != eager.data_ptr()
+    assert first.untyped_storage().data_ptr() == counters._reserve[0].untyped_storage().data_ptr()
+    addresses = {first.data_ptr()}
+    stream["capture"] = 2
+    addresses.add(arrivals(10, 0).data_ptr())
+    # Two branches of one graph.
+    stream["handle"] = 0x7F00
+    addresses.add(arrivals(10, 0).data_ptr())
+    assert len(addresses) == 3
+    # More counters than a graph has in reserve, or an unknown capture: of each launch.
+    large = [arrivals(GRAPH_COUNTERS + 1, 0) for _ in range(2)]
+    assert large[0].data_ptr() != large[1].data_ptr()
+    stream["capture"] = None
+    unknown = [arrivals(10, 0) for _ in range(2)]
+    assert unknown[0].data_ptr() != unknown[1].data_ptr()
+
+
+def test_arrival_counters_of_a_capture_before_any_call(stream: dict[str, Any]) -> None:
+    stream["is_capturing"] = True
+    found = [arrivals(10, 0) for _ in range(2)]
+    assert found[0].data_ptr() != found[1].data_ptr() and not counters._reserve
+
+
+def test_more_graphs_than_the_reserve_has(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "MAX_GRAPHS", 3)
+    arrivals(10, 0)
+    stream["is_capturing"] = True
+    found = []
+    for stream["capture"] in range(5):
+        found.append(arrivals(10, 0))
+    assert len({x.data_ptr() for x in found}) == 5
+    assert [x.numel() for x in found] == [GRAPH_COUNTERS] * 3 + [10] * 2

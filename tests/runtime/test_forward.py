@@ -15,6 +15,7 @@ from torch import Tensor
 from cute_flash import UnsupportedError
 from cute_flash.jit import nvtx
 from cute_flash.planning.plan import MAX_SEQLEN, CompileKey, plan_forward
+from cute_flash.runtime import gpu as gpu_module
 from cute_flash.runtime import launcher, operands
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.spec.arch import ARCHS, ArchSpec
@@ -219,7 +220,7 @@ def test_a_tensor_of_another_dtype_is_no_known_signature(gpu: FakeGpu) -> None:
 
 
 def test_known_signatures_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "MAX_SIGNATURES", 3)
+    monkeypatch.setattr(gpu_module, "MAX_SIGNATURES", 3)
     for _ in range(2):
         for sk in range(1, 12):
             run_forward(inputs(sk=sk))

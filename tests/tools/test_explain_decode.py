@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cute_flash.planning.decode import plan_decode
+from cute_flash.planning.decode import UNIT_KEYS, plan_decode
 from cute_flash.spec import arch
 from cute_flash.spec.band import Band
 from cute_flash.tools import explain_decode
 from cute_flash.tools.cli import main
-from cute_flash.tools.explain_decode import UNIT_KEYS, DecodeExplanation, DecodeShape
+from cute_flash.tools.explain_decode import DecodeExplanation, DecodeShape
 
 BASE = DecodeShape(8, 32, 8, 1, 8192, 128)
 ARGV = "explain 8,32,1,128 --kv-heads 8 --cache-len 8192 --gpu H200".split()
@@ -70,18 +70,11 @@ def test_keys_are_divided_as_by_the_kernel(gpu: str, changes: dict) -> None:
     assert len(visited) == 1 and one.visited_keys <= visited.pop() < one.visited_keys + 2 * UNIT_KEYS
 
 
-def test_the_unit_is_that_of_the_kernel() -> None:
-    pytest.importorskip("cutlass")
-    from cute_flash.device import kv_splits
-
-    assert UNIT_KEYS == kv_splits.UNIT_KEYS
-
-
 def test_bytes_and_time(capsys: pytest.CaptureFixture) -> None:
     assert main([*ARGV, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     kv_bytes = 2 * 8 * 8192 * 8 * 128 * 2
-    plan = plan_decode(BASE.static, arch.H200, 8, 1, 32, 8, None)
+    plan = plan_decode(BASE.static, arch.H200, 8, 1, 32, 8, 8192, None)
     assert (found["kernel"], found["arch"], found["blocks"]) == ("decode", "sm_90", plan.num_ctas)
     assert found["kv_bytes"] == kv_bytes and found["tile"]["tile_m"] == plan.tile.tile_m
     assert found["least_bytes"] == kv_bytes + 8 * 32 * (2 * 128 * 2 + 4)

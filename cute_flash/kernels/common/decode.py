@@ -19,7 +19,7 @@ computes its pieces one after the other:
 Warps need no barrier in the loop: a warp reads only keys that it has copied itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.device import fp8
 from cute_flash.device.kv_cache import CacheHead, WarpLoader
-from cute_flash.device.kv_splits import UNIT_KEYS, KvSplits, Piece, Sequence
+from cute_flash.device.kv_splits import KvSplits, Piece, Sequence
 from cute_flash.device.ldmatrix import MmaOperand
 from cute_flash.device.mask import column_offset
 from cute_flash.device.rotary import VECTOR, Rotary, load_floats
@@ -40,10 +40,12 @@ from cute_flash.device.views import as_mn, as_operand_a
 from cute_flash.device.warp_grid import WarpGrid
 from cute_flash.kernels.common.kernel import Kernel
 from cute_flash.kernels.sm80.fwd_storage import gemm, gemm_rs
-from cute_flash.planning.decode import DecodeTile
+from cute_flash.planning.decode import EXCHANGE_ROWS, UNIT_KEYS, DecodeTile
 from cute_flash.planning.tiles.common import SMEM_ALIGN
 
 FLOATS = 4  # floats of O that a thread combines at once
+# Fields of a piece that the main loop does not need.
+COLD = ("batch", "head_kv", "row_tile", "item", "next_unit", "first_cta", "last_cta", "is_first")
 AT_ONCE = 8  # pieces of an item that a thread loads at once
 
 
@@ -80,9 +82,10 @@ class Params:
 class SharedStorage:
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     sKV: cute.Tensor  # (tile_n, tile_d, stage), K and V in turn, stages of one warp after the other
-    exchange: cute.Tensor  # (tile_d, tile_m, warp) fp32, in the memory of sKV
-    stats: cute.Tensor  # (2, tile_m, warp) fp32: m and l
+    exchange: cute.Tensor  # (tile_d, 8 rows, warp) fp32
+    stats: cute.Tensor  # (2, 8 rows, warp) fp32: m and l
     flag: cute.Tensor  # whether this CTA is the last to arrive at an item
+    cold: cute.Tensor  # the fields `COLD` of the piece, which would occupy registers over the main loop
 
     @staticmethod
     def allocate(tile: DecodeTile, dtype) -> "SharedStorage":
@@ -90,16 +93,27 @@ class SharedStorage:
         sQ = allocate_stages(smem, dtype, tile.q_smem, 1)
         cache_dtype = dtype if tile.element_bytes == 2 else cutlass.Uint8
         sKV = allocate_stages(smem, cache_dtype, tile.kv_smem, 2 * tile.num_warps * tile.stages)
-        floats = cute.make_layout((tile.head_dim, tile.tile_m, tile.num_warps))
-        address = Int32(sKV.iterator.toint())
-        if tile.exchange_bytes > 2 * tile.num_warps * tile.stages * tile.kv_smem.bytes:
-            # The exchange needs more memory than the stages: allocate the rest behind them.
-            rest = tile.exchange_bytes - 2 * tile.num_warps * tile.stages * tile.kv_smem.bytes
-            smem.allocate_array(cutlass.Uint8, rest, byte_alignment=16)
-        exchange = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=SMEM_ALIGN)
-        stats = smem.allocate_tensor(Float32, cute.make_layout((2, tile.tile_m, tile.num_warps)), 8)
+        floats = cute.make_layout((tile.head_dim, EXCHANGE_ROWS, tile.num_warps))
+        if tile.own_exchange:
+            exchange = smem.allocate_tensor(Float32, floats, 16)
+        else:
+            address = Int32(sKV.iterator.toint())
+            pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=SMEM_ALIGN)
+            exchange = cute.make_tensor(pointer, floats)
+        stats = smem.allocate_tensor(Float32, cute.make_layout((2, EXCHANGE_ROWS, tile.num_warps)), 8)
         flag = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        return SharedStorage(sQ, sKV, cute.make_tensor(exchange, floats), stats, flag)
+        cold = smem.allocate_tensor(Int32, cute.make_layout(len(COLD)), 4)
+        return SharedStorage(sQ, sKV, exchange, stats, flag, cold)
+
+    def remember(self, piece: Piece):
+        """Called by one thread, before a barrier."""
+        for i, name in enumerate(COLD):
+            self.cold[i] = Int32(getattr(piece, name))
+
+    def recall(self, piece: Piece) -> Piece:
+        """The piece with fields from shared memory."""
+        fields = {name: self.cold[i] for i, name in enumerate(COLD)}
+        return replace(piece, **(fields | {"is_first": fields["is_first"] == 1}))
 
 
 @dataclass(frozen=True)
@@ -219,12 +233,26 @@ class Decode(Kernel):
             cute.arch.griddepcontrol_launch_dependents()
         per_cta = p.splits.units_per_cta()
         unit, end_unit = cta * per_cta, (cta + 1) * per_cta
+        exists, piece = p.splits.piece(unit, end_unit, per_cta)
+        if exists:
+            self.begin(p, storage, piece)
         while unit < end_unit:
-            exists, piece = p.splits.piece(unit, end_unit, per_cta)
             unit = end_unit
             if exists:
-                self.process_piece(p, storage, piece, cta)
+                state = self.attend(p, storage, piece)
+                piece = storage.recall(piece)
+                if cutlass.const_expr(not self.tile.own_exchange):
+                    self.finish(p, storage, piece, state, cta)
                 unit = piece.next_unit
+                has_next, following = cutlass.Boolean(False), piece
+                if unit < end_unit:
+                    has_next, following = p.splits.piece(unit, end_unit, per_cta)
+                    if has_next:
+                        self.begin(p, storage, following)
+                # With memory of its own, the end of this piece overlaps the loads of the next.
+                if cutlass.const_expr(self.tile.own_exchange):
+                    self.finish(p, storage, piece, state, cta)
+                exists, piece = has_next, following
         if cutlass.const_expr(self.static.ragged):
             self.fill_padding(p, cta)
 
@@ -247,24 +275,50 @@ class Decode(Kernel):
                     p.mLSE[0, head, token] = -Float32.inf
 
     @cute.jit
-    def process_piece(self, p: Params, storage: SharedStorage, piece: Piece, cta: Int32):
+    def begin(self, p: Params, storage: SharedStorage, piece: Piece):
+        """Append new keys and values of a piece, and start to load its first blocks."""
         thread, _, _ = cute.arch.thread_idx()
         sequence = p.splits.sequence(piece.batch)
         if cutlass.const_expr(self.static.appends):
             self.append(p, piece, sequence, thread)
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        loads = self.start_loads(p, storage, piece, sequence, (warp, lane))
+        loads = self.loads(p, storage, piece, sequence, thread)
+        # All lanes have read the last blocks of the previous piece.
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(self.tile.stages - 1):
+            self.load_block(loads, piece, piece.begin + i * self.tile.block_keys, Int32(i))
+
+    @cute.jit
+    def attend(self, p: Params, storage: SharedStorage, piece: Piece):
+        """Compute the output of each warp over its keys of the piece."""
+        thread, _, _ = cute.arch.thread_idx()
+        sequence = p.splits.sequence(piece.batch)
+        if thread == 0:
+            storage.remember(piece)
         self.stage_q(p, storage, piece, sequence, thread)
-        state = self.warp_state(p, storage, piece, sequence, (warp, lane))
-        self.mainloop(p, piece, state, loads)
-        self.exchange(p, storage, state, self.num_rows(p, piece, sequence))
+        state = self.warp_state(p, storage, piece, sequence, thread)
+        self.mainloop(p, piece, state, self.loads(p, storage, piece, sequence, thread))
+        return state
+
+    @cute.jit
+    def finish(self, p: Params, storage: SharedStorage, piece: Piece, state: WarpState, cta: Int32):
+        """Add up the outputs of the warps, and of the pieces of the item if this CTA is the last to arrive."""
+        thread, _, _ = cute.arch.thread_idx()
+        sequence = p.splits.sequence(piece.batch)
         is_whole = piece.first_cta == piece.last_cta
-        self.combine(p, storage, piece, sequence, thread, (is_whole, self.slot(p, cta, piece.is_first)))
+        target = is_whole, self.slot(p, cta, piece.is_first)
+        if cutlass.const_expr(not self.tile.own_exchange):
+            # The exchange overwrites the stages: wait until every warp has read its last.
+            cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(self.tile.tile_m // EXCHANGE_ROWS):
+            rows = cutlass.min(self.num_rows(p, piece, sequence) - i * EXCHANGE_ROWS, EXCHANGE_ROWS)
+            if rows > 0:
+                self.exchange(p, storage, state, i, rows)
+                self.combine(p, storage, piece, thread, (Int32(i * EXCHANGE_ROWS), rows), target)
+                # The next rows, or the next piece, reuse the memory.
+                cute.arch.sync_threads()
         if not is_whole:
             if self.is_last(p, storage, piece, thread):
-                self.merge(p, storage, piece, sequence, thread)
-        # The next piece reuses the shared memory.
-        cute.arch.sync_threads()
+                self.merge(p, piece, sequence, thread)
 
     # ---- queries
 
@@ -349,11 +403,10 @@ class Decode(Kernel):
     def write_cache(self, address: Int64, vector: Int32, x: cute.Tensor, scale: cute.Tensor | None, head_kv: Int32):
         """Write eight columns of a row of the cache."""
         if cutlass.const_expr(self.static.is_fp8):
-            inverse = 1.0 / scale[head_kv]
             words = cute.make_rmem_tensor(2, Int32)
             words.fill(0)
             for i in cutlass.range_constexpr(VECTOR):
-                words[i // 4] = words[i // 4] | (fp8.rounded(x[i] * inverse) << (8 * (i % 4)))
+                words[i // 4] = words[i // 4] | (fp8.rounded(x[i] / scale[head_kv]) << (8 * (i % 4)))
             target = cute.make_ptr(Int32, address + vector * VECTOR, cutlass.AddressSpace.gmem, assumed_align=8)
             cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
         else:
@@ -366,8 +419,9 @@ class Decode(Kernel):
     # ---- main loop
 
     @cute.jit
-    def warp_state(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: tuple):
-        tile, is_fp8, (warp, lane) = self.tile, self.static.is_fp8, thread
+    def warp_state(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+        tile, is_fp8 = self.tile, self.static.is_fp8
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         grid = WarpGrid(self.dtype, 1, 1)
         thr_mma = p.tiled_mma.get_slice(lane)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile.tile_m, tile.head_dim)), Float32)
@@ -420,17 +474,12 @@ class Decode(Kernel):
         widths = (p.mK, static.head_dim), (p.mV, static.width_v)
         return tuple(CacheHead(mX, *common, width, static.cache_bytes) for mX, width in widths)
 
-    @cute.jit
-    def start_loads(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: tuple):
-        """Start to load the first blocks. Returns the loaders of K and V, the warp's first key and its memory."""
-        tile, (warp, lane) = self.tile, thread
+    def loads(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32) -> Loads:
+        tile, warp = self.tile, cute.arch.make_warp_uniform(thread // 32)
         keys = sequence.first_key, cutlass.min(sequence.key_len, piece.end) - 1
-        load_k, load_v = (WarpLoader(cache, tile, lane, *keys) for cache in self.cache_heads(p, piece))
+        load_k, load_v = (WarpLoader(cache, tile, thread % 32, *keys) for cache in self.cache_heads(p, piece))
         memory = Int32(storage.sKV.iterator.toint()) + warp * (tile.stages * 2 * tile.kv_smem.bytes)
-        loads = Loads(load_k, load_v, warp * tile.tile_n, memory)
-        for i in cutlass.range_constexpr(tile.stages - 1):
-            self.load_block(loads, piece, piece.begin + i * tile.block_keys, Int32(i))
-        return loads
+        return Loads(load_k, load_v, warp * tile.tile_n, memory)
 
     @cute.jit
     def mainloop(self, p: Params, piece: Piece, state: WarpState, loads: Loads):
@@ -532,22 +581,19 @@ class Decode(Kernel):
     # ---- combination of warps and pieces
 
     @cute.jit
-    def exchange(self, p: Params, storage: SharedStorage, state: WarpState, num_rows: Int32):
-        """Write the outputs and statistics of all warps to shared memory."""
-        # The stages are overwritten: wait until every warp has read its last.
-        cute.arch.sync_threads()
-        acc, coords = as_mn(state.acc_O), self.coordinates(p, state.lane)
-        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
-            row, first = coords[r, 0]
-            total = state.softmax.row_sum[r]
-            for offset in cutlass.range_constexpr(1, 3):
-                total += cute.arch.shuffle_sync_bfly(total, offset=offset)
-            if row < num_rows:
-                for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                    storage.exchange[self.output_column(first, c), row, state.warp] = acc[r, c]
-                if state.lane % THREADS_PER_ROW == 0:
-                    storage.stats[0, row, state.warp] = state.softmax.row_max[r]
-                    storage.stats[1, row, state.warp] = total
+    def exchange(self, p: Params, storage: SharedStorage, state: WarpState, part: cutlass.Constexpr, rows: Int32):
+        """Write eight rows of the outputs and statistics of all warps to shared memory: each thread's `part`-th row."""
+        acc, row = as_mn(state.acc_O), state.lane // THREADS_PER_ROW
+        first = self.coordinates(p, state.lane)[0, 0][1]
+        total = state.softmax.row_sum[part]
+        for offset in cutlass.range_constexpr(1, 3):
+            total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+        if row < rows:
+            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                storage.exchange[self.output_column(first, c), row, state.warp] = acc[part, c]
+            if state.lane % THREADS_PER_ROW == 0:
+                storage.stats[0, row, state.warp] = state.softmax.row_max[part]
+                storage.stats[1, row, state.warp] = total
         cute.arch.sync_threads()
 
     def output_column(self, first: Int32, c: int) -> Int32:
@@ -575,19 +621,19 @@ class Decode(Kernel):
         return m, total
 
     @cute.jit
-    def combine(
-        self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32, target: tuple
-    ):
+    def combine(self, p: Params, storage: SharedStorage, piece: Piece, thread: Int32, part: tuple, target: tuple):
         """Add up the warps, and write the results: those of a whole item to the output, others to the workspace.
 
-        `target`: (whether the piece is a whole item, slot of the workspace).
+        Args:
+            part: the first row of the exchanged rows, and their number.
+            target: whether the piece is a whole item, and its slot of the workspace.
         """
-        is_whole, slot = target
+        (first_row, num_rows), (is_whole, slot) = part, target
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
-        num = self.num_rows(p, piece, sequence) * vectors
-        for index in cutlass.range(thread, num, self.tile.num_threads, unroll=1):
+        for index in cutlass.range(thread, num_rows * vectors, self.tile.num_threads, unroll=1):
             row, column = index // vectors, index % vectors * FLOATS
             m, total = self.combined(storage, row, column, sums)
+            row += first_row
             if is_whole:
                 self.write_row(p, piece, (row, column), sums, m, total)
             else:
@@ -608,11 +654,11 @@ class Decode(Kernel):
         inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
         if cutlass.const_expr(p.sinks is not None):
             sink = p.sinks[head]
-            log2_ratio = (sink - lse) * LOG2_E if total > 0.0 else Float32(0.0)
+            log2_ratio = (sink - lse) * LOG2_E if total != 0.0 else Float32(0.0)
             smaller = cute.math.exp2(cute.arch.fmin(log2_ratio, -log2_ratio), fastmath=True)
             both = cute.arch.fmax(lse, sink) + cute.math.log2(1.0 + smaller, fastmath=True) * LN_2
             inverse = inverse * cute.arch.rcp_approx(1.0 + cute.math.exp2(log2_ratio, fastmath=True))
-            lse = both if total > 0.0 else sink
+            lse = both if total != 0.0 else sink
         if cutlass.const_expr(p.v_scale is not None):
             inverse = inverse * p.v_scale[piece.head_kv]
         if column < self.static.width_v:
@@ -652,7 +698,7 @@ class Decode(Kernel):
         return storage.flag[0] == 1
 
     @cute.jit
-    def merge(self, p: Params, storage: SharedStorage, piece: Piece, sequence: Sequence, thread: Int32):
+    def merge(self, p: Params, piece: Piece, sequence: Sequence, thread: Int32):
         """Add up the pieces of an item, and write its output."""
         vectors, sums = self.tile.head_dim // FLOATS, cute.make_rmem_tensor(FLOATS, Float32)
         num_rows = self.num_rows(p, piece, sequence)
@@ -663,7 +709,7 @@ class Decode(Kernel):
             m, total = -Float32.inf, Float32(0.0)
             sums.fill(0.0)
             for first in cutlass.range(piece.first_cta, piece.last_cta + 1, AT_ONCE, unroll=1):
-                # All loads before the first use. Pieces past the last are read again, with a weight of 0.
+                # All loads before the first use. Instead of pieces past the last, that one is read again.
                 for i in cutlass.range_constexpr(AT_ONCE):
                     cta = cutlass.min(first + i, piece.last_cta)
                     slot = self.slot(p, cta, cta == piece.first_cta)
@@ -676,10 +722,10 @@ class Decode(Kernel):
                 total = total * factor
                 sums.store(sums.load() * factor)
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    factor = weight(stats[i][0], largest)
-                    factor = factor if first + i <= piece.last_cta else Float32(0.0)
-                    total += stats[i][1] * factor
-                    sums.store(sums.load() + parts[i].load() * factor)
+                    if first + i <= piece.last_cta:
+                        factor = weight(stats[i][0], largest)
+                        total += stats[i][1] * factor
+                        sums.store(sums.load() + parts[i].load() * factor)
                 m = largest
             self.write_row(p, piece, (row, column), sums, m, total)
 
