@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fp32(fp32_command)
     decode_command = add(
         "decode",
-        f"measure attn_decode beside other libraries, and its variants; at most {decode.EXPECTED_SECONDS} s on an H200",
+        f"measure attn_decode beside other libraries, and its variants; about {decode.EXPECTED_SECONDS} s on an H200",
         "--out decode.json",
         "--rounds 3 --ms 5",
     )
