@@ -31,6 +31,7 @@ MIN_SPLIT_KEYS = 512
 # Queries of a sequence, on average, with which `attn_varlen` may use it.
 MAX_VARLEN_TOKENS = 4
 MAX_SPLITS = 1024
+COUNTERS_STEP = 4096
 # Keys that the CTAs are assigned at a time.
 UNIT_KEYS = 32
 MAX_COUNT = (1 << 31) - (1 << 16)
@@ -176,6 +177,11 @@ class DecodePlan:
     num_splits: int | None
 
     @property
+    def num_counters(self) -> int:
+        """Arrival counters: those of the items, rounded up so that batches of many sizes share a workspace."""
+        return ceil_div(self.num_items, COUNTERS_STEP) * COUNTERS_STEP
+
+    @property
     def num_slots(self) -> int:
         """Pieces in the workspace: two for each CTA, or one if the number of splits is fixed."""
         if self.num_splits == 1:
@@ -247,7 +253,7 @@ def plan_decode(
     if max(capacity, units, elements, products) >= MAX_COUNT:
         fewer = ", or ask for fewer splits" if num_splits else ""
         raise UnsupportedError(
-            f"attn_decode with {num_items} tiles of queries over caches of {capacity} keys on cuda: split the call{fewer}"
+            f"attn_decode with {num_items} tiles of queries, caches of {capacity} keys on cuda: split the call{fewer}"
         )
     return plan
 

@@ -52,11 +52,9 @@ def counter(device_index: int) -> tuple[torch.Tensor, int]:
 def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
     """Tensors that all launches on the current stream share: those of `make` at the first call with a key.
 
-    As for counters, launches must leave them as they found them, and captured launches get new ones.
+    As for counters, launches must leave them as they found them. Not for launches that are being captured.
     """
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return make()
     if (cached := _shared.get((device_index, stream, key))) is not None:
         return cached  # type: ignore[return-value]
     if len(_shared) >= MAX_SHARED or stream == PER_THREAD_STREAM or _is_external(device_index, stream):
@@ -64,19 +62,19 @@ def shared(key: Hashable, device_index: int, make: Callable[[], T]) -> T:
     return _shared.setdefault((device_index, stream, key), _in_new_thread(_lasting, device_index, make))  # type: ignore
 
 
-def arrivals(num: int, device_index: int) -> torch.Tensor:
-    """Zeroed int32 counters, which a launch leaves at 0.
+def reserve(device_index: int) -> None:
+    """Allocate counters for graphs, unless a capture is in progress."""
+    if device_index not in _reserve and not torch._C._cuda_isCurrentStreamCapturing():
+        shape = MAX_GRAPHS, GRAPH_COUNTERS
+        _reserve[device_index] = _in_new_thread(_lasting, device_index, lambda: _zeros(shape, device_index))
 
-    Launches that are captured into a graph on one stream share counters, which lie outside of the graph's memory. They
-    come from a reserve that the first call outside of a capture allocates. Without it the graph zeroes new counters
-    for every launch.
+
+def graph_counters(num: int, device_index: int) -> torch.Tensor:
+    """Zeroed int32 for a launch that is being captured, which leaves them at 0.
+
+    Launches that are captured into a graph on one stream share counters of the reserve, which lie outside of the
+    graph's memory. Without a reserve the graph zeroes new counters for every launch.
     """
-    if not torch._C._cuda_isCurrentStreamCapturing():
-        if device_index not in _reserve:
-            shape = MAX_GRAPHS, GRAPH_COUNTERS
-            _reserve[device_index] = _in_new_thread(_lasting, device_index, lambda: _zeros(shape, device_index))
-        rounded = -(-num // GRAPH_COUNTERS) * GRAPH_COUNTERS
-        return shared(("arrivals", rounded), device_index, lambda: _zeros((rounded,), device_index))
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     capture = capture_id(stream) if num <= GRAPH_COUNTERS and device_index in _reserve else None
     if capture is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cute_flash.errors import UnsupportedError
 from cute_flash.planning.decode import CHUNK, DecodePlan, DecodeStatic, plan_decode
-from cute_flash.runtime.counters import arrivals, shared
+from cute_flash.runtime.counters import graph_counters, reserve, shared
 from cute_flash.runtime.gpu import bound, current_gpu, remember
-from cute_flash.runtime.operands import MAX_WINDOW, ensure_aligned, positive_scale
+from cute_flash.runtime.operands import MAX_WINDOW, MIN_SCALE, ensure_aligned, positive_scale
 from cute_flash.spec.arch import ArchSpec
 from cute_flash.spec.args import AttentionArgs
 from cute_flash.spec.decode import DecodeArgs, DecodeProblem, describe_decode
@@ -39,16 +39,13 @@ def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Output
     """Compute out and lse, and append new keys and values to the caches."""
     signature = (
         "decode", q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
-        v_cache.stride(), v_cache.dtype, q.get_device(), current_family(), *[_facts(x) if isinstance(x, Tensor) else x for x in args],
+        v_cache.stride(), v_cache.dtype, q.get_device(), current_family(),
+        *[(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args],
     )  # fmt: skip
     launch = bound.get(signature)
     if launch is None:
         launch = remember(signature, _bind(q, k_cache, v_cache, args))
     return launch(q, k_cache, v_cache, args)
-
-
-def _facts(x: Tensor) -> tuple:
-    return x.shape, x.stride(), x.dtype
 
 
 def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Callable[..., Outputs]:
@@ -88,8 +85,8 @@ def _bind(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Call
     plan = plan_decode(
         static, gpu, problem.batch, tokens, problem.heads, problem.heads_kv, problem.capacity, args.num_splits
     )
-    kernel = current_gpu().kernel(plan.key)
-    return _Launch(kernel, plan, static, problem)
+    reserve(q.device.index)
+    return _launch(plan, problem, q, (k_cache, v_cache), args)
 
 
 def _rotary_dtype(cos: Tensor | None) -> str:
@@ -111,86 +108,136 @@ def _check_caches(*caches: Tensor) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """The launch of one signature of `attn_decode`."""
+# ---- the launch of a signature
+# ----------------------------------------------------------------------------------------------------------
 
-    kernel: Callable[..., None]
-    plan: DecodePlan
-    static: DecodeStatic
-    problem: DecodeProblem
+# A function of an operand's tensor, or None if the kernel takes the tensor itself.
+Convert = Callable[[Tensor], Tensor] | None
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
-        static, problem, device = self.static, self.problem, q.device
-        if current_gpu().current_device() != device.index:
-            with torch.cuda.device(device):
-                return self(q, k_cache, v_cache, args)
-        q, scale = positive_scale(q, args.scale)
-        shape = (*q.shape[:-1], problem.head_dim_v)
-        out = args.out if args.out is not None else torch.empty(shape, dtype=q.dtype, device=device)
-        is_aligned = _is_aligned(out)
-        result = out if is_aligned else torch.empty(shape, dtype=q.dtype, device=device)
-        lse_shape = (q.shape[1], q.shape[0]) if static.ragged else (q.shape[0], q.shape[2], q.shape[1])
+
+def _launch(
+    plan: DecodePlan, problem: DecodeProblem, q: Tensor, caches: tuple[Tensor, Tensor], args: DecodeArgs
+) -> Any:
+    """The function that launches calls of one signature. All decisions that strides and dtypes allow are made here."""
+    static: DecodeStatic = plan.key.static
+    kernel, current_device = current_gpu().kernel(plan.key), current_gpu().current_device
+    device, index, ragged = q.device, q.device.index, static.ragged
+    scale = max(abs(args.scale), MIN_SCALE)
+    scalars = {"scale": scale, "num_splits": args.num_splits or 0, **_bounds(args.window_left, args.window_right)}
+    if args.softcap:
+        scalars["softcap"] = _softcap(args.softcap, scale)
+    template, at = _template(plan, scalars)
+    tensors = [(at[name], name, convert) for name, convert in _conversions(static, problem, args).items()]
+    converts = [_cache_conversion(x) for x in caches]
+    at_q, at_k, at_v, at_out, at_lse = (at[name] for name in ("q", "k_cache", "v_cache", "out", "lse"))
+    copies_q, negates_q = not _is_aligned(q), args.scale < 0
+    shape = (*q.shape[:-1], problem.head_dim_v)
+    lse_shape = (q.shape[1], q.shape[0]) if ragged else (q.shape[0], q.shape[2], q.shape[1])
+    dtype = q.dtype
+
+    def launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:
+        if current_device() != index:
+            return current_gpu().on_device(index, launch, q, k_cache, v_cache, args)
+        if negates_q:
+            q = -q
+        if copies_q or q.data_ptr() % ROW_ALIGN_BYTES:
+            q = ensure_aligned(q.contiguous())
+        out = torch.empty(shape, dtype=dtype, device=device) if args.out is None else args.out
+        result = out
+        if args.out is not None and not _is_aligned(out):
+            result = torch.empty(shape, dtype=dtype, device=device)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
-        operands: dict[str, Any] = {
-            "q": _rows(q, static.ragged),
-            "k_cache": _cache(k_cache),
-            "v_cache": _cache(v_cache),
-            "out": result[None] if static.ragged else result,
-            "lse": lse[None] if static.ragged else lse,
-            "cache_seqlens": args.cache_seqlens.contiguous(),
-            "cu_seqlens_q": args.cu_seqlens_q,
-            "page_table": args.page_table,
-            "cache_batch_idx": args.cache_batch_idx,
-            "leftpad": args.leftpad,
-            "scale": scale,
-            "window_left": args.window_left,
-            "window_right": args.window_right,
-            "num_splits": args.num_splits or 0,
-        }
-        for name in ("cu_seqlens_q", "cache_batch_idx", "leftpad"):
-            if operands[name] is not None:
-                operands[name] = operands[name].contiguous()
-        if static.appends:
-            operands |= {name: _rows(getattr(args, name), static.ragged) for name in ("k_new", "v_new")}
-        if static.rotary:
-            operands |= {name: _rotary(getattr(args, name), static) for name in ("rotary_cos", "rotary_sin")}
-        if static.is_fp8:
-            operands |= {n: _scale(getattr(args, n), problem.heads_kv, device) for n in ("k_scale", "v_scale")}
-        operands |= _features(static, args, scale, problem.batch, problem.heads)
-        launch(self.kernel, self.plan, device, operands)
-        if not is_aligned:
+        values = template.copy()
+        values[at_q], values[at_out], values[at_lse] = (
+            (q[None], result[None], lse[None]) if ragged else (q, result, lse)
+        )
+        values[at_k] = k_cache if converts[0] is None else converts[0](k_cache)
+        values[at_v] = v_cache if converts[1] is None else converts[1](v_cache)
+        for position, name, convert in tensors:
+            x = getattr(args, name)
+            values[position] = x if convert is None else convert(x)
+        _fill_workspace(values, at, plan, index)
+        kernel(*values)
+        if result is not out:
             out.copy_(result)
         return out, lse
 
-
-def launch(kernel: Callable[..., None], plan: DecodePlan, device: torch.device, operands: dict[str, Any]) -> None:
-    """Launch the decode kernel; operands that are not given are None."""
-    operands["partial_out"], operands["partial_stats"], operands["arrivals"] = _workspace(device, plan)
-    operands["num_ctas"] = plan.num_ctas
-    for name in ("window_left", "window_right"):
-        if (bound := operands.get(name)) is not None:
-            operands[name] = min(bound, MAX_WINDOW)
-    kernel(*[operands.get(name) for name in plan.key.operands])
+    return launch
 
 
-def _features(static: DecodeStatic, args: Any, scale: float, batch: int, heads: int) -> dict[str, Any]:
-    """The operands of softcap, ALiBi and sinks."""
-    operands: dict[str, Any] = {}
-    if "softcap" in static.features:
-        operands["softcap"] = max(args.softcap, MIN_SOFTCAP, MIN_SOFTCAP * scale)
-    if "alibi" in static.features:
-        operands["alibi_slopes"] = args.alibi.float().expand(batch, heads)
-    if "sinks" in static.features:
-        operands["sinks"] = args.sinks.float()
-    return operands
+def _template(plan: DecodePlan, scalars: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """The arguments of the kernel with numbers in place and None elsewhere, and the position of each operand."""
+    values = [{"num_ctas": plan.num_ctas, **scalars}.get(name) for name in plan.key.operands]
+    at = {name: i for i, name in enumerate(plan.key.operands)} | {"alibi": plan.key.operands.index("alibi_slopes")}
+    return values, at
+
+
+def _bounds(left: int | None, right: int | None) -> dict[str, int]:
+    bounds = {"window_left": left, "window_right": right}
+    return {name: min(bound, MAX_WINDOW) for name, bound in bounds.items() if bound is not None}
+
+
+def _softcap(softcap: float, scale: float) -> float:
+    return max(softcap, MIN_SOFTCAP, MIN_SOFTCAP * scale)
+
+
+def _conversions(static: DecodeStatic, problem: DecodeProblem, args: DecodeArgs) -> dict[str, Convert]:
+    """The tensors of `args` that the kernel takes, and how they are converted."""
+    found: dict[str, Convert] = {}
+    for name in ("cache_seqlens", "cu_seqlens_q", "cache_batch_idx", "leftpad"):
+        x = getattr(args, name)
+        if x is not None:
+            found[name] = None if x.is_contiguous() else Tensor.contiguous
+    if args.page_table is not None:
+        found["page_table"] = None
+    if static.appends:
+        for name in ("k_new", "v_new"):
+            is_plain = not static.ragged and _is_aligned(getattr(args, name))
+            found[name] = None if is_plain else partial(_rows, is_ragged=static.ragged)
+    if static.rotary:
+        for name in ("rotary_cos", "rotary_sin"):
+            x, dtype = getattr(args, name), getattr(torch, static.rotary_dtype)
+            is_plain = x.dtype == dtype and x.is_contiguous()
+            found[name] = None if is_plain else partial(_rotary, dtype=dtype)
+    if args.alibi is not None:
+        found["alibi"] = partial(_slopes, batch=problem.batch, heads=problem.heads)
+    if args.sinks is not None:
+        found["sinks"] = None if args.sinks.dtype == torch.float32 else Tensor.float
+    if static.is_fp8:
+        for name in ("k_scale", "v_scale"):
+            found[name] = partial(_scales, heads_kv=problem.heads_kv, device=args.cache_seqlens.device)
+    return found
+
+
+def _fill_workspace(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int) -> None:
+    """Outputs and statistics of pieces, and arrival counters."""
+    slots, tile = plan.num_slots, plan.tile
+
+    def make(counters: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        device = f"cuda:{index}"
+        if counters is None:
+            counters = torch.zeros(plan.num_counters, dtype=torch.int32, device=device)
+        return (
+            torch.empty((slots, tile.tile_m, tile.head_dim), dtype=torch.float32, device=device),
+            torch.empty((slots, tile.tile_m, 2), dtype=torch.float32, device=device),
+            counters,
+        )
+
+    if torch._C._cuda_isCurrentStreamCapturing():
+        workspace = make(graph_counters(plan.num_items, index))
+    elif plan.num_splits:
+        # Workspace of a fixed number of splits has the size of the batch, and is not kept.
+        workspace = make()
+    else:
+        workspace = shared((slots, tile.tile_m, tile.head_dim, plan.num_counters), index, make)
+    values[at["partial_out"]], values[at["partial_stats"]], values[at["arrivals"]] = workspace
 
 
 # ---- attn with few queries
 # ----------------------------------------------------------------------------------------------------------
 
 
-def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tensor, Tensor, None]]:
+def bind_attention(problem: Problem, gpu: ArchSpec, device: torch.device) -> Callable[..., tuple[Tensor, Tensor, None]]:
     """The function that computes `attn` or `attn_varlen` with the decode kernel: k and v are the caches."""
     static = DecodeStatic(
         dtype=problem.dtype,
@@ -208,6 +255,8 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
         static, gpu, problem.batch, problem.seqlen_q, problem.heads, problem.heads_kv, problem.seqlen_k, None
     )
     kernel = current_gpu().kernel(plan.key)
+    reserve(device.index)
+    template, at = _template(plan, {"num_splits": 0, **_bounds(problem.band.left, problem.band.right)})
 
     def as_cache(x: Tensor) -> Tensor:
         """(B, H, S, D) as (B, S, H, D), and (T, H, D) as (1, T, H, D)."""
@@ -215,29 +264,34 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
 
     def forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor, None]:
         if current_gpu().current_device() != q.device.index:
-            with torch.cuda.device(q.device):
-                return forward(q, k, v, args)
+            return current_gpu().on_device(q.device.index, forward, q, k, v, args)
         out, lse, _ = outputs(q, v, args)
         q, scale = positive_scale(q, args.scale)
         k, v = (x if _is_aligned(x) else ensure_aligned(x) for x in (k, v))
         rows = as_cache(out)
         result = rows if _is_aligned(rows) else torch.empty_like(rows, memory_format=torch.contiguous_format)
         operands: dict[str, Any] = {
-            "q": _rows(as_cache(q), False),
+            "q": _rows(as_cache(q)),
             "k_cache": _cache(as_cache(k)),
             "v_cache": _cache(as_cache(v)),
             "out": result,
             "lse": lse[None] if problem.varlen else lse,
             "scale": scale,
-            "window_left": problem.band.left,
-            "window_right": problem.band.right,
-            "num_splits": 0,
-            **_features(static, args, scale, problem.batch, problem.heads),
         }
         if problem.varlen:
             operands |= {name: getattr(args, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k")}
             operands["cache_seqlens"] = None if args.seqused_k is None else args.seqused_k.contiguous()
-        launch(kernel, plan, q.device, operands)
+        if "softcap" in problem.features:
+            operands["softcap"] = _softcap(args.softcap, scale)
+        if args.alibi is not None:
+            operands["alibi_slopes"] = _slopes(args.alibi, problem.batch, problem.heads)
+        if args.sinks is not None:
+            operands["sinks"] = args.sinks.float()
+        values = template.copy()
+        for name, value in operands.items():
+            values[at[name]] = value
+        _fill_workspace(values, at, plan, q.device.index)
+        kernel(*values)
         if result is not rows:
             rows.copy_(result)
         return out, lse, None
@@ -245,15 +299,23 @@ def bind_attention(problem: Problem, gpu: ArchSpec) -> Callable[..., tuple[Tenso
     return forward
 
 
+# ---- operands
+# ----------------------------------------------------------------------------------------------------------
+
+
 def _is_aligned(x: Tensor) -> bool:
     step = ROW_ALIGN_BYTES // x.element_size()
     return x.stride(-1) == 1 and not any(s % step for s in x.stride()[:-1]) and x.data_ptr() % ROW_ALIGN_BYTES == 0
 
 
-def _rows(x: Tensor, is_ragged: bool) -> Tensor:
+def _rows(x: Tensor, is_ragged: bool = False) -> Tensor:
     """(B, T, H, D) with aligned rows; ragged tensors get a batch of 1."""
     x = x if _is_aligned(x) else ensure_aligned(x.contiguous())
     return x[None] if is_ragged else x
+
+
+def _cache_conversion(x: Tensor) -> Convert:
+    return None if _cache(x) is x else _cache
 
 
 def _cache(x: Tensor) -> Tensor:
@@ -266,31 +328,18 @@ def _cache(x: Tensor) -> Tensor:
     return x
 
 
-def _rotary(x: Tensor, static: DecodeStatic) -> Tensor:
-    return x.to(getattr(torch, static.rotary_dtype)).contiguous()
+def _rotary(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).contiguous()
 
 
-def _scale(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:
+def _slopes(x: Tensor, batch: int, heads: int) -> Tensor:
+    """Slopes as (B, H), in fp32."""
+    return x.float().expand(batch, heads)
+
+
+def _scales(x: Tensor | None, heads_kv: int, device: torch.device) -> Tensor:
     """The scale of each K/V head."""
-    if x is None:
-        x = torch.ones((), dtype=torch.float32, device=device)
-    return x.float().expand(heads_kv)
-
-
-def _workspace(device: torch.device, plan: DecodePlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and statistics of pieces, and arrival counters."""
-    tile, slots = plan.tile, plan.num_slots
-
-    def make() -> tuple[Tensor, Tensor]:
-        return (
-            torch.empty((slots, tile.tile_m, tile.head_dim), dtype=torch.float32, device=device),
-            torch.empty((slots, tile.tile_m, 2), dtype=torch.float32, device=device),
-        )
-
-    # A fixed number of splits needs workspace by the size of the batch, which is not kept.
-    key = (slots, tile.tile_m, tile.head_dim)
-    partials = make() if plan.num_splits else shared(key, device.index, make)
-    return *partials, arrivals(plan.num_items, device.index)
+    return torch.ones(heads_kv, dtype=torch.float32, device=device) if x is None else x.float().expand(heads_kv)
 
 
 def _empty(q: Tensor, k_cache: Tensor, v_cache: Tensor, args: DecodeArgs) -> Outputs:

@@ -80,7 +80,7 @@ def _bind_forward(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Calla
         return _empty_forward
     gpu = current_gpu().arch(q.device.index)
     if not args.kernel_family and splits_keys(problem, gpu):
-        return decode.bind_attention(problem, gpu)
+        return decode.bind_attention(problem, gpu, q.device)
     problem = _with_bias(problem, args)
     out, _lse, _max_logit = outputs(q, v, args)
     can_pack = all(can_pack_gqa(x) or not has_aligned_strides(x) for x in (q, out))
