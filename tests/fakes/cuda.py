@@ -9,11 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from cute_flash.planning.decode import DecodePlan
 from cute_flash.runtime import decode, launcher
 from cute_flash.spec.args import from_schema
 
@@ -47,14 +49,16 @@ def launching_operators() -> Iterator[None]:
 
 
 @contextmanager
-def own_workspaces() -> Iterator[None]:
-    """Decode calls on CPU tensors get workspaces of their own: there are no streams that could share them."""
+def own_workspaces() -> Iterator[list[tuple[int, ...]]]:
+    """Decode calls on CPU tensors get workspaces of their own. Yields (slots, rows, width, counters) of each launch."""
+    sizes: list[tuple[int, ...]] = []
 
-    def arrivals(num: int, device_index: int | None) -> Tensor:
-        return torch.zeros(num, dtype=torch.int32)
+    def fill(values: list[Any], at: dict[str, int], plan: DecodePlan, index: int | None) -> None:
+        slots, rows, width = plan.num_slots, plan.tile.tile_m, plan.tile.head_dim
+        sizes.append((slots, rows, width, plan.num_counters))
+        values[at["partial_out"]] = torch.empty(slots, rows, width)
+        values[at["partial_stats"]] = torch.empty(slots, rows, 2)
+        values[at["arrivals"]] = torch.zeros(plan.num_counters, dtype=torch.int32)
 
-    with (
-        mock.patch.object(decode, "shared", lambda key, device_index, make: make()),
-        mock.patch.object(decode, "arrivals", arrivals),
-    ):
-        yield
+    with mock.patch.multiple(decode, reserve=lambda index: None, _fill_workspace=fill):
+        yield sizes

@@ -97,7 +97,7 @@ def decode_keys(case: DecodeCase, dtype: torch.dtype, family: str, arch: ArchSpe
     short = replace(case, seqlens=tuple(min(length, DRY_LENGTH) for length in case.seqlens))
     call = short.build("cpu", dtype)
     gpu = RecordingGpu(arch)
-    with use_gpu(gpu), use_kernels(family):
+    with use_gpu(gpu), use_kernels(family), own_workspaces():
         decode._bind(*bind(*call.tensors, **call.options))
     return gpu.keys
 

@@ -105,7 +105,7 @@ def decode_key(case: DecodeCase) -> CompileKey:
     caches = [torch.empty(*rows, HEADS_KV, width, dtype=stored) for width in (case.head_dim, width_v)]
     call = bind(torch.empty(*leading, HEADS, case.head_dim, dtype=dtype), *caches, **options)
     gpu = RecordingGpu(ARCHS[case.arch])
-    with use_gpu(gpu), use_kernels(case.family):
+    with use_gpu(gpu), use_kernels(case.family), own_workspaces():
         decode._bind(*call)
     (key,) = gpu.keys
     return key

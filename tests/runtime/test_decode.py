@@ -13,11 +13,11 @@ from torch import Tensor
 import cute_flash
 from cute_flash import UnsupportedError
 from cute_flash.decode import bind
-from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic
+from cute_flash.planning.decode import MAX_SPLITS, DecodeStatic, plan_decode
 from cute_flash.planning.plan import CompileKey
 from cute_flash.planning.registry import KERNELS
 from cute_flash.runtime import counters, decode
-from cute_flash.runtime.counters import GRAPH_COUNTERS, PER_THREAD_STREAM, arrivals, shared
+from cute_flash.runtime.counters import GRAPH_COUNTERS, PER_THREAD_STREAM, graph_counters, reserve, shared
 from cute_flash.runtime.gpu import bound, use_gpu
 from cute_flash.runtime.operands import MAX_WINDOW
 from cute_flash.spec.arch import ARCHS
@@ -30,6 +30,8 @@ from tests.fakes.recording import RecordingGpu
 from tests.gpu import decode_cases
 
 OPERANDS = {operand.name: operand for operand in KERNELS["decode"].operands}
+# Tests replace it.
+FILL_WORKSPACE = decode._fill_workspace
 ELEMENTS = {"f32": torch.float32, "i32": torch.int32}
 
 
@@ -85,17 +87,10 @@ def check_tensor(static: DecodeStatic, operand: Operand, x: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Workspaces of the CPU, not shared; the keys with which they are asked for."""
-    keys: list[Any] = []
-
-    def make_new(key: Any, device_index: Any, make: Callable[[], Any]) -> Any:
-        keys.append(key)
-        return make()
-
-    with own_workspaces():
-        monkeypatch.setattr(decode, "shared", make_new)
-        yield keys
+def workspaces() -> Iterator[list[tuple[int, ...]]]:
+    """Workspaces of the CPU, not shared; their sizes."""
+    with own_workspaces() as sizes:
+        yield sizes
 
 
 @pytest.fixture(params=["sm_80", "sm_90"])
@@ -336,14 +331,14 @@ def test_a_call_without_keys_or_queries_launches_nothing(sm_90: DecodeGpu) -> No
 # ---- workspaces
 
 
-def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu, workspaces: list[Any]) -> None:
+def test_a_workspace_is_of_the_plan(sm_90: DecodeGpu, workspaces: list[tuple[int, ...]]) -> None:
     run(build())
-    run(build(seqlens=(30, 9)))
+    run(build(seqlens=(30, 9), tokens=(2, 2)))
     assert len(set(workspaces)) == 1, "lengths share a workspace"
     run(build(tokens=(16, 16)))
-    assert len(set(workspaces)) == 2, "another tile"
+    assert workspaces[-1][1] == 2 * workspaces[0][1], "another tile"
     run(build(num_splits=3))
-    assert len(workspaces) == 3, "of a fixed number of splits, nothing is kept"
+    assert workspaces[-1][0] == 2 * 2 * 3, "a slot for each part"
 
 
 @pytest.fixture
@@ -365,6 +360,50 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return now
 
 
+@pytest.fixture
+def filled(
+    stream: dict[str, Any], workspaces: object, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int | None], list[Tensor]]:
+    """The workspace of a launch of a plan with a number of splits, by the function of the runtime."""
+    empty, zeros = torch.empty, torch.zeros
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device="cpu": zeros(shape, dtype=dtype))
+    names = ("partial_out", "partial_stats", "arrivals")
+
+    def fill(num_splits: int | None = None) -> list[Tensor]:
+        plan = plan_decode(DecodeStatic("bfloat16", 64), ARCHS["sm_90"], 2, 1, 8, 2, 4096, num_splits)
+        values: list[Any] = [None] * 3
+        FILL_WORKSPACE(values, {name: i for i, name in enumerate(names)}, plan, 0)
+        assert values[0].shape == (plan.num_slots, plan.tile.tile_m, plan.tile.head_dim)
+        assert values[1].shape == (plan.num_slots, plan.tile.tile_m, 2)
+        assert values[2].numel() >= plan.num_items and not values[2].any()
+        return values
+
+    return fill
+
+
+def is_same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(a is b for a, b in zip(first, second, strict=True))
+
+
+def test_the_workspace_of_a_launch(filled: Callable[..., list[Tensor]], stream: dict[str, Any]) -> None:
+    """Eager launches of a stream share it. Captured ones and those with a fixed number of splits do not."""
+    first = filled()
+    assert is_same(filled(), first)
+    stream["handle"] = 0x7F00
+    assert not is_same(filled(), first)
+    stream["handle"] = 0
+    fixed = filled(3)
+    assert not any(a is b for a, b in zip(filled(3), fixed))
+    counters.reserve(0)
+    stream["is_capturing"] = True
+    captured = [filled() for _ in range(2)]
+    assert captured[0][0] is not captured[1][0] and captured[0][0] is not first[0]
+    assert captured[0][2].data_ptr() == captured[1][2].data_ptr() != first[2].data_ptr()
+    stream["is_capturing"] = False
+    assert is_same(filled(), first)
+
+
 def test_launches_of_one_stream_share_a_workspace(stream: dict[str, Any]) -> None:
     first = shared("a", 0, object)
     assert shared("a", 0, object) is first
@@ -374,15 +413,6 @@ def test_launches_of_one_stream_share_a_workspace(stream: dict[str, Any]) -> Non
     assert len({id(x) for x in (first, *others)}) == 4
     stream["handle"] = 0
     assert shared("a", 0, object) is first
-
-
-def test_captured_launches_get_new_workspaces(stream: dict[str, Any]) -> None:
-    eager = shared("a", 0, object)
-    stream["is_capturing"] = True
-    captured = shared("a", 0, object)
-    assert captured is not eager and shared("a", 0, object) is not captured
-    stream["is_capturing"] = False
-    assert shared("a", 0, object) is eager
 
 
 def test_streams_that_a_handle_does_not_identify_share_nothing(stream: dict[str, Any]) -> None:
@@ -399,49 +429,51 @@ def test_the_number_of_workspaces_is_bounded(stream: dict[str, Any]) -> None:
     assert all(shared(i, 0, object) is x for i, x in enumerate(kept))
 
 
-def test_arrival_counters_of_a_stream(stream: dict[str, Any]) -> None:
-    first = arrivals(10, 0)
-    assert first.dtype == torch.int32 and first.numel() >= 10 and not first.any()
-    assert arrivals(GRAPH_COUNTERS, 0) is first, "calls of many sizes share counters"
-    assert arrivals(GRAPH_COUNTERS + 1, 0).numel() == 2 * GRAPH_COUNTERS
-    stream["handle"] = 0x7F00
-    assert arrivals(10, 0).data_ptr() != first.data_ptr()
-
-
-def test_arrival_counters_of_a_graph(stream: dict[str, Any]) -> None:
-    """Launches of one graph share counters; graphs do not, because they may be replayed at the same time."""
-    eager = arrivals(10, 0)
+def test_counters_in_reserve_are_allocated_once_and_not_in_a_capture(stream: dict[str, Any]) -> None:
     stream["is_capturing"] = True
-    first = arrivals(10, 0)
-    assert arrivals(20, 0).data_ptr() == first.data_ptr() != eager.data_ptr()
+    reserve(0)
+    assert not counters._reserve
+    stream["is_capturing"] = False
+    reserve(0)
+    held = counters._reserve[0]
+    reserve(0)
+    assert counters._reserve[0] is held and not held.any()
+
+
+def test_counters_of_a_graph(stream: dict[str, Any]) -> None:
+    """Launches of one graph share counters; graphs do not, because they may be replayed at the same time."""
+    reserve(0)
+    stream["is_capturing"] = True
+    first = graph_counters(10, 0)
+    assert first.numel() >= 20 and graph_counters(20, 0).data_ptr() == first.data_ptr()
     assert first.untyped_storage().data_ptr() == counters._reserve[0].untyped_storage().data_ptr()
     addresses = {first.data_ptr()}
     stream["capture"] = 2
-    addresses.add(arrivals(10, 0).data_ptr())
+    addresses.add(graph_counters(10, 0).data_ptr())
     # Two branches of one graph.
     stream["handle"] = 0x7F00
-    addresses.add(arrivals(10, 0).data_ptr())
+    addresses.add(graph_counters(10, 0).data_ptr())
     assert len(addresses) == 3
     # More counters than a graph has in reserve, or an unknown capture: of each launch.
-    large = [arrivals(GRAPH_COUNTERS + 1, 0) for _ in range(2)]
+    large = [graph_counters(GRAPH_COUNTERS + 1, 0) for _ in range(2)]
     assert large[0].data_ptr() != large[1].data_ptr()
     stream["capture"] = None
-    unknown = [arrivals(10, 0) for _ in range(2)]
+    unknown = [graph_counters(10, 0) for _ in range(2)]
     assert unknown[0].data_ptr() != unknown[1].data_ptr()
 
 
-def test_arrival_counters_of_a_capture_before_any_call(stream: dict[str, Any]) -> None:
+def test_counters_of_a_capture_before_any_call(stream: dict[str, Any]) -> None:
     stream["is_capturing"] = True
-    found = [arrivals(10, 0) for _ in range(2)]
+    found = [graph_counters(10, 0) for _ in range(2)]
     assert found[0].data_ptr() != found[1].data_ptr() and not counters._reserve
 
 
 def test_more_graphs_than_the_reserve_has(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "MAX_GRAPHS", 3)
-    arrivals(10, 0)
+    reserve(0)
     stream["is_capturing"] = True
     found = []
     for stream["capture"] in range(5):
-        found.append(arrivals(10, 0))
+        found.append(graph_counters(10, 0))
     assert len({x.data_ptr() for x in found}) == 5
     assert [x.numel() for x in found] == [GRAPH_COUNTERS] * 3 + [10] * 2
